@@ -1,0 +1,5 @@
+"""minisgl: a compact, fast LLM inference engine. See docs/architecture.md."""
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__"]

@@ -1,0 +1,55 @@
+"""The words of the domain: requests, batches, settings, errors. Nothing here loads torch."""
+
+from minisgl.core.batch import (
+    Batch,
+    EngineLike,
+    Int32Array,
+    PendingStep,
+    SamplingArrays,
+    StepResult,
+)
+from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig
+from minisgl.core.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    InvariantBroken,
+    MinisglError,
+    OutOfMemory,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    Unsupported,
+    WorkerDied,
+)
+from minisgl.core.sampling import MAX_SEED, FinishReason, SamplingParams
+
+__all__ = [
+    "MAX_SEED",
+    "Batch",
+    "Cancelled",
+    "ConfigError",
+    "DeadlineExceeded",
+    "EngineConfig",
+    "EngineError",
+    "EngineLike",
+    "FinishReason",
+    "Int32Array",
+    "InvalidRequest",
+    "InvariantBroken",
+    "MinisglError",
+    "ModelFacts",
+    "OutOfMemory",
+    "Overloaded",
+    "PendingStep",
+    "PromptTooLong",
+    "RequestError",
+    "SamplingArrays",
+    "SamplingParams",
+    "SchedulerConfig",
+    "StepResult",
+    "Unsupported",
+    "WorkerDied",
+]

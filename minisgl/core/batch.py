@@ -1,0 +1,104 @@
+"""What a scheduler hands to an engine for one step, and what it gets back. No torch in here.
+
+Shape letters, used everywhere: B reqs in the step, T tokens in the step, P pages, S page_size,
+U page-table updates, Hq / Hkv local query / KV heads, D head_dim, V logit width, L layers.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Batch", "EngineLike", "Int32Array", "PendingStep", "SamplingArrays", "StepResult"]
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingArrays:
+    """Sampling parameters of the B reqs of a step, one entry each.
+
+    temperature float32 (0 greedy), top_k int32 (0 = all), top_p and min_p float32, seed int64.
+    """
+
+    temperature: NDArray[np.float32]
+    top_k: Int32Array
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seed: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One forward step, complete and immutable: first the decode reqs, then the prefill chunks.
+
+    step_id     counts up by one with each launched step, the same on all ranks.
+    num_decode  the first num_decode reqs forward one token each, which the engine reads from its
+                token pool at (row, start): the host need not know it yet.
+    rows        int32 [B], distinct; each req's line in page table and token pool.
+    start       int32 [B]; KV present before the step = position of the first token forwarded.
+    lengths     int32 [B]; tokens forwarded, 1 for decode reqs. T = lengths.sum().
+    samples     bool [B]; the token after position start + length - 1 is sampled and written to
+                the token pool at (row, start + length). False for a chunk that leaves prompt over.
+    chunk_ids   int32 [T - num_decode]; ids of the prefill chunks, one after the other.
+    page_rows, page_cols, page_ids
+                int32 [U]; page_table[page_rows, page_cols] = page_ids, applied before the forward.
+    """
+
+    step_id: int
+    num_decode: int
+    rows: Int32Array
+    start: Int32Array
+    lengths: Int32Array
+    samples: NDArray[np.bool_]
+    chunk_ids: Int32Array
+    page_rows: Int32Array
+    page_cols: Int32Array
+    page_ids: Int32Array
+    sampling: SamplingArrays
+
+    @property
+    def num_reqs(self) -> int:
+        """B."""
+        return len(self.rows)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """T - num_decode."""
+        return len(self.chunk_ids)
+
+
+class StepResult(NamedTuple):
+    """tokens int32 [B], meaningful where batch.samples; finite bool [B], False for NaN or inf logits."""
+
+    tokens: Int32Array
+    finite: NDArray[np.bool_]
+
+
+class PendingStep(Protocol):
+    """A launched step whose result has not been read."""
+
+    def wait(self) -> StepResult:
+        """Block until the step has completed on the device. Called exactly once."""
+        ...
+
+
+class EngineLike(Protocol):
+    """What the scheduler needs of an engine. Steps run in the order in which they are launched."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def max_running_reqs(self) -> int: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start the step without waiting for it. The batch's arrays stay untouched until it is done."""
+        ...

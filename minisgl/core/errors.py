@@ -1,0 +1,90 @@
+"""The error tree: what can go wrong, named by who has to act on it.
+
+MinisglError
+├── ConfigError          start-up: a flag, a file or a model that cannot be used
+├── RequestError         one request: refused or ended, all others go on
+│   ├── InvalidRequest       a parameter is wrong (carries its name)
+│   ├── PromptTooLong        prompt, or prompt + max_tokens, exceeds context or KV pool
+│   ├── Unsupported          understood, would change the answer, not offered
+│   ├── Overloaded           refused now, may succeed later
+│   ├── DeadlineExceeded     waited or ran longer than allowed
+│   └── Cancelled            the client went away or asked to stop
+└── EngineError          the process: cannot go on
+    ├── WorkerDied           a child process ended unexpectedly
+    ├── OutOfMemory          weights or KV pool do not fit
+    └── InvariantBroken      a bug in minisgl itself
+"""
+
+__all__ = [
+    "Cancelled",
+    "ConfigError",
+    "DeadlineExceeded",
+    "EngineError",
+    "InvalidRequest",
+    "InvariantBroken",
+    "MinisglError",
+    "OutOfMemory",
+    "Overloaded",
+    "PromptTooLong",
+    "RequestError",
+    "Unsupported",
+    "WorkerDied",
+]
+
+
+class MinisglError(Exception):
+    """Base of every error that minisgl raises on purpose."""
+
+
+class ConfigError(MinisglError):
+    """Start-up cannot go on; the message is one line for the person who typed the command."""
+
+
+class RequestError(MinisglError):
+    """One request is refused or ended; `param` names the offending field when there is one."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class InvalidRequest(RequestError):
+    """A parameter has a wrong type, range or combination."""
+
+
+class PromptTooLong(RequestError):
+    """Prompt, or prompt + max_tokens, exceeds the context length or the whole KV pool."""
+
+
+class Unsupported(RequestError):
+    """A parameter that minisgl understands but does not offer, and that would change the answer."""
+
+
+class Overloaded(RequestError):
+    """Refused because a queue is full or the server drains; the client may retry."""
+
+
+class DeadlineExceeded(RequestError):
+    """The request waited or ran longer than allowed."""
+
+
+class Cancelled(RequestError):
+    """The client disconnected or aborted the request."""
+
+
+class EngineError(MinisglError):
+    """The process cannot go on."""
+
+
+class WorkerDied(EngineError):
+    """A child process ended although nobody asked it to."""
+
+
+class OutOfMemory(EngineError):
+    """Weights or KV pool do not fit into the device's memory."""
+
+
+class InvariantBroken(EngineError):
+    """An invariant of minisgl itself does not hold. The message ends with: this is a bug."""

@@ -1,0 +1,1 @@
+"""Settings from MINISGL_* environment variables, parsed and checked once."""

@@ -1,0 +1,48 @@
+"""Typed wire messages and the queues that carry them between processes."""
+
+from minisgl.message.queues import AsyncReceiver, Receiver, Sender, endpoint
+from minisgl.message.wire import (
+    AbortReq,
+    AddReq,
+    Finished,
+    LeaderStep,
+    Opened,
+    Ready,
+    SchedulerStats,
+    Shutdown,
+    StepOutput,
+    StepText,
+    TextSpec,
+    TextUpdate,
+    ToApi,
+    Tokenized,
+    TokenizeChat,
+    TokenizeText,
+    ToScheduler,
+    ToTokenizer,
+)
+
+__all__ = [
+    "AbortReq",
+    "AddReq",
+    "AsyncReceiver",
+    "Finished",
+    "LeaderStep",
+    "Opened",
+    "Ready",
+    "Receiver",
+    "SchedulerStats",
+    "Sender",
+    "Shutdown",
+    "StepOutput",
+    "StepText",
+    "TextSpec",
+    "TextUpdate",
+    "ToApi",
+    "ToScheduler",
+    "ToTokenizer",
+    "TokenizeChat",
+    "TokenizeText",
+    "Tokenized",
+    "endpoint",
+]

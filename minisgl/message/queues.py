@@ -1,0 +1,111 @@
+"""Typed one-way ZMQ queues over ipc sockets. The only module that imports zmq.
+
+High-water marks are off: admission bounds what can be under way, and a sender (above all the
+scheduler) never blocks. A message that does not decode is logged, counted and dropped.
+"""
+
+import logging
+from collections.abc import Iterator
+from types import UnionType
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+__all__ = ["AsyncReceiver", "Receiver", "Sender", "endpoint"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def endpoint(directory: str, name: str) -> str:
+    """The address of queue `name` in the private socket directory."""
+    return f"ipc://{directory}/{name}"
+
+
+class Sender(Generic[T]):
+    """The pushing end. Sends never block and never raise for a slow or absent peer."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: T) -> None:
+        """Queue one message; a peer that has not bound yet gets it when it does."""
+        self._socket.send(self._encoder.encode(message), zmq.DONTWAIT, copy=True)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close; linger_ms bounds how long unsent messages are still delivered."""
+        self._socket.close(linger=linger_ms)
+
+
+class _Decoding(Generic[T]):
+    """Decode what arrived, or log and drop it."""
+
+    def __init__(self, union: type[T] | UnionType) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+        self.dropped_total = 0
+
+    def decode(self, frame: bytes) -> T | None:
+        try:
+            message: T = self._decoder.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.dropped_total += 1
+            logger.warning("message dropped bytes=%d error=%s", len(frame), error)
+            return None
+        return message
+
+
+class Receiver(Generic[T]):
+    """The pulling end for a synchronous process; binds."""
+
+    def __init__(self, address: str, union: type[T] | UnionType) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._decoding: _Decoding[T] = _Decoding(union)
+
+    def poll(self, timeout_s: float | None) -> bool:
+        """Wait until a message is there; None waits without end."""
+        return bool(self._socket.poll(None if timeout_s is None else round(timeout_s * 1000)))
+
+    def drain(self) -> Iterator[T]:
+        """All messages that are there now, without waiting."""
+        while True:
+            try:
+                frame = self._socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            message = self._decoding.decode(frame)
+            if message is not None:
+                yield message
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class AsyncReceiver(Generic[T]):
+    """The pulling end for an asyncio process; binds."""
+
+    def __init__(self, address: str, union: type[T] | UnionType) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._decoding: _Decoding[T] = _Decoding(union)
+
+    async def recv(self) -> T:
+        """The next message that decodes."""
+        while True:
+            message = self._decoding.decode(await self._socket.recv())
+            if message is not None:
+                return message
+
+    def close(self) -> None:
+        self._socket.close(linger=0)

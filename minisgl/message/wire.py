@@ -1,0 +1,215 @@
+"""Every message that crosses a process border, as msgspec structs: one tagged union per direction.
+
+Both ends are always of the same version (one pod, one image), so there are no compatibility rules
+beyond: a struct is only decoded by the decoder of its own direction.
+
+    API server  -> tokenizer    ToTokenizer
+    API server  -> scheduler    ToScheduler   (one FIFO: an abort never overtakes its request)
+    leader      -> other ranks  LeaderStep
+    scheduler   -> detokenizer  StepOutput    (one message per step, columnar)
+    everything  -> API server   ToApi
+"""
+
+import msgspec
+
+from minisgl.core import FinishReason, ModelFacts, SamplingParams
+
+__all__ = [
+    "AbortReq",
+    "AddReq",
+    "Finished",
+    "LeaderStep",
+    "Opened",
+    "Ready",
+    "SchedulerStats",
+    "Shutdown",
+    "StepOutput",
+    "StepText",
+    "TextSpec",
+    "TextUpdate",
+    "ToApi",
+    "ToScheduler",
+    "ToTokenizer",
+    "TokenizeChat",
+    "TokenizeText",
+    "Tokenized",
+]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: immutable, tagged with its class name, strict."""
+
+
+# --- API server -> tokenizer ------------------------------------------------------------------
+
+
+class TokenizeText(Message):
+    """Encode plain text; special-token spellings in it are encoded as the tokenizer does."""
+
+    uid: int
+    text: str
+
+
+class TokenizeChat(Message):
+    """Render a chat with the model's template and encode it (without a second BOS).
+
+    messages_json, template_kwargs_json: JSON the API server has validated; kept as text so that
+    nothing a client sends is ever decoded into one of our own types.
+    """
+
+    uid: int
+    messages_json: bytes
+    template_kwargs_json: bytes = b"{}"
+
+
+ToTokenizer = TokenizeText | TokenizeChat
+
+
+# --- API server -> scheduler ------------------------------------------------------------------
+
+
+class TextSpec(Message):
+    """What the detokenizer needs to turn this req's tokens into text.
+
+    prompt_tail  the last prompt ids, so that the first token's leading space comes out right.
+    stop         stop strings, in the order given.
+    """
+
+    prompt_tail: list[int]
+    stop: list[str] = []
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+
+
+class AddReq(Message):
+    """Admit one generation. token_ids: int32 little-endian, each below the logit width.
+
+    text: None when the receiver wants ids only (the offline LLM detokenises by itself).
+    """
+
+    uid: int
+    token_ids: bytes
+    sampling: SamplingParams
+    text: TextSpec | None = None
+
+
+class AbortReq(Message):
+    """End a req. reason STOP: a stop string was seen, so the prefix is worth caching as finished."""
+
+    uid: int
+    reason: FinishReason = FinishReason.ABORT
+
+
+class Shutdown(Message):
+    """Leave the loop after the step in flight; running reqs end with ABORT."""
+
+
+ToScheduler = AddReq | AbortReq | Shutdown
+
+
+class LeaderStep(Message):
+    """The messages that every rank applies before planning iteration `iteration`."""
+
+    iteration: int
+    messages: list[ToScheduler]
+    plan_hash: int | None = None
+
+
+# --- scheduler -> detokenizer -----------------------------------------------------------------
+
+
+class Opened(Message):
+    """Comes with a req's first output (or its end without one)."""
+
+    uid: int
+    prompt_tokens: int
+    cached_tokens: int
+    text: TextSpec | None
+
+
+class Finished(Message):
+    """The one terminal message of a req; STOP means that its last token is not text."""
+
+    uid: int
+    reason: FinishReason
+    error: str | None = None
+
+
+class StepOutput(Message):
+    """All that one step produced: token_ids[i] is the next token of uids[i]; then what ended.
+
+    Read in this order: opened, tokens, finished.
+    """
+
+    step_id: int
+    opened: list[Opened]
+    uids: list[int]
+    token_ids: list[int]
+    finished: list[Finished]
+
+
+# --- to the API server ------------------------------------------------------------------------
+
+
+class Tokenized(Message):
+    """token_ids: int32 little-endian. error: a sentence for the client; then token_ids is empty."""
+
+    uid: int
+    token_ids: bytes = b""
+    error: str | None = None
+
+
+class TextUpdate(Message):
+    """New text of one req; `finish` and `error` only in its last update.
+
+    completion_tokens counts all tokens so far, the stop token included.
+    stopped: a stop string was matched here, so the scheduler has yet to be told.
+    """
+
+    uid: int
+    text: str
+    completion_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int] = []
+    finish: FinishReason | None = None
+    error: str | None = None
+    stopped: bool = False
+
+
+class StepText(Message):
+    """All text of one scheduler step."""
+
+    updates: list[TextUpdate]
+
+
+class Ready(Message):
+    """A process has loaded and warmed up. Rank 0 of the scheduler sends the model's facts."""
+
+    role: str
+    facts: ModelFacts | None = None
+
+
+class SchedulerStats(Message):
+    """Gauges and running totals of rank 0, sent at most every 0.5 s and when something changes.
+
+    step_id, busy: progress, from which livez judges a hang. *_total count since the start.
+    """
+
+    step_id: int
+    busy: bool
+    waiting_reqs: int
+    running_reqs: int
+    free_pages: int
+    evictable_pages: int
+    locked_pages: int
+    total_pages: int
+    preemptions_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    output_tokens_total: int
+    evicted_pages_total: int
+    nonfinite_rows_total: int
+
+
+ToApi = Tokenized | StepText | Ready | SchedulerStats
