@@ -70,7 +70,7 @@ class Batch:
 
 
 class StepResult(NamedTuple):
-    """tokens int32 [B], meaningful where batch.samples; finite bool [B], False for NaN or inf logits."""
+    """tokens int32 [B], meaningful where batch.samples; finite bool [B], False for NaN or inf."""
 
     tokens: Int32Array
     finite: NDArray[np.bool_]
@@ -100,5 +100,5 @@ class EngineLike(Protocol):
     def max_seq_len(self) -> int: ...
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Start the step without waiting for it. The batch's arrays stay untouched until it is done."""
+        """Start the step without waiting; the batch's arrays stay untouched until it is done."""
         ...

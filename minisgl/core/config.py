@@ -9,7 +9,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine (all of its tensor-parallel ranks share these values).
 
     model_path           local folder with config.json and safetensors (already resolved).
-    dtype                auto, float32, bfloat16 or float16; auto: the checkpoint's on a GPU, float32 on CPU.
+    dtype                auto, float32, bfloat16 or float16; auto: the checkpoint's on a GPU,
+                         float32 on CPU.
     device               auto, cpu or cuda.
     page_size            tokens per page, a power of two.
     num_pages            KV pages; None: sized from memory.
@@ -18,7 +19,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running_reqs     rows of the page table.
     max_seq_len          context length in tokens; None: the model's.
     attention_backend    auto, or one name, or prefill,decode.
-    cuda_graph_max_bs    largest captured decode batch; None: max_running_reqs up to 256; 0: no graphs.
+    cuda_graph_max_bs    largest captured decode batch; None: max_running_reqs up to 256;
+                         0: no graphs.
     """
 
     model_path: str

@@ -29,7 +29,7 @@ class Sender(Generic[T]):
     """The pushing end. Sends never block and never raise for a slow or absent peer."""
 
     def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
@@ -65,7 +65,7 @@ class Receiver(Generic[T]):
     """The pulling end for a synchronous process; binds."""
 
     def __init__(self, address: str, union: type[T] | UnionType) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)

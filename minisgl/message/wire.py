@@ -43,14 +43,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 # --- API server -> tokenizer ------------------------------------------------------------------
 
 
-class TokenizeText(Message):
+class TokenizeText(Message, frozen=True, kw_only=True):
     """Encode plain text; special-token spellings in it are encoded as the tokenizer does."""
 
     uid: int
     text: str
 
 
-class TokenizeChat(Message):
+class TokenizeChat(Message, frozen=True, kw_only=True):
     """Render a chat with the model's template and encode it (without a second BOS).
 
     messages_json, template_kwargs_json: JSON the API server has validated; kept as text so that
@@ -68,7 +68,7 @@ ToTokenizer = TokenizeText | TokenizeChat
 # --- API server -> scheduler ------------------------------------------------------------------
 
 
-class TextSpec(Message):
+class TextSpec(Message, frozen=True, kw_only=True):
     """What the detokenizer needs to turn this req's tokens into text.
 
     prompt_tail  the last prompt ids, so that the first token's leading space comes out right.
@@ -81,7 +81,7 @@ class TextSpec(Message):
     include_stop: bool = False
 
 
-class AddReq(Message):
+class AddReq(Message, frozen=True, kw_only=True):
     """Admit one generation. token_ids: int32 little-endian, each below the logit width.
 
     text: None when the receiver wants ids only (the offline LLM detokenises by itself).
@@ -93,21 +93,21 @@ class AddReq(Message):
     text: TextSpec | None = None
 
 
-class AbortReq(Message):
-    """End a req. reason STOP: a stop string was seen, so the prefix is worth caching as finished."""
+class AbortReq(Message, frozen=True, kw_only=True):
+    """End a req. reason STOP: a stop string was seen, so the req counts as finished."""
 
     uid: int
     reason: FinishReason = FinishReason.ABORT
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True, kw_only=True):
     """Leave the loop after the step in flight; running reqs end with ABORT."""
 
 
 ToScheduler = AddReq | AbortReq | Shutdown
 
 
-class LeaderStep(Message):
+class LeaderStep(Message, frozen=True, kw_only=True):
     """The messages that every rank applies before planning iteration `iteration`."""
 
     iteration: int
@@ -118,7 +118,7 @@ class LeaderStep(Message):
 # --- scheduler -> detokenizer -----------------------------------------------------------------
 
 
-class Opened(Message):
+class Opened(Message, frozen=True, kw_only=True):
     """Comes with a req's first output (or its end without one)."""
 
     uid: int
@@ -127,7 +127,7 @@ class Opened(Message):
     text: TextSpec | None
 
 
-class Finished(Message):
+class Finished(Message, frozen=True, kw_only=True):
     """The one terminal message of a req; STOP means that its last token is not text."""
 
     uid: int
@@ -135,7 +135,7 @@ class Finished(Message):
     error: str | None = None
 
 
-class StepOutput(Message):
+class StepOutput(Message, frozen=True, kw_only=True):
     """All that one step produced: token_ids[i] is the next token of uids[i]; then what ended.
 
     Read in this order: opened, tokens, finished.
@@ -151,7 +151,7 @@ class StepOutput(Message):
 # --- to the API server ------------------------------------------------------------------------
 
 
-class Tokenized(Message):
+class Tokenized(Message, frozen=True, kw_only=True):
     """token_ids: int32 little-endian. error: a sentence for the client; then token_ids is empty."""
 
     uid: int
@@ -159,7 +159,7 @@ class Tokenized(Message):
     error: str | None = None
 
 
-class TextUpdate(Message):
+class TextUpdate(Message, frozen=True, kw_only=True):
     """New text of one req; `finish` and `error` only in its last update.
 
     completion_tokens counts all tokens so far, the stop token included.
@@ -177,20 +177,20 @@ class TextUpdate(Message):
     stopped: bool = False
 
 
-class StepText(Message):
+class StepText(Message, frozen=True, kw_only=True):
     """All text of one scheduler step."""
 
     updates: list[TextUpdate]
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     """A process has loaded and warmed up. Rank 0 of the scheduler sends the model's facts."""
 
     role: str
     facts: ModelFacts | None = None
 
 
-class SchedulerStats(Message):
+class SchedulerStats(Message, frozen=True, kw_only=True):
     """Gauges and running totals of rank 0, sent at most every 0.5 s and when something changes.
 
     step_id, busy: progress, from which livez judges a hang. *_total count since the start.
