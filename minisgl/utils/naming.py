@@ -1,0 +1,14 @@
+"""Near names for what somebody mistyped."""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["near_names"]
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """A hint such as "; did you mean 'seed'?", or "" when nothing is near."""
+    found = difflib.get_close_matches(name[:64], list(known), n=3, cutoff=0.6)
+    if not found:
+        return ""
+    return "; did you mean " + " or ".join(f"'{near}'" for near in found) + "?"

@@ -1,0 +1,237 @@
+"""Child processes that never outlive their parent, and a parent that sees each of them end.
+
+Parent side: `Supervisor`, one thread, no asyncio: signals and exits arrive through one wake-up
+pipe. It reaps every child, its own or adopted, so it works as PID 1 without an init.
+Child side: `read_payload` and `bind_to_parent`, called first thing in the child's main.
+"""
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import NamedTuple, Self
+
+__all__ = [
+    "CONFIG_EXIT",
+    "Child",
+    "ChildExit",
+    "Supervisor",
+    "bind_to_parent",
+    "describe_exit",
+    "read_payload",
+]
+
+CONFIG_EXIT = 2  # a ConfigError has been reported; the same code as a wrong command line
+_PR_SET_PDEATHSIG = 1
+
+
+def read_payload(fd: int) -> bytes:
+    """Read the parent's one length-prefixed payload; the pipe stays open as the death pipe."""
+    size = int.from_bytes(_read_exactly(fd, 8), "little")
+    return _read_exactly(fd, size)
+
+
+def _read_exactly(fd: int, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(fd, size - len(parts))
+        if not part:
+            os._exit(1)  # the parent died while starting us: nobody is left to tell
+        parts += part
+    return bytes(parts)
+
+
+def bind_to_parent(parent_pid: int, death_fd: int) -> None:
+    """End this process when `parent_pid` ends: by signal, and by EOF on its pipe.
+
+    The signal works even while this process is stuck; the pipe also where prctl is refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before prctl took hold
+        os._exit(1)
+
+    def wait_for_eof() -> None:
+        while os.read(death_fd, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_eof, name="death-pipe", daemon=True).start()
+
+
+def describe_exit(code: int) -> str:
+    """Say in words how a process ended; a negative code is a signal."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"
+
+
+@dataclass(eq=False, slots=True)
+class Child:
+    """One spawned process; `exit_code` is None while it runs."""
+
+    role: str
+    process: subprocess.Popen[bytes]
+    life_fd: int
+    exit_code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+class ChildExit(NamedTuple):
+    """A child has ended; negative code: by that signal."""
+
+    child: Child
+    code: int
+
+
+class Supervisor:
+    """Spawns children and turns their exits, and our own signals, into events.
+
+    I1  a child in `children` with exit_code None has not been reaped.
+    I2  every child holds the read end of a pipe whose only write end is ours.
+    """
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._previous = {
+            number: signal.signal(number, _ignore)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+        }
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill_all()
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def spawn(
+        self, role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
+    ) -> Child:
+        """Start `argv` + [fd]; the child reads `payload` from that fd and then waits for EOF on it.
+
+        The child gets its own process group, so that a terminal's Ctrl-C reaches the parent only.
+        """
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        try:
+            process = subprocess.Popen(
+                [*argv, str(read_end)],
+                pass_fds=[*pass_fds, read_end],
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
+        finally:
+            os.close(read_end)
+        child = Child(role, process, write_end)
+        self.children.append(child)
+        try:
+            _write_all(write_end, len(payload).to_bytes(8, "little") + payload)
+        except BrokenPipeError:
+            pass  # it died at once; its exit will be seen
+        return child
+
+    def adopt(self, role: str, process: subprocess.Popen[bytes]) -> Child:
+        """Watch a process that the caller has started itself (the shell, which owns the tty)."""
+        child = Child(role, process, -1)
+        self.children.append(child)
+        return child
+
+    def running(self) -> list[Child]:
+        return [child for child in self.children if child.exit_code is None]
+
+    def signal(self, child: Child, number: int) -> None:
+        """Send a signal to a child that has not been reaped; its pid cannot be another's (I1)."""
+        if child.exit_code is None:
+            os.kill(child.pid, number)
+
+    def wait(self, timeout_s: float | None) -> list[signal.Signals | ChildExit]:
+        """The next signals and exits; empty after `timeout_s`."""
+        events: list[signal.Signals | ChildExit] = [*self._reap()]
+        if not events and self._selector.select(timeout_s):
+            for number in os.read(self._wake_read, 4096):
+                if number != signal.SIGCHLD:
+                    events.append(signal.Signals(number))
+            events += self._reap()
+        return events
+
+    def _reap(self) -> list[ChildExit]:
+        exits = []
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            child = next((c for c in self.running() if c.pid == pid), None)
+            if child is None:
+                continue  # an orphan that we inherited as PID 1
+            child.exit_code = child.process.returncode = os.waitstatus_to_exitcode(status)
+            if child.life_fd >= 0:
+                os.close(child.life_fd)
+            exits.append(ChildExit(child, child.exit_code))
+        return exits
+
+    def stop(self, children: Sequence[Child], grace_s: float) -> None:
+        """TERM, then KILL what is left after `grace_s`; returns when all of them are reaped."""
+        for child in children:
+            self.signal(child, signal.SIGTERM)
+        self.join(children, grace_s)
+        for child in children:
+            self.signal(child, signal.SIGKILL)
+        self.join(children, None)
+
+    def join(self, children: Sequence[Child], timeout_s: float | None) -> bool:
+        """Wait until these have ended; False when `timeout_s` passed or a signal came first."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while any(child.exit_code is None for child in children):
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            events = self.wait(left)
+            if timeout_s is not None and any(isinstance(e, signal.Signals) for e in events):
+                return False
+        return True
+
+    def kill_all(self) -> None:
+        """KILL and reap whatever still runs."""
+        for child in self.running():
+            self.signal(child, signal.SIGKILL)
+        self.join(self.children, None)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The wake-up pipe carries the signal; the handler only has to exist."""
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
