@@ -4,6 +4,8 @@ from minisgl.message.queues import AsyncReceiver, Receiver, Sender, endpoint
 from minisgl.message.wire import (
     AbortReq,
     AddReq,
+    Decoded,
+    DecodeIds,
     Finished,
     LeaderStep,
     Opened,
@@ -26,6 +28,8 @@ __all__ = [
     "AbortReq",
     "AddReq",
     "AsyncReceiver",
+    "DecodeIds",
+    "Decoded",
     "Finished",
     "LeaderStep",
     "Opened",

@@ -17,6 +17,8 @@ from minisgl.core import FinishReason, ModelFacts, SamplingParams
 __all__ = [
     "AbortReq",
     "AddReq",
+    "DecodeIds",
+    "Decoded",
     "Finished",
     "LeaderStep",
     "Opened",
@@ -62,7 +64,15 @@ class TokenizeChat(Message, frozen=True, kw_only=True):
     template_kwargs_json: bytes = b"{}"
 
 
-ToTokenizer = TokenizeText | TokenizeChat
+class DecodeIds(Message, frozen=True, kw_only=True):
+    """Give the text of ids (int32 little-endian): the echo of a prompt that came as ids."""
+
+    uid: int
+    token_ids: bytes
+    skip_special: bool = True
+
+
+ToTokenizer = TokenizeText | TokenizeChat | DecodeIds
 
 
 # --- API server -> scheduler ------------------------------------------------------------------
@@ -73,12 +83,14 @@ class TextSpec(Message, frozen=True, kw_only=True):
 
     prompt_tail  the last prompt ids, so that the first token's leading space comes out right.
     stop         stop strings, in the order given.
+    min_tokens   stop strings do not count in the text of the first min_tokens tokens.
     """
 
     prompt_tail: list[int]
     stop: list[str] = []
     skip_special_tokens: bool = True
     include_stop: bool = False
+    min_tokens: int = 0
 
 
 class AddReq(Message, frozen=True, kw_only=True):
@@ -152,11 +164,22 @@ class StepOutput(Message, frozen=True, kw_only=True):
 
 
 class Tokenized(Message, frozen=True, kw_only=True):
-    """token_ids: int32 little-endian. error: a sentence for the client; then token_ids is empty."""
+    """token_ids: int32 little-endian. error: a sentence for the client; then token_ids is empty.
+
+    internal: the error is ours and not the client's.
+    """
 
     uid: int
     token_ids: bytes = b""
     error: str | None = None
+    internal: bool = False
+
+
+class Decoded(Message, frozen=True, kw_only=True):
+    """The answer to DecodeIds."""
+
+    uid: int
+    text: str
 
 
 class TextUpdate(Message, frozen=True, kw_only=True):
@@ -204,12 +227,14 @@ class SchedulerStats(Message, frozen=True, kw_only=True):
     evictable_pages: int
     locked_pages: int
     total_pages: int
-    preemptions_total: int
     prompt_tokens_total: int
     cached_tokens_total: int
+    prefill_tokens_total: int
     output_tokens_total: int
+    preemptions_total: int
+    overlapped_steps_total: int
     evicted_pages_total: int
     nonfinite_rows_total: int
 
 
-ToApi = Tokenized | StepText | Ready | SchedulerStats
+ToApi = Tokenized | Decoded | StepText | Ready | SchedulerStats

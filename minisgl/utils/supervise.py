@@ -5,6 +5,7 @@ pipe. It reaps every child, its own or adopted, so it works as PID 1 without an 
 Child side: `read_payload` and `bind_to_parent`, called first thing in the child's main.
 """
 
+import contextlib
 import ctypes
 import os
 import selectors
@@ -151,10 +152,8 @@ class Supervisor:
             os.close(read_end)
         child = Child(role, process, write_end)
         self.children.append(child)
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit will be seen
             _write_all(write_end, len(payload).to_bytes(8, "little") + payload)
-        except BrokenPipeError:
-            pass  # it died at once; its exit will be seen
         return child
 
     def adopt(self, role: str, process: subprocess.Popen[bytes]) -> Child:
@@ -166,7 +165,7 @@ class Supervisor:
     def running(self) -> list[Child]:
         return [child for child in self.children if child.exit_code is None]
 
-    def signal(self, child: Child, number: int) -> None:
+    def send_signal(self, child: Child, number: int) -> None:
         """Send a signal to a child that has not been reaped; its pid cannot be another's (I1)."""
         if child.exit_code is None:
             os.kill(child.pid, number)
@@ -202,10 +201,10 @@ class Supervisor:
     def stop(self, children: Sequence[Child], grace_s: float) -> None:
         """TERM, then KILL what is left after `grace_s`; returns when all of them are reaped."""
         for child in children:
-            self.signal(child, signal.SIGTERM)
+            self.send_signal(child, signal.SIGTERM)
         self.join(children, grace_s)
         for child in children:
-            self.signal(child, signal.SIGKILL)
+            self.send_signal(child, signal.SIGKILL)
         self.join(children, None)
 
     def join(self, children: Sequence[Child], timeout_s: float | None) -> bool:
@@ -223,7 +222,7 @@ class Supervisor:
     def kill_all(self) -> None:
         """KILL and reap whatever still runs."""
         for child in self.running():
-            self.signal(child, signal.SIGKILL)
+            self.send_signal(child, signal.SIGKILL)
         self.join(self.children, None)
 
 

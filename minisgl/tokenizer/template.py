@@ -1,0 +1,137 @@
+"""Chat templates: a model folder's Jinja text, rendered in a sandbox with a time and size limit.
+
+The environment is the one that Hugging Face templates are written for: trimmed blocks, loop
+controls, `tojson` without escaping, `raise_exception`, `strftime_now`, the `generation` tag.
+"""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from types import FrameType
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+__all__ = ["ChatTemplate", "TemplateError", "time_limit"]
+
+
+class TemplateError(Exception):
+    """This chat cannot be rendered; the message is for the client."""
+
+
+class _TimeIsUp(BaseException):
+    """Raised by the timer; not an Exception, so that nothing on the way swallows it."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's part for training; here it only passes through."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template. `max_chars` bounds what a rendering may produce."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], max_chars: int) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens
+        self._max_chars = max_chars
+
+    def render(
+        self, messages: list[dict[str, Any]], options: dict[str, Any], timeout_s: float | None
+    ) -> str:
+        """The prompt text. Raises TemplateError for whatever goes wrong in the template.
+
+        timeout_s works in the main thread of a process only (it uses SIGALRM); None: no limit.
+        """
+        variables: dict[str, Any] = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **options,
+            **self._special_tokens,
+            "messages": messages,
+        }
+        try:
+            with time_limit(timeout_s):
+                return self._collect(variables)
+        except _TimeIsUp:
+            raise TemplateError(f"the chat template ran longer than {timeout_s:g} s") from None
+        except TemplateError:
+            raise
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise TemplateError(f"the chat template refused this chat: {error}"[:500]) from None
+        except (AttributeError, RecursionError, MemoryError) as error:
+            raise TemplateError(f"the chat template failed: {type(error).__name__}") from None
+
+    def _collect(self, variables: dict[str, Any]) -> str:
+        parts: list[str] = []
+        chars = 0
+        for part in self._template.generate(variables):
+            chars += len(part)
+            if chars > self._max_chars:
+                raise TemplateError(
+                    f"the chat template produced more than {self._max_chars} characters"
+                )
+            parts.append(part)
+        return "".join(parts)
+
+
+@contextmanager
+def time_limit(timeout_s: float | None) -> Iterator[None]:
+    """Raise _TimeIsUp in the block once `timeout_s` has passed. Not reentrant."""
+    if timeout_s is None:
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, _time_is_up)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _time_is_up(number: int, frame: FrameType | None) -> NoReturn:
+    raise _TimeIsUp
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own tojson escapes HTML characters, which would change the prompt.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

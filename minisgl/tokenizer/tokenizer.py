@@ -1,0 +1,130 @@
+"""A model folder's tokenizer: text and chats to ids, ids to text. Loads in milliseconds, no torch.
+
+Read are tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+
+from minisgl.core import ConfigError
+from minisgl.tokenizer.template import ChatTemplate, TemplateError
+from minisgl.tokenizer.vocab import Vocabulary
+
+__all__ = ["TextTokenizer"]
+
+MAX_TEMPLATE_OUTPUT_CHARS = 8 * 2**20
+
+
+class TextTokenizer:
+    """Encodes with BOS exactly once: by the tokenizer for plain text, by the template for chats."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        template: ChatTemplate | None,
+        special_tokens: dict[str, str],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._bos_token = special_tokens.get("bos_token", "")
+        self._prepends_bos = bool(self._bos_token) and (
+            tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(self._bos_token)]
+        )
+        self.vocabulary = Vocabulary.of(tokenizer)
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, max_output_chars: int = MAX_TEMPLATE_OUTPUT_CHARS
+    ) -> "TextTokenizer":
+        """Read the folder. Raises ConfigError that names the file at fault."""
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"{folder} has no tokenizer.json; minisgl supports fast tokenizers only"
+            )
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        # The library raises bare Exception for a file that it cannot read.
+        except Exception as error:  # noqa: BLE001
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(_read_json(folder / "special_tokens_map.json"), config)
+        source = _template_source(folder, config)
+        template = None
+        if source is not None:
+            try:
+                template = ChatTemplate(source, special, max_output_chars)
+            except jinja2.TemplateError as error:
+                raise ConfigError(f"{folder} has a broken chat template: {error}") from None
+        return cls(tokenizer, template, special)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text. A BOS spelled out at its beginning is not doubled."""
+        doubled = self._prepends_bos and text.startswith(self._bos_token)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not doubled).ids
+        return ids
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        template_options: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[int]:
+        """Ids of a rendered chat. Raises TemplateError when the model cannot take this chat."""
+        text = self.render_chat(messages, template_options, timeout_s)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        template_options: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        """The prompt text of a chat, ready for the assistant's answer."""
+        if self._template is None:
+            raise TemplateError("this model has no chat template; use /v1/completions")
+        return self._template.render(messages, template_options or {}, timeout_s)
+
+    def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
+        """The text of these ids, as `TextStream` gives it piece by piece."""
+        return self.vocabulary.decode(token_ids, skip_special)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, ...; written as a string or as an object with `content`."""
+    tokens: dict[str, str] = {}
+    for source in sources:
+        for name, value in source.items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(content, str):
+                tokens[name] = content
+    return tokens
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

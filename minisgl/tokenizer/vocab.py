@@ -1,0 +1,113 @@
+"""The bytes behind each token id. Pure data: built once from a tokenizer's own description.
+
+Text is decoded from bytes and not by the tokenizer library's decode or DecodeStream: those hold
+back or drop incomplete characters and cannot be flushed, and a byte table makes "concatenated
+stream == whole decode" true by construction (UTF-8 with replacement of maximal subparts, which is
+also what the byte-level decoder of the library does).
+"""
+
+import json
+from typing import Any
+
+import tokenizers
+
+from minisgl.core import ConfigError
+
+__all__ = ["Vocabulary"]
+
+_SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+class Vocabulary:
+    """id -> bytes, and which ids are special. Ids beyond the table decode to nothing."""
+
+    def __init__(self, table: list[bytes], special_ids: frozenset[int]) -> None:
+        self._table = table
+        self._special_ids = special_ids
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special_ids
+
+    def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
+        """The bytes that this token stands for; b"" for padded, unknown and skipped ids."""
+        if not 0 <= token_id < len(self._table):
+            return b""
+        if skip_special and token_id in self._special_ids:
+            return b""
+        return self._table[token_id]
+
+    def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
+        """The whole text of these ids; an incomplete or invalid character becomes U+FFFD."""
+        data = b"".join(self.token_bytes(i, skip_special) for i in token_ids)
+        return data.decode("utf-8", "replace")
+
+    @classmethod
+    def of(cls, tokenizer: tokenizers.Tokenizer) -> "Vocabulary":
+        """Build the table. Raises ConfigError for a decoder whose bytes we do not know."""
+        steps = _decoder_steps(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocab.values(), default=-1) + 1)
+        kinds = {step["type"] for step in steps}
+        if "ByteLevel" in kinds:
+            alphabet = _byte_level_alphabet()
+            for text, token_id in vocab.items():
+                table[token_id] = _byte_level_bytes(text, alphabet)
+        elif kinds and kinds <= _SENTENCEPIECE_STEPS:
+            replacements = _replacements(steps)
+            byte_tokens = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+            fallback = byte_tokens if "ByteFallback" in kinds else {}
+            for text, token_id in vocab.items():
+                plain = text
+                for old, new in replacements:
+                    plain = plain.replace(old, new)
+                table[token_id] = fallback.get(text) or plain.encode()
+        else:
+            names = ", ".join(sorted(kinds)) or "none"
+            raise ConfigError(
+                f"tokenizer.json has a decoder that minisgl does not support ({names}); "
+                "supported are ByteLevel and SentencePiece with byte fallback"
+            )
+        special = frozenset(i for i, token in added.items() if token.special)
+        return cls(table, special)
+
+
+def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.decoder is None:
+        return []
+    described: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    steps: list[dict[str, Any]] = described.get("decoders", [described])
+    return steps
+
+
+def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    pairs = []
+    for step in steps:
+        if step["type"] == "Metaspace":
+            pairs.append((step["replacement"], " "))
+        elif step["type"] == "Replace":
+            pattern = step["pattern"].get("String")
+            if pattern is None:
+                raise ConfigError("tokenizer.json has a decoder that replaces by a regex")
+            pairs.append((pattern, step["content"]))
+    return pairs
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The characters by which byte-level BPE writes the 256 bytes (GPT-2's bytes_to_unicode)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + n): byte for n, byte in enumerate(others)})
+    return alphabet
+
+
+def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
+    try:
+        return bytes([alphabet[char] for char in text])
+    except KeyError:  # an added token written in plain text
+        return text.encode()

@@ -1,0 +1,82 @@
+"""The tokenizer worker: one process, one request at a time, nothing that a client sends ends it."""
+
+import array
+import json
+import logging
+import os
+
+import msgspec
+
+from minisgl.core import ConfigError
+from minisgl.message import (
+    Decoded,
+    DecodeIds,
+    Ready,
+    Receiver,
+    Sender,
+    ToApi,
+    TokenizeChat,
+    Tokenized,
+    TokenizeText,
+    ToTokenizer,
+    endpoint,
+)
+from minisgl.tokenizer.template import TemplateError
+from minisgl.tokenizer.tokenizer import TextTokenizer
+
+__all__ = ["TokenizerLimits", "handle", "run_tokenizer"]
+
+logger = logging.getLogger(__name__)
+
+
+class TokenizerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """template_timeout_s: seconds one rendering may take; template_output_chars: its size."""
+
+    template_timeout_s: float = 5.0
+    template_output_chars: int = 8 * 2**20
+
+
+def handle(
+    tokenizer: TextTokenizer, message: ToTokenizer, timeout_s: float | None
+) -> Tokenized | Decoded:
+    """Answer one message; what goes wrong becomes the answer's `error`."""
+    try:
+        if isinstance(message, DecodeIds):
+            ids = array.array("i", message.token_ids).tolist()
+            return Decoded(uid=message.uid, text=tokenizer.decode(ids, message.skip_special))
+        if isinstance(message, TokenizeText):
+            ids = tokenizer.encode_text(message.text)
+        else:
+            ids = _encode_chat(tokenizer, message, timeout_s)
+        return Tokenized(uid=message.uid, token_ids=array.array("i", ids).tobytes())
+    except TemplateError as error:
+        return Tokenized(uid=message.uid, error=str(error))
+    # The gate of this pump: a request must get an answer, and the next one a living worker (W12).
+    except Exception:
+        logger.exception("tokenizing failed uid=%d", message.uid)
+        return Tokenized(uid=message.uid, error="the prompt could not be tokenized", internal=True)
+
+
+def _encode_chat(
+    tokenizer: TextTokenizer, message: TokenizeChat, timeout_s: float | None
+) -> list[int]:
+    return tokenizer.encode_chat(
+        json.loads(message.messages_json), json.loads(message.template_kwargs_json), timeout_s
+    )
+
+
+def run_tokenizer(index: int, model_path: str, socket_dir: str, limits: TokenizerLimits) -> None:
+    """Serve `tokenizer-{index}` for ever. Raises ConfigError when the folder cannot be used."""
+    # One message at a time: the library's thread pool would only fight over the cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    name = f"tokenizer-{index}"
+    if index < 0:
+        raise ConfigError("a tokenizer's index is not negative")
+    tokenizer = TextTokenizer.load(model_path, limits.template_output_chars)
+    receiver: Receiver[ToTokenizer] = Receiver(endpoint(socket_dir, name), ToTokenizer)
+    api: Sender[ToApi] = Sender(endpoint(socket_dir, "api"))
+    api.send(Ready(role=name))
+    while True:
+        receiver.poll(None)
+        for message in receiver.drain():
+            api.send(handle(tokenizer, message, limits.template_timeout_s))
