@@ -1,0 +1,101 @@
+# The daily commands; docs/development.md explains them. Everything they need goes into .venv.
+#
+#   make serve   install if needed, then serve the demo model   (ARGS="--port 8000")
+#   make test    install if needed, then run the tests          (ARGS="tests/unit -k radix")
+#   make check   lint, format, types, import contracts, repository rules
+#   make fmt     repair what lint and format can repair
+#   make proof   the tests that take minutes each
+#   make lock    write constraints.txt anew
+#   make clean   back to a fresh clone
+#
+# PYTHON=python3.12    which interpreter makes .venv; otherwise the first of python3, python3.12
+#                      and python3.11 that is 3.11 or 3.12
+# TORCH_INDEX=URL      where torch itself comes from, for example the CPU builds at
+#                      https://download.pytorch.org/whl/cpu; otherwise pip's own index
+# TEST_JOBS=2          how many pytest workers
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+TORCH_INDEX ?=
+TEST_JOBS ?= 2
+# The one version that `make lock` does not choose by itself: which builds of torch an index
+# carries decides between 200 MB and 2.5 GB of download.
+TORCH_VERSION ?= 2.13.0
+
+in_range := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(firstword $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c '$(in_range)' 2>/dev/null && echo $$p; done) python3)
+
+pip = $(1)/bin/python -m pip --disable-pip-version-check
+# $(call new_venv,DIRECTORY,INTERPRETER): a working environment is kept, half of one is replaced.
+define new_venv
+	@$(2) -c '' 2>/dev/null || { echo "minisgl: no working '$(2)': install Python 3.11 or 3.12 (Debian, Ubuntu: apt install python3 python3-venv)" >&2; exit 1; }
+	@$(2) -c '$(in_range)' || { echo "minisgl: needs Python 3.11 or 3.12, and $(2) is $$($(2) -V 2>&1): name another with 'make PYTHON=python3.12 ...'" >&2; exit 1; }
+	@$(2) -c 'import ensurepip, venv' 2>/dev/null || { echo "minisgl: $(2) has no venv module (Debian, Ubuntu: apt install $$($(2) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'))" >&2; exit 1; }
+	@$(call pip,$(1)) --version >/dev/null 2>&1 || { echo "$(2) -m venv $(1)"; $(2) -m venv --clear $(1); }
+endef
+# $(call add_torch,DIRECTORY,ARGUMENTS): torch alone from its index, its dependencies later from pip's.
+define add_torch
+	$(if $(TORCH_INDEX),$(call pip,$(1)) install $(2) --no-deps --index-url $(TORCH_INDEX))
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check fmt proof lock clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/minisgl $(ARGS)
+
+# One thread for each worker's matrix work: two workers with two threads each wait for one another.
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not proof" -n $(TEST_JOBS) --dist loadfile $(ARGS)
+
+proof: $(VENV)/.dev
+	$(BIN)/python -m pytest -m proof --timeout 3600 $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/repo
+
+fmt: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.serve: pyproject.toml constraints.txt
+	$(call new_venv,$(VENV),$(PYTHON))
+	$(call pip,$(VENV)) install -q -c constraints.txt setuptools
+	$(call add_torch,$(VENV),-c constraints.txt torch)
+	$(call pip,$(VENV)) install -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(call pip,$(VENV)) install -q -c constraints.txt --no-build-isolation -e '.[test,dev]'
+	@touch $@
+
+# Locked with the oldest Python that is supported: what it can install, the newer one can too.
+# CUDA packages stay out: each CUDA build of torch names its own, exactly.
+LOCK := build/lock
+lock:
+	rm -rf $(LOCK)
+	$(call new_venv,$(LOCK),python3.11)
+	$(call add_torch,$(LOCK),torch==$(TORCH_VERSION))
+	$(call pip,$(LOCK)) install -q torch==$(TORCH_VERSION) -e '.[test,dev,k8s]'
+	@{ sed -n '/^#/p' constraints.txt; \
+	  $(call pip,$(LOCK)) freeze --all --exclude-editable \
+	    | sed -E '/^(pip|wheel|triton|nvidia-.*|cuda-.*)==/Id; s/^(torch==[^+]*)\+.*/\1/'; \
+	} > $(LOCK).txt
+	@if grep -vE '^(#.*|[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*)$$' $(LOCK).txt; then \
+	  echo "make lock: the lines above are not plain pins, constraints.txt is left as it was" >&2; exit 1; fi
+	mv $(LOCK).txt constraints.txt
+	rm -rf $(LOCK)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find minisgl tests demo -name __pycache__ -type d -prune -exec rm -rf {} +
