@@ -9,6 +9,7 @@ from minisgl.core.batch import (
     StepResult,
 )
 from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig
+from minisgl.core.cost import StepCost
 from minisgl.core.errors import (
     Cancelled,
     ConfigError,
@@ -49,6 +50,7 @@ __all__ = [
     "SamplingArrays",
     "SamplingParams",
     "SchedulerConfig",
+    "StepCost",
     "StepResult",
     "Unsupported",
     "WorkerDied",

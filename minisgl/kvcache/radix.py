@@ -1,0 +1,243 @@
+"""A radix tree over pages of token ids: which prompt KV is in which pages.
+
+The idea is RadixAttention's (Zheng et al., SGLang, 2024, section 3). Edges hold whole pages, so a
+child is found by the bytes of its first page, and edges are compared as arrays. The oldest
+unlocked leaf comes from a heap with at most one entry per node, so an eviction costs O(log n).
+"""
+
+import heapq
+
+import numpy as np
+
+from minisgl.core import Int32Array, InvariantBroken
+from minisgl.kvcache.prefix import CacheHandle, Evicted, Insertion, Match
+
+__all__ = ["RadixCache", "RadixNode"]
+
+
+class RadixNode:
+    """An edge of whole pages and what hangs below it.
+
+    tokens int32 [n * page_size], pages int32 [n]. lock_count: running reqs at or below this node.
+    last_use: operation counter. fence: the last step that a req which unlocked it was part of.
+    """
+
+    __slots__ = (
+        "children",
+        "fence",
+        "in_heap",
+        "last_use",
+        "lock_count",
+        "pages",
+        "parent",
+        "serial",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        tokens: Int32Array,
+        pages: Int32Array,
+        parent: "RadixNode | None",
+        last_use: int,
+        serial: int,
+    ) -> None:
+        self.tokens = tokens
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[bytes, RadixNode] = {}
+        self.lock_count = 0
+        self.last_use = last_use
+        self.fence = 0
+        self.in_heap = False
+        self.serial = serial
+
+
+class RadixCache:
+    """The prefix cache of the engine.
+
+    I1  lock_count of a node >= lock_count of each child: what is locked is locked to the root.
+    I2  evictable_pages + locked_pages == pages held by all nodes.
+    I3  every unlocked leaf has exactly one heap entry; an entry may be stale, a node never lost.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._clock = 0
+        self._serial = 0
+        self._heap: list[tuple[int, int, RadixNode]] = []
+        nothing: Int32Array = np.empty(0, dtype=np.int32)
+        self._root = RadixNode(nothing, nothing, None, 0, 0)
+        self._evictable_pages = 0
+        self._locked_pages = 0
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of unlocked nodes."""
+        return self._evictable_pages
+
+    @property
+    def locked_pages(self) -> int:
+        """Pages of nodes that running reqs use."""
+        return self._locked_pages
+
+    def match(self, tokens: Int32Array) -> Match:
+        """The longest cached prefix. Splits an edge that matches in part, and counts as a use."""
+        self._clock += 1
+        node, found, _ = self._walk(tokens)
+        return Match(node, self._joined(found))
+
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insertion:
+        """Add the part of the key that is new; the part that was there keeps its own pages."""
+        if len(tokens) != len(pages) * self._page_size:
+            raise InvariantBroken(
+                f"{len(tokens)} tokens do not fill {len(pages)} pages; this is a bug"
+            )
+        self._clock += 1
+        node, found, known_tokens = self._walk(tokens)
+        if known_tokens < len(tokens):
+            known_pages = known_tokens // self._page_size
+            leaf = self._new_node(tokens[known_tokens:].copy(), pages[known_pages:].copy(), node)
+            node.children[self._first_page(leaf.tokens)] = leaf
+            self._evictable_pages += len(leaf.pages)
+            self._offer(leaf)
+            node = leaf
+            found.append(leaf.pages)
+        return Insertion(node, self._joined(found))
+
+    def lock(self, handle: CacheHandle) -> None:
+        """Forbid eviction from the root to `handle`: O(depth)."""
+        for node in self._path(handle):
+            if node.lock_count == 0:
+                self._evictable_pages -= len(node.pages)
+                self._locked_pages += len(node.pages)
+            node.lock_count += 1
+
+    def unlock(self, handle: CacheHandle, fence: int) -> None:
+        """Undo one lock. Raises InvariantBroken when there is none."""
+        for node in self._path(handle):
+            if node.lock_count == 0:
+                raise InvariantBroken("a node is unlocked more often than locked; this is a bug")
+            node.lock_count -= 1
+            node.fence = max(node.fence, fence)
+            if node.lock_count == 0:
+                self._locked_pages -= len(node.pages)
+                self._evictable_pages += len(node.pages)
+                self._offer(node)
+
+    def evict(self, count: int) -> list[Evicted]:
+        """Give up min(count, evictable_pages) pages; the last leaf is cut, not dropped whole."""
+        evicted: list[Evicted] = []
+        while count > 0 and self._heap:
+            stamp, _, node = heapq.heappop(self._heap)
+            node.in_heap = False
+            if node.lock_count or node.children:
+                continue
+            if stamp != node.last_use:
+                self._offer(node)
+                continue
+            taken = min(count, len(node.pages))
+            evicted.append(Evicted(self._cut(node, taken), node.fence))
+            count -= taken
+        return evicted
+
+    def check_integrity(self) -> None:
+        """Walk the whole tree and compare I1-I3 with the counters (tests and idle moments)."""
+        evictable = locked = 0
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            parent = node.parent
+            if len(node.tokens) != len(node.pages) * self._page_size or not len(node.pages):
+                raise InvariantBroken("a node's tokens do not fill its pages; this is a bug")
+            if parent is None or (parent is not self._root and parent.lock_count < node.lock_count):
+                raise InvariantBroken("a node is locked but its parent is not; this is a bug")
+            if not node.lock_count and not node.children and not node.in_heap:
+                raise InvariantBroken("an unlocked leaf cannot be evicted; this is a bug")
+            if node.lock_count:
+                locked += len(node.pages)
+            else:
+                evictable += len(node.pages)
+            stack.extend(node.children.values())
+        if (evictable, locked) != (self._evictable_pages, self._locked_pages):
+            raise InvariantBroken(
+                f"tree holds {evictable} evictable and {locked} locked pages, counted "
+                f"{self._evictable_pages} and {self._locked_pages}; this is a bug"
+            )
+
+    def _walk(self, tokens: Int32Array) -> tuple[RadixNode, list[Int32Array], int]:
+        """Follow `tokens` down: the last node, the pages on the way, the tokens they cover."""
+        node, position, found = self._root, 0, []
+        while position + self._page_size <= len(tokens):
+            child = node.children.get(self._first_page(tokens[position:]))
+            if child is None:
+                break
+            shared_pages = self._shared_pages(child.tokens, tokens[position:])
+            if shared_pages < len(child.pages):
+                child = self._split(child, shared_pages)
+            child.last_use = self._clock
+            found.append(child.pages)
+            position += shared_pages * self._page_size
+            node = child
+        return node, found, position
+
+    def _shared_pages(self, a: Int32Array, b: Int32Array) -> int:
+        length = min(len(a), len(b))
+        different = a[:length] != b[:length]
+        first = int(different.argmax()) if different.any() else length
+        return first // self._page_size
+
+    def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
+        """Put a new node with the first `num_pages` pages above `node`; return the new one."""
+        parent, cut = node.parent, num_pages * self._page_size
+        assert parent is not None, "the root has no edge to split: this is a bug"
+        upper = self._new_node(node.tokens[:cut].copy(), node.pages[:num_pages].copy(), parent)
+        upper.lock_count, upper.fence = node.lock_count, node.fence
+        parent.children[self._first_page(upper.tokens)] = upper
+        node.tokens, node.pages = node.tokens[cut:].copy(), node.pages[num_pages:].copy()
+        node.parent = upper
+        upper.children[self._first_page(node.tokens)] = node
+        return upper
+
+    def _cut(self, node: RadixNode, num_pages: int) -> Int32Array:
+        """Take the last pages off an unlocked leaf, and the leaf off the tree when none is left."""
+        kept = len(node.pages) - num_pages
+        taken = node.pages[kept:]
+        self._evictable_pages -= num_pages
+        if kept:
+            node.pages, node.tokens = node.pages[:kept], node.tokens[: kept * self._page_size]
+            self._offer(node)
+            return taken
+        parent = node.parent
+        assert parent is not None, "the root is never evicted: this is a bug"
+        del parent.children[self._first_page(node.tokens)]
+        node.parent = None
+        self._offer(parent)
+        return taken
+
+    def _offer(self, node: RadixNode) -> None:
+        """Enter `node` into the heap if it can be evicted and is not there yet (I3)."""
+        if node.in_heap or node.lock_count or node.children or node.parent is None:
+            return
+        node.in_heap = True
+        heapq.heappush(self._heap, (node.last_use, node.serial, node))
+
+    def _path(self, handle: CacheHandle) -> list[RadixNode]:
+        """From `handle` up to, not including, the root."""
+        assert isinstance(handle, RadixNode), "a handle of another cache: this is a bug"
+        path: list[RadixNode] = []
+        node: RadixNode | None = handle
+        while node is not None and node is not self._root:
+            path.append(node)
+            node = node.parent
+        return path
+
+    def _new_node(self, tokens: Int32Array, pages: Int32Array, parent: RadixNode) -> RadixNode:
+        self._serial += 1
+        return RadixNode(tokens, pages, parent, self._clock, self._serial)
+
+    def _first_page(self, tokens: Int32Array) -> bytes:
+        return tokens[: self._page_size].tobytes()
+
+    def _joined(self, found: list[Int32Array]) -> Int32Array:
+        return np.concatenate(found) if found else self._root.pages

@@ -1,0 +1,6 @@
+"""The brain: who runs in which step, and who owns which memory."""
+
+from minisgl.scheduler.io import Inbox, LocalInbox, LocalOutbox, Outbox
+from minisgl.scheduler.scheduler import Scheduler
+
+__all__ = ["Inbox", "LocalInbox", "LocalOutbox", "Outbox", "Scheduler"]

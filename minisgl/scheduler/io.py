@@ -1,0 +1,148 @@
+"""Where a scheduler's messages come from and where its outputs go: the only part LLM replaces."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from minisgl.core import InvariantBroken
+from minisgl.message import (
+    LeaderStep,
+    Ready,
+    Receiver,
+    SchedulerStats,
+    Sender,
+    StepOutput,
+    ToScheduler,
+)
+
+__all__ = [
+    "FollowerInbox",
+    "Inbox",
+    "LeaderInbox",
+    "LocalInbox",
+    "LocalOutbox",
+    "Outbox",
+    "QueueInbox",
+    "QueueOutbox",
+    "SilentOutbox",
+]
+
+
+class Inbox(Protocol):
+    """The ordered input of one rank."""
+
+    def receive(self, block: bool) -> Sequence[ToScheduler]:
+        """The messages of this iteration. block: wait until there is one."""
+        ...
+
+
+class Outbox(Protocol):
+    """The output of one rank. Sending never blocks."""
+
+    def send(self, output: StepOutput) -> None: ...
+
+    def send_stats(self, stats: SchedulerStats) -> None: ...
+
+
+class QueueInbox:
+    """Rank 0 of a server: what the API server sends."""
+
+    def __init__(self, receiver: Receiver[ToScheduler]) -> None:
+        self._receiver = receiver
+
+    def receive(self, block: bool) -> Sequence[ToScheduler]:
+        if block:
+            self._receiver.poll(None)
+        return list(self._receiver.drain())
+
+
+class LocalInbox:
+    """A deque in the same process: the offline LLM and tests."""
+
+    def __init__(self) -> None:
+        self.messages: deque[ToScheduler] = deque()
+
+    def receive(self, block: bool) -> Sequence[ToScheduler]:
+        """Never blocks: in one process nobody else could send."""
+        messages = list(self.messages)
+        self.messages.clear()
+        return messages
+
+
+class LeaderInbox:
+    """Rank 0 with followers: passes each iteration's messages on before using them itself."""
+
+    def __init__(self, source: Inbox, followers: Sequence[Sender[LeaderStep]]) -> None:
+        self._source = source
+        self._followers = followers
+        self._iteration = 0
+
+    def receive(self, block: bool) -> Sequence[ToScheduler]:
+        messages = self._source.receive(block)
+        self._iteration += 1
+        step = LeaderStep(iteration=self._iteration, messages=list(messages))
+        for follower in self._followers:
+            follower.send(step)
+        return messages
+
+
+class FollowerInbox:
+    """Ranks 1..n-1: exactly one LeaderStep per iteration, in order."""
+
+    def __init__(self, receiver: Receiver[LeaderStep]) -> None:
+        self._receiver = receiver
+        self._steps: deque[LeaderStep] = deque()
+        self._iteration = 0
+
+    def receive(self, block: bool) -> Sequence[ToScheduler]:
+        while not self._steps:
+            self._receiver.poll(None)
+            self._steps.extend(self._receiver.drain())
+        step = self._steps.popleft()
+        self._iteration += 1
+        if step.iteration != self._iteration:
+            raise InvariantBroken(
+                f"leader is at iteration {step.iteration}, this rank at {self._iteration}; "
+                "this is a bug"
+            )
+        return step.messages
+
+
+class QueueOutbox:
+    """Rank 0 of a server: tokens to the detokenizer, stats to the API server."""
+
+    def __init__(
+        self, detokenizer: Sender[StepOutput], api: Sender[Ready | SchedulerStats]
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._api = api
+
+    def send(self, output: StepOutput) -> None:
+        self._detokenizer.send(output)
+
+    def send_stats(self, stats: SchedulerStats) -> None:
+        self._api.send(stats)
+
+
+class LocalOutbox:
+    """Keeps outputs for the same process to take."""
+
+    def __init__(self) -> None:
+        self.outputs: deque[StepOutput] = deque()
+        self.stats: SchedulerStats | None = None
+
+    def send(self, output: StepOutput) -> None:
+        self.outputs.append(output)
+
+    def send_stats(self, stats: SchedulerStats) -> None:
+        self.stats = stats
+
+
+class SilentOutbox:
+    """Ranks 1..n-1: their outputs equal those of rank 0, who speaks."""
+
+    def send(self, output: StepOutput) -> None:
+        pass
+
+    def send_stats(self, stats: SchedulerStats) -> None:
+        pass

@@ -1,0 +1,125 @@
+"""Who owns which page: the running reqs, the prefix cache or nobody."""
+
+import numpy as np
+
+from minisgl.core import Int32Array, InvariantBroken
+from minisgl.kvcache import Match, PagePool, PrefixCache
+from minisgl.scheduler.req import Req
+from minisgl.scheduler.table import RequestTable
+
+__all__ = ["KVMemory"]
+
+
+class KVMemory:
+    """Moves pages between page pool, prefix cache and rows.
+
+    I1  free + quarantined + cached + owned by rows == all pages, at every moment between steps.
+    I2  The first tree_pages pages of a row are the cache's and locked; the rest are the row's own.
+    I3  A row points at the cache's pages before its own copies of the same tokens are freed.
+    """
+
+    def __init__(self, page_size: int, pool: PagePool, cache: PrefixCache) -> None:
+        self.page_size = page_size
+        self.pool = pool
+        self.cache = cache
+        self.evicted_pages_total = 0
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had without waiting for a step or preempting anyone."""
+        return self.pool.num_free + self.cache.evictable_pages
+
+    def pages_for(self, tokens: int) -> int:
+        """Whole pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def match(self, req: Req) -> Match:
+        """The cached prefix of a waiting req, leaving at least one token to compute."""
+        return self.cache.match(req.tokens[:-1])
+
+    def try_admit(self, req: Req, match: Match, table: RequestTable, reserve_pages: int) -> bool:
+        """Give a waiting req a row, its prefix and pages for all its tokens, or change nothing.
+
+        One page beyond its tokens must be available too (unless it can never need it), and
+        `reserve_pages` for others.
+        """
+        self.cache.lock(match.handle)
+        own_pages = self.pages_for(len(req.tokens)) - len(match.pages)
+        spare = min(1, self.pages_for(req.limit) - self.pages_for(len(req.tokens)))
+        if own_pages + spare + reserve_pages > self.available:
+            self.cache.unlock(match.handle, 0)
+            return False
+        pages = self.try_allocate(own_pages)
+        if pages is None:  # evicted pages are still fenced by a step in flight
+            self.cache.unlock(match.handle, 0)
+            return False
+        computed = len(match.pages) * self.page_size
+        req.handle, req.tree_pages = match.handle, len(match.pages)
+        table.open_row(req, np.concatenate([match.pages, pages]), computed)
+        return True
+
+    def try_allocate(self, count: int) -> Int32Array | None:
+        """`count` pages, evicting where needed; None when they are not free before a step ends."""
+        shortage = count - self.pool.num_free
+        if shortage > 0:
+            for evicted in self.cache.evict(shortage):
+                self.evicted_pages_total += len(evicted.pages)
+                self.pool.release(evicted.pages, evicted.fence)
+        if count > self.pool.num_free:
+            return None
+        return self.pool.allocate(count)
+
+    def publish(self, req: Req, table: RequestTable, tokens: int) -> None:
+        """Hand the row's first `tokens` tokens, in whole pages, to the cache; keep using them."""
+        row, num_pages = req.row, tokens // self.page_size
+        if num_pages <= req.tree_pages:
+            return
+        key = table.tokens[row, : num_pages * self.page_size]
+        mine = table.page_table[row, :num_pages]
+        fence = int(table.last_step[row])
+        handle, pages = self.cache.insert(key, mine)
+        if not len(pages):
+            return  # a cache that keeps nothing
+        self.cache.lock(handle)
+        assert req.handle is not None, "a running req has a handle: this is a bug"
+        self.cache.unlock(req.handle, fence)
+        own = np.arange(num_pages) >= req.tree_pages
+        duplicates = mine[own & (pages != mine)].copy()
+        mine[:] = pages
+        if len(duplicates):
+            table.clean_pages[row] = min(int(table.clean_pages[row]), req.tree_pages)
+        req.handle, req.tree_pages = handle, num_pages
+        self.pool.release(duplicates, fence)
+
+    def release(self, req: Req, table: RequestTable, cached_tokens: int) -> None:
+        """Take row and pages from `req`; its first `cached_tokens` tokens go to the cache."""
+        self.publish(req, table, cached_tokens)
+        row, fence = req.row, int(table.last_step[req.row])
+        own = table.page_table[row, req.tree_pages : table.num_pages[row]].copy()
+        self.pool.release(own, fence)
+        assert req.handle is not None, "a running req has a handle: this is a bug"
+        self.cache.unlock(req.handle, fence)
+        req.handle, req.tree_pages = None, 0
+        table.close_row(req)
+
+    def resolve(self, step: int) -> None:
+        """Step `step` has completed."""
+        self.pool.resolve(step)
+
+    def check_integrity(self, table: RequestTable) -> None:
+        """Raise InvariantBroken when a page has no owner or two (I1, I2)."""
+        self.pool.check_integrity()
+        self.cache.check_integrity()
+        table.check_integrity()
+        running = [req for req in table.reqs if req is not None]
+        own = [table.page_table[r.row, r.tree_pages : table.num_pages[r.row]] for r in running]
+        owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
+        if len(np.unique(owned)) != len(owned):
+            raise InvariantBroken("two reqs own the same page; this is a bug")
+        cached = self.cache.evictable_pages + self.cache.locked_pages
+        held = self.pool.num_free + self.pool.num_quarantined + cached + len(owned)
+        if held != self.pool.num_pages:
+            raise InvariantBroken(
+                f"free {self.pool.num_free} + quarantined {self.pool.num_quarantined} + cached "
+                f"{cached} + running {len(owned)} != {self.pool.num_pages} pages; this is a bug"
+            )

@@ -1,0 +1,303 @@
+"""Which reqs take part in the next step, and with how many tokens: the whole policy.
+
+Decode first: every decoding req gets its token. Then prefill: chunks of admitted prompts in order
+of admission, then new admissions from the head of the queue, within the token budget. A pure
+function of the scheduler's state: no clock, no randomness, no I/O.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost
+from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.req import Ending, Req, ReqState
+from minisgl.scheduler.table import RequestTable
+
+__all__ = ["MIN_CHUNK_TOKENS", "Chunk", "Plan", "Planner"]
+
+MAX_DEFERRED = 64  # waiting reqs looked past in one plan, so that its cost stays bounded
+MIN_SHARED_TOKENS = 64  # a shorter shared prefix is not worth a step of waiting
+MIN_CHUNK_TOKENS = 32  # prefill never stands still, even when decoding alone exceeds the target
+
+
+class Chunk(NamedTuple):
+    """`length` prompt tokens of `req`, from position `start`."""
+
+    req: Req
+    start: int
+    length: int
+
+
+class Plan(NamedTuple):
+    """batch: the next step, None when nothing can run now. victims: reqs to preempt."""
+
+    batch: Batch | None
+    victims: list[Req]
+
+
+class DecodeChoice(NamedTuple):
+    """rows that decode; victims to preempt; starved: some row has to wait for a page."""
+
+    rows: Int32Array
+    victims: list[Req]
+    starved: bool
+
+
+class Planner:
+    """The queues and the choice. Owns who is waiting, in prefill and decoding.
+
+    I1  A req is in exactly one of: waiting, prefilling, decoding, or on its way out.
+    I2  decode_rows holds the rows of the decoding reqs, in order of entering decode.
+    I3  unpublished holds the running reqs whose prompt is not in the prefix cache yet.
+    """
+
+    def __init__(self, config: SchedulerConfig, memory: KVMemory, table: RequestTable) -> None:
+        self._config = config
+        self._memory = memory
+        self._table = table
+        self._cost: StepCost | None = None
+        self.waiting: deque[Req] = deque()
+        self.prefilling: list[Req] = []
+        self.unpublished: list[Req] = []
+        self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
+        self.preempted_waiting = 0
+
+    def calibrate(self, cost: StepCost) -> None:
+        """Use `cost` to predict step times from now on."""
+        self._cost = cost
+
+    def decoding(self) -> list[Req]:
+        """The decoding reqs, in order."""
+        return [self._req_at(row) for row in self.decode_rows.tolist()]
+
+    def plan(self, step_id: int, in_flight: bool) -> Plan:
+        """Choose the next step. in_flight: a result is to come, so memory may free itself."""
+        rows, victims, starved = self._decode_rows_with_pages(in_flight)
+        chunks = self._choose_chunks(rows, admit=not starved)
+        if not len(rows) and not chunks:
+            return Plan(None, victims)
+        return Plan(self._build(step_id, rows, chunks), victims)
+
+    def leave(self, req: Req) -> None:
+        """Take `req` out of the running lists; its row and pages stay until released."""
+        if req.state is ReqState.PREFILL:
+            self.prefilling.remove(req)
+        elif req.state is ReqState.DECODE:
+            self.decode_rows = self.decode_rows[self.decode_rows != req.row]
+        self.published(req)
+        req.state = ReqState.ENDING
+
+    def forget(self, req: Req) -> None:
+        """Take a waiting req out of the queue."""
+        self.waiting.remove(req)
+        self.preempted_waiting -= req.admitted
+
+    def requeue(self, req: Req) -> None:
+        """A preempted req waits again, before all that never ran."""
+        req.state = ReqState.WAITING
+        self.waiting.appendleft(req)
+        self.preempted_waiting += 1
+
+    def published(self, req: Req) -> None:
+        """The prompt of `req` is in the prefix cache, or never will be."""
+        if req in self.unpublished:
+            self.unpublished.remove(req)
+
+    def newest_running(self) -> Req | None:
+        """The running req that arrived last: the one to preempt."""
+        running = [*self.prefilling, *self.decoding()]
+        return max(running, key=lambda req: req.serial, default=None)
+
+    # --- decode ---------------------------------------------------------------------------------
+
+    def _decode_rows_with_pages(self, in_flight: bool) -> DecodeChoice:
+        """Decode rows that have a page for their next token; oldest first when pages are short."""
+        table, memory = self._table, self._memory
+        rows = self.decode_rows
+        short = table.computed[rows] // memory.page_size >= table.num_pages[rows]
+        needed = int(short.sum())
+        if not needed:
+            return DecodeChoice(rows, [], starved=False)
+        pages = memory.try_allocate(needed)
+        if pages is not None:
+            self._append_pages(rows[short], pages)
+            return DecodeChoice(rows, [], starved=False)
+        return self._share_out(rows, rows[short], in_flight)
+
+    def _share_out(self, rows: Int32Array, short: Int32Array, in_flight: bool) -> DecodeChoice:
+        """Too few pages: the oldest get what there is, the newest running req has to go."""
+        starved: list[int] = []
+        for row in sorted(short.tolist(), key=self._serial_of):
+            page = self._memory.try_allocate(1)
+            if page is None:
+                starved.append(row)
+            else:
+                self._append_pages(np.array([row], dtype=np.int32), page)
+        kept = rows[~np.isin(rows, starved)]
+        if not starved or self._memory.pool.num_quarantined >= len(starved):
+            return DecodeChoice(kept, [], starved=bool(starved))  # a step in flight frees enough
+        if len(rows) + len(self.prefilling) == 1:
+            if not in_flight:
+                raise InvariantBroken("the only running req finds no page; this is a bug")
+            return DecodeChoice(kept, [], starved=True)
+        victim = self.newest_running()
+        assert victim is not None, "a starved row belongs to a running req: this is a bug"
+        victim.ending = Ending.PREEMPT
+        return DecodeChoice(kept[kept != victim.row], [victim], starved=True)
+
+    def _serial_of(self, row: int) -> int:
+        return self._req_at(row).serial
+
+    def _append_pages(self, rows: Int32Array, pages: Int32Array) -> None:
+        table = self._table
+        table.page_table[rows, table.num_pages[rows]] = pages
+        table.num_pages[rows] += 1
+
+    # --- prefill --------------------------------------------------------------------------------
+
+    def _choose_chunks(self, decode_rows: Int32Array, admit: bool) -> list[Chunk]:
+        budget = self._chunk_budget(decode_rows)
+        chunks: list[Chunk] = []
+        for req in self.prefilling:
+            if budget > 0 and req.ending is None:
+                budget -= self._take(req, budget, chunks)
+        deferred: list[Req] = []
+        while admit and budget > 0 and self.waiting and self._table.num_free:
+            req = self.waiting[0]
+            match = self._memory.match(req)
+            if self._prefix_is_in_the_making(req, len(match.pages)):
+                deferred.append(self.waiting.popleft())
+                if len(deferred) == MAX_DEFERRED:
+                    break
+                continue
+            reserve = self._reserve_pages(req)
+            if not self._memory.try_admit(req, match, self._table, reserve):
+                break
+            self._admit(self.waiting.popleft())
+            budget -= self._take(req, budget, chunks)
+        self.waiting.extendleft(reversed(deferred))
+        return chunks
+
+    def _prefix_is_in_the_making(self, req: Req, matched_pages: int) -> bool:
+        """Whether a running prefill will soon save `req` at least half of what it must compute.
+
+        So the siblings of one prompt, and a burst behind one system prompt, compute it once.
+        """
+        if self._config.cache_type == "naive":
+            return False
+        matched = matched_pages * self._memory.page_size
+        to_compute = len(req.tokens) - matched
+        for other in self.unpublished:
+            shared = _common_prefix(req.tokens[:-1], other.tokens)
+            if (shared - matched) * 2 >= to_compute and shared - matched >= MIN_SHARED_TOKENS:
+                return True
+        return False
+
+    def _admit(self, req: Req) -> None:
+        if req.admitted:
+            self.preempted_waiting -= 1
+        else:
+            req.admitted, req.cached_tokens = True, int(self._table.computed[req.row])
+        req.state = ReqState.PREFILL
+        self.prefilling.append(req)
+        self.unpublished.append(req)
+
+    def _take(self, req: Req, budget: int, chunks: list[Chunk]) -> int:
+        start = int(self._table.computed[req.row])
+        length = min(budget, int(self._table.prefill_end[req.row]) - start)
+        chunks.append(Chunk(req, start, length))
+        return length
+
+    def _reserve_pages(self, req: Req) -> int:
+        """Room left to the running reqs: after a preemption one page each, or it would recur."""
+        crowded = req.admitted or self.preempted_waiting > 0
+        return len(self.decode_rows) + len(self.prefilling) if crowded else 0
+
+    def _chunk_budget(self, decode_rows: Int32Array) -> int:
+        """Prompt tokens of this step: all of the budget, or what the step-time target leaves."""
+        budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
+        if not len(decode_rows) or target_ms is None or self._cost is None:
+            return budget
+        decode_pairs = int(self._table.computed[decode_rows].sum())
+        start = int(self._table.computed[self.prefilling[0].row]) if self.prefilling else 0
+        low, high = min(MIN_CHUNK_TOKENS, budget), budget
+        while low < high:  # the largest count whose predicted step stays under the target
+            middle = (low + high + 1) // 2
+            pairs = decode_pairs + middle * (start + middle // 2)
+            if self._cost.predict_s(len(decode_rows), middle, pairs) * 1000 <= target_ms:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    # --- the batch ------------------------------------------------------------------------------
+
+    def _build(self, step_id: int, decode_rows: Int32Array, chunks: list[Chunk]) -> Batch:
+        table = self._table
+        rows = np.concatenate(
+            [decode_rows, np.array([chunk.req.row for chunk in chunks], dtype=np.int32)]
+        )
+        start = table.computed[rows]
+        lengths = np.ones(len(rows), dtype=np.int32)
+        lengths[len(decode_rows) :] = [chunk.length for chunk in chunks]
+        ids = [table.tokens[c.req.row, c.start : c.start + c.length] for c in chunks]
+        page_rows, page_cols = self._dirty_entries(rows)
+        return Batch(
+            step_id=step_id,
+            num_decode=len(decode_rows),
+            rows=rows,
+            start=start,
+            lengths=lengths,
+            samples=start + lengths >= table.prefill_end[rows],
+            chunk_ids=np.concatenate([np.empty(0, dtype=np.int32), *ids]),
+            page_rows=page_rows,
+            page_cols=page_cols,
+            page_ids=table.page_table[page_rows, page_cols],
+            sampling=table.sampling(rows),
+        )
+
+    def _dirty_entries(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Page-table entries of `rows` that the device does not have; marks them as sent."""
+        table = self._table
+        first, end = table.clean_pages[rows], table.num_pages[rows]
+        counts = end - first
+        dirty = np.flatnonzero(counts)
+        if not len(dirty):
+            nothing: Int32Array = np.empty(0, dtype=np.int32)
+            return nothing, nothing
+        counts, first = counts[dirty], first[dirty]
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        page_cols = (np.repeat(first, counts) + offsets).astype(np.int32)
+        table.clean_pages[rows[dirty]] = end[dirty]
+        return np.repeat(rows[dirty], counts).astype(np.int32), page_cols
+
+    def launched(self, batch: Batch) -> None:
+        """Advance the lengths of a launched batch, and move on the reqs that got further."""
+        table = self._table
+        table.computed[batch.rows] = batch.start + batch.lengths
+        table.last_step[batch.rows] = batch.step_id
+        chunk_rows = batch.rows[batch.num_decode :]
+        entering = chunk_rows[table.computed[chunk_rows] >= table.prefill_end[chunk_rows]]
+        for row in entering.tolist():
+            req = self._req_at(row)
+            self.prefilling.remove(req)
+            req.state = ReqState.DECODE
+        rows = np.concatenate([self.decode_rows, entering])
+        at_limit = table.computed[rows] >= table.limit[rows] - 1
+        for row in rows[at_limit].tolist():  # its last token is being sampled
+            self._req_at(row).state = ReqState.DRAINING
+        self.decode_rows = rows[~at_limit]
+
+    def _req_at(self, row: int) -> Req:
+        req = self._table.reqs[row]
+        assert req is not None, "a launched row has a req: this is a bug"
+        return req
+
+
+def _common_prefix(a: Int32Array, b: Int32Array) -> int:
+    """Number of leading ids that are equal."""
+    length = min(len(a), len(b))
+    different = a[:length] != b[:length]
+    return int(different.argmax()) if different.any() else length

@@ -1,0 +1,66 @@
+"""One generation inside the scheduler."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from minisgl.core import FinishReason, Int32Array, SamplingParams
+from minisgl.kvcache import CacheHandle
+from minisgl.message import TextSpec
+
+__all__ = ["Ending", "Req", "ReqState"]
+
+
+class ReqState(StrEnum):
+    """Where a req is. It moves down this list, except that preemption takes it back to WAITING."""
+
+    WAITING = "waiting"  # owns nothing
+    PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
+    DECODE = "decode"  # one token per step
+    DRAINING = "draining"  # its last step is launched: only results are missing
+    ENDING = "ending"  # must leave, but a step in flight contains it
+    FINISHED = "finished"  # owns nothing and has had its terminal message
+
+
+class Ending(StrEnum):
+    """Why a req must leave the running ones at the next moment when no step contains it."""
+
+    PREEMPT = "preempt"  # its pages are needed; it waits again
+    ABORT = "abort"  # the client is gone
+    STOP = "stop"  # a stop string was seen
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """A generation and its claims on memory. Lengths by row stand in RequestTable.
+
+    tokens         int32, prompt and outputs so far; valid while the req owns no row.
+    prompt_len     tokens of the prompt as the client sent it.
+    limit          most tokens in all, prompt + max_tokens cut to context and pool.
+    serial         order of arrival; preemption takes the highest.
+    row            line in page table and token pool, -1 without one.
+    handle         locked place in the prefix cache; tree_pages leading pages of the row are the
+                   cache's, the others this req's own.
+    cached_tokens  prefix hit of the first admission, which is what the client is told.
+    """
+
+    uid: int
+    tokens: Int32Array
+    prompt_len: int
+    limit: int
+    sampling: SamplingParams
+    seed: int
+    text: TextSpec | None
+    serial: int
+    state: ReqState = ReqState.WAITING
+    row: int = -1
+    handle: CacheHandle | None = None
+    tree_pages: int = 0
+    cached_tokens: int = 0
+    admitted: bool = False
+    opened: bool = False
+    ending: Ending | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """What the client is told when `ending` is carried out."""
+        return FinishReason.STOP if self.ending is Ending.STOP else FinishReason.ABORT

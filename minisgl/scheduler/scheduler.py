@@ -1,0 +1,270 @@
+"""The scheduler of one tensor-parallel rank: the loop around one engine.
+
+One iteration: take messages; plan and launch step n+1; then, while it runs, read the result of
+step n, end who is done and send what came out. It knows token ids only.
+"""
+
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from minisgl.core import (
+    Batch,
+    EngineLike,
+    FinishReason,
+    Int32Array,
+    InvalidRequest,
+    InvariantBroken,
+    PendingStep,
+    RequestError,
+    SchedulerConfig,
+    StepCost,
+)
+from minisgl.kvcache import NaiveCache, PagePool, PrefixCache, RadixCache
+from minisgl.message import AbortReq, AddReq, SchedulerStats, Shutdown, ToScheduler
+from minisgl.scheduler.intake import Intake
+from minisgl.scheduler.io import Inbox, Outbox
+from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.outputs import OutputBuilder, Totals
+from minisgl.scheduler.planner import Planner
+from minisgl.scheduler.req import Ending, Req, ReqState
+from minisgl.scheduler.results import read_result
+from minisgl.scheduler.table import RequestTable
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Owns all reqs from admission to their one terminal message.
+
+    I1  Every AddReq is answered by exactly one Finished, whatever happens.
+    I2  A req leaves (finish, abort, preemption) when the last step that contains it has been
+        resolved, or, if it ended by its own token, when that token's step has; what the step in
+        flight still touches is fenced (PagePool I1, RequestTable I1).
+    I3  The plan depends only on the sequence of messages and of sampled tokens.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        config: SchedulerConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        inbox: Inbox,
+        outbox: Outbox,
+    ) -> None:
+        self._engine = engine
+        self._overlap = config.overlap
+        self._inbox = inbox
+        self._outbox = outbox
+        self._eos: Int32Array = np.array(eos_token_ids, dtype=np.int32)
+        max_pages = -(-engine.max_seq_len // engine.page_size)
+        cache: PrefixCache = (
+            NaiveCache() if config.cache_type == "naive" else RadixCache(engine.page_size)
+        )
+        self.table = RequestTable(engine.max_running_reqs, engine.max_seq_len, max_pages)
+        self.memory = KVMemory(engine.page_size, PagePool(engine.num_pages), cache)
+        self.planner = Planner(config, self.memory, self.table)
+        self._intake = Intake(
+            vocab_size=vocab_size,
+            max_seq_len=engine.max_seq_len,
+            pool_tokens=engine.num_pages * engine.page_size,
+        )
+        self._outputs = OutputBuilder()
+        self._reqs: dict[int, Req] = {}
+        self._leaving: list[Req] = []
+        self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
+        self._launched_step = 0
+        self._resolved_step = 0
+        self.totals = Totals()
+        self.stopping = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do until a message comes."""
+        return not self._reqs and not self._in_flight
+
+    def calibrate(self, cost: StepCost) -> None:
+        """Predict step times by `cost` from now on (the same values on all ranks)."""
+        self.planner.calibrate(cost)
+
+    def iterate(self) -> None:
+        """One iteration of the loop. Blocks for a message only when idle."""
+        for message in self._inbox.receive(block=self.idle):
+            self._apply(message)
+        launched = self._launch_next()
+        keep = 1 if self._overlap and launched else 0
+        while len(self._in_flight) > keep:
+            self._resolve(*self._in_flight.popleft())
+        self._flush()
+
+    def stats(self) -> SchedulerStats:
+        """Gauges and totals as of now."""
+        pool, cache = self.memory.pool, self.memory.cache
+        running = len(self._reqs) - len(self.planner.waiting)
+        return SchedulerStats(
+            step_id=self._resolved_step,
+            busy=not self.idle,
+            waiting_reqs=len(self.planner.waiting),
+            running_reqs=running,
+            free_pages=pool.num_free + pool.num_quarantined,
+            evictable_pages=cache.evictable_pages,
+            locked_pages=pool.num_pages
+            - pool.num_free
+            - pool.num_quarantined
+            - cache.evictable_pages,
+            total_pages=pool.num_pages,
+            evicted_pages_total=self.memory.evicted_pages_total,
+            **msgspec.structs.asdict(self.totals),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise InvariantBroken when a page, a row or a req is lost or owned twice."""
+        self.memory.check_integrity(self.table)
+        if self.idle and self.memory.cache.locked_pages:
+            raise InvariantBroken("idle, but pages are locked; this is a bug")
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def _apply(self, message: ToScheduler) -> None:
+        match message:
+            case AddReq():
+                self._add(message)
+            case AbortReq():
+                self._abort(message)
+            case Shutdown():
+                self.stopping = True
+                for req in list(self._reqs.values()):
+                    self._ask_to_leave(req, Ending.ABORT)
+
+    def _add(self, message: AddReq) -> None:
+        try:
+            if message.uid in self._reqs:
+                raise InvalidRequest(f"uid {message.uid} is in use")
+            req = self._intake.accept(message)
+        except RequestError as error:
+            self._outputs.refuse(message, error)
+            return
+        self._reqs[req.uid] = req
+        self.planner.waiting.append(req)
+
+    def _abort(self, message: AbortReq) -> None:
+        """Idempotent: an unknown or finished uid is nothing to do."""
+        req = self._reqs.get(message.uid)
+        if req is not None:
+            stopped = message.reason is FinishReason.STOP
+            self._ask_to_leave(req, Ending.STOP if stopped else Ending.ABORT)
+
+    def _ask_to_leave(self, req: Req, ending: Ending) -> None:
+        """Act now if no step in flight contains `req`, else when that step is resolved (I2)."""
+        req.ending = ending
+        if req.state is ReqState.WAITING:
+            self.planner.forget(req)
+            self._finish(req, req.finish_reason)
+        elif int(self.table.last_step[req.row]) <= self._resolved_step:
+            self.planner.leave(req)
+            self._carry_out(req)
+        elif req not in self._leaving:
+            self.planner.leave(req)
+            self._leaving.append(req)
+
+    def _carry_out(self, req: Req) -> None:
+        row = req.row
+        # the last token's KV may not be written yet, and what is written beyond it is junk
+        valid = min(int(self.table.computed[row]), int(self.table.known[row]) - 1)
+        self.memory.release(req, self.table, valid)
+        if req.ending is Ending.PREEMPT:
+            req.ending = None
+            self.totals.preemptions_total += 1
+            self.planner.requeue(req)
+        else:
+            self._finish(req, req.finish_reason)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _launch_next(self) -> bool:
+        plan = self.planner.plan(self._launched_step + 1, in_flight=bool(self._in_flight))
+        if plan.batch is not None:
+            self.totals.overlapped_steps_total += bool(self._in_flight)
+            pending = self._engine.launch(plan.batch)
+            self._in_flight.append((plan.batch, pending))
+            self._launched_step = plan.batch.step_id
+            self.planner.launched(plan.batch)
+            self.totals.prefill_tokens_total += plan.batch.num_prefill_tokens
+        elif not plan.victims and not self._in_flight and self.planner.waiting:
+            raise InvariantBroken("nothing runs, yet nobody can be admitted; this is a bug")
+        for victim in plan.victims:
+            self._ask_to_leave(victim, Ending.PREEMPT)
+        return plan.batch is not None
+
+    def _resolve(self, batch: Batch, pending: PendingStep) -> None:
+        result = pending.wait()
+        self._resolved_step = batch.step_id
+        self.memory.resolve(batch.step_id)
+        self.table.resolve(batch.step_id)
+        chunks = self._chunk_reqs(batch)
+        outcome = read_result(batch, result, self.table, self._eos)
+        self.totals.output_tokens_total += len(outcome.rows)
+        self._open(outcome.rows)
+        self._outputs.tokens(self.table.uid[outcome.rows], outcome.tokens)
+        for row, reason in outcome.ended.items():
+            self._end_row(row, reason)
+        for req in chunks:
+            self._publish_prompt(req)
+        leaving, self._leaving = self._leaving, []
+        for req in leaving:
+            if req.state is ReqState.FINISHED:
+                continue
+            if int(self.table.last_step[req.row]) <= self._resolved_step:
+                self._carry_out(req)
+            else:
+                self._leaving.append(req)
+
+    def _chunk_reqs(self, batch: Batch) -> list[Req]:
+        """The reqs whose prompt this step completed."""
+        last = batch.rows[batch.num_decode :][batch.samples[batch.num_decode :]]
+        reqs = [self.table.reqs[row] for row in last.tolist()]
+        return [req for req in reqs if req is not None]
+
+    def _publish_prompt(self, req: Req) -> None:
+        """Only now, with finite logits seen, may others use the prompt's KV."""
+        self.planner.published(req)
+        if req.state in (ReqState.DECODE, ReqState.DRAINING):
+            self.memory.publish(req, self.table, int(self.table.prefill_end[req.row]))
+
+    def _open(self, rows: Int32Array) -> None:
+        for row in rows[~self.table.opened[rows]].tolist():
+            req = self.table.reqs[row]
+            assert req is not None, "a live row has a req: this is a bug"
+            self.table.opened[row] = True
+            self._count_admission(req)
+            self._outputs.open(req)
+
+    def _count_admission(self, req: Req) -> None:
+        self.totals.prompt_tokens_total += req.prompt_len
+        self.totals.cached_tokens_total += req.cached_tokens
+
+    def _end_row(self, row: int, reason: FinishReason) -> None:
+        """The step's own result ends the req; a step in flight may still contain it (fences)."""
+        req = self.table.reqs[row]
+        assert req is not None, "a live row has a req: this is a bug"
+        self.planner.leave(req)
+        if reason is FinishReason.ERROR:
+            self.totals.nonfinite_rows_total += 1
+            self.memory.release(req, self.table, 0)
+            self._finish(req, reason, "the model produced non-finite logits")
+        else:
+            self.memory.release(req, self.table, int(self.table.known[row]) - 1)
+            self._finish(req, reason)
+
+    def _finish(self, req: Req, reason: FinishReason, error: str | None = None) -> None:
+        req.state = ReqState.FINISHED
+        del self._reqs[req.uid]
+        self._outputs.finish(req, reason, error)
+
+    def _flush(self) -> None:
+        output = self._outputs.take(self._resolved_step)
+        if output is not None:
+            self._outbox.send(output)

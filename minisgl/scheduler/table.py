@@ -1,0 +1,127 @@
+"""Per-row state of the running reqs as columns: a step costs array operations, not loops."""
+
+import numpy as np
+
+from minisgl.core import Int32Array, InvariantBroken, SamplingArrays
+from minisgl.scheduler.req import Req
+
+__all__ = ["RequestTable"]
+
+
+class RequestTable:
+    """Rows 0..R-1 and their columns. A row belongs to at most one req.
+
+    tokens      int32 [R, max_seq_len]; prompt and known outputs.
+    known       int32 [R]; tokens whose ids the host has.
+    computed    int32 [R]; tokens whose KV is written by launched steps.
+    prefill_end int32 [R]; tokens to forward as chunks; from there on the row decodes.
+    limit       int32 [R]; most tokens in all.
+    last_step   int64 [R]; the last launched step that contains the row.
+    live        bool [R]; the row belongs to a req.
+    page_table  int32 [R, max_pages]; num_pages int32 [R] valid entries; those from
+                clean_pages int32 [R] on are not on the device yet.
+
+    I1  A row given up with fence step f is not handed out before step f has been resolved: the step
+        may still write a token into the row's line of the token pool.
+    """
+
+    def __init__(self, num_rows: int, max_seq_len: int, max_pages: int) -> None:
+        self.num_rows = num_rows
+        self.reqs: list[Req | None] = [None] * num_rows
+        self.tokens: Int32Array = np.zeros((num_rows, max_seq_len), dtype=np.int32)
+        self.page_table: Int32Array = np.zeros((num_rows, max_pages), dtype=np.int32)
+        self.uid = np.zeros(num_rows, dtype=np.int64)
+        self.known: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.prompt_len: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.prefill_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.stop_from: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.num_pages: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.clean_pages: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.last_step = np.zeros(num_rows, dtype=np.int64)
+        self.live = np.zeros(num_rows, dtype=np.bool_)
+        self.opened = np.zeros(num_rows, dtype=np.bool_)
+        self.obeys_eos = np.zeros(num_rows, dtype=np.bool_)
+        self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
+        self._sampling = SamplingArrays(
+            temperature=np.zeros(num_rows, dtype=np.float32),
+            top_k=np.zeros(num_rows, dtype=np.int32),
+            top_p=np.ones(num_rows, dtype=np.float32),
+            min_p=np.zeros(num_rows, dtype=np.float32),
+            seed=np.zeros(num_rows, dtype=np.int64),
+        )
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._quarantine: list[tuple[int, int]] = []  # (fence, row)
+        self._resolved_step = 0
+
+    @property
+    def num_free(self) -> int:
+        """Rows that can be handed out now."""
+        return len(self._free)
+
+    def open_row(self, req: Req, pages: Int32Array, computed: int) -> None:
+        """Give `req` a row; `computed` of its tokens are cached in the first of `pages`."""
+        row = self._free.pop()
+        length, sampling = len(req.tokens), req.sampling
+        req.row = row
+        self.reqs[row] = req
+        self.live[row], self.last_step[row] = True, 0
+        self.uid[row] = req.uid
+        self.tokens[row, :length] = req.tokens
+        self.page_table[row, : len(pages)] = pages
+        self.num_pages[row], self.clean_pages[row] = len(pages), 0
+        self.known[row] = self.prefill_end[row] = length
+        self.computed[row] = computed
+        self.prompt_len[row] = req.prompt_len
+        self.limit[row] = req.limit
+        self.stop_from[row] = req.prompt_len + sampling.min_tokens
+        self.opened[row] = req.opened
+        self.obeys_eos[row] = not sampling.ignore_eos
+        self.has_stop_ids[row] = bool(sampling.stop_token_ids)
+        self._sampling.temperature[row] = sampling.temperature
+        self._sampling.top_k[row] = max(sampling.top_k, 0)
+        self._sampling.top_p[row] = sampling.top_p
+        self._sampling.min_p[row] = sampling.min_p
+        self._sampling.seed[row] = req.seed
+
+    def close_row(self, req: Req) -> None:
+        """Take the row back, to be reused after its last step; `req.tokens` keeps what is known."""
+        row = req.row
+        if self.reqs[row] is not req:
+            raise InvariantBroken(f"row {row} is given up by a stranger; this is a bug")
+        req.tokens = self.tokens[row, : self.known[row]].copy()
+        req.opened = bool(self.opened[row])
+        req.row = -1
+        self.reqs[row] = None
+        self.live[row] = False
+        if self.last_step[row] <= self._resolved_step:
+            self._free.append(row)
+        else:
+            self._quarantine.append((int(self.last_step[row]), row))
+
+    def resolve(self, step: int) -> None:
+        """All steps up to `step` have completed: rows fenced by them are free again."""
+        self._resolved_step = step
+        self._free += [row for fence, row in self._quarantine if fence <= step]
+        self._quarantine = [entry for entry in self._quarantine if entry[0] > step]
+
+    def sampling(self, rows: Int32Array) -> SamplingArrays:
+        """Copies of the sampling columns of `rows`."""
+        columns = self._sampling
+        return SamplingArrays(
+            temperature=columns.temperature[rows],
+            top_k=columns.top_k[rows],
+            top_p=columns.top_p[rows],
+            min_p=columns.min_p[rows],
+            seed=columns.seed[rows],
+        )
+
+    def check_integrity(self) -> None:
+        """Raise InvariantBroken unless each row is free, fenced, or its req's own."""
+        idle = [*self._free, *(row for _, row in self._quarantine)]
+        owned = [row for row, req in enumerate(self.reqs) if req is not None]
+        if sorted(idle + owned) != list(range(self.num_rows)):
+            raise InvariantBroken("a row is lost or owned twice; this is a bug")
+        if any(req is not None and req.row != row for row, req in enumerate(self.reqs)):
+            raise InvariantBroken("a req does not know its row; this is a bug")

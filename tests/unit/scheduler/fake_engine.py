@@ -1,0 +1,126 @@
+"""An engine without a model whose tokens depend on every KV slot that a real one would read.
+
+Each KV slot holds the hash of the token written there and its position. The next token is a hash
+over all slots from 0 to the last position, read through the engine's own page table: a page freed
+too early, a stale page-table entry, a lost chunk or a token written into a reused row changes it.
+Steps run as late as allowed, when their result is read, as on a GPU that is far behind.
+"""
+
+import numpy as np
+
+from minisgl.core import Batch, Int32Array, StepResult
+
+VOCAB = 64
+EOS = 0
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    values = (values ^ (values >> np.uint64(31))) * _MIX
+    return (values ^ (values >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+
+
+def slot_values(tokens: np.ndarray, first_position: int) -> np.ndarray:
+    """What the KV slots of `tokens` hold when the first one stands at `first_position`."""
+    positions = np.arange(first_position, first_position + len(tokens), dtype=np.uint64)
+    return _mixed(tokens.astype(np.uint64) * np.uint64(1_000_003) + positions + np.uint64(1))
+
+
+def next_token(slots: np.ndarray) -> int:
+    """The token after the sequence whose slots are given."""
+    total = _mixed(slots + np.arange(len(slots), dtype=np.uint64)).sum(dtype=np.uint64)
+    return int(_mixed(np.array([total], dtype=np.uint64))[0] % np.uint64(VOCAB))
+
+
+def expected_output(prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
+    """The plain computation: no cache, no chunks, no batch."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        token = next_token(slot_values(np.array(tokens), 0))
+        tokens.append(token)
+        if token == EOS and not ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+class _Pending:
+    def __init__(self, engine: "FakeEngine", batch: Batch) -> None:
+        self.engine = engine
+        self.batch = batch
+        self.result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        self.engine.run_until(self)
+        assert self.result is not None
+        return self.result
+
+
+class FakeEngine:
+    """Implements core.EngineLike. `nonfinite_at` names (step_id, index) pairs to break."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_running_reqs: int = 8,
+        max_seq_len: int = 256,
+        eager: bool = False,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_running_reqs = max_running_reqs
+        self.max_seq_len = max_seq_len
+        self.eager = eager
+        self.slots = np.zeros(num_pages * page_size, dtype=np.uint64)
+        self.page_table: Int32Array = np.full(
+            (max_running_reqs, -(-max_seq_len // page_size)), -1, dtype=np.int32
+        )
+        self.token_pool: Int32Array = np.full((max_running_reqs, max_seq_len + 1), -1, np.int32)
+        self.queue: list[_Pending] = []
+        self.batches: list[Batch] = []
+        self.break_prompts_with: int | None = None
+
+    def launch(self, batch: Batch) -> _Pending:
+        pending = _Pending(self, batch)
+        self.queue.append(pending)
+        self.batches.append(batch)
+        if self.eager:
+            self.run_until(pending)
+        return pending
+
+    def run_until(self, pending: _Pending) -> None:
+        while pending.result is None:
+            head = self.queue.pop(0)
+            head.result = self._run(head.batch)
+
+    def _run(self, batch: Batch) -> StepResult:
+        assert len(set(batch.rows.tolist())) == len(batch.rows), "a row twice in one step"
+        pairs = list(zip(batch.page_rows.tolist(), batch.page_cols.tolist(), strict=True))
+        assert len(set(pairs)) == len(pairs), "a page-table entry twice in one step"
+        self.page_table[batch.page_rows, batch.page_cols] = batch.page_ids
+        tokens = np.zeros(batch.num_reqs, dtype=np.int32)
+        finite = np.ones(batch.num_reqs, dtype=np.bool_)
+        inputs, taken = [], 0
+        for i in range(batch.num_reqs):  # the gather comes before any write of this step
+            row, start, length = (int(a[i]) for a in (batch.rows, batch.start, batch.lengths))
+            if i < batch.num_decode:
+                inputs.append(self.token_pool[row, start : start + 1].copy())
+            else:
+                inputs.append(batch.chunk_ids[taken : taken + length])
+                taken += length
+        for i, ids in enumerate(inputs):
+            row, start = int(batch.rows[i]), int(batch.start[i])
+            assert (ids >= 0).all(), "a token was read that nobody wrote"
+            positions = np.arange(start + len(ids))
+            where = (
+                self.page_table[row, positions // self.page_size] * self.page_size
+                + positions % self.page_size
+            )
+            assert (where >= 0).all(), "a page-table entry was read that nobody wrote"
+            self.slots[where[start:]] = slot_values(ids, start)
+            if batch.samples[i]:
+                tokens[i] = next_token(self.slots[where])
+                self.token_pool[row, start + len(ids)] = tokens[i]
+                broken = self.break_prompts_with
+                finite[i] = broken is None or broken not in ids
+        return StepResult(tokens, finite)

@@ -1,0 +1,82 @@
+"""A scheduler over the fake engine, driven message by message."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minisgl.core import FinishReason, SamplingParams, SchedulerConfig
+from minisgl.message import AbortReq, AddReq
+from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
+
+
+@dataclass
+class Answer:
+    """What a client would have seen of one req."""
+
+    tokens: list[int] = field(default_factory=list)
+    opened: int = 0
+    cached_tokens: int = 0
+    finishes: list[FinishReason] = field(default_factory=list)
+    error: str | None = None
+
+
+class Harness:
+    """One scheduler, its engine and what came out of it so far."""
+
+    def __init__(self, engine: FakeEngine, config: SchedulerConfig | None = None) -> None:
+        self.engine = engine
+        self.inbox, self.outbox = LocalInbox(), LocalOutbox()
+        self.scheduler = Scheduler(
+            engine,
+            config or SchedulerConfig(target_step_ms=None),
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            inbox=self.inbox,
+            outbox=self.outbox,
+        )
+        self.answers: dict[int, Answer] = {}
+        self.next_uid = 1
+
+    def add(self, prompt: list[int], **sampling: object) -> int:
+        """Queue a req; returns its uid."""
+        uid, self.next_uid = self.next_uid, self.next_uid + 1
+        params = SamplingParams(**({"max_tokens": 8} | sampling))  # type: ignore[arg-type]
+        ids = np.array(prompt, dtype="<i4").tobytes()
+        self.inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=params))
+        self.answers[uid] = Answer()
+        return uid
+
+    def abort(self, uid: int, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Queue an abort."""
+        self.inbox.messages.append(AbortReq(uid=uid, reason=reason))
+
+    def step(self) -> None:
+        """One iteration; every invariant must hold after it."""
+        self.scheduler.iterate()
+        self.scheduler.check_integrity()
+        self.collect()
+
+    def collect(self) -> None:
+        """Take the outputs in the order in which a detokenizer reads them."""
+        while self.outbox.outputs:
+            output = self.outbox.outputs.popleft()
+            for opened in output.opened:
+                self.answers[opened.uid].opened += 1
+                self.answers[opened.uid].cached_tokens = opened.cached_tokens
+            for uid, token in zip(output.uids, output.token_ids, strict=True):
+                answer = self.answers[uid]
+                assert answer.opened == 1, "a token before its req was opened"
+                assert not answer.finishes, "a token after the terminal message"
+                answer.tokens.append(token)
+            for finished in output.finished:
+                self.answers[finished.uid].finishes.append(finished.reason)
+                self.answers[finished.uid].error = finished.error
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Iterate until idle."""
+        for _ in range(max_steps):
+            self.step()
+            if self.scheduler.idle and not self.inbox.messages:
+                return
+        raise AssertionError("not idle after many steps")

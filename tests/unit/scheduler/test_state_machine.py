@@ -1,0 +1,106 @@
+"""Random arrivals, shared prefixes, aborts and tiny pools: invariants after each step, and every
+req gets the tokens of the plain computation."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from minisgl.core import FinishReason, SchedulerConfig
+from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
+from tests.unit.scheduler.harness import Harness
+
+MAX_LEN = 48
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives one scheduler; the fake engine detects every wrong KV slot."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        slack=st.integers(0, 12),
+        rows=st.integers(1, 5),
+        budget=st.sampled_from([1, 3, 7, 16, 64]),
+        overlap=st.booleans(),
+        eager=st.booleans(),
+        cache_type=st.sampled_from(["radix", "radix", "naive"]),
+    )
+    def start(
+        self,
+        page_size: int,
+        slack: int,
+        rows: int,
+        budget: int,
+        overlap: bool,
+        eager: bool,
+        cache_type: str,
+    ) -> None:
+        num_pages = -(-MAX_LEN // page_size) + slack
+        engine = FakeEngine(num_pages, page_size, rows, MAX_LEN, eager=eager)
+        config = SchedulerConfig(
+            prefill_budget_tokens=budget,
+            target_step_ms=None,
+            cache_type=cache_type,
+            overlap=overlap,
+        )
+        self.harness = Harness(engine, config)
+        self.wanted: dict[int, list[int]] = {}
+        self.prompts: list[list[int]] = []
+        self.aborted: set[int] = set()
+
+    @rule(
+        data=st.data(),
+        max_tokens=st.integers(1, 16),
+        ignore_eos=st.booleans(),
+    )
+    def arrive(self, data: st.DataObject, max_tokens: int, ignore_eos: bool) -> None:
+        prefix: list[int] = []
+        if self.prompts and data.draw(st.booleans(), label="shares a prefix"):
+            base = data.draw(st.sampled_from(self.prompts), label="base")
+            prefix = base[: data.draw(st.integers(1, len(base)), label="shared tokens")]
+        tail = data.draw(
+            st.lists(st.integers(0, VOCAB - 1), min_size=0 if prefix else 1, max_size=20)
+        )
+        prompt = (prefix + tail)[: MAX_LEN - max_tokens]
+        uid = self.harness.add(prompt, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        self.wanted[uid] = expected_output(prompt, max_tokens, ignore_eos)
+        self.prompts.append(prompt + self.wanted[uid])
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data(), stop=st.booleans())
+    def abort(self, data: st.DataObject, stop: bool) -> None:
+        uid = data.draw(st.sampled_from(sorted(self.wanted)))
+        self.aborted.add(uid)
+        self.harness.abort(uid, FinishReason.STOP if stop else FinishReason.ABORT)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if not self.harness.scheduler.idle or self.harness.inbox.messages:
+                self.harness.step()
+
+    @invariant()
+    def outputs_are_prefixes_of_the_plain_computation(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        for uid, answer in self.harness.answers.items():
+            assert answer.tokens == self.wanted[uid][: len(answer.tokens)]
+            assert len(answer.finishes) <= 1
+
+    def teardown(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        self.harness.run()
+        scheduler = self.harness.scheduler
+        pool, cache = scheduler.memory.pool, scheduler.memory.cache
+        assert pool.num_free + cache.evictable_pages == pool.num_pages
+        for uid, answer in self.harness.answers.items():
+            assert len(answer.finishes) == 1, "exactly one terminal message"
+            if uid not in self.aborted:
+                assert answer.tokens == self.wanted[uid]
+                assert answer.finishes[0] in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, print_blob=True
+)
