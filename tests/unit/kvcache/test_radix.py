@@ -1,0 +1,145 @@
+"""The radix cache against a dictionary of all known prefixes, and its own invariants."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from minisgl.core import InvariantBroken
+from minisgl.kvcache import CacheHandle, RadixCache
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def fill(cache: RadixCache, tokens: np.ndarray, first_page: int, page_size: int) -> CacheHandle:
+    pages = np.arange(first_page, first_page + len(tokens) // page_size, dtype=np.int32)
+    return cache.insert(tokens, pages).handle
+
+
+def test_match_counts_whole_pages_only() -> None:
+    cache = RadixCache(4)
+    fill(cache, ids(1, 2, 3, 4, 5, 6, 7, 8), 0, 4)
+    assert cache.match(ids(1, 2, 3, 4, 5, 6, 7)).pages.tolist() == [0]
+    assert cache.match(ids(1, 2, 3, 4, 5, 6, 7, 8, 9)).pages.tolist() == [0, 1]
+    assert cache.match(ids(1, 2, 3, 9)).pages.tolist() == []
+
+
+def test_insert_of_a_known_key_keeps_the_first_pages() -> None:
+    cache = RadixCache(2)
+    fill(cache, ids(1, 2, 3, 4), 0, 2)
+    again = cache.insert(ids(1, 2, 3, 4, 5, 6), ids(7, 8, 9))
+    assert again.pages.tolist() == [0, 1, 9]
+    assert cache.evictable_pages == 3
+
+
+def test_a_locked_prefix_survives_any_eviction() -> None:
+    cache = RadixCache(1)
+    fill(cache, ids(1, 2, 3), 0, 1)
+    handle = cache.match(ids(1, 2)).handle
+    cache.lock(handle)
+    freed = [page for evicted in cache.evict(100) for page in evicted.pages.tolist()]
+    assert freed == [2]
+    assert cache.match(ids(1, 2, 3)).pages.tolist() == [0, 1]
+    cache.check_integrity()
+
+
+def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
+    """W25: the head of a split edge kept its old time, so hot shared prefixes went first."""
+    cache = RadixCache(1)
+    fill(cache, ids(1, 2, 3, 4), 0, 1)
+    fill(cache, ids(9, 8), 10, 1)
+    cache.match(ids(1, 2))  # splits: 1 2 | 3 4
+    first = [page for evicted in cache.evict(2) for page in evicted.pages.tolist()]
+    assert sorted(first) == [2, 3], "the tail that nobody asked for goes first"
+    second = [page for evicted in cache.evict(2) for page in evicted.pages.tolist()]
+    assert sorted(second) == [10, 11], "then the other key, older than the hot head"
+
+
+def test_eviction_cuts_a_leaf_and_reports_its_fence() -> None:
+    cache = RadixCache(1)
+    handle = fill(cache, ids(1, 2, 3, 4), 0, 1)
+    cache.lock(handle)
+    cache.unlock(handle, fence=17)
+    (evicted,) = cache.evict(1)
+    assert (evicted.pages.tolist(), evicted.fence) == ([3], 17)
+    assert cache.match(ids(1, 2, 3, 4)).pages.tolist() == [0, 1, 2]
+
+
+def test_unlocking_too_often_is_a_bug() -> None:
+    cache = RadixCache(1)
+    handle = fill(cache, ids(1), 0, 1)
+    with pytest.raises(InvariantBroken, match="more often"):
+        cache.unlock(handle, 0)
+
+
+class RadixMachine(RuleBasedStateMachine):
+    """Model: a map from each cached prefix (whole pages) to the page that ends it."""
+
+    handles = Bundle("handles")
+
+    @initialize(page_size=st.sampled_from([1, 2, 4]))
+    def start(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.cache = RadixCache(page_size)
+        self.model: dict[tuple[int, ...], int] = {}
+        self.next_page = 0
+        self.locks: list[tuple[CacheHandle, tuple[int, ...]]] = []
+
+    def prefixes(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        cuts = range(self.page_size, len(tokens) + 1, self.page_size)
+        return [tuple(tokens[:cut]) for cut in cuts]
+
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=14))
+    def insert(self, tokens: list[int]) -> None:
+        keys = self.prefixes(tokens)
+        new = np.arange(self.next_page, self.next_page + len(keys), dtype=np.int32)
+        self.next_page += len(keys)
+        whole = np.array(tokens[: len(keys) * self.page_size], dtype=np.int32)
+        result = self.cache.insert(whole, new)
+        for key, page in zip(keys, new.tolist(), strict=True):
+            self.model.setdefault(key, page)
+        assert result.pages.tolist() == [self.model[key] for key in keys]
+
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=14), lock=st.booleans())
+    def match(self, tokens: list[int], lock: bool) -> None:
+        expected = []
+        for key in self.prefixes(tokens):
+            if key not in self.model:
+                break
+            expected.append(self.model[key])
+        match = self.cache.match(np.array(tokens, dtype=np.int32))
+        assert match.pages.tolist() == expected
+        if lock and expected:
+            self.cache.lock(match.handle)
+            self.locks.append((match.handle, tuple(tokens[: len(expected) * self.page_size])))
+
+    @rule(data=st.data(), fence=st.integers(0, 9))
+    def unlock(self, data: st.DataObject, fence: int) -> None:
+        if self.locks:
+            index = data.draw(st.integers(0, len(self.locks) - 1))
+            handle, _ = self.locks.pop(index)
+            self.cache.unlock(handle, fence)
+
+    @rule(count=st.integers(1, 6))
+    def evict(self, count: int) -> None:
+        before = self.cache.evictable_pages
+        gone = {page for evicted in self.cache.evict(count) for page in evicted.pages.tolist()}
+        assert len(gone) == min(count, before)
+        self.model = {key: page for key, page in self.model.items() if page not in gone}
+        for _, locked in self.locks:
+            for key in self.prefixes(list(locked)):
+                assert key in self.model, "a locked page was evicted"
+
+    @invariant()
+    def counters_agree(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.check_integrity()
+            total = self.cache.evictable_pages + self.cache.locked_pages
+            assert total == len(self.model)
+
+
+TestRadixMachine = RadixMachine.TestCase
+TestRadixMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -1,0 +1,270 @@
+"""Situations that broke others (W-numbers: docs/architecture.md, "Bugs we start from")."""
+
+import numpy as np
+import pytest
+
+from minisgl.core import FinishReason, SamplingParams, SchedulerConfig, StepCost
+from minisgl.message import AddReq, Shutdown
+from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine, expected_output
+from tests.unit.scheduler.harness import Answer, Harness
+
+
+def prompt_of(length: int, first: int = 1) -> list[int]:
+    return [(first + 7 * i) % (VOCAB - 1) + 1 for i in range(length)]
+
+
+def prompt_that_stops_after(tokens: int) -> list[int]:
+    """A prompt whose plain computation samples EOS as output token number `tokens`."""
+    for first in range(10_000):
+        prompt = [first % 63 + 1, first // 63 % 63 + 1, 5, 9]
+        if len(expected_output(prompt, 20, ignore_eos=False)) == tokens:
+            return prompt
+    raise AssertionError("no such prompt")
+
+
+def config(**changes: object) -> SchedulerConfig:
+    return SchedulerConfig(**({"target_step_ms": None} | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_equal_prompts_in_one_batch_end_up_on_the_same_pages(overlap: bool) -> None:
+    """W1: the second kept decoding from its own pages after they had been freed."""
+    harness = Harness(FakeEngine(16, 4), config(overlap=overlap, cache_type="radix"))
+    prompt = prompt_of(13)
+    a = harness.add(prompt, max_tokens=12, ignore_eos=True)
+    # too short a shared part to be worth waiting for, so both prompts are computed side by side
+    b = harness.add(prompt, max_tokens=12, ignore_eos=True)
+    harness.step()
+    assert harness.engine.batches[0].num_reqs == 2, "both prompts must be in one step"
+    late = harness.add(prompt_of(17, 3), max_tokens=4, ignore_eos=True)
+    harness.run()
+    for uid in (a, b):
+        assert harness.answers[uid].tokens == expected_output(prompt, 12, ignore_eos=True)
+    assert harness.answers[late].tokens == expected_output(prompt_of(17, 3), 4, ignore_eos=True)
+
+
+def test_a_reused_row_is_not_written_by_the_step_in_flight() -> None:
+    """W3: a req that ended by EOS wrote its junk token into the prompt of its row's next owner."""
+    harness = Harness(FakeEngine(64, 1, max_running_reqs=1), config())
+    stopping = prompt_that_stops_after(3)
+    first = harness.add(stopping, max_tokens=20)
+    second = harness.add(prompt_of(30), max_tokens=5, ignore_eos=True)
+    harness.run()
+    assert harness.answers[first].finishes == [FinishReason.STOP]
+    assert harness.answers[second].tokens == expected_output(prompt_of(30), 5, ignore_eos=True)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nothing_comes_after_eos(overlap: bool) -> None:
+    """W8b: the junk token of the step in flight was sent after the end."""
+    harness = Harness(FakeEngine(16, 4), config(overlap=overlap))
+    uid = harness.add(prompt_that_stops_after(4), max_tokens=20)
+    harness.run()
+    answer = harness.answers[uid]
+    assert answer.tokens[-1] == EOS
+    assert len(answer.tokens) == 4
+    assert answer.finishes == [FinishReason.STOP]
+
+
+def test_max_tokens_of_one_req_leave_the_others_alone() -> None:
+    """W8: limits were cut on a shared SamplingParams object."""
+    engine = FakeEngine(64, 4, max_seq_len=64)
+    harness = Harness(engine, config())
+    shared = SamplingParams(ignore_eos=True)
+    for uid, length in ((1, 60), (2, 10)):
+        ids = np.array(prompt_of(length, uid), dtype="<i4").tobytes()
+        harness.inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=shared))
+        harness.answers[uid] = Answer()
+    harness.run()
+    assert [len(harness.answers[uid].tokens) for uid in (1, 2)] == [4, 54]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "words"),
+    [
+        pytest.param([], {}, "empty", id="W10-empty-prompt"),
+        pytest.param([1], {"max_tokens": -1}, "max_tokens", id="W9-negative-max-tokens"),
+        pytest.param([1], {"max_tokens": 0}, "max_tokens", id="W11-zero-max-tokens"),
+        pytest.param([1], {"top_k": 2**40}, "top_k", id="W11-huge-top-k"),
+        pytest.param([1], {"temperature": float("nan")}, "temperature", id="W11-nan-temperature"),
+        pytest.param([1] * 256, {"max_tokens": 1}, "exceed", id="W13-prompt-too-long"),
+        pytest.param([1] * 100, {"max_tokens": 200}, "exceed", id="never-fits-context"),
+        pytest.param([VOCAB], {}, "outside", id="id-beyond-logit-width"),
+        pytest.param([-1], {}, "outside", id="negative-id"),
+    ],
+)
+def test_a_bad_req_ends_alone(prompt: list[int], sampling: dict[str, object], words: str) -> None:
+    """W9-W11, W13: one request killed the scheduler or was dropped without an answer."""
+    harness = Harness(FakeEngine(128, 4), config())
+    bad = harness.add(prompt, **sampling)
+    good = harness.add(prompt_of(5), max_tokens=3, ignore_eos=True)
+    harness.run()
+    assert harness.answers[bad].finishes == [FinishReason.ERROR]
+    assert words in str(harness.answers[bad].error)
+    assert harness.answers[bad].opened == 1
+    assert harness.answers[good].tokens == expected_output(prompt_of(5), 3, ignore_eos=True)
+
+
+def test_a_req_larger_than_the_pool_is_refused_at_once() -> None:
+    harness = Harness(FakeEngine(4, 4, max_seq_len=256), config())
+    uid = harness.add(prompt_of(10), max_tokens=7)
+    harness.step()
+    assert harness.answers[uid].finishes == [FinishReason.ERROR]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("steps_before", range(8))
+def test_an_abort_is_acted_on_once_in_every_state(overlap: bool, steps_before: int) -> None:
+    """W14: aborts with the prefill in flight, with a prefix hit, or in the step of the EOS."""
+    harness = Harness(FakeEngine(24, 2, max_running_reqs=2), config(overlap=overlap))
+    warm = harness.add(prompt_of(8), max_tokens=2, ignore_eos=True)
+    harness.run()
+    prompt = prompt_that_stops_after(4)
+    aborted = harness.add(prompt_of(8) + prompt, max_tokens=20)
+    other = harness.add(prompt_of(11, 4), max_tokens=9, ignore_eos=True)
+    for _ in range(steps_before):
+        harness.step()
+    harness.abort(aborted)
+    harness.abort(aborted)
+    harness.run()
+    harness.abort(aborted)
+    harness.run()
+    assert len(harness.answers[aborted].finishes) == 1
+    assert harness.answers[other].tokens == expected_output(prompt_of(11, 4), 9, ignore_eos=True)
+    assert harness.answers[warm].finishes == [FinishReason.LENGTH]
+    pool, cache = harness.scheduler.memory.pool, harness.scheduler.memory.cache
+    assert pool.num_free + cache.evictable_pages == 24
+
+
+def test_admission_counts_whole_pages() -> None:
+    """W15: 20 reqs of 24 tokens were admitted into 8 pages of 64, then an assert ended the run."""
+    harness = Harness(FakeEngine(8, 64, max_running_reqs=32, max_seq_len=512), config())
+    uids = [harness.add(prompt_of(24, i), max_tokens=6, ignore_eos=True) for i in range(20)]
+    harness.step()
+    assert 1 <= harness.engine.batches[0].num_reqs <= 8
+    harness.run()
+    for i, uid in enumerate(uids):
+        assert harness.answers[uid].tokens == expected_output(prompt_of(24, i), 6, ignore_eos=True)
+
+
+def test_decode_goes_on_while_prompts_are_prefilled() -> None:
+    """W23: prefill came first, so that arrivals starved the running streams."""
+    harness = Harness(FakeEngine(128, 4), config(prefill_budget_tokens=8))
+    stream = harness.add(prompt_of(4), max_tokens=40, ignore_eos=True)
+    for _ in range(3):
+        harness.step()
+    before = len(harness.answers[stream].tokens)
+    for i in range(3):
+        harness.add(prompt_of(40, 10 + i), max_tokens=2, ignore_eos=True)
+    for _ in range(12):
+        harness.step()
+    assert len(harness.answers[stream].tokens) == before + 12, "one token in every step"
+    mixed = [b for b in harness.engine.batches if b.num_decode and b.num_prefill_tokens]
+    assert len(mixed) >= 12
+    harness.run()
+
+
+def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
+    engine = FakeEngine(512, 4, max_seq_len=1024)
+    harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
+    harness.scheduler.calibrate(StepCost(base_s=0.005, per_token_s=0.0001, per_attended_s=0.0))
+    harness.add(prompt_of(600, 3), max_tokens=8, ignore_eos=True)
+    harness.run()
+    assert [b.num_prefill_tokens for b in engine.batches[:2]] == [512, 88]
+    engine.batches.clear()
+    harness.add(prompt_of(4, 9), max_tokens=60, ignore_eos=True)
+    harness.step()
+    harness.add(prompt_of(600, 5), max_tokens=2, ignore_eos=True)
+    harness.run()
+    chunks = [b.num_prefill_tokens for b in engine.batches if b.num_decode and len(b.chunk_ids)]
+    assert chunks[:4] == [149, 149, 149, 149], "1 decode + 149 prompt tokens take 20 ms"
+
+
+def test_preemption_takes_the_newest_and_loses_nothing() -> None:
+    harness = Harness(FakeEngine(12, 2, max_running_reqs=4, max_seq_len=24), config())
+    uids = [harness.add(prompt_of(5, i), max_tokens=14, ignore_eos=True) for i in range(4)]
+    harness.run()
+    assert harness.scheduler.totals.preemptions_total > 0
+    for i, uid in enumerate(uids):
+        assert harness.answers[uid].tokens == expected_output(prompt_of(5, i), 14, ignore_eos=True)
+        assert harness.answers[uid].opened == 1
+
+
+def test_overlap_launches_before_it_reads() -> None:
+    harness = Harness(FakeEngine(32, 4), config(overlap=True))
+    harness.add(prompt_of(5), max_tokens=10, ignore_eos=True)
+    harness.run()
+    assert harness.scheduler.totals.overlapped_steps_total == 9
+    plain = Harness(FakeEngine(32, 4), config(overlap=False))
+    plain.add(prompt_of(5), max_tokens=10, ignore_eos=True)
+    plain.run()
+    assert plain.scheduler.totals.overlapped_steps_total == 0
+
+
+def test_siblings_of_one_prompt_compute_it_once() -> None:
+    engine = FakeEngine(256, 4, max_running_reqs=8)
+    harness = Harness(engine, config())
+    prompt = prompt_of(120)
+    uids = [harness.add(prompt, max_tokens=3, ignore_eos=True) for _ in range(4)]
+    harness.run()
+    assert harness.scheduler.totals.prefill_tokens_total == 120 + 3 * 4
+    assert [harness.answers[uid].cached_tokens for uid in uids] == [0, 116, 116, 116]
+
+
+def test_a_nonfinite_row_ends_alone_and_is_not_cached() -> None:
+    engine = FakeEngine(64, 4)
+    engine.break_prompts_with = 63
+    harness = Harness(engine, config())
+    broken = harness.add([*prompt_of(12), 63, 1], max_tokens=4)
+    good = harness.add(prompt_of(9, 5), max_tokens=4, ignore_eos=True)
+    harness.run()
+    assert harness.answers[broken].finishes == [FinishReason.ERROR]
+    assert harness.answers[broken].tokens == []
+    assert "non-finite" in str(harness.answers[broken].error)
+    assert len(harness.answers[good].tokens) == 4
+    assert harness.scheduler.totals.nonfinite_rows_total == 1
+    again = harness.add([*prompt_of(12), 62, 1], max_tokens=1)
+    harness.run()
+    assert harness.answers[again].cached_tokens == 0
+
+
+def test_stop_token_ids_and_min_tokens() -> None:
+    prompt = prompt_of(6)
+    plain = expected_output(prompt, 12, ignore_eos=True)
+    third = plain[2]
+    wanted = plain.index(third) + 1
+    harness = Harness(FakeEngine(32, 4), config())
+    uid = harness.add(prompt, max_tokens=12, ignore_eos=True, stop_token_ids=(third,))
+    late = harness.add(
+        prompt, max_tokens=12, ignore_eos=True, stop_token_ids=(third,), min_tokens=wanted + 1
+    )
+    harness.run()
+    assert harness.answers[uid].tokens == plain[:wanted]
+    assert harness.answers[uid].finishes == [FinishReason.STOP]
+    assert len(harness.answers[late].tokens) > wanted
+
+
+def test_shutdown_ends_every_req_once() -> None:
+    harness = Harness(FakeEngine(16, 4, max_running_reqs=1), config())
+    uids = [harness.add(prompt_of(6, i), max_tokens=20, ignore_eos=True) for i in range(3)]
+    harness.step()
+    harness.inbox.messages.append(Shutdown())
+    harness.run()
+    assert harness.scheduler.stopping
+    assert all(harness.answers[uid].finishes == [FinishReason.ABORT] for uid in uids)
+
+
+def test_two_ranks_with_the_same_messages_make_the_same_plans() -> None:
+    """W2: the order of the decode batch came from a set of objects."""
+
+    def plans() -> list[tuple[list[int], list[int], list[int]]]:
+        engine = FakeEngine(20, 2, max_running_reqs=4, max_seq_len=40)
+        harness = Harness(engine, config(prefill_budget_tokens=9))
+        for i in range(6):
+            harness.add(prompt_of(5 + i, i), max_tokens=9, ignore_eos=True)
+            harness.step()
+        harness.abort(2)
+        harness.run()
+        return [(b.rows.tolist(), b.start.tolist(), b.page_ids.tolist()) for b in engine.batches]
+
+    assert plans() == plans()
