@@ -1,0 +1,127 @@
+"""Attention in plain torch: right on every device and dtype, fast enough on CPU, the GPU's oracle.
+
+Decode reqs run as one padded batch, prefill chunks one after the other in blocks of queries.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from minisgl.attention.base import AttentionStep, StepAttention
+from minisgl.kernel import store_kv
+from minisgl.kvcache.pool import KVPool
+
+__all__ = ["TorchAttention"]
+
+_QUERY_BLOCK = 1024  # bounds a chunk's mask, and scores where torch has no fused kernel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decode:
+    """slots: [n, C] context of each req, padded with the dummy slot; mask: bool [n, 1, 1, C]."""
+
+    slots: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """Queries first..last of the step at positions start..; slots: [start + last - first]."""
+
+    first: int
+    last: int
+    start: int
+    slots: Tensor
+
+
+class TorchAttention:
+    """Backend over `pool`, with softmax(q k / sqrt(D)) v computed by torch's SDPA."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def prepare(self, step: AttentionStep) -> StepAttention:
+        n = step.num_decode
+        contexts = step.start + step.lengths
+        decode = self._prepare_decode(step, contexts[:n]) if n else None
+        ends = np.cumsum(step.lengths)
+        chunks = []
+        for i in range(n, len(step.rows)):
+            slots = self._slots(step.page_table[int(step.rows[i])], int(contexts[i]))
+            first = int(ends[i] - step.lengths[i])
+            chunks.append(_Chunk(first, int(ends[i]), int(step.start[i]), slots))
+        return _TorchStep(self._pool, step.slots, decode, tuple(chunks))
+
+    def _prepare_decode(self, step: AttentionStep, contexts: np.ndarray) -> _Decode:
+        device = self._pool.device
+        rows = torch.from_numpy(step.rows[: len(contexts)]).to(device)
+        ends = torch.from_numpy(contexts).to(device).unsqueeze(1)
+        longest = int(contexts.max())
+        mask = torch.arange(longest, device=device) < ends
+        slots = self._slots(step.page_table[rows], longest)
+        # Masking alone would not do: zero weight times another req's NaN is NaN.
+        slots = torch.where(mask, slots, self._pool.dummy_slot)
+        return _Decode(slots, mask[:, None, None, :])
+
+    def _slots(self, pages: Tensor, length: int) -> Tensor:
+        """Slots of token positions 0..length-1. pages: [..., max_pages]; returns [..., length]."""
+        size = self._pool.page_size
+        used = pages[..., : -(-length // size)].unsqueeze(-1) * size
+        offsets = torch.arange(size, device=pages.device, dtype=pages.dtype)
+        return (used + offsets).flatten(-2)[..., :length]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TorchStep:
+    pool: KVPool
+    slots: Tensor
+    decode: _Decode | None
+    chunks: tuple[_Chunk, ...]
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_pool, v_pool = self.pool.keys(layer), self.pool.values(layer)
+        store_kv(k_pool, v_pool, k, v, self.slots)
+        k_flat, v_flat = k_pool.flatten(0, 1), v_pool.flatten(0, 1)
+        out = torch.empty_like(q)
+        if self.decode is not None:
+            n = len(self.decode.slots)
+            out[:n] = _attend_decode(q[:n], k_flat, v_flat, self.decode)
+        for chunk in self.chunks:
+            out[chunk.first : chunk.last] = _attend_chunk(
+                q[chunk.first : chunk.last], k_flat[chunk.slots], v_flat[chunk.slots], chunk.start
+            )
+        return out
+
+
+def _attend_decode(q: Tensor, k_flat: Tensor, v_flat: Tensor, decode: _Decode) -> Tensor:
+    """q: [n, Hq, D]. The query heads of one KV head act as its queries, so nothing is repeated."""
+    n, q_heads, head_dim = q.shape
+    kv_heads = k_flat.shape[1]
+    grouped = q.view(n, kv_heads, q_heads // kv_heads, head_dim)
+    k = k_flat[decode.slots].transpose(1, 2)
+    v = v_flat[decode.slots].transpose(1, 2)
+    out = scaled_dot_product_attention(grouped, k, v, attn_mask=decode.mask)
+    return out.reshape(n, q_heads, head_dim)
+
+
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """q: [n, Hq, D] at positions start..; k, v: [start + n, Hkv, D]. Returns [n, Hq, D]."""
+    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    queries, keys, values = heads_first
+    blocks = []
+    for first in range(0, q.shape[0], _QUERY_BLOCK):
+        last = min(first + _QUERY_BLOCK, q.shape[0])
+        end = start + last  # keys after the block's last query are never seen
+        causal = torch.ones(last - first, end, dtype=torch.bool, device=q.device)
+        block = scaled_dot_product_attention(
+            queries[:, :, first:last],
+            keys[:, :, :end],
+            values[:, :, :end],
+            attn_mask=causal.tril(start + first),
+            enable_gqa=True,
+        )
+        blocks.append(block.squeeze(0).transpose(0, 1))
+    return torch.cat(blocks)

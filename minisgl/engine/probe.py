@@ -1,0 +1,132 @@
+"""Steps that belong to no request: to warm an engine up and to learn what a step costs.
+
+They run before any request and point every row at the dummy page, so no page is touched.
+"""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost
+
+__all__ = ["calibrate", "fit", "probe_batch", "warm_up"]
+
+_TIME_LIMIT_S = 3.0  # for all of a calibration; slow machines stop at smaller sizes
+_REPEATS = 3
+
+
+class Shape(NamedTuple):
+    """num_decode reqs with `context` tokens each, and one chunk after `context` cached tokens."""
+
+    num_decode: int
+    chunk: int
+    context: int
+
+
+class Timing(NamedTuple):
+    """attended: (query token, key) pairs, as in StepCost."""
+
+    tokens: int
+    attended: int
+    seconds: float
+
+
+def warm_up(engine: EngineLike, dummy_page: int) -> None:
+    """One decode, one prefill and one mixed step, with every kind of sampling."""
+    for shape in (Shape(0, 4, 0), Shape(1, 0, 4), Shape(2, 3, 4)):
+        for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 2)):
+            batch = probe_batch(engine, dummy_page, shape, temperature=temperature, top_k=top_k)
+            if batch is not None:
+                engine.launch(batch).wait()
+
+
+def calibrate(engine: EngineLike, dummy_page: int) -> StepCost:
+    """Time growing steps until the time is up, smallest first, best of three each."""
+    deadline = time.monotonic() + _TIME_LIMIT_S
+    timings: list[Timing] = []
+    longest = min(engine.max_seq_len - 1, 2048)
+    shapes = [Shape(1, 0, 1), Shape(0, 16, 0), Shape(8, 0, 1), Shape(8, 0, longest // 2)]
+    shapes += [Shape(0, 128, 0), Shape(32, 0, longest // 2), Shape(0, 512, 0), Shape(1, 512, 256)]
+    for shape in shapes:
+        if len(timings) > 3 and time.monotonic() > deadline:
+            break
+        batch = probe_batch(engine, dummy_page, shape)
+        if batch is not None:
+            timings.append(_time(engine, batch, deadline))
+    return fit(timings)
+
+
+def _time(engine: EngineLike, batch: Batch, deadline: float) -> Timing:
+    best = float("inf")
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        engine.launch(batch).wait()
+        best = min(best, time.perf_counter() - begin)
+        if time.monotonic() > deadline:
+            break
+    lengths = batch.lengths.astype(np.int64)
+    attended = lengths * batch.start + lengths * (lengths + 1) // 2
+    return Timing(int(lengths.sum()), int(attended.sum()), best)
+
+
+def fit(timings: list[Timing]) -> StepCost:
+    """Least squares of the relative error, with no negative term.
+
+    A term that comes out negative is noise around zero: it is dropped and the rest fitted again.
+    """
+    seconds = np.array([t.seconds for t in timings])
+    terms = np.array([[1.0, t.tokens, t.attended] for t in timings]) / seconds[:, None]
+    used = [0, 1, 2]
+    while True:
+        solution = np.linalg.lstsq(terms[:, used], np.ones(len(timings)), rcond=None)[0]
+        if len(used) == 1 or solution.min() >= 0:
+            break
+        used.pop(int(solution.argmin()))
+    cost = np.zeros(3)
+    cost[used] = np.maximum(solution, 0.0)
+    return StepCost(
+        base_s=float(cost[0]), per_token_s=float(cost[1]), per_attended_s=float(cost[2])
+    )
+
+
+def probe_batch(
+    engine: EngineLike,
+    dummy_page: int,
+    shape: Shape,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+) -> Batch | None:
+    """A batch of that shape, or None where the engine has too few rows or too short a context."""
+    num_reqs = shape.num_decode + (shape.chunk > 0)
+    longest = shape.context + max(shape.chunk, 1)
+    if num_reqs > engine.max_running_reqs or longest > engine.max_seq_len:
+        return None
+    pages = -(-longest // engine.page_size)
+    lengths = np.ones(num_reqs, dtype=np.int32)
+    if shape.chunk:
+        lengths[-1] = shape.chunk
+    rows = np.arange(num_reqs, dtype=np.int32)
+    return Batch(
+        step_id=0,
+        num_decode=shape.num_decode,
+        rows=rows,
+        start=np.full(num_reqs, shape.context, dtype=np.int32),
+        lengths=lengths,
+        samples=np.ones(num_reqs, dtype=np.bool_),
+        chunk_ids=np.zeros(shape.chunk, dtype=np.int32),
+        page_rows=np.repeat(rows, pages),
+        page_cols=np.tile(np.arange(pages, dtype=np.int32), num_reqs),
+        page_ids=np.full(num_reqs * pages, dummy_page, dtype=np.int32),
+        sampling=_sampling(num_reqs, temperature, top_k),
+    )
+
+
+def _sampling(num_reqs: int, temperature: float, top_k: int) -> SamplingArrays:
+    def filled(value: float) -> np.ndarray:
+        return np.full(num_reqs, value, dtype=np.float32)
+
+    ks: Int32Array = np.full(num_reqs, top_k, dtype=np.int32)
+    seeds = np.zeros(num_reqs, dtype=np.int64)
+    return SamplingArrays(filled(temperature), ks, filled(1.0), filled(0.0), seeds)

@@ -1,0 +1,107 @@
+"""What an EngineConfig leaves open, decided from model and machine: device, dtype, sizes."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory
+from minisgl.distributed import Communicator, TPInfo
+from minisgl.kvcache.pool import kv_page_bytes
+from minisgl.models import ModelConfig, local_kv_heads
+
+__all__ = [
+    "cpu_threads",
+    "resolve_device",
+    "resolve_dtype",
+    "resolve_max_seq_len",
+    "resolve_num_pages",
+]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
+    """auto: this rank's GPU where there is one, else the CPU. Raises ConfigError."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = config.device
+    if name == "auto":
+        name = "cuda" if gpus else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise ConfigError(f"device {name!r} is not supported; supported: auto, cpu, cuda")
+    if tp.size > gpus:
+        raise ConfigError(f"tensor-parallel {tp.size} needs as many GPUs, {gpus} are visible")
+    return torch.device("cuda", tp.rank)
+
+
+def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """auto: float32 on CPU, the checkpoint's dtype on a GPU. Raises ConfigError."""
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else model.dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name!r} is not supported; supported: auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
+    """None: the model's context. More than that is refused: positions would be meaningless."""
+    if config.max_seq_len is None:
+        return model.max_position
+    if not 1 < config.max_seq_len <= model.max_position:
+        raise ConfigError(
+            f"max_seq_len {config.max_seq_len} is outside 2..{model.max_position}, "
+            "the model's context in tokens"
+        )
+    return config.max_seq_len
+
+
+def resolve_num_pages(
+    config: EngineConfig,
+    model: ModelConfig,
+    comm: Communicator,
+    *,
+    dtype: torch.dtype,
+    max_seq_len: int,
+    available_bytes: int,
+) -> int:
+    """KV pages to allocate, the same on every rank.
+
+    available_bytes: what this rank can give to KV. Never more pages than all rows can fill.
+    Raises OutOfMemory when not even one page fits.
+    """
+    size = config.page_size
+    if size < 1 or size & (size - 1):
+        raise ConfigError(f"page_size {size} is not a power of two")
+    if config.num_pages is not None:
+        if config.num_pages < 1:
+            raise ConfigError(f"num_pages {config.num_pages} is not positive")
+        return config.num_pages
+    page_bytes = kv_page_bytes(
+        model.num_layers, size, local_kv_heads(model, comm), model.head_dim, dtype
+    )
+    useful = config.max_running_reqs * -(-max_seq_len // size)
+    pages = comm.agree_min(min(available_bytes // page_bytes, useful))
+    if pages < 1:
+        raise OutOfMemory(
+            f"one KV page of {size} tokens takes {page_bytes} bytes, {available_bytes} are left"
+        )
+    return pages
+
+
+def cpu_threads(tp_size: int) -> int | None:
+    """Threads for torch on this rank, or None to leave OMP_NUM_THREADS in charge.
+
+    A container's CPU limit counts: threads beyond it only get throttled.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    cores = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        cores = cores if quota == "max" else min(cores, int(quota) / int(period))
+    except (OSError, ValueError):
+        pass  # not in a cgroup v2 container: the affinity mask is all there is to know
+    return max(1, int(cores) // tp_size)

@@ -1,0 +1,59 @@
+"""Counter-based random numbers: a draw is a pure function of (seed, position, token id).
+
+So a request's tokens do not depend on what shares its batch, on the device or on the rank.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox4x32-10).
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["gumbel_noise", "philox4x32"]
+
+_MASK = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # the round multipliers
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85  # the key increments: golden ratio and sqrt(3) - 1
+_ROUNDS = 10
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Encrypt four 32-bit counter words under two 32-bit key words.
+
+    All words are int64 tensors with values in [0, 2**32), of shapes that broadcast together.
+    Returns four such words. Products wrap modulo 2**64, which keeps all 64 bits that are needed.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (
+            _high(p1) ^ c1 ^ k0,
+            p1 & _MASK,
+            _high(p0) ^ c3 ^ k1,
+            p0 & _MASK,
+        )
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def _high(product: Tensor) -> Tensor:
+    return (product >> 32) & _MASK
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Gumbel(0, 1) noise for every token id of each row.
+
+    seeds: int64 [N], any value; positions: integers [N], the position of the token drawn.
+    Returns float32 [N, vocab_size]. Token v of a row takes word v % 4 of
+    philox(counter = (v // 4, position, 0, 0), key = (low, high half of seed)).
+
+    A word r becomes u = (r + 0.5) / 2**32 and then -log(-log1p(-u)): the large values, which
+    decide an argmax, come from small u, where float32 still tells 2**32 steps apart.
+    """
+    seeds, positions = seeds.long().unsqueeze(1), positions.long().unsqueeze(1)
+    groups = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
+    zero = torch.zeros_like(groups)
+    words = philox4x32((groups, positions, zero, zero), (seeds & _MASK, (seeds >> 32) & _MASK))
+    uniform = (torch.stack(words, dim=-1).float() + 0.5) * 2.0**-32
+    uniform = uniform.clamp_(max=_LARGEST_BELOW_ONE).flatten(1)[:, :vocab_size]
+    return -torch.log(-torch.log1p(-uniform))

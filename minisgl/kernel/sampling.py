@@ -1,0 +1,80 @@
+"""Choosing the next tokens from logits: greedy, or by the Gumbel-max trick after filters."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minisgl.kernel.random import gumbel_noise
+
+__all__ = ["SampledTokens", "SamplingTensors", "sample"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingTensors:
+    """Parameters of N rows, on the device of the logits.
+
+    temperature float32 (0 greedy), top_k int32 (below 1 = all), top_p and min_p float32,
+    seed int64, position integer (of the token drawn). The two flags are known to the host:
+    draws: some row has temperature > 0; filters: some such row uses top_k, top_p or min_p.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+    draws: bool
+    filters: bool
+
+
+class SampledTokens(NamedTuple):
+    """tokens int32 [N], always valid ids; finite bool [N], False for a row of unusable logits."""
+
+    tokens: Tensor
+    finite: Tensor
+
+
+def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
+    """Choose one token per row. logits: float32 [N, V], not changed; no host sync.
+
+    A greedy row takes the first largest logit. Another row takes
+    argmax(logits / temperature + gumbel(seed, position, id)) over the ids that pass the filters,
+    which is an exact draw from the softmax (Gumbel 1954; Maddison et al. 2014).
+    A row with NaN, with +inf or with nothing but -inf is not finite; its token means nothing.
+    """
+    largest = logits.amax(dim=-1, keepdim=True)  # NaN when the row holds one
+    finite = torch.isfinite(largest).squeeze(-1)
+    greedy = logits.argmax(dim=-1)
+    if not params.draws:
+        return SampledTokens(greedy.int(), finite)
+    drawn_rows = params.temperature > 0
+    temperature = torch.where(drawn_rows, params.temperature, 1.0).unsqueeze(1)
+    scaled = (logits - largest) / temperature  # at most 0, so a tiny temperature cannot overflow
+    if params.filters:
+        scaled = _filter(scaled, params)
+    noisy = scaled + gumbel_noise(params.seed, params.position, logits.shape[-1])
+    return SampledTokens(torch.where(drawn_rows, noisy.argmax(dim=-1), greedy).int(), finite)
+
+
+def _filter(scaled: Tensor, params: SamplingTensors) -> Tensor:
+    """Mask what top_k, then top_p, then min_p drop. scaled: [N, V], each row's maximum is 0.
+
+    Each filter is a threshold on the logit, so ties with the last token kept are kept too and
+    the outcome does not depend on a sort order. At least the largest logit always stays.
+    """
+    vocab_size = scaled.shape[-1]
+    ordered = scaled.sort(dim=-1, descending=True).values
+    top_k = torch.where(params.top_k < 1, vocab_size, params.top_k).clamp(max=vocab_size)
+    threshold = ordered.gather(1, top_k.long().unsqueeze(1) - 1)
+    ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
+    probs = ordered.softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs  # probability of everything more likely
+    kept = (before < params.top_p.unsqueeze(1)) | (params.top_p >= 1).unsqueeze(1)
+    kept[:, 0] = True
+    least_kept = ordered.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True)
+    threshold = torch.maximum(threshold, least_kept)
+    threshold = torch.maximum(threshold, params.min_p.log().unsqueeze(1))
+    return scaled.masked_fill(scaled < threshold, -torch.inf)

@@ -1,0 +1,56 @@
+"""The tensors that hold keys and values. Which page belongs to whom is not known here."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["KVPool", "kv_page_bytes"]
+
+
+def kv_page_bytes(
+    num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one page over all layers, keys and values together, on one rank."""
+    return 2 * num_layers * page_size * kv_heads * head_dim * dtype.itemsize
+
+
+class KVPool:
+    """Keys and values of all layers in one allocation, zeroed once.
+
+    Pages 0..num_pages-1 are for requests. One more page, the dummy, stays unowned: padded queries
+    and key positions past a request's end point there, so that what a former owner left behind
+    (a NaN, say) can never reach another request.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dummy_page = num_pages
+        self.dummy_slot = num_pages * page_size
+        shape = (num_layers, 2, num_pages + 1, page_size, kv_heads, head_dim)
+        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+
+    def keys(self, layer: int) -> Tensor:
+        """View [P + 1, S, Hkv, D] of one layer's keys."""
+        return self._storage[layer, 0]
+
+    def values(self, layer: int) -> Tensor:
+        """View [P + 1, S, Hkv, D] of one layer's values."""
+        return self._storage[layer, 1]
+
+    @property
+    def device(self) -> torch.device:
+        return self._storage.device
+
+    @property
+    def num_bytes(self) -> int:
+        return self._storage.nbytes

@@ -1,0 +1,29 @@
+"""Building blocks of models that know about tensor parallelism."""
+
+from minisgl.layers.embedding import VocabMatrix
+from minisgl.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope, rope_table
+from minisgl.layers.shards import Part, Placement, Sharded, split_evenly, split_heads
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LinearRope",
+    "Llama3Rope",
+    "Part",
+    "Placement",
+    "RMSNorm",
+    "ReplicatedLinear",
+    "RopeScaling",
+    "RowParallelLinear",
+    "Sharded",
+    "VocabMatrix",
+    "YarnRope",
+    "rope_table",
+    "split_evenly",
+    "split_heads",
+]

@@ -1,0 +1,39 @@
+"""The vocabulary matrix, cut by token id: looks ids up and, as output head, scores them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from minisgl.distributed import Communicator
+from minisgl.kernel import gather_embedding
+from minisgl.layers.shards import Placement, split_evenly
+
+__all__ = ["VocabMatrix"]
+
+
+class VocabMatrix(nn.Module):
+    """weight: [ceil(V / ranks), H]; rows past the vocabulary are zero and never seen outside.
+
+    Tied models use one instance for both directions.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, comm: Communicator) -> None:
+        super().__init__()
+        self.comm = comm
+        self.part = split_evenly("", vocab_size, comm.tp.rank, comm.tp.size)
+        self.weight = nn.Parameter(torch.empty(self.part.local, hidden_size))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids: integers [T] below V. Returns [T, H]."""
+        return self.comm.all_reduce(gather_embedding(ids, self.weight, self.part.begin))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [N, H]. Returns float32 [N, V], the same on every rank."""
+        return self.comm.all_gather(linear(hidden, self.weight))[:, : self.part.full].float()
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        part = self.part
+        shape = (part.full, self.weight.shape[1])
+        yield Placement(f"{name}.weight", shape, f"{name}.weight", 0, part.begin, part.end)

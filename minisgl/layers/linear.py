@@ -1,0 +1,86 @@
+"""Linear layers cut over the tensor-parallel ranks: by output (column) or by input (row)."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from minisgl.distributed import Communicator
+from minisgl.layers.shards import Part, Placement
+
+__all__ = ["ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear"]
+
+
+def _sibling(name: str, part: str) -> str:
+    """layers.0.self_attn.qkv_proj, q_proj -> layers.0.self_attn.q_proj"""
+    return f"{name.rpartition('.')[0]}.{part}"
+
+
+class ColumnParallelLinear(nn.Module):
+    """Several linears of one input merged into one matrix, each cut by output rows.
+
+    weight: [sum of local rows, in_features]; bias likewise or None. No communication.
+    """
+
+    def __init__(self, in_features: int, parts: Sequence[Part], bias: bool) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        rows = sum(part.local for part in parts)
+        self.weight = nn.Parameter(torch.empty(rows, in_features))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        offset = 0
+        for part in self.parts:
+            source = _sibling(name, part.name)
+            cut = (0, part.begin, part.end, offset)
+            shape = (part.full, self.weight.shape[1])
+            yield Placement(f"{source}.weight", shape, f"{name}.weight", *cut)
+            if self.bias is not None:
+                yield Placement(f"{source}.bias", (part.full,), f"{name}.bias", *cut)
+            offset += part.local
+
+
+class RowParallelLinear(nn.Module):
+    """A linear cut by input columns; the ranks' partial outputs are summed.
+
+    weight: [out_features, part.local]. A bias is loaded by rank 0 alone (zero elsewhere), so that
+    the sum holds it once.
+    """
+
+    def __init__(self, part: Part, out_features: int, bias: bool, comm: Communicator) -> None:
+        super().__init__()
+        self.part = part
+        self.comm = comm
+        self.weight = nn.Parameter(torch.empty(out_features, part.local))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.comm.all_reduce(linear(x, self.weight, self.bias))
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        part, out_features = self.part, self.weight.shape[0]
+        yield Placement(
+            f"{name}.weight", (out_features, part.full), f"{name}.weight", 1, part.begin, part.end
+        )
+        if self.bias is not None:
+            end = out_features if self.comm.tp.rank == 0 else 0
+            yield Placement(f"{name}.bias", (out_features,), f"{name}.bias", 0, 0, end)
+
+
+class ReplicatedLinear(nn.Module):
+    """A small linear that every rank holds whole. weight: [out_features, in_features]."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        yield Placement(f"{name}.weight", tuple(self.weight.shape), f"{name}.weight")

@@ -1,0 +1,36 @@
+"""From a checkpoint folder to a model that can run."""
+
+import torch
+
+from minisgl.distributed import Communicator
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import CausalLM
+from minisgl.models.loader import fill_random, load_weights, materialise
+from minisgl.moe import create_moe_backend
+
+__all__ = ["build_model"]
+
+
+def build_model(
+    config: ModelConfig,
+    folder: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    comm: Communicator,
+    moe_backend: str = "auto",
+    dummy_weight: bool = False,
+    show_progress: bool = False,
+) -> CausalLM:
+    """Build this rank's share on the meta device, give it memory and fill it.
+
+    dummy_weight skips the checkpoint for seeded random values. Raises ConfigError.
+    """
+    with torch.device("meta"):
+        model = CausalLM(config, comm, create_moe_backend(moe_backend))
+    materialise(model, device, dtype)
+    if dummy_weight:
+        fill_random(model)
+    else:
+        load_weights(model, folder, show_progress=show_progress)
+    return model.eval()

@@ -1,0 +1,193 @@
+"""What a Hugging Face checkpoint says about its model, checked and with every default filled in.
+
+Read as plain JSON. Whatever would change the output and is not supported is refused by name.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl.core import ConfigError
+from minisgl.layers import RopeScaling
+from minisgl.models.fields import Fields
+from minisgl.models.generation import GenerationDefaults, eos_token_ids, read_generation_defaults
+from minisgl.models.registry import Family, family_of
+from minisgl.models.rope import rope_from
+
+__all__ = ["ModelConfig", "MoeConfig", "load_model_config", "model_config_from"]
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """sparse_layers: which layers have experts; the others have a dense MLP."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    renormalise: bool
+    sparse_layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only model. dtype is the checkpoint's (float32, bfloat16 or float16).
+
+    max_position is the context length in tokens, with what YaRN adds to it.
+    """
+
+    architecture: str
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_position: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied_embeddings: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    moe: MoeConfig | None
+    defaults: GenerationDefaults
+
+
+def load_model_config(folder: str) -> ModelConfig:
+    """Read config.json and, where there is one, generation_config.json. Raises ConfigError."""
+    path = Path(folder)
+    config = _read_json(path / "config.json")
+    generation_path = path / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    return model_config_from(config, generation)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content
+
+
+def model_config_from(
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """Check and complete the JSON objects. Raises ConfigError that names what is wrong."""
+    fields = Fields(config)
+    architecture, family = family_of(config.get("architectures"))
+    _refuse_unsupported(fields, family)
+    hidden_size = fields.integer("hidden_size")
+    num_layers = fields.integer("num_hidden_layers")
+    q_heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", q_heads)
+    if q_heads % kv_heads:
+        raise ConfigError(f"{q_heads} attention heads do not divide over {kv_heads} KV heads")
+    head_dim = fields.integer("head_dim", hidden_size // q_heads)
+    if head_dim % 2:
+        raise ConfigError(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
+    theta, scaling, max_position = rope_from(fields)
+    attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", False)
+    return ModelConfig(
+        architecture=architecture,
+        family=family,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_position=max_position,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=family.always_qkv_bias or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", False),
+        tied_embeddings=fields.boolean("tie_word_embeddings", False),
+        dtype=_dtype(fields),
+        eos_token_ids=eos_token_ids(config, generation or {}),
+        moe=_moe(fields, num_layers) if family.moe else None,
+        defaults=read_generation_defaults(generation or {}),
+    )
+
+
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    if fields.get("quantization_config") is not None:
+        method = fields.mapping("quantization_config").get("quant_method", "unknown")
+        raise ConfigError(
+            f"quantization_config ({method}) is not supported; supported: unquantised weights"
+        )
+    activation = fields.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"hidden_act {activation!r} is not supported; supported: silu")
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported")
+    _refuse_sliding_window(fields, family)
+
+
+def _refuse_sliding_window(fields: Fields, family: Family) -> None:
+    """A window at least as long as the context hides nothing, so it is accepted."""
+    window = fields.get("sliding_window")
+    layer_types = fields.get("layer_types")
+    if isinstance(layer_types, list):
+        unknown = sorted({str(t) for t in layer_types} - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise ConfigError(
+                f"layer type {unknown[0]!r} is not supported; supported: full_attention"
+            )
+        slides = "sliding_attention" in layer_types
+    elif not family.window_is_optional:
+        slides = True
+    else:
+        first = fields.integer("max_window_layers", 28) if family.window_skips_layers else 0
+        slides = fields.boolean("use_sliding_window", False) and first < fields.integer(
+            "num_hidden_layers"
+        )
+    if slides and window is not None and window < fields.integer("max_position_embeddings"):
+        raise ConfigError(
+            f"sliding_window {window} is not supported: attention would have to forget tokens; "
+            "supported: full attention (sliding_window null)"
+        )
+
+
+def _dtype(fields: Fields) -> str:
+    name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(
+            f"dtype {name!r} of the checkpoint is not supported; "
+            "supported: float32, bfloat16, float16"
+        )
+    return str(name)
+
+
+def _moe(fields: Fields, num_layers: int) -> MoeConfig:
+    # transformers 5 writes num_local_experts, older versions num_experts.
+    key = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
+    dense = fields.integers("mlp_only_layers")
+    step = fields.integer("decoder_sparse_step", 1)
+    sparse = (i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense)
+    moe = MoeConfig(
+        num_experts=fields.integer(key, 128),
+        experts_per_token=fields.integer("num_experts_per_tok", 8),
+        intermediate_size=fields.integer("moe_intermediate_size", 768),
+        renormalise=fields.boolean("norm_topk_prob", False),
+        sparse_layers=frozenset(sparse),
+    )
+    if moe.experts_per_token > moe.num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok {moe.experts_per_token} exceeds {moe.num_experts} experts"
+        )
+    return moe

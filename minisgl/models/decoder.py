@@ -1,0 +1,158 @@
+"""The decoder of every supported family. Module names follow the checkpoints' tensor names."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from minisgl.attention import StepAttention
+from minisgl.core import ConfigError
+from minisgl.distributed import Communicator
+from minisgl.kernel import rope, silu_and_mul
+from minisgl.layers import (
+    ColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    VocabMatrix,
+    split_evenly,
+    split_heads,
+)
+from minisgl.models.config import ModelConfig
+from minisgl.models.moe import MoeBlock
+from minisgl.moe import MoeBackend
+
+__all__ = ["CausalLM", "ForwardContext", "local_kv_heads"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardContext:
+    """What all layers of one forward share.
+
+    positions: integers [T]; cos_sin: float32 [max_seq_len, D]; attention: of this step.
+    """
+
+    positions: Tensor
+    cos_sin: Tensor
+    attention: StepAttention
+
+
+class Attention(nn.Module):
+    """Self-attention over this rank's heads, summed over ranks by the output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, comm: Communicator) -> None:
+        super().__init__()
+        rank, size, dim = comm.tp.rank, comm.tp.size, config.head_dim
+        if config.q_heads % size:
+            raise ConfigError(
+                f"{config.q_heads} attention heads cannot be split over tensor-parallel {size}"
+            )
+        q = split_heads("q_proj", config.q_heads, dim, rank, size)
+        k = split_heads("k_proj", config.kv_heads, dim, rank, size)
+        self.layer = layer
+        self.head_dim = dim
+        self.sizes = [q.local, k.local, k.local]
+        parts = (q, k, k._replace(name="v_proj"))
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.qkv_bias)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, comm)
+        normed = config.family.qk_norm
+        self.q_norm = RMSNorm(dim, config.norm_eps) if normed else None
+        self.k_norm = RMSNorm(dim, config.norm_eps) if normed else None
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in self.qkv_proj(x).split(self.sizes, dim=-1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rope(q, k, context.positions, context.cos_sin)
+        attended = context.attention.forward(self.layer, q, k, v)
+        out: Tensor = self.o_proj(attended.flatten(1))
+        return out
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate) * up); the intermediate size is padded where ranks do not divide it."""
+
+    def __init__(self, config: ModelConfig, comm: Communicator) -> None:
+        super().__init__()
+        cut = split_evenly("gate_proj", config.intermediate_size, comm.tp.rank, comm.tp.size)
+        parts = (cut, cut._replace(name="up_proj"))
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, config.mlp_bias)
+        self.down_proj = RowParallelLinear(cut, config.hidden_size, config.mlp_bias, comm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP around a residual stream that is carried beside x."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, comm: Communicator, moe_backend: MoeBackend
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, layer, comm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.moe is not None and layer in config.moe.sparse_layers:
+            self.mlp: nn.Module = MoeBlock(config.hidden_size, config.moe, comm, moe_backend)
+        else:
+            self.mlp = GatedMlp(config, comm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, context)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, comm: Communicator, moe_backend: MoeBackend) -> None:
+        super().__init__()
+        self.embed_tokens = VocabMatrix(config.vocab_size, config.hidden_size, comm)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, comm, moe_backend) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, ids: Tensor, context: ForwardContext) -> Tensor:
+        x, residual = self.embed_tokens.embed(ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, context)
+        if residual is None:
+            return x
+        return self.norm.add(x, residual)[0]
+
+
+class CausalLM(nn.Module):
+    """One rank's share of a decoder-only language model."""
+
+    def __init__(self, config: ModelConfig, comm: Communicator, moe_backend: MoeBackend) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, comm, moe_backend)
+        if not config.tied_embeddings:
+            self.lm_head = VocabMatrix(config.vocab_size, config.hidden_size, comm)
+
+    def forward(self, ids: Tensor, context: ForwardContext) -> Tensor:
+        """ids: integers [T]. Returns the hidden states [T, H] after the final norm."""
+        hidden: Tensor = self.model(ids, context)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [N, H] of the tokens that are sampled after. Returns float32 [N, V]."""
+        head = self.model.embed_tokens if self.config.tied_embeddings else self.lm_head
+        return head.logits(hidden)
+
+
+def local_kv_heads(config: ModelConfig, comm: Communicator) -> int:
+    """KV heads that this rank stores."""
+    return max(config.kv_heads // comm.tp.size, 1)

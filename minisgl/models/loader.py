@@ -1,0 +1,159 @@
+"""Fill a model from safetensors, or with seeded random values.
+
+Each rank reads only the parts that it keeps, one tensor at a time, so that the peak above the
+weights themselves is one slice.
+"""
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from minisgl.core import ConfigError
+from minisgl.layers import Placement, Sharded
+
+__all__ = ["fill_random", "load_weights", "materialise", "placements_of"]
+
+logger = logging.getLogger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+_DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
+
+
+def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a model built on the meta device zeroed parameters; padding relies on the zeros."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+
+
+def fill_random(model: nn.Module, seed: int = 0) -> None:
+    """Seeded values where they lie: norms 1, biases 0, everything else normal."""
+    for position, (name, parameter) in enumerate(model.named_parameters()):
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1.0)
+        elif not name.endswith(".bias"):
+            generator = torch.Generator(parameter.device).manual_seed(seed + position)
+            parameter.data.normal_(0.0, _DUMMY_STD, generator=generator)
+
+
+def placements_of(model: nn.Module) -> list[Placement]:
+    """Where every parameter of the model comes from."""
+    found: list[Placement] = []
+    for name, module in model.named_modules(remove_duplicate=True):
+        if isinstance(module, Sharded):
+            found.extend(module.placements(name))
+    return found
+
+
+def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
+    """Read this rank's part of every tensor into a materialised model, converting to its dtype.
+
+    Raises ConfigError that names a missing, unknown or misshaped tensor, or an unreadable file.
+    The progress bar shows on a terminal only; TQDM_DISABLE=1 switches it off there too.
+    """
+    files = _tensor_files(Path(folder))
+    by_file: dict[Path, list[Placement]] = defaultdict(list)
+    expected: set[str] = set()
+    for placement in placements_of(model):
+        if placement.source not in files:
+            raise ConfigError(f"checkpoint {folder} has no tensor {placement.source}")
+        by_file[files[placement.source]].append(placement)
+        expected.add(placement.source)
+    unknown = sorted(name for name in files if name not in expected and not _harmless(name))
+    if unknown:
+        raise ConfigError(
+            f"checkpoint {folder} has {len(unknown)} tensors that the model does not use, "
+            f"such as {unknown[0]}"
+        )
+    parameters = dict(model.named_parameters())
+    total = sum(len(placements) for placements in by_file.values())
+    with tqdm(
+        total=total, desc="loading weights", unit="tensor", disable=None if show_progress else True
+    ) as bar:
+        for path in sorted(by_file):
+            for placement, value in _read(path, by_file[path]):
+                _copy(parameters[placement.target], placement, value)
+                bar.update()
+    logger.info("weights loaded files=%d tensors=%d", len(by_file), len(expected))
+
+
+def _harmless(name: str) -> bool:
+    """Tensors that carry nothing: rotary tables, and the head's copy of tied embeddings.
+
+    An untied model expects lm_head.weight, so it only gets here where the embeddings are tied.
+    """
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+
+
+def _copy(parameter: Tensor, placement: Placement, value: Tensor) -> None:
+    target = parameter.data if placement.expert is None else parameter.data[placement.expert]
+    if placement.dim is not None:
+        target = target.narrow(placement.dim, placement.offset, value.shape[placement.dim])
+    target.copy_(value)
+
+
+def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, Tensor]]:
+    """This rank's slices of one file, skipping those that are all padding."""
+    with _open(path) as handle:
+        for placement in placements:
+            view = handle.get_slice(placement.source)
+            shape = tuple(view.get_shape())
+            if shape != placement.shape:
+                raise ConfigError(
+                    f"tensor {placement.source} has shape {list(shape)}, "
+                    f"the config asks for {list(placement.shape)}"
+                )
+            if placement.dim is None:
+                yield placement, view[:]
+            elif placement.begin < placement.end:
+                cut = slice(placement.begin, placement.end)
+                yield placement, view[cut] if placement.dim == 0 else view[:, cut]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor: from the index where there is one, else from the files."""
+    index = folder / _INDEX
+    if index.exists():
+        files = _indexed_files(index)
+    elif (folder / "model.safetensors").exists():
+        files = [folder / "model.safetensors"]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} has no *.safetensors file")
+    owners: dict[str, Path] = {}
+    for path in files:
+        with _open(path) as handle:
+            for name in handle.keys():  # noqa: SIM118 (not a dict)
+                if name in owners:
+                    raise ConfigError(f"tensor {name} is in {owners[name].name} and {path.name}")
+                owners[name] = path
+    return owners
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is not a usable index: {error!r}") from error
+    files = [index.parent / str(name) for name in sorted(names)]
+    for path in files:
+        if path.parent != index.parent or not path.exists():
+            raise ConfigError(f"{index.name} names {path.name}, which is not in {index.parent}")
+    return files

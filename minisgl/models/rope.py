@@ -1,0 +1,92 @@
+"""Rotary settings from either spelling of config.json.
+
+transformers 5 writes rope_parameters {rope_type, rope_theta, ...}; earlier versions wrote
+rope_theta and rope_scaling {rope_type or type, ...}.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from minisgl.core import ConfigError
+from minisgl.layers import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from minisgl.models.fields import Fields
+
+__all__ = ["RopeSettings", "rope_from"]
+
+_DEFAULT_THETA = 10000.0
+_SUPPORTED = "default, linear, llama3, yarn"
+
+
+class RopeSettings(NamedTuple):
+    """max_position: the context length in tokens."""
+
+    theta: float
+    scaling: RopeScaling | None
+    max_position: int
+
+
+def rope_from(config: Fields) -> RopeSettings:
+    """Read what config.json says. Raises ConfigError that names what is unknown or missing.
+
+    A YaRN model that names its original context goes to `factor` times that, even where
+    max_position_embeddings was left at the original (as Qwen's instructions do).
+    """
+    values: dict[str, Any] = dict(config.mapping("rope_scaling"))
+    values.update(config.mapping("rope_parameters"))
+    if any(isinstance(value, Mapping) for value in values.values()):
+        raise ConfigError("rope settings per layer type are not supported")
+    fields = Fields(values, "rope settings")
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported")
+    theta = fields.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA))
+    if theta <= 1:
+        raise ConfigError(f"rope_theta must be above 1, not {theta}")
+    max_position = config.integer("max_position_embeddings")
+    scaling = _scaling(fields, max_position)
+    if isinstance(scaling, YarnRope) and fields.get("original_max_position_embeddings") is not None:
+        max_position = max(max_position, int(scaling.original_max_position * scaling.factor))
+    return RopeSettings(theta, scaling, max_position)
+
+
+def _scaling(fields: Fields, max_position: int) -> RopeScaling | None:
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearRope(fields.number("factor"))
+    if kind == "llama3":
+        return Llama3Rope(
+            factor=fields.number("factor"),
+            low_freq_factor=fields.number("low_freq_factor"),
+            high_freq_factor=fields.number("high_freq_factor"),
+            original_max_position=fields.integer("original_max_position_embeddings", max_position),
+        )
+    if kind == "yarn":
+        return _yarn(fields, max_position)
+    raise ConfigError(f"rope type {kind!r} is not supported; supported: {_SUPPORTED}")
+
+
+def _yarn(fields: Fields, max_position: int) -> YarnRope:
+    original = fields.integer("original_max_position_embeddings", max_position)
+    factor = fields.number("factor", max_position / original)
+    attention_factor = fields.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _mscale(factor, 1.0)
+    return YarnRope(
+        factor=factor,
+        attention_factor=float(attention_factor),
+        original_max_position=original,
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        truncate=fields.boolean("truncate", True),
+    )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """How much longer contexts sharpen attention: YaRN's 0.1 ln(s) + 1."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

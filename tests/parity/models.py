@@ -1,0 +1,122 @@
+"""Tiny random float32 models of every family, and what transformers generates with them."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+__all__ = ["FAMILIES", "VOCAB_SIZE", "build_model", "transformers_greedy", "transformers_logits"]
+
+VOCAB_SIZE = 151  # odd, so that two ranks have to pad it
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # large enough for peaked logits, so that greedy has no ties
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def _llama(**kwargs: Any) -> Any:
+    return transformers.LlamaConfig(**_BASE | kwargs)
+
+
+def _mistral(**kwargs: Any) -> Any:
+    return transformers.MistralConfig(**_BASE | {"sliding_window": None} | kwargs)
+
+
+def _qwen2(**kwargs: Any) -> Any:
+    return transformers.Qwen2Config(**_BASE | kwargs)
+
+
+def _qwen3(**kwargs: Any) -> Any:
+    return transformers.Qwen3Config(**_BASE | {"head_dim": 32} | kwargs)
+
+
+def _qwen3_moe(**kwargs: Any) -> Any:
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    return transformers.Qwen3MoeConfig(**_BASE | {"head_dim": 16} | experts | kwargs)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "llama-llama3-tied": lambda: _llama(rope_parameters=_LLAMA3, tie_word_embeddings=True),
+    "llama-linear-biases": lambda: _llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "mistral": lambda: _mistral(num_key_value_heads=1, head_dim=32),
+    "qwen2": _qwen2,
+    "qwen2-yarn-tied": lambda: _qwen2(rope_parameters=_YARN, tie_word_embeddings=True),
+    "qwen3": _qwen3,
+    "qwen3-yarn-mscale": lambda: _qwen3(
+        rope_parameters=_YARN
+        | {"mscale": 0.7, "mscale_all_dim": 0.3, "beta_fast": 16, "truncate": False},
+    ),
+    "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-mixed": lambda: _qwen3_moe(num_hidden_layers=3, mlp_only_layers=[1]),
+}
+
+
+def build_model(family: str, folder: Path, seed: int = 0) -> str:
+    """Save a seeded random model of `family` under folder; returns the path of its folder."""
+    path = folder / family
+    if not path.exists():
+        torch.manual_seed(seed)
+        config = FAMILIES[family]()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("norm.weight", ".bias")):
+                    parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        model.save_pretrained(path)
+    return str(path)
+
+
+@cache
+def _reference(path: str) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+@torch.inference_mode()
+def transformers_logits(path: str, ids: list[int]) -> torch.Tensor:
+    """float32 [len(ids), V] of one prompt, by transformers' eager attention."""
+    logits: torch.Tensor = _reference(path)(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def transformers_greedy(path: str, prompt_ids: list[int], n: int) -> list[int]:
+    """The n tokens that greedy decoding continues with, whatever EOS says; no KV cache."""
+    ids = list(prompt_ids)
+    for _ in range(n):
+        ids.append(int(transformers_logits(path, ids)[-1].argmax()))
+    return ids[len(prompt_ids) :]
