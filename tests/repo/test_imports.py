@@ -1,0 +1,36 @@
+"""The front end's packages load no torch: its processes start in about a second and stay small."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHLESS = ("env", "utils", "core", "message", "tokenizer", "server", "demo")
+PRESENT = [f"minisgl.{n}" for n in TORCHLESS if (ROOT / "minisgl" / n / "__init__.py").is_file()]
+
+
+def modules_loaded_by(*names: str) -> set[str]:
+    """What a fresh interpreter holds after importing `names`."""
+    code = f"import sys\nimport {', '.join(names)}\nsys.stdout.write('\\n'.join(sys.modules))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split("\n"))
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_front_end_package_loads_no_torch(name):
+    assert "torch" not in modules_loaded_by(name)
+
+
+def test_front_end_packages_together_load_no_torch():
+    assert "torch" not in modules_loaded_by(*PRESENT)
+
+
+def test_the_check_sees_an_import():
+    """Without this, a check that looked at the wrong place would pass for ever."""
+    loaded = modules_loaded_by("minisgl", "colorsys")
+    assert "colorsys" in loaded
+    assert "colorsys" not in modules_loaded_by("minisgl")

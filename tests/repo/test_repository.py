@@ -1,0 +1,176 @@
+"""The repository holds its own rules. A rule that fails names the file and the line."""
+
+import importlib
+import os
+import re
+import subprocess
+import tomllib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import minisgl
+from tests.repo import rules
+
+ROOT = Path(__file__).resolve().parents[2]
+LINE_BUDGET = 9_000
+UNCOUNTED = ("minisgl/benchmark/", "minisgl/kernel/")
+MAY_PRINT = ("minisgl/shell/", "minisgl/benchmark/")
+GENERATED = {".venv", ".git", "build", "dist", "__pycache__"}
+
+# Where anything at all may be caught: a reason for each handler. All else catches what it can name.
+BROAD_EXCEPTS = {
+    "minisgl/tokenizer/detokenizer.py": ["message pump: one bad step does not end the others"],
+    "minisgl/tokenizer/tokenizer.py": ["the tokenizers library raises bare Exception"],
+    "minisgl/tokenizer/worker.py": ["message pump: every request gets an answer"],
+}
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Every file that git tracks or would add; without git, every file that is not generated."""
+    if (ROOT / ".git").exists():
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        names = listed.stdout.rstrip("\0").split("\0")
+    else:
+        names = []
+        for folder, folders, files in os.walk(ROOT):
+            folders[:] = [
+                f for f in folders if not (f in GENERATED or f.endswith(("cache", "-info")))
+            ]
+            names += [str((Path(folder) / name).relative_to(ROOT)) for name in files]
+    return tuple(sorted(name for name in set(names) if (ROOT / name).is_file()))
+
+
+@cache
+def read(name: str) -> str | None:
+    """A tracked file's text, None for a binary file."""
+    try:
+        return (ROOT / name).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def python_files(*folders: str) -> list[str]:
+    return [name for name in tracked() if name.startswith(folders) and name.endswith(".py")]
+
+
+def texts() -> list[str]:
+    return [name for name in tracked() if read(name) is not None]
+
+
+def offences(rule: Callable[[str], list[rules.Offence]], names: list[str]) -> list[str]:
+    assert names, "the rule looked at no file"
+    return [
+        f"{name}:{offence.line}: {offence.what}"
+        for name in names
+        for offence in rule(read(name) or "")
+    ]
+
+
+def test_source_files_stay_readable_in_one_go():
+    names = python_files("minisgl/", "tests/", "demo/", "k8s-tests/")
+    assert offences(rules.too_long, names) == []
+
+
+def test_package_stays_within_its_line_budget():
+    names = [n for n in python_files("minisgl/") if not n.startswith(UNCOUNTED)]
+    assert sum(len((read(name) or "").splitlines()) for name in names) < LINE_BUDGET
+
+
+def test_only_shell_and_benchmark_print():
+    names = [n for n in python_files("minisgl/") if not n.startswith(MAY_PRINT)]
+    assert offences(rules.prints, names) == []
+
+
+def test_nothing_unpickles_or_evaluates():
+    assert offences(rules.unsafe_loads, python_files("minisgl/", "demo/")) == []
+
+
+def test_only_listed_handlers_catch_everything():
+    found = {n: rules.broad_excepts(read(n) or "") for n in python_files("minisgl/")}
+    expected = {name: len(reasons) for name, reasons in BROAD_EXCEPTS.items()}
+    assert {name: len(handlers) for name, handlers in found.items() if handlers} == expected
+
+
+def test_no_machine_paths():
+    assert offences(rules.machine_paths, texts()) == []
+
+
+def test_no_registry_hosts():
+    assert offences(rules.registry_hosts, texts()) == []
+
+
+def test_every_todo_has_an_issue():
+    python = [n for n in texts() if n.endswith(".py")]
+    other = [n for n in texts() if n.endswith((".sh", ".yaml", ".yml", ".toml", "Makefile", "run"))]
+    found = offences(lambda text: rules.loose_todos(text, python=True), python)
+    found += offences(lambda text: rules.loose_todos(text, python=False), other)
+    assert found == []
+
+
+def test_every_skip_says_why():
+    assert offences(rules.silent_skips, python_files("tests/", "k8s-tests/")) == []
+
+
+def test_every_source_folder_is_a_package():
+    folders = {str(Path(n).parent) for n in python_files("minisgl/")}
+    assert {f for f in folders if not (ROOT / f / "__init__.py").is_file()} == set()
+
+
+@pytest.mark.parametrize("door", [n for n in python_files("minisgl/") if n.endswith("__init__.py")])
+def test_package_door_names_what_it_exports(door):
+    names = rules.exported(read(door) or "")
+    assert names is not None, "no __all__"
+    module = importlib.import_module(door.removesuffix("/__init__.py").replace("/", "."))
+    assert [name for name in names if not hasattr(module, name)] == []
+    assert len(names) == len(set(names))
+
+
+def test_changelog_opens_with_the_package_version():
+    newest = re.search(r"^## (\S+)", read("CHANGELOG.md") or "", re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == minisgl.__version__
+
+
+def test_ci_run_is_executable():
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert (read(".ci/run") or "").startswith("#!/usr/bin/env bash\n")
+
+
+def test_tested_code_blocks_have_their_tests():
+    missing = [
+        f"{page}: {file}::{test}"
+        for page in texts()
+        if page == "README.md" or page.startswith("docs/")
+        for file, test, has_block in rules.tested_marks(read(page) or "")
+        if not (has_block and file in tracked() and f"def {test}(" in (read(file) or ""))
+    ]
+    assert missing == []
+
+
+def test_readme_links_lead_to_files():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", read("README.md") or "")
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_lock_holds_plain_pins_of_all_that_the_extras_need():
+    lock = (read("constraints.txt") or "").splitlines()
+    pins = [line for line in lock if not line.startswith("#")]
+    assert [p for p in pins if not re.fullmatch(r"[\w.-]+==\d[a-z\d.]*", p)] == []
+    pinned = {_normal(pin.split("==")[0]) for pin in pins}
+    project = tomllib.loads(read("pyproject.toml") or "")["project"]
+    extras = [project["optional-dependencies"][extra] for extra in ("test", "dev", "k8s")]
+    wanted = {
+        _normal(re.split(r"[<>=!~\[; ]", line, maxsplit=1)[0])
+        for line in [*project["dependencies"], *(line for extra in extras for line in extra)]
+    }
+    assert wanted - pinned == set()
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
