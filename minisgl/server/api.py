@@ -1,0 +1,214 @@
+"""The API server process: one event loop with uvicorn, the receiver of all messages, the watch."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
+from minisgl.message import (
+    AsyncReceiver,
+    Decoded,
+    Ready,
+    SchedulerStats,
+    Sender,
+    Shutdown,
+    StepText,
+    ToApi,
+    Tokenized,
+    ToScheduler,
+    ToTokenizer,
+    endpoint,
+)
+from minisgl.server.app import build_app
+from minisgl.server.client import EngineClient
+from minisgl.server.config import ChildSpec, ServerConfig
+from minisgl.server.errors import EngineFailure
+from minisgl.server.lifecycle import Lifecycle, Phase, Progress
+
+__all__ = ["run_api"]
+
+logger = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 0.5
+_STUCK_NOTICE_S = 2.0  # livez answers 503 for so long before a hang ends the service
+_LAST_WORDS_S = 2.0  # for error chunks to leave once everything has failed
+
+
+class _Server(uvicorn.Server):
+    """Without uvicorn's signal handlers: ours drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ApiServer:
+    """State of the process; `build_app` reads config, client, lifecycle and `stuck`."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        config = spec.config
+        self.config: ServerConfig = config
+        directory = spec.socket_dir
+        self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
+        names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
+        tokenizers: list[Sender[ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
+        self.client = EngineClient(tokenizers, self._scheduler, config.limits.max_queued_reqs)
+        self.lifecycle = Lifecycle(frozenset({*names, "detokenizer", "scheduler"}))
+        self.stats: SchedulerStats | None = None
+        self._progress = Progress(config.step_timeout_s)
+        self._url = spec.url
+        self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
+        self._drain_asked = asyncio.Event()
+        self._fail_asked = asyncio.Event()
+
+    def stuck(self) -> bool:
+        """Work is pending and no step has ended for step_timeout_s."""
+        if self.lifecycle.phase is Phase.LOADING:
+            return False
+        return self._progress.hangs(self.client.open_choices > 0, time.monotonic())
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until drained. Raises WorkerDied when the service cannot go on."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._drain_asked.set)
+        loop.add_signal_handler(signal.SIGUSR1, self._fail_asked.set)
+        server = _Server(
+            uvicorn.Config(
+                build_app(self),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                http="httptools",
+                loop="uvloop",
+                timeout_graceful_shutdown=5,
+            )
+        )
+        tasks = {
+            asyncio.create_task(self._receive(), name="receiver"),
+            asyncio.create_task(self._watch(), name="watch"),
+            asyncio.create_task(self._wait_failed(), name="failed"),
+            asyncio.create_task(self._drain(), name="drain"),
+        }
+        serving = asyncio.create_task(server.serve([listener]), name="http")
+        try:
+            # Each of these runs for ever unless it is the end: none may die unseen (W27).
+            await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
+            ended = next((t for t in {*tasks, serving} if t.done()), serving)
+            failure = ended.exception()
+            if failure is not None:
+                self._fail(failure)
+                await self._settle(_LAST_WORDS_S)
+                raise failure
+            self._scheduler.send(Shutdown())
+        finally:
+            server.should_exit = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, serving, return_exceptions=True)
+            self._scheduler.close(linger_ms=500)
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._messages.recv()
+            if isinstance(message, StepText):
+                self._progress.on_output(time.monotonic())
+                self.client.receive_text(message)
+            elif isinstance(message, Tokenized | Decoded):
+                self.client.receive_answer(message)
+            elif isinstance(message, SchedulerStats):
+                self._progress.on_stats(message, time.monotonic())
+                self.stats = message
+            else:
+                self._on_ready(message)
+
+    def _on_ready(self, message: Ready) -> None:
+        logger.info("ready role=%s still_loading=%s", message.role, self._still_loading(message))
+        if self.lifecycle.on_ready(message) and self.lifecycle.facts is not None:
+            # What lives now lives for good; the collector need not walk it again.
+            gc.collect()
+            gc.freeze()
+            self._announce(self.lifecycle.facts)
+
+    def _still_loading(self, message: Ready) -> str:
+        return ",".join(role for role in self.lifecycle.missing if role != message.role) or "none"
+
+    def _announce(self, facts: ModelFacts) -> None:
+        """The one line that says that, and where, minisgl serves."""
+        if self.config.shell:
+            return
+        print(  # noqa: T201
+            f"minisgl serves {self.config.served_names[0]} at {self._url}/v1 "
+            f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
+            f"KV capacity {facts.kv_capacity_tokens:,} tokens)",
+            flush=True,
+        )
+
+    async def _watch(self) -> None:
+        """End the service when the scheduler hangs; first let livez say so for a moment."""
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            if self.stuck():
+                logger.error("scheduler hangs step_timeout_s=%g", self.config.step_timeout_s)
+                await asyncio.sleep(_STUCK_NOTICE_S)
+                if self.stuck():
+                    raise WorkerDied(
+                        "the scheduler made no progress for more than "
+                        f"{self.config.step_timeout_s:g} s (--step-timeout)"
+                    )
+
+    async def _wait_failed(self) -> None:
+        await self._fail_asked.wait()
+        raise EngineError("another process of the service has ended")
+
+    def _fail(self, failure: BaseException) -> None:
+        self.lifecycle.phase = Phase.FAILED
+        logger.error("service failed reason=%s", failure)
+        self.client.fail_all(EngineFailure("the engine has failed; the service restarts"))
+
+    async def _drain(self) -> None:
+        """SIGTERM: unready at once, accept for a grace, then refuse, finish, and at last end."""
+        await self._drain_asked.wait()
+        if self.lifecycle.phase is Phase.LOADING:
+            return
+        started_s = time.monotonic()
+        self.lifecycle.phase = Phase.GRACE
+        logger.info("draining open_requests=%d", self.client.open_generations)
+        grace_s = min(self.config.drain_grace_s, self.config.drain_timeout_s)
+        await asyncio.sleep(grace_s)
+        self.lifecycle.phase = Phase.DRAINING
+        left_s = self.config.drain_timeout_s - (time.monotonic() - started_s)
+        await self._settle(left_s)
+        if self.client.open_generations:
+            logger.warning("drain deadline open_requests=%d", self.client.open_generations)
+            self.client.fail_all(DeadlineExceeded("the server is shutting down"))
+            await self._settle(_LAST_WORDS_S)
+        logger.info("drained")
+
+    async def _settle(self, timeout_s: float) -> None:
+        """Wait until no call is open, at most `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.client.open_generations and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+
+
+def run_api(spec: ChildSpec) -> None:
+    """Serve on the inherited socket until drained."""
+    assert spec.listen_fd is not None, "the API server has no socket; this is a bug"
+    listener = socket.socket(fileno=spec.listen_fd)
+    # Events are small and must leave at once (Nagle); accepted sockets inherit it.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def main() -> None:
+        await ApiServer(spec).run(listener)
+
+    import uvloop
+
+    uvloop.run(main())

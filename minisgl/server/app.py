@@ -1,0 +1,172 @@
+"""The routes. Each handler: read, validate, run, shape; every error becomes one nested body."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import minisgl
+from minisgl.core import Cancelled, RequestError
+from minisgl.server.client import EngineClient
+from minisgl.server.config import ServerConfig
+from minisgl.server.errors import (
+    ErrorReply,
+    MethodNotAllowed,
+    RouteNotFound,
+    error_reply,
+)
+from minisgl.server.generate import start, unless_disconnected
+from minisgl.server.lifecycle import Lifecycle, Phase
+from minisgl.server.middleware import BodyLimit, RequestId
+from minisgl.server.params import CHAT, COMPLETIONS
+from minisgl.server.requests import RequestReader
+from minisgl.server.shapes import Shape
+from minisgl.server.stream import EventStream, collect
+
+__all__ = ["Service", "build_app"]
+
+logger = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    """What the routes need of the process that serves them."""
+
+    config: ServerConfig
+    client: EngineClient
+    lifecycle: Lifecycle
+
+    def stuck(self) -> bool:
+        """The scheduler hangs."""
+        ...
+
+
+def build_app(service: Service) -> FastAPI:
+    """The ASGI app of one service."""
+    app = FastAPI(
+        title="minisgl",
+        version=minisgl.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    limits = service.config.limits
+    reader = RequestReader(service.config)
+    _add_error_handlers(app, limits.retry_after_s)
+    _add_probes(app, service)
+    _add_models(app, service, reader)
+
+    def generating(route: str) -> Callable[[Request], Awaitable[Response]]:
+        async def handler(request: Request) -> Response:
+            return await _generate(service, reader, route, request)
+
+        return handler
+
+    app.post("/v1/chat/completions", response_model=None)(generating(CHAT))
+    app.post("/v1/completions", response_model=None)(generating(COMPLETIONS))
+    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
+    app.add_middleware(RequestId)
+    return app
+
+
+async def _generate(
+    service: Service, reader: RequestReader, route: str, request: Request
+) -> Response:
+    """Chat and completions, streaming and not: one path until the answer is written."""
+    service.lifecycle.require_accepting()
+    raw = await request.body()
+    facts = service.lifecycle.require_accepting()
+    call = reader.read(route, raw, facts)
+    shape = Shape(call)
+    client = service.client
+    generation, echoes = await unless_disconnected(request.receive, start(client, call, facts))
+    if call.stream:
+        return EventStream(client, call, shape, generation, echoes)
+    try:
+        texts = await unless_disconnected(request.receive, collect(generation, echoes, call.n))
+        return _json(200, shape.whole(generation, texts))
+    finally:
+        client.close(generation)
+
+
+def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, "application/json")
+
+
+def _error_response(reply: ErrorReply) -> Response:
+    return _json(reply.status, reply.json(), reply.headers)
+
+
+def _add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
+    async def on_request_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, Cancelled | RequestError):
+            raise error
+        return _error_response(error_reply(error, retry_after_s))
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        known: RequestError
+        if error.status_code == 405:
+            known = MethodNotAllowed(f"{request.method} is not allowed here")
+        elif error.status_code == 404:
+            known = RouteNotFound("there is no such path")
+        else:
+            known = RequestError(str(error.detail))
+        reply = error_reply(known, retry_after_s)
+        status = error.status_code
+        return _error_response(
+            reply._replace(status=status, headers={**reply.headers, **(error.headers or {})})
+        )
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        logger.error("request failed path=%s", request.scope["path"], exc_info=error)
+        return _error_response(error_reply(error, retry_after_s))
+
+    app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_bug)
+
+
+def _add_probes(app: FastAPI, service: Service) -> None:
+    async def live() -> Response:
+        if service.stuck():
+            return _json(503, b'{"status":"the scheduler makes no progress"}')
+        if service.lifecycle.phase is Phase.FAILED:
+            return _json(503, b'{"status":"failed"}')
+        return _json(200, b'{"status":"ok"}')
+
+    async def ready() -> Response:
+        phase = service.lifecycle.phase
+        if phase is Phase.READY and not service.stuck():
+            return _json(200, b'{"status":"ok"}')
+        return _json(503, b'{"status":"%s"}' % phase.value.encode(), {"retry-after": "1"})
+
+    for path, handler in (("/livez", live), ("/readyz", ready), ("/health", ready)):
+        app.api_route(path, methods=["GET", "HEAD"], response_model=None)(handler)
+
+
+def _add_models(app: FastAPI, service: Service, reader: RequestReader) -> None:
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        facts = service.lifecycle.facts
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "minisgl",
+            "max_model_len": facts.max_seq_len if facts else None,
+        }
+
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in service.config.served_names]}
+
+    async def model(model_id: str) -> dict[str, Any]:
+        reader.check_model(model_id)
+        return card(model_id)
+
+    app.get("/v1/models")(models)
+    app.get("/v1/models/{model_id:path}")(model)

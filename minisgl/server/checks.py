@@ -1,0 +1,124 @@
+"""Strict checks of single JSON values. Each says what is wrong without repeating the value."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from minisgl.core import InvalidRequest
+
+__all__ = [
+    "Check",
+    "boolean",
+    "integer",
+    "json_object",
+    "list_of",
+    "number",
+    "reject",
+    "string",
+    "type_name",
+]
+
+Check = Callable[[str, Any], Any]
+_INT64 = 2**63
+
+
+def reject(param: str, rule: str) -> InvalidRequest:
+    """The error for a parameter that breaks `rule`."""
+    return InvalidRequest(f"{param} {rule}", param=param)
+
+
+def type_name(value: object) -> str:
+    """The JSON name of a value's type."""
+    if value is None:
+        return "null"
+    names: dict[type, str] = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+    }
+    return names.get(type(value), "of another type")
+
+
+def boolean(param: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise reject(param, f"must be true or false, not {type_name(value)}")
+    return bool(value)
+
+
+def integer(low: int = -_INT64, high: int = _INT64 - 1) -> Check:
+    """An integer in [low, high]; a boolean or 1.0 is not one."""
+
+    def check(param: str, value: Any) -> int:
+        if type(value) is not int:
+            raise reject(param, f"must be an integer, not {type_name(value)}")
+        if not low <= value <= high:
+            raise reject(param, _range_text("must be an integer", low, high))
+        return int(value)
+
+    return check
+
+
+def number(low: float, high: float, above: bool = False) -> Check:
+    """A finite number in [low, high], or in (low, high] with `above`."""
+
+    def check(param: str, value: Any) -> float:
+        if type(value) not in (int, float):
+            raise reject(param, f"must be a number, not {type_name(value)}")
+        # Comparing first: float() of a huge integer would overflow.
+        if not low <= value <= high or (above and value == low) or not math.isfinite(value):
+            start = f"above {low:g}" if above else f"from {low:g}"
+            raise reject(param, f"must be a number {start} to {high:g}")
+        return float(value)
+
+    return check
+
+
+def string(max_chars: int | None = None, empty: bool = True) -> Check:
+    """Text that can be encoded as UTF-8."""
+
+    def check(param: str, value: Any) -> str:
+        if type(value) is not str:
+            raise reject(param, f"must be a string, not {type_name(value)}")
+        if not value and not empty:
+            raise reject(param, "must not be empty")
+        if max_chars is not None and len(value) > max_chars:
+            raise reject(param, f"must have at most {max_chars} characters")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise reject(param, "contains a lone surrogate, which is not text") from None
+        return str(value)
+
+    return check
+
+
+def list_of(item: Check, max_items: int, min_items: int = 0) -> Check:
+    """An array of checked items; the item at fault is named by its index."""
+
+    def check(param: str, value: Any) -> list[Any]:
+        if type(value) is not list:
+            raise reject(param, f"must be an array, not {type_name(value)}")
+        if len(value) < min_items:
+            raise reject(param, "must not be empty")
+        if len(value) > max_items:
+            raise reject(param, f"must have at most {max_items} entries")
+        return [item(f"{param}[{index}]", entry) for index, entry in enumerate(value)]
+
+    return check
+
+
+def json_object(param: str, value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise reject(param, f"must be an object, not {type_name(value)}")
+    return dict(value)
+
+
+def _range_text(start: str, low: int, high: int) -> str:
+    if low > -_INT64 and high < _INT64 - 1:
+        return f"{start} from {low} to {high}"
+    if low > -_INT64:
+        return f"{start} of at least {low}, within 64 bits"
+    return f"{start} within 64 bits"

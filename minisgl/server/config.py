@@ -1,0 +1,83 @@
+"""Everything a server process is told: built once by the launcher, sent to each child as JSON."""
+
+import msgspec
+
+from minisgl.core import EngineConfig, SchedulerConfig
+
+__all__ = ["ChildSpec", "Limits", "ServerConfig"]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one client may ask for, and all of them together. Checked in `requests` and `client`.
+
+    max_body_bytes        of one HTTP body.
+    max_prompt_chars      of one prompt, before it is tokenized; None: 32 per token of context.
+    max_prompts           in one completions call.
+    max_choices           prompts x n of one call.
+    max_stop_strings, max_stop_chars, max_stop_token_ids, max_messages   per request.
+    max_queued_reqs       generations accepted and still without a first token, over all clients.
+    template_timeout_s    that rendering one chat may take.
+    retry_after_s         told to clients with each 503.
+    """
+
+    max_body_bytes: int = 16 * 2**20
+    max_prompt_chars: int | None = None
+    max_prompts: int = 256
+    max_choices: int = 1024
+    max_n: int = 128
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 128
+    max_messages: int = 8192
+    max_queued_reqs: int = 1024
+    template_timeout_s: float = 5.0
+    retry_after_s: int = 1
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The resolved command line.
+
+    served_names        names that `model` may have; the first one is told to clients.
+    drain_grace_s       after SIGTERM, new requests are still accepted for so long.
+    drain_timeout_s     after SIGTERM, running requests are ended after so long.
+    step_timeout_s      work pending and no step for so long counts as a hang; 0: never.
+    """
+
+    engine: EngineConfig
+    scheduler: SchedulerConfig
+    served_names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 1919
+    num_tokenizers: int = 1
+    limits: Limits = Limits()
+    log_level: str = "info"
+    shell: bool = False
+    ignore_generation_config: bool = False
+    allow_unknown_params: bool = False
+    drain_grace_s: float = 5.0
+    drain_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
+
+
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one child reads first from its inherited pipe.
+
+    role        api, tokenizer, detokenizer or scheduler; index counts within a role.
+    listen_fd   the bound TCP socket (api only).
+    reason_fd   where a fatal error is reported as one line, so that the user sees it once.
+    """
+
+    role: str
+    index: int
+    parent_pid: int
+    socket_dir: str
+    reason_fd: int
+    config: ServerConfig
+    listen_fd: int | None = None
+    url: str = ""
+
+    @property
+    def name(self) -> str:
+        """scheduler, scheduler-1, tokenizer-0: unique among the children."""
+        many = self.role == "tokenizer" or (self.role == "scheduler" and self.index > 0)
+        return f"{self.role}-{self.index}" if many else self.role

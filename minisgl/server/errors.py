@@ -1,0 +1,122 @@
+"""Errors as clients see them: one table from error class to status, always one nested body."""
+
+import logging
+from typing import Any, NamedTuple
+
+import msgspec
+
+from minisgl.core import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    MinisglError,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    Unsupported,
+)
+
+__all__ = [
+    "BodyTooLarge",
+    "EngineFailure",
+    "ErrorReply",
+    "MethodNotAllowed",
+    "ModelNotFound",
+    "NotReady",
+    "RouteNotFound",
+    "error_body",
+    "error_reply",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelNotFound(RequestError):
+    """`model` names none that is served here."""
+
+
+class RouteNotFound(RequestError):
+    """No such path."""
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, with another method."""
+
+
+class BodyTooLarge(RequestError):
+    """The body exceeds max_body_bytes."""
+
+
+class NotReady(Overloaded):
+    """Loading, or draining."""
+
+
+class EngineFailure(RequestError):
+    """This request failed for a reason on our side; trying again would fail again."""
+
+
+class _Kind(NamedTuple):
+    status: int
+    type: str
+    code: str | None = None
+    retry: bool = False
+
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+# Looked up along the class's ancestry, so that a new error is never without an answer.
+_TABLE: dict[type[BaseException], _Kind] = {
+    InvalidRequest: _Kind(400, _INVALID),
+    PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),
+    Unsupported: _Kind(400, _INVALID, "unsupported_parameter"),
+    ModelNotFound: _Kind(404, _INVALID, "model_not_found"),
+    RouteNotFound: _Kind(404, _INVALID, "not_found"),
+    MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),
+    BodyTooLarge: _Kind(413, _INVALID, "body_too_large"),
+    Overloaded: _Kind(503, _SERVER, "overloaded", retry=True),
+    NotReady: _Kind(503, _SERVER, "not_ready", retry=True),
+    DeadlineExceeded: _Kind(503, _SERVER, "deadline_exceeded", retry=True),
+    Cancelled: _Kind(499, _INVALID, "cancelled"),
+    EngineFailure: _Kind(500, _SERVER, "engine_error"),
+    EngineError: _Kind(500, _SERVER, "engine_error"),
+    MinisglError: _Kind(500, _SERVER, "internal_error"),
+    BaseException: _Kind(500, _SERVER, "internal_error"),
+}
+
+
+class ErrorReply(NamedTuple):
+    """Status, extra headers and body of an error."""
+
+    status: int
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+    def json(self) -> bytes:
+        return msgspec.json.encode(self.body)
+
+
+def _kind_of(error: BaseException) -> _Kind:
+    return next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """The nested body. What is not a RequestError never shows its text to a client."""
+    kind = _kind_of(error)
+    if isinstance(error, RequestError):
+        message, param, code = error.message, error.param, error.code or kind.code
+    else:
+        message, param, code = "internal error; see the server's log", None, kind.code
+    return {"error": {"message": message, "type": kind.type, "param": param, "code": code}}
+
+
+def error_reply(error: BaseException, retry_after_s: int = 1) -> ErrorReply:
+    """What to answer. A 500 tells clients not to repeat what would fail the same way."""
+    kind = _kind_of(error)
+    headers: dict[str, str] = {}
+    if kind.retry:
+        headers["retry-after"] = str(retry_after_s)
+    elif kind.status >= 500:
+        headers["x-should-retry"] = "false"
+    return ErrorReply(kind.status, headers, error_body(error))

@@ -1,0 +1,170 @@
+"""One call from validated request to texts: tokenize, check against the model, submit, wait."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from minisgl.core import Cancelled, InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
+from minisgl.core.sampling import MAX_SEED
+from minisgl.message import AddReq, DecodeIds, TextSpec, TokenizeChat, TokenizeText, ToTokenizer
+from minisgl.server.client import EngineClient, Generation, TokenArray
+from minisgl.server.requests import ChatPrompt, GenerateRequest, IdsPrompt, Prompt
+
+__all__ = ["PROMPT_TAIL_TOKENS", "fit_max_tokens", "start", "unless_disconnected"]
+
+# A character has at most four bytes, so at most three tokens of it can lie in the prompt.
+PROMPT_TAIL_TOKENS = 4
+
+T = TypeVar("T")
+Receive = Callable[[], Awaitable[Any]]
+
+
+async def start(
+    client: EngineClient, request: GenerateRequest, facts: ModelFacts
+) -> tuple[Generation, list[str]]:
+    """Admit, tokenize and submit; returns when the first output is there.
+
+    Second: the text to echo per prompt ("" without echo). Raises RequestError before any output;
+    then nothing of the call is left. Otherwise the caller must close the generation.
+    """
+    generation = client.open(request.num_choices)
+    try:
+        prompts = [
+            await _tokenize(client, prompt, _param_of(request, index))
+            for index, prompt in enumerate(request.prompts)
+        ]
+        for index, token_ids in enumerate(prompts):
+            name = _param_of(request, index)
+            sampling = fit_max_tokens(request, token_ids, facts, name)
+            for sibling in range(request.n):
+                choice = generation.choices[index * request.n + sibling]
+                seeded = _sibling_seed(sampling, sibling)
+                client.submit(choice, _add_req(choice.uid, token_ids, seeded, request))
+        echoes = [await _echo(client, request, p, i) for p, i in _zip(request, prompts)]
+        while not generation.opened and generation.error is None:
+            await generation.news()
+        if generation.error is not None:
+            raise generation.error
+    except BaseException:
+        client.close(generation)
+        raise
+    generation.changed.set()  # the first output has not been looked at yet
+    return generation, echoes
+
+
+def fit_max_tokens(
+    request: GenerateRequest, token_ids: TokenArray, facts: ModelFacts, param: str
+) -> SamplingParams:
+    """The sampling parameters with max_tokens within the room that this prompt leaves."""
+    size = len(token_ids)
+    context = min(facts.max_seq_len, facts.kv_capacity_tokens)
+    if size == 0:
+        raise InvalidRequest(f"{param} has no tokens", param=param)
+    if max(token_ids) >= facts.vocab_size:
+        raise InvalidRequest(f"{param} has a token that the model does not know", param=param)
+    sampling = request.sampling
+    wanted = sampling.max_tokens
+    if size >= context:
+        raise PromptTooLong(
+            f"{param} has {size} tokens; the context length is {context} tokens, "
+            "of which the answer needs at least one",
+            param=param,
+        )
+    if wanted is None or size + wanted <= context:
+        return sampling
+    if request.explicit_max_tokens:
+        raise PromptTooLong(
+            f"{param} has {size} tokens and max_tokens is {wanted}, together {size + wanted}; "
+            f"the context length is {context} tokens",
+            param=param,
+        )
+    return _with(sampling, max_tokens=context - size)
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`; when the client goes away first, cancel it and raise Cancelled."""
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise Cancelled("the client closed the connection")
+        return worker.result()
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _tokenize(client: EngineClient, prompt: Prompt, param: str) -> TokenArray:
+    if isinstance(prompt, IdsPrompt):
+        return TokenArray("i", prompt.token_ids)
+
+    def message(uid: int) -> ToTokenizer:
+        if isinstance(prompt, ChatPrompt):
+            return TokenizeChat(
+                uid=uid,
+                messages_json=prompt.messages_json,
+                template_kwargs_json=prompt.template_kwargs_json,
+            )
+        return TokenizeText(uid=uid, text=prompt.text)
+
+    return await client.tokenize(message, param)
+
+
+def _zip(request: GenerateRequest, ids: list[TokenArray]) -> list[tuple[Prompt, TokenArray]]:
+    return list(zip(request.prompts, ids, strict=True))
+
+
+async def _echo(
+    client: EngineClient, request: GenerateRequest, prompt: Prompt, token_ids: TokenArray
+) -> str:
+    if not request.echo:
+        return ""
+    if not isinstance(prompt, IdsPrompt):
+        return getattr(prompt, "text", "")
+    return await client.decode(
+        lambda uid: DecodeIds(
+            uid=uid,
+            token_ids=token_ids.tobytes(),
+            skip_special=request.skip_special_tokens,
+        )
+    )
+
+
+def _add_req(
+    uid: int, token_ids: TokenArray, sampling: SamplingParams, request: GenerateRequest
+) -> AddReq:
+    text = TextSpec(
+        prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
+        stop=list(request.stop),
+        skip_special_tokens=request.skip_special_tokens,
+        include_stop=request.include_stop,
+        min_tokens=sampling.min_tokens,
+    )
+    return AddReq(uid=uid, token_ids=token_ids.tobytes(), sampling=sampling, text=text)
+
+
+def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
+    """Each sibling draws by a seed of its own, derived from the one that was given."""
+    if sampling.seed is None or sibling == 0:
+        return sampling
+    seed = sampling.seed + sibling
+    return _with(sampling, seed=seed if seed <= MAX_SEED else seed - 2**64)
+
+
+def _with(sampling: SamplingParams, **changes: Any) -> SamplingParams:
+    return msgspec.structs.replace(sampling, **changes)
+
+
+def _param_of(request: GenerateRequest, index: int) -> str:
+    if isinstance(request.prompts[index], ChatPrompt):
+        return "messages"
+    return "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"

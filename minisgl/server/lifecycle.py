@@ -1,0 +1,88 @@
+"""Loading, ready, draining: what the probes say and whether a request is accepted. No I/O.
+
+The clock is an argument everywhere, so that tests need none.
+"""
+
+from enum import StrEnum
+
+from minisgl.core import ModelFacts
+from minisgl.message import Ready, SchedulerStats
+from minisgl.server.errors import NotReady
+
+__all__ = ["Lifecycle", "Phase", "Progress"]
+
+
+class Phase(StrEnum):
+    """Where the service is; it only moves forward."""
+
+    LOADING = "loading"
+    READY = "ready"
+    GRACE = "draining, still accepting"  # the endpoint is being taken out of its Service
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Lifecycle:
+    """Waits for one Ready of each role, and then for the signal to drain."""
+
+    def __init__(self, roles: frozenset[str]) -> None:
+        self._missing = set(roles)
+        self._facts: ModelFacts | None = None
+        self.phase = Phase.LOADING
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        return self._facts
+
+    @property
+    def missing(self) -> list[str]:
+        return sorted(self._missing)
+
+    def on_ready(self, message: Ready) -> bool:
+        """True when this was the last one that was missing."""
+        self._missing.discard(message.role)
+        if message.facts is not None:
+            self._facts = message.facts
+        if self.phase is Phase.LOADING and not self._missing and self._facts is not None:
+            self.phase = Phase.READY
+            return True
+        return False
+
+    def require_accepting(self) -> ModelFacts:
+        """The facts of the model, or NotReady that says why no request is taken."""
+        if self.phase in (Phase.READY, Phase.GRACE) and self._facts is not None:
+            return self._facts
+        if self.phase is Phase.LOADING:
+            raise NotReady("the model is still loading")
+        if self.phase is Phase.FAILED:
+            raise NotReady("the service has failed and is restarting")
+        raise NotReady("the server is shutting down")
+
+
+class Progress:
+    """Tells a hang (work pending, no step for `timeout_s`) from idleness. 0: never a hang."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._step_id = -1
+        self._busy = False
+        self._since_s: float | None = None
+
+    def on_stats(self, stats: SchedulerStats, now_s: float) -> None:
+        if stats.step_id != self._step_id:
+            self._since_s = now_s
+        self._step_id = stats.step_id
+        self._busy = stats.busy
+
+    def on_output(self, now_s: float) -> None:
+        """Text has arrived, so a step has ended."""
+        self._since_s = now_s
+
+    def stuck_s(self, pending: bool, now_s: float) -> float:
+        """Seconds without a step while there is work; 0 when idle. Call it now and then."""
+        if not (pending or self._busy) or self._since_s is None:
+            self._since_s = now_s
+        return now_s - self._since_s
+
+    def hangs(self, pending: bool, now_s: float) -> bool:
+        return self._timeout_s > 0 and self.stuck_s(pending, now_s) > self._timeout_s

@@ -1,0 +1,85 @@
+"""Pure ASGI layers around the app: request ids and the body cap. (A BaseHTTPMiddleware would hide
+disconnects from the handlers.)"""
+
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from minisgl.server.errors import BodyTooLarge, error_reply
+
+__all__ = ["BodyLimit", "RequestId"]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_MAX_ID_CHARS = 128
+
+
+class RequestId:
+    """Puts x-request-id on every answer: the client's, when it is short and printable, or ours."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _given_id(scope) or uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _given_id(scope: Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            if 0 < len(text) <= _MAX_ID_CHARS and text.isascii() and text.isprintable():
+                return bytes(value)
+    return None
+
+
+class BodyLimit:
+    """Refuses bodies above `max_bytes`, by Content-Length at once and by counting otherwise."""
+
+    def __init__(self, app: App, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = next((v for n, v in scope["headers"] if n == b"content-length"), b"0")
+        if declared.isdigit() and int(declared[:20]) > self._max_bytes:
+            await self._refuse(send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise self._error()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _error(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body exceeds {self._max_bytes} bytes")
+
+    async def _refuse(self, send: Send) -> None:
+        reply = error_reply(self._error())
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.json()})

@@ -1,0 +1,95 @@
+"""How texts leave: as server-sent events while they come, or collected into one answer."""
+
+import logging
+from collections.abc import AsyncIterator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minisgl.core import Cancelled
+from minisgl.server.client import EngineClient, Generation
+from minisgl.server.errors import error_reply
+from minisgl.server.generate import unless_disconnected
+from minisgl.server.requests import GenerateRequest
+from minisgl.server.shapes import DONE, Shape, sse
+
+__all__ = ["EventStream", "collect", "events"]
+
+logger = logging.getLogger(__name__)
+
+
+async def collect(generation: Generation, echoes: list[str], n: int) -> list[str]:
+    """Each choice's whole text once all have ended. Raises the first error of any choice."""
+    while not generation.finished:
+        await generation.news()
+        if generation.error is not None:
+            break
+    if generation.error is not None:
+        raise generation.error
+    return [echoes[c.index // n] + c.take_text() for c in generation.choices]
+
+
+async def events(
+    generation: Generation, echoes: list[str], request: GenerateRequest, shape: Shape
+) -> AsyncIterator[bytes]:
+    """All events of a stream. What came in one wake-up leaves as one piece."""
+    firsts = [shape.first_chunk(c.index, echoes[c.index // request.n]) for c in generation.choices]
+    pending = b"".join(firsts)
+    running = list(generation.choices)
+    while running:
+        await generation.news()
+        parts = [pending]
+        pending = b""
+        for choice in running:
+            text = choice.take_text()
+            if text:
+                parts.append(shape.text_chunk(choice.index, text))
+            if choice.error is not None:
+                yield b"".join(parts) + sse(error_reply(choice.error).json()) + DONE
+                return
+            if choice.finish is not None:
+                parts.append(shape.last_chunk(choice))
+        running = [choice for choice in running if choice.finish is None]
+        if not running:
+            if request.include_usage:
+                parts.append(shape.usage_chunk(generation))
+            parts.append(DONE)
+        piece = b"".join(parts)
+        if piece:
+            yield piece
+
+
+class EventStream(Response):
+    """Sends the events, and closes the generation whatever ends the stream."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        client: EngineClient,
+        request: GenerateRequest,
+        shape: Shape,
+        generation: Generation,
+        echoes: list[str],
+    ) -> None:
+        # X-Accel-Buffering: nginx would otherwise hold events back.
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, 200, headers)
+        del self.headers["content-length"]
+        self._client = client
+        self._generation = generation
+        self._events = events(generation, echoes, request, shape)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send(send))
+        except Cancelled:
+            logger.info("client gone request_id=%s", scope["state"].get("request_id"))
+        finally:
+            self._client.close(self._generation)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
