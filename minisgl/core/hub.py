@@ -1,0 +1,69 @@
+"""From what the user typed to a local folder with a usable checkpoint. Never loads torch.
+
+The launcher calls this once, before it starts any worker, so that workers only read local files.
+"""
+
+from pathlib import Path
+
+from minisgl.core.errors import ConfigError
+
+__all__ = ["resolve_model"]
+
+_WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "vocab.*", "merges.txt"]
+# Other formats of the same weights: original/, onnx/, gguf/ and Mistral's own single file.
+_UNWANTED = ["*/*", "consolidated*"]
+
+
+def resolve_model(name: str, revision: str | None = None) -> str:
+    """Return the local folder of a model given as a folder or as a Hugging Face hub id.
+
+    A hub id is downloaded into huggingface_hub's cache; its environment variables (HF_TOKEN,
+    HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, ...) mean what they mean elsewhere.
+    Raises ConfigError, one line, when there is no such model or it cannot be used.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked(path, name)
+    if path.exists():
+        raise ConfigError(f"model {name} is a file; give the folder that holds config.json")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model folder {name} does not exist")
+    return _checked(_download(name, revision), name)
+
+
+def _checked(folder: Path, name: str) -> str:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model {name} has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        other = sorted(path.name for path in folder.glob("*.bin"))
+        found = f" (only {other[0]}, a format that can run code when read)" if other else ""
+        raise ConfigError(f"model {name} has no *.safetensors file{found}")
+    return str(folder)
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, snapshot_download  # slow to import, not always needed
+
+    try:
+        folder = snapshot_download(
+            repo_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+    except errors.GatedRepoError:
+        reason = "is gated: accept its terms on the hub and set HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        reason = f"has no revision {revision}"
+    except errors.RepositoryNotFoundError:
+        reason = "is neither a local folder nor on the hub (a private one needs HF_TOKEN)"
+    except errors.HFValidationError:
+        reason = "is neither a local folder nor a valid hub id (owner/name)"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        reason = "is not in the local cache, and the hub cannot be reached or is switched off"
+    except (errors.RevisionResolutionError, errors.CorruptedCacheException, OSError) as error:
+        reason = f"cannot be downloaded: {_one_line(error)}"
+    else:
+        return Path(folder)
+    raise ConfigError(f"model {repo_id} {reason}")
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
