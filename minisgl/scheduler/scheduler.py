@@ -100,6 +100,12 @@ class Scheduler:
             self._resolve(*self._in_flight.popleft())
         self._flush()
 
+    def drain_in_flight(self) -> None:
+        """Read the results of all launched steps, without launching another."""
+        while self._in_flight:
+            self._resolve(*self._in_flight.popleft())
+        self._flush()
+
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
         pool, cache = self.memory.pool, self.memory.cache

@@ -1,0 +1,5 @@
+"""`minisgl bench ...`: what things cost, measured. Prints tables for people, JSON for scripts."""
+
+from minisgl.benchmark.cli import main
+
+__all__ = ["main"]

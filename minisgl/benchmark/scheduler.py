@@ -1,0 +1,171 @@
+"""CPU time of the scheduler with an engine that does no work.
+
+Three figures: per decode step with 256 running reqs, per admitted req with an 8,192-token prompt
+of which half is cached, and per eviction with 100,000 nodes in the radix tree.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult
+from minisgl.kvcache import RadixCache
+from minisgl.message import AddReq
+from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+
+__all__ = ["main", "measure_admission", "measure_decode", "measure_eviction"]
+
+VOCAB = 32_000
+PAGE_SIZE = 16
+
+
+class Figure(NamedTuple):
+    """CPU seconds of one operation: median and 99th percentile over that many samples."""
+
+    name: str
+    samples: int
+    median_s: float
+    p99_s: float
+    aim_s: float
+
+
+class _IdleEngine:
+    """Implements core.EngineLike; every sampled token is the same."""
+
+    def __init__(self, num_pages: int, max_running_reqs: int, max_seq_len: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = PAGE_SIZE
+        self.max_running_reqs = max_running_reqs
+        self.max_seq_len = max_seq_len
+
+    def launch(self, batch: Batch) -> "_Done":
+        return _Done(batch.num_reqs)
+
+
+class _Done:
+    def __init__(self, num_reqs: int) -> None:
+        self._result = StepResult(
+            np.ones(num_reqs, dtype=np.int32), np.ones(num_reqs, dtype=np.bool_)
+        )
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+def measure_decode(num_reqs: int, steps: int, show: bool = True) -> Figure:
+    """Steps in which `num_reqs` reqs decode, page growth and messages included."""
+    engine = _IdleEngine(num_reqs * 80, num_reqs, 4096)
+    scheduler, inbox, outbox = _scheduler(engine)
+    for uid in range(num_reqs):
+        prompt = np.random.default_rng(uid).integers(0, VOCAB, 100, dtype=np.int32)
+        inbox.messages.append(_request(uid, prompt, max_tokens=steps + 50))
+    while len(scheduler.planner.decode_rows) < num_reqs:
+        scheduler.iterate()
+    seconds = _timed(scheduler.iterate, steps, "decode steps", show)
+    outbox.outputs.clear()
+    return _figure(f"decode step, {num_reqs} reqs", seconds, aim_s=1e-3)
+
+
+def measure_admission(num_prompts: int, show: bool = True) -> Figure:
+    """Whole lives of reqs with 8,192-token prompts, half cached, that produce one token."""
+    length = 8192
+    engine = _IdleEngine((num_prompts + 2) * length // PAGE_SIZE, 4, length + 64)
+    scheduler, inbox, _ = _scheduler(engine)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCAB, length // 2, dtype=np.int32)
+    inbox.messages.append(_request(0, shared, max_tokens=1))
+    _until_idle(scheduler, inbox)
+    uids = iter(range(1, num_prompts + 1))
+
+    def admit_one() -> None:
+        own = rng.integers(0, VOCAB, length // 2, dtype=np.int32)
+        inbox.messages.append(_request(next(uids), np.concatenate([shared, own]), max_tokens=1))
+        _until_idle(scheduler, inbox)
+
+    seconds = _timed(admit_one, num_prompts, "admissions", show)
+    totals = scheduler.totals
+    expected = num_prompts * length // 2
+    if totals.cached_tokens_total != expected:
+        raise RuntimeError(f"{totals.cached_tokens_total} cached tokens, expected {expected}")
+    return _figure("req with an 8,192-token prompt, half cached", seconds, aim_s=1e-3)
+
+
+def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> Figure:
+    """Evictions of one page each from a tree of `num_nodes` nodes."""
+    cache = RadixCache(PAGE_SIZE)
+    rng = np.random.default_rng(0)
+    heads = rng.integers(0, VOCAB, (num_nodes // 100 + 1, PAGE_SIZE), dtype=np.int32)
+    for node in tqdm(range(num_nodes), desc="nodes", disable=not show):
+        tail = rng.integers(0, VOCAB, PAGE_SIZE, dtype=np.int32)
+        key = np.concatenate([heads[node % len(heads)], tail])
+        cache.insert(key, np.array([2 * node, 2 * node + 1], dtype=np.int32))
+    seconds = _timed(lambda: cache.evict(1), evictions, "evictions", show)
+    return _figure(f"eviction, {num_nodes:,} nodes", seconds, aim_s=20e-6)
+
+
+def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, LocalOutbox]:
+    inbox, outbox = LocalInbox(), LocalOutbox()
+    scheduler = Scheduler(
+        engine,
+        SchedulerConfig(prefill_budget_tokens=16_384, target_step_ms=None),
+        vocab_size=VOCAB,
+        eos_token_ids=(0,),
+        inbox=inbox,
+        outbox=outbox,
+    )
+    return scheduler, inbox, outbox
+
+
+def _request(
+    uid: int, prompt: "np.ndarray[tuple[int], np.dtype[np.int32]]", max_tokens: int
+) -> AddReq:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=uid)
+    return AddReq(uid=uid, token_ids=prompt.astype("<i4").tobytes(), sampling=sampling)
+
+
+def _until_idle(scheduler: Scheduler, inbox: LocalInbox) -> None:
+    while inbox.messages or not scheduler.idle:
+        scheduler.iterate()
+
+
+def _timed(operation: Callable[[], object], count: int, what: str, show: bool) -> list[float]:
+    """CPU seconds of this process for each of `count` calls."""
+    seconds = []
+    for _ in tqdm(range(count), desc=what, disable=not show):
+        begin = time.process_time_ns()
+        operation()
+        seconds.append((time.process_time_ns() - begin) / 1e9)
+    return seconds
+
+
+def _figure(name: str, seconds: list[float], aim_s: float) -> Figure:
+    p99 = statistics.quantiles(seconds, n=100)[98]
+    return Figure(name, len(seconds), statistics.median(seconds), p99, aim_s)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="minisgl bench scheduler", description=__doc__)
+    parser.add_argument("--running", type=int, default=256, help="decoding reqs (256)")
+    parser.add_argument("--steps", type=int, default=1000, help="decode steps (1000)")
+    parser.add_argument("--prompts", type=int, default=200, help="admitted reqs (200)")
+    parser.add_argument("--nodes", type=int, default=100_000, help="radix nodes (100000)")
+    parser.add_argument("--evictions", type=int, default=5000, help="evictions (5000)")
+    options = parser.parse_args(argv)
+    figures = [
+        measure_decode(options.running, options.steps),
+        measure_admission(options.prompts),
+        measure_eviction(options.nodes, options.evictions),
+    ]
+    print(f"{'CPU time of one':<46} {'median':>10} {'p99':>10} {'aim':>10}")
+    for figure in figures:
+        times = (figure.median_s, figure.p99_s, figure.aim_s)
+        print(f"{figure.name:<46} " + " ".join(f"{t * 1e6:>7.1f} µs" for t in times))
+    print(json.dumps([figure._asdict() for figure in figures]))
+    return 0

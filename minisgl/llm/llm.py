@@ -1,0 +1,271 @@
+"""`LLM`: generate and chat without a server. Same scheduler, only input and output replaced."""
+
+import logging
+import secrets
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+from tqdm import tqdm
+
+from minisgl.core import (
+    MAX_SEED,
+    ConfigError,
+    EngineConfig,
+    FinishReason,
+    InvalidRequest,
+    ModelFacts,
+    SamplingParams,
+    SchedulerConfig,
+)
+from minisgl.core.hub import resolve_model
+from minisgl.demo import model_path as demo_model_path
+from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.engine import Engine
+from minisgl.llm.results import Completion, Generation, Piece
+from minisgl.message import AbortReq, AddReq, StepOutput
+from minisgl.scheduler import LocalInbox, LocalOutbox, build_scheduler
+from minisgl.tokenizer import TextTokenizer
+
+__all__ = ["LLM"]
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[dict[str, Any]]
+
+
+class LLM:
+    """A model in this process.
+
+        with LLM("Qwen/Qwen3-0.6B") as llm:
+            print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
+
+    Any number of LLMs may live side by side. Not thread-safe: one call at a time.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        page_size: int = 16,
+        num_pages: int | None = None,
+        memory_ratio: float = 0.9,
+        max_running_reqs: int = 256,
+        max_seq_len: int | None = None,
+        attention_backend: str = "auto",
+        cuda_graph_max_bs: int | None = None,
+        dummy_weight: bool = False,
+        prefill_budget_tokens: int = 8192,
+        cache_type: str = "radix",
+        overlap: bool = True,
+    ) -> None:
+        """Load `model`: a folder, a hub id, or None for the embedded demo model.
+
+        The other arguments are those of EngineConfig and SchedulerConfig. Raises ConfigError.
+        """
+        path = str(demo_model_path() if model is None else resolve_model(model, revision))
+        engine_config = EngineConfig(
+            model_path=path,
+            dtype=dtype,
+            device=device,
+            page_size=page_size,
+            num_pages=num_pages,
+            memory_ratio=memory_ratio,
+            max_running_reqs=max_running_reqs,
+            max_seq_len=max_seq_len,
+            attention_backend=attention_backend,
+            cuda_graph_max_bs=cuda_graph_max_bs,
+            dummy_weight=dummy_weight,
+        )
+        scheduler_config = SchedulerConfig(
+            prefill_budget_tokens=prefill_budget_tokens,
+            target_step_ms=None,  # nobody waits for single tokens: throughput only
+            cache_type=cache_type,
+            overlap=overlap,
+        )
+        self.tokenizer = TextTokenizer.load(path)
+        comm = SingleCommunicator()
+        self._engine = Engine(engine_config, TPInfo(0, 1), comm)
+        self._inbox, self._outbox = LocalInbox(), LocalOutbox()
+        self.scheduler = build_scheduler(
+            self._engine, scheduler_config, comm, self._inbox, self._outbox
+        )
+        self.facts: ModelFacts = self._engine.facts()
+        self._next_uid = 1
+        self._closed = False
+
+    def default_sampling(self) -> SamplingParams:
+        """What the model's generation config recommends."""
+        facts = self.facts
+        given = {
+            "temperature": facts.default_temperature,
+            "top_k": facts.default_top_k,
+            "top_p": facts.default_top_p,
+            "min_p": facts.default_min_p,
+        }
+        return msgspec.structs.replace(
+            SamplingParams(), **{name: value for name, value in given.items() if value is not None}
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        progress: bool = True,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt or many: text, or token ids. One in, one out; many in, a list out.
+
+        sampling: one for all, one per prompt, or None for the model's defaults. stop: strings
+        that end a text. Raises InvalidRequest for parameters out of range; an input that cannot
+        be served comes back as a Completion with finish_reason ERROR.
+        """
+        if _is_one_prompt(prompts):
+            return self._run([prompts], sampling, stop, progress)[0]  # type: ignore[list-item]
+        return self._run(list(prompts), sampling, stop, progress)  # type: ignore[arg-type]
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        progress: bool = True,
+        template_options: dict[str, Any] | None = None,
+    ) -> Completion | list[Completion]:
+        """Answer one conversation (a list of messages) or many, by the model's chat template."""
+        one = bool(conversations) and isinstance(conversations[0], dict)
+        many: list[Any] = [conversations] if one else list(conversations)
+        prompts = [self.tokenizer.encode_chat(list(c), template_options) for c in many]
+        results = self._run(prompts, sampling, stop, progress)
+        return results[0] if one else results
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Piece]:
+        """Like generate, piece by piece as text comes. Leaving the loop early aborts the rest."""
+        many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        return self._stream(many, sampling, stop)
+
+    def close(self) -> None:
+        """Free the model and the KV pool. Calling it twice is harmless."""
+        if not self._closed:
+            self._closed = True
+            self.scheduler.drain_in_flight()
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        stop: Sequence[str],
+        progress: bool,
+    ) -> list[Completion]:
+        results: list[Completion | None] = [None] * len(prompts)
+        with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
+            for piece in self._stream(prompts, sampling, stop):
+                if piece.completion is not None:
+                    results[piece.index] = piece.completion
+                    bar.update()
+        assert all(results), "a req ended without a terminal message: this is a bug"
+        return [result for result in results if result is not None]
+
+    def _stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        stop: Sequence[str],
+    ) -> Iterator[Piece]:
+        if self._closed:
+            raise ConfigError("this LLM is closed")
+        running: dict[int, Generation] = {}
+        params = self._params(sampling, len(prompts))
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            ids = self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
+            uid, self._next_uid = self._next_uid, self._next_uid + 1
+            running[uid] = Generation.start(index, self.tokenizer.vocabulary, ids, stop)
+            self._inbox.messages.append(AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
+        try:
+            while running:
+                self.scheduler.iterate()
+                while self._outbox.outputs:
+                    yield from self._read(self._outbox.outputs.popleft(), running)
+        finally:
+            self._abandon(running)
+
+    def _read(self, output: StepOutput, running: dict[int, Generation]) -> Iterator[Piece]:
+        for opened in output.opened:
+            running[opened.uid].open(opened)
+        by_stop = {f.uid for f in output.finished if f.reason is FinishReason.STOP}
+        for uid, token_id in zip(output.uids, output.token_ids, strict=True):
+            generation = running[uid]
+            piece = generation.push(token_id, ends_by_stop=uid in by_stop)
+            if piece is not None:
+                if generation.stream.stopped:
+                    self._inbox.messages.append(AbortReq(uid=uid, reason=FinishReason.STOP))
+                yield piece
+        for finished in output.finished:
+            piece = running.pop(finished.uid).finish(finished)
+            if piece is not None:
+                yield piece
+
+    def _abandon(self, running: dict[int, Generation]) -> None:
+        """The caller left early or an error passed through: end what is still running."""
+        if not running:
+            return
+        self._inbox.messages.extend(AbortReq(uid=uid) for uid in running)
+        while self._inbox.messages or not self.scheduler.idle:
+            self.scheduler.iterate()
+        self._outbox.outputs.clear()
+
+    def _params(
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if sampling is None:
+            sampling = self.default_sampling()
+        params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(params) != count:
+            raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts")
+        for one in params:
+            one.validate()
+        return [_seeded(one) for one in params]
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """A fresh seed for who gave none: two calls differ, as two requests to a server do."""
+    if params.seed is not None:
+        return params
+    return msgspec.structs.replace(params, seed=secrets.randbelow(MAX_SEED))
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+
+
+def _as_bytes(ids: Sequence[int]) -> bytes:
+    try:
+        return np.array(ids, dtype="<i4").tobytes()
+    except OverflowError:
+        raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None

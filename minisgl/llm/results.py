@@ -1,0 +1,90 @@
+"""What the offline LLM hands back, and how it is put together from scheduler outputs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minisgl.core import FinishReason
+from minisgl.message import Finished, Opened
+from minisgl.tokenizer import TextStream, Vocabulary
+
+__all__ = ["Completion", "Generation", "Piece"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished generation.
+
+    token_ids include the stop token; text does not. error says why finish_reason is ERROR: that
+    input alone failed (say, a prompt that is too long), the others of the same call did not.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of one generation of a stream; completion is there in its last piece."""
+
+    index: int
+    text: str
+    completion: Completion | None = None
+
+
+@dataclass(slots=True)
+class Generation:
+    """One generation in the making."""
+
+    index: int
+    stream: TextStream
+    parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion: Completion | None = None
+
+    @classmethod
+    def start(
+        cls, index: int, vocabulary: Vocabulary, prompt: Sequence[int], stop: Sequence[str]
+    ) -> "Generation":
+        """A generation that has produced nothing. prompt: its ids, for the text's left border."""
+        return cls(index, TextStream(vocabulary, prompt[-8:], stop))
+
+    def open(self, opened: Opened) -> None:
+        """Its first output is about to come."""
+        self.prompt_tokens, self.cached_tokens = opened.prompt_tokens, opened.cached_tokens
+
+    def push(self, token_id: int, ends_by_stop: bool) -> Piece | None:
+        """One more token. ends_by_stop: it is the stop token, which is not text."""
+        if self.completion is not None:
+            return None  # a stop string ended it; the scheduler has not heard of it yet
+        self.token_ids.append(token_id)
+        text = self.stream.push(token_id, is_text=not ends_by_stop)
+        self.parts.append(text)
+        if self.stream.stopped:
+            self.completion = self._complete(FinishReason.STOP, None)
+        return Piece(self.index, text, self.completion) if text or self.completion else None
+
+    def finish(self, finished: Finished) -> Piece | None:
+        """The terminal message; the text that was withheld comes out."""
+        if self.completion is not None:
+            return None
+        text = self.stream.finish()
+        self.parts.append(text)
+        reason = FinishReason.STOP if self.stream.stopped else finished.reason
+        self.completion = self._complete(reason, finished.error)
+        return Piece(self.index, text, self.completion)
+
+    def _complete(self, reason: FinishReason, error: str | None) -> Completion:
+        return Completion(
+            text="".join(self.parts),
+            token_ids=self.token_ids,
+            finish_reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            error=error,
+        )

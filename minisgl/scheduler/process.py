@@ -1,0 +1,136 @@
+"""The main function of a scheduler process: one engine, one scheduler, its queues."""
+
+import gc
+import logging
+import time
+from pathlib import Path
+
+from minisgl.core import EngineConfig, SchedulerConfig, StepCost
+from minisgl.distributed import Communicator, TPInfo, connect
+from minisgl.engine import Engine, resolve_device
+from minisgl.message import (
+    LeaderStep,
+    Ready,
+    Receiver,
+    SchedulerStats,
+    Sender,
+    StepOutput,
+    ToScheduler,
+    endpoint,
+)
+from minisgl.scheduler.io import (
+    FollowerInbox,
+    Inbox,
+    LeaderInbox,
+    Outbox,
+    QueueInbox,
+    QueueOutbox,
+    SilentOutbox,
+)
+from minisgl.scheduler.scheduler import Scheduler
+
+__all__ = ["build_scheduler", "run_scheduler"]
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.5
+_FEMTO = 10**15
+
+
+def run_scheduler(
+    engine_config: EngineConfig,
+    scheduler_config: SchedulerConfig,
+    *,
+    tp_rank: int,
+    socket_dir: str,
+) -> None:
+    """Load, say Ready, and run until Shutdown. Raises ConfigError or EngineError.
+
+    Rank 0 binds `scheduler` and pushes to `detokenizer` and `api`; rank i binds `rank-{i}`.
+    """
+    tp = TPInfo(tp_rank, engine_config.tp_size)
+    # bound before loading, so that nothing sent meanwhile is lost and nothing has to retry
+    inbox = _inbox(tp, socket_dir)
+    rendezvous = str(Path(socket_dir) / "rendezvous")
+    comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
+    engine = Engine(engine_config, tp, comm)
+    api: Sender[Ready | SchedulerStats] = Sender(endpoint(socket_dir, "api"))
+    outbox: Outbox = SilentOutbox()
+    if tp.rank == 0:
+        detokenizer: Sender[StepOutput] = Sender(endpoint(socket_dir, "detokenizer"))
+        outbox = QueueOutbox(detokenizer, api)
+    scheduler = build_scheduler(engine, scheduler_config, comm, inbox, outbox)
+    gc.collect()
+    gc.freeze()  # what is loaded stays; collections look at requests only
+    name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
+    api.send(Ready(role=name, facts=engine.facts() if tp.rank == 0 else None))
+    _loop(scheduler, outbox)
+    comm.close()
+    logger.info("scheduler stopped")
+
+
+def build_scheduler(
+    engine: Engine,
+    config: SchedulerConfig,
+    comm: Communicator,
+    inbox: Inbox,
+    outbox: Outbox,
+) -> Scheduler:
+    """A warmed-up, calibrated scheduler around `engine`."""
+    facts = engine.facts()
+    scheduler = Scheduler(
+        engine,
+        config,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        inbox=inbox,
+        outbox=outbox,
+    )
+    engine.warm_up()
+    if config.target_step_ms is not None:
+        cost = _agreed(engine.calibrate(), comm)
+        scheduler.calibrate(cost)
+        logger.info(
+            "step cost calibrated base_ms=%.3f per_token_us=%.3f per_attended_ns=%.3f",
+            cost.base_s * 1e3,
+            cost.per_token_s * 1e6,
+            cost.per_attended_s * 1e9,
+        )
+    return scheduler
+
+
+def _loop(scheduler: Scheduler, outbox: Outbox) -> None:
+    sent_at = -STATS_INTERVAL_S
+    while not scheduler.stopping:
+        scheduler.iterate()
+        now = time.monotonic()
+        if scheduler.idle or now - sent_at >= STATS_INTERVAL_S:
+            outbox.send_stats(scheduler.stats())
+            sent_at = now
+    scheduler.drain_in_flight()
+
+
+def _agreed(cost: StepCost, comm: Communicator) -> StepCost:
+    """The same numbers on every rank: each rank plans by itself, so they must not differ."""
+
+    def smallest(value_s: float) -> float:
+        return comm.agree_min(round(value_s * _FEMTO)) / _FEMTO
+
+    return StepCost(
+        base_s=smallest(cost.base_s),
+        per_token_s=smallest(cost.per_token_s),
+        per_attended_s=smallest(cost.per_attended_s),
+    )
+
+
+def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:
+    if tp.rank > 0:
+        steps: Receiver[LeaderStep] = Receiver(endpoint(socket_dir, f"rank-{tp.rank}"), LeaderStep)
+        return FollowerInbox(steps)
+    receiver: Receiver[ToScheduler] = Receiver(endpoint(socket_dir, "scheduler"), ToScheduler)
+    source = QueueInbox(receiver)
+    if tp.size == 1:
+        return source
+    return LeaderInbox(
+        source, [Sender(endpoint(socket_dir, f"rank-{rank}")) for rank in range(1, tp.size)]
+    )
