@@ -1,0 +1,161 @@
+"""The whole engine under its scheduler gives the tokens of transformers, however work is cut.
+
+Cache, chunk size, overlap and preemption are varied pairwise, for each family; every run proves
+that what it varies did take place.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+
+from minisgl.core import Batch, SamplingParams, SchedulerConfig
+from minisgl.engine import Engine
+from minisgl.message import AddReq
+from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from tests.parity.driver import make_engine
+from tests.parity.models import VOCAB_SIZE, transformers_greedy
+
+ModelPath = Callable[[str], str]
+OUTPUT_TOKENS = 10
+UNLIMITED = 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the pairwise product. crowded: a pool so small that someone is preempted."""
+
+    chunk: int
+    cache_type: str
+    overlap: bool
+    crowded: bool
+    page_size: int = 4
+
+    def __str__(self) -> str:
+        overlap = "overlap" if self.overlap else "plain"
+        crowd = "-crowded" if self.crowded else ""
+        return f"chunk{self.chunk}-{self.cache_type}-{overlap}{crowd}-page{self.page_size}"
+
+
+# every pair of (chunk, cache), (chunk, overlap), (chunk, crowded), (cache, overlap), ... occurs
+CASES = [
+    Case(1, "radix", overlap=True, crowded=False),
+    Case(1, "naive", overlap=False, crowded=True),
+    Case(7, "radix", overlap=True, crowded=True, page_size=1),
+    Case(7, "naive", overlap=False, crowded=False),
+    Case(64, "radix", overlap=False, crowded=True),
+    Case(64, "naive", overlap=True, crowded=False, page_size=16),
+    Case(UNLIMITED, "radix", overlap=True, crowded=True),
+    Case(UNLIMITED, "naive", overlap=True, crowded=True, page_size=2),
+    Case(UNLIMITED, "radix", overlap=False, crowded=False, page_size=8),
+]
+FAMILIES = ["llama-llama3-tied", "mistral", "qwen2-yarn-tied", "qwen3", "qwen3-moe"]
+
+
+def prompts() -> list[list[int]]:
+    """Six prompts of 20 to 90 tokens; most share a beginning with another."""
+    rng = np.random.default_rng(7)
+    stem = rng.integers(3, VOCAB_SIZE, 70).tolist()
+    lengths = [(70, 20), (33, 17), (70, 3), (0, 25), (16, 30), (33, 17)]
+    return [stem[:shared] + rng.integers(3, VOCAB_SIZE, own).tolist() for shared, own in lengths]
+
+
+class Recorder:
+    """Passes steps on to the engine and remembers them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.num_pages, self.page_size = engine.num_pages, engine.page_size
+        self.max_running_reqs, self.max_seq_len = engine.max_running_reqs, engine.max_seq_len
+        self.batches: list[Batch] = []
+
+    def launch(self, batch: Batch) -> object:
+        self.batches.append(batch)
+        return self._engine.launch(batch)
+
+
+@cache
+def reference(path: str, prompt: tuple[int, ...]) -> list[int]:
+    return transformers_greedy(path, list(prompt), OUTPUT_TOKENS)
+
+
+def run(
+    path: str, case: Case, sampling: SamplingParams
+) -> tuple[list[list[int]], Scheduler, Recorder]:
+    """Two waves of the prompts, so that the second finds the first one's prefixes."""
+    # 90 + 10 tokens must fit alone; crowded leaves room for little more
+    tokens = 128 if case.crowded else 1024
+    engine = make_engine(path, page_size=case.page_size, num_pages=tokens // case.page_size)
+    recorder = Recorder(engine)
+    inbox, outbox = LocalInbox(), LocalOutbox()
+    scheduler = Scheduler(
+        recorder,  # type: ignore[arg-type]
+        SchedulerConfig(
+            prefill_budget_tokens=case.chunk,
+            target_step_ms=None,
+            cache_type=case.cache_type,
+            overlap=case.overlap,
+        ),
+        vocab_size=engine.facts().vocab_size,
+        eos_token_ids=engine.facts().eos_token_ids,
+        inbox=inbox,
+        outbox=outbox,
+    )
+    outputs: dict[int, list[int]] = {}
+    for wave in range(2):
+        for index, prompt in enumerate(prompts()):
+            uid = wave * len(prompts()) + index
+            outputs[uid] = []
+            ids = np.array(prompt, dtype="<i4").tobytes()
+            inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=sampling))
+        while inbox.messages or not scheduler.idle:
+            scheduler.iterate()
+            scheduler.check_integrity()
+    for output in outbox.outputs:
+        for uid, token in zip(output.uids, output.token_ids, strict=True):
+            outputs[uid].append(token)
+    engine.close()
+    return [outputs[uid] for uid in sorted(outputs)], scheduler, recorder
+
+
+def prove(case: Case, scheduler: Scheduler, recorder: Recorder) -> None:
+    """What the case varies did happen, or did not."""
+    totals = scheduler.totals
+    assert (totals.cached_tokens_total > 0) == (case.cache_type == "radix")
+    assert (totals.preemptions_total > 0) == case.crowded
+    assert (totals.overlapped_steps_total > 0) == case.overlap
+    partial = [b for b in recorder.batches if not b.samples.all()]
+    assert bool(partial) == (case.chunk < UNLIMITED)
+    mixed = [b for b in recorder.batches if b.num_decode and b.num_prefill_tokens]
+    assert mixed, "some step must carry decode tokens and a chunk"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers(
+    family: str, case: Case, model_path: ModelPath
+) -> None:
+    path = model_path(family)
+    sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    outputs, scheduler, recorder = run(path, case, sampling)
+    prove(case, scheduler, recorder)
+    expected = [reference(path, tuple(prompt)) for prompt in prompts()]
+    assert outputs == expected * 2
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_seeded_tokens_do_not_depend_on_what_shares_the_batch(
+    case: Case, model_path: ModelPath
+) -> None:
+    path = model_path("qwen3")
+    sampling = SamplingParams(
+        temperature=1.3, top_k=40, top_p=0.95, seed=11, max_tokens=OUTPUT_TOKENS, ignore_eos=True
+    )
+    plain = Case(UNLIMITED, "naive", overlap=False, crowded=False)
+    alone, _, _ = run(path, plain, sampling)
+    outputs, scheduler, recorder = run(path, case, sampling)
+    prove(case, scheduler, recorder)
+    assert outputs == alone
+    assert len({tuple(tokens) for tokens in outputs}) > 3, "sampling must not be degenerate"
