@@ -1,0 +1,144 @@
+"""Training batches: short conversations packed into rows, long documents one to a row.
+
+Batch number i depends on (seed, i) alone, so the number of worker processes changes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from demo.generate import training_sample, with_system
+from demo.lexicon import Lexicon
+from demo.sample import Draw, Sample
+from demo.tasks.facts import TOKENS_PER_FACT, document
+from demo.vocabulary import Encoder, letter_pieces, load_tokenizer
+
+SHORT_ROW_TOKENS = 512
+LONG_ROW_TOKENS = (384, 768, 1536, 3136)
+_QUESTIONS_PER_DOCUMENT = 8
+# Share of the training after which each long row length may be drawn.
+_LENGTH_FROM = (0.0, 0.06, 0.15, 0.25)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the batches depend on, beside their number."""
+
+    seed: int
+    steps: int
+    short_tokens: int
+    long_tokens: int
+
+
+class Batch(NamedTuple):
+    """One step's material; padding has document -1 and is never produced.
+
+    ids, document, produced: [rows, row tokens], for packed rows and for long rows.
+    """
+
+    short_ids: Tensor
+    short_document: Tensor
+    short_produced: Tensor
+    long_ids: Tensor
+    long_document: Tensor
+    long_produced: Tensor
+
+
+class _Rows:
+    """Fills rows of equal length with encoded samples."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.ids = np.zeros((rows, length), dtype=np.int32)
+        self.document = np.full((rows, length), -1, dtype=np.int32)
+        self.produced = np.zeros((rows, length), dtype=bool)
+        self._row, self._used, self._documents = 0, 0, 0
+
+    def add(self, ids: list[int], produced: list[bool]) -> bool:
+        """Append a sample; False when all rows are full."""
+        length = self.ids.shape[1]
+        if self._used + len(ids) > length:
+            self._row, self._used, self._documents = self._row + 1, 0, 0
+        if self._row == self.ids.shape[0]:
+            return False
+        span = slice(self._used, self._used + len(ids))
+        self.ids[self._row, span] = ids
+        self.document[self._row, span] = self._documents
+        self.produced[self._row, span] = produced
+        self._used, self._documents = span.stop, self._documents + 1
+        return True
+
+    def next_row(self) -> None:
+        self._used = self.ids.shape[1]
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            torch.from_numpy(self.ids),
+            torch.from_numpy(self.document),
+            torch.from_numpy(self.produced),
+        )
+
+
+def long_document(draw: Draw, encoder: Encoder, tokens: int, questions: int) -> Sample:
+    """Return a lookup whose encoded conversation has at most, and nearly, `tokens` tokens."""
+    facts = max(3, tokens // (TOKENS_PER_FACT - 4))
+    while True:
+        sample = with_system(draw.rng, document(draw, facts, questions))
+        used = len(encoder.encode(sample)[0])
+        if used <= tokens:
+            return sample
+        facts = max(3, min(facts - 1, int(facts * (tokens / used) * 0.985)))
+
+
+class BatchStream(IterableDataset[Batch]):
+    """Batches 0 to steps - 1; with several workers each makes every n-th one, in order."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __iter__(self) -> Iterator[Batch]:
+        tokenizer = load_tokenizer()
+        encoder, lexicon = Encoder(tokenizer), Lexicon(letter_pieces(tokenizer))
+        worker = get_worker_info()
+        start, stride = (worker.id, worker.num_workers) if worker else (0, 1)
+        for step in range(start, self._plan.steps, stride):
+            yield self._batch(step, encoder, lexicon)
+
+    def _batch(self, step: int, encoder: Encoder, lexicon: Lexicon) -> Batch:
+        rng = random.Random(f"batch {self._plan.seed} {step}")
+        short = _Rows(self._plan.short_tokens // SHORT_ROW_TOKENS, SHORT_ROW_TOKENS)
+        while True:
+            ids, produced = encoder.encode(training_sample(rng, lexicon))
+            if len(ids) <= SHORT_ROW_TOKENS and not short.add(ids, produced):
+                break
+        progress = step / self._plan.steps
+        allowed = [n for n, p in zip(LONG_ROW_TOKENS, _LENGTH_FROM, strict=True) if progress >= p]
+        # The longest lengths are the hardest: draw the upper half of those allowed more often.
+        length = rng.choices(allowed, weights=range(1, len(allowed) + 1))[0]
+        long = _Rows(max(1, self._plan.long_tokens // length), length)
+        draw = Draw(rng, lexicon, held_out=False)
+        while True:
+            tokens = int(length * rng.uniform(0.55, 1.0))
+            sample = long_document(draw, encoder, tokens, _QUESTIONS_PER_DOCUMENT)
+            if not long.add(*encoder.encode(sample)):
+                break
+            long.next_row()
+        return Batch(*short.tensors(), *long.tensors())
+
+
+def loader(plan: Plan, workers: int) -> DataLoader[Batch]:
+    """Return the stream of batches in order, made ahead by worker processes."""
+    return DataLoader(
+        BatchStream(plan),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+        pin_memory=torch.cuda.is_available(),
+    )

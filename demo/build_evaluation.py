@@ -1,0 +1,62 @@
+"""Write the shipped held-out prompts: `python -m demo.build_evaluation`.
+
+The prompts come from the generators with `held_out=True`, so that nothing that they ask about was
+in training; the same seed gives the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+from demo.batches import long_document
+from demo.generate import held_out_samples, joined, with_system
+from demo.lexicon import Lexicon
+from demo.sample import Draw, Sample
+from demo.tasks import GENERATORS
+from demo.vocabulary import Encoder, load_tokenizer
+from minisgl.demo import evaluation_path
+
+SEED = 2026
+PROMPTS_PER_TASK = 50
+MAX_LOOKUP_TOKENS = 3000
+# Aimed-at prompt lengths of the lookups that are not short; the limit counts the chat template.
+LOOKUP_TOKENS = (500, 1000, 1500, 2000, 2500, *(2985,) * 15)
+_MULTI_TURN_PER_TASK = 4
+
+
+def _lookups(lexicon: Lexicon, encoder: Encoder) -> list[Sample]:
+    draw = Draw(random.Random(f"evaluation lookup {SEED}"), lexicon, held_out=True)
+    documents = [long_document(draw, encoder, tokens, 1) for tokens in LOOKUP_TOKENS]
+    return held_out_samples(SEED, "lookup", PROMPTS_PER_TASK - len(documents), lexicon) + documents
+
+
+def evaluation_samples() -> Iterator[Sample]:
+    """Return all prompts: 50 per task, some with a system message or with turns before them."""
+    lexicon, encoder = Lexicon(), Encoder(load_tokenizer())
+    for task in GENERATORS:
+        if task == "lookup":
+            yield from _lookups(lexicon, encoder)
+            continue
+        rng = random.Random(f"evaluation {SEED} {task}")
+        samples = held_out_samples(SEED, task, PROMPTS_PER_TASK + _MULTI_TURN_PER_TASK, lexicon)
+        merged = [
+            joined([samples[i], samples[PROMPTS_PER_TASK + i]]) for i in range(_MULTI_TURN_PER_TASK)
+        ]
+        for sample in merged + samples[_MULTI_TURN_PER_TASK:PROMPTS_PER_TASK]:
+            yield with_system(rng, sample)
+
+
+def evaluation_text() -> str:
+    """Return the content of evaluation.jsonl."""
+    lines = (
+        json.dumps({"task": s.task, "messages": s.messages(), "answer": s.answer})
+        for s in evaluation_samples()
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    evaluation_path().write_text(evaluation_text(), encoding="utf-8")
+    print(f"{evaluation_path().stat().st_size} bytes")

@@ -1,0 +1,69 @@
+"""Streams of samples: the training mixture and the held-out prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+from demo.lexicon import Lexicon
+from demo.sample import Draw, Sample
+from demo.tasks import GENERATORS
+
+# Relative shares in training; the tasks that act on unseen words need most.
+MIXTURE: dict[str, int] = {
+    "arithmetic": 5,
+    "spelling": 3,
+    "reversing": 6,
+    "sorting": 5,
+    "counting": 5,
+    "lookup": 3,
+    "json": 4,
+    "conversation": 4,
+    "greeting": 2,
+}
+SYSTEM_MESSAGES: tuple[str, ...] = (
+    "You are a helpful assistant.",
+    "You are a helpful, honest assistant. Answer briefly.",
+    "Be concise.",
+    "You are minisgl, a small demo model.",
+    "Answer the question of the user.",
+    "You are a friendly bot.",
+    "Follow the instructions exactly.",
+)
+_SYSTEM_SHARE = 0.12
+_MEDLEY_SHARE = 0.15
+
+
+def with_system(rng: random.Random, sample: Sample) -> Sample:
+    """Put a short system message before one sample in eight."""
+    if rng.random() >= _SYSTEM_SHARE:
+        return sample
+    return dataclasses.replace(sample, system=rng.choice(SYSTEM_MESSAGES))
+
+
+def training_sample(rng: random.Random, lexicon: Lexicon) -> Sample:
+    """Draw from the mixture; some samples are several tasks in one conversation."""
+    draw = Draw(rng, lexicon, held_out=False)
+    turns = rng.choice((2, 2, 3, 4)) if rng.random() < _MEDLEY_SHARE else 1
+    tasks = rng.choices(tuple(MIXTURE), weights=tuple(MIXTURE.values()), k=turns)
+    return with_system(rng, joined([GENERATORS[task](draw) for task in tasks]))
+
+
+def joined(samples: Sequence[Sample]) -> Sample:
+    """Put samples after one another in one conversation."""
+    return Sample(
+        samples[-1].task,
+        tuple(exchange for sample in samples for exchange in sample.exchanges),
+        frozenset().union(*(sample.keys for sample in samples)),
+    )
+
+
+def held_out_samples(seed: int, task: str, count: int, lexicon: Lexicon) -> list[Sample]:
+    """Return `count` held-out samples of a task with different prompts."""
+    draw = Draw(random.Random(f"held-out {seed} {task}"), lexicon, held_out=True)
+    chosen: dict[str, Sample] = {}
+    while len(chosen) < count:
+        sample = GENERATORS[task](draw)
+        chosen.setdefault("\n".join(e.user for e in sample.exchanges), sample)
+    return list(chosen.values())

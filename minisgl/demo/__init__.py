@@ -1,0 +1,21 @@
+"""The embedded demo model: where its files are.
+
+The model is served when no other one is named. Its training code is in `demo/` at the top of the
+repository; what it can do and how well is in MODEL_CARD.md beside this file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["evaluation_path", "model_path"]
+
+
+def model_path() -> Path:
+    """Return the folder with the configuration, the weights and the tokenizer."""
+    return Path(__file__).resolve().parent
+
+
+def evaluation_path() -> Path:
+    """Return the file of held-out prompts with their right answers, one JSON object a line."""
+    return model_path() / "evaluation.jsonl"
