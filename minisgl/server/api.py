@@ -6,8 +6,10 @@ import gc
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -28,7 +30,7 @@ from minisgl.message import (
 )
 from minisgl.server.app import build_app
 from minisgl.server.client import EngineClient
-from minisgl.server.config import ChildSpec, ServerConfig
+from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Progress
 
@@ -56,16 +58,19 @@ class ApiServer:
         config = spec.config
         self.config: ServerConfig = config
         directory = spec.socket_dir
+        self._directory = Path(directory)
         self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
         tokenizers: list[Sender[ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
         self.client = EngineClient(tokenizers, self._scheduler, config.limits.max_queued_reqs)
-        self.lifecycle = Lifecycle(frozenset({*names, "detokenizer", "scheduler"}))
+        ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
+        self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: SchedulerStats | None = None
         self._progress = Progress(config.step_timeout_s)
         self._url = spec.url
         self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
         self._drain_asked = asyncio.Event()
+        self._drain_grace_s = 0.0
         self._fail_asked = asyncio.Event()
 
     def stuck(self) -> bool:
@@ -77,7 +82,8 @@ class ApiServer:
     async def run(self, listener: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot go on."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._drain_asked.set)
+        loop.add_signal_handler(signal.SIGTERM, self._ask_to_drain, self.config.drain_grace_s)
+        loop.add_signal_handler(signal.SIGINT, self._ask_to_drain, 0.0)
         loop.add_signal_handler(signal.SIGUSR1, self._fail_asked.set)
         server = _Server(
             uvicorn.Config(
@@ -142,14 +148,15 @@ class ApiServer:
 
     def _announce(self, facts: ModelFacts) -> None:
         """The one line that says that, and where, minisgl serves."""
+        (self._directory / SERVING_MARKER).touch()  # the launcher looks for it when it stops us
         if self.config.shell:
             return
-        print(  # noqa: T201
+        sys.stdout.write(
             f"minisgl serves {self.config.served_names[0]} at {self._url}/v1 "
             f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
-            f"KV capacity {facts.kv_capacity_tokens:,} tokens)",
-            flush=True,
+            f"KV capacity {facts.kv_capacity_tokens:,} tokens)\n"
         )
+        sys.stdout.flush()
 
     async def _watch(self) -> None:
         """End the service when the scheduler hangs; first let livez say so for a moment."""
@@ -173,16 +180,20 @@ class ApiServer:
         logger.error("service failed reason=%s", failure)
         self.client.fail_all(EngineFailure("the engine has failed; the service restarts"))
 
+    def _ask_to_drain(self, grace_s: float) -> None:
+        """SIGTERM comes from an orchestrator, which needs the grace; Ctrl-C from a person."""
+        self._drain_grace_s = grace_s
+        self._drain_asked.set()
+
     async def _drain(self) -> None:
-        """SIGTERM: unready at once, accept for a grace, then refuse, finish, and at last end."""
+        """Unready at once, accept for a grace, then refuse, finish, and at last end."""
         await self._drain_asked.wait()
         if self.lifecycle.phase is Phase.LOADING:
             return
         started_s = time.monotonic()
         self.lifecycle.phase = Phase.GRACE
         logger.info("draining open_requests=%d", self.client.open_generations)
-        grace_s = min(self.config.drain_grace_s, self.config.drain_timeout_s)
-        await asyncio.sleep(grace_s)
+        await asyncio.sleep(min(self._drain_grace_s, self.config.drain_timeout_s))
         self.lifecycle.phase = Phase.DRAINING
         left_s = self.config.drain_timeout_s - (time.monotonic() - started_s)
         await self._settle(left_s)

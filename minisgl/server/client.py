@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from minisgl.core import FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message import (
@@ -28,7 +28,7 @@ __all__ = ["Choice", "EngineClient", "Generation", "TokenArray"]
 
 logger = logging.getLogger(__name__)
 
-TokenArray = array.array[int]
+TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in 3.11
 
 
 class _Outbox(Protocol):

@@ -4,7 +4,9 @@ import msgspec
 
 from minisgl.core import EngineConfig, SchedulerConfig
 
-__all__ = ["ChildSpec", "Limits", "ServerConfig"]
+__all__ = ["SERVING_MARKER", "ChildSpec", "Limits", "ServerConfig"]
+
+SERVING_MARKER = "serving"  # file in the socket directory, there once the service was ready
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

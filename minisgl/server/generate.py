@@ -1,5 +1,6 @@
 """One call from validated request to texts: tokenize, check against the model, submit, wait."""
 
+import array
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -105,7 +106,7 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _tokenize(client: EngineClient, prompt: Prompt, param: str) -> TokenArray:
     if isinstance(prompt, IdsPrompt):
-        return TokenArray("i", prompt.token_ids)
+        return array.array("i", prompt.token_ids)
 
     def message(uid: int) -> ToTokenizer:
         if isinstance(prompt, ChatPrompt):

@@ -1,0 +1,84 @@
+"""Main of every child process: `python -m minisgl.server.child FD`; FD holds a ChildSpec as JSON.
+
+Only the scheduler loads torch; the others import what their role needs and nothing more.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+import msgspec
+
+from minisgl.core import MinisglError
+from minisgl.server.config import ChildSpec
+from minisgl.utils import CONFIG_EXIT, bind_to_parent, read_payload, setup_logging
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Run one role until the parent says otherwise; report a fatal error as one line."""
+    life_fd = int(sys.argv[1])
+    spec = msgspec.json.decode(read_payload(life_fd), type=ChildSpec)
+    bind_to_parent(spec.parent_pid, life_fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setup_logging(spec.name, spec.config.log_level)
+    try:
+        _run(spec)
+    except MinisglError as error:  # expected: one line is all there is to say
+        _report(spec, str(error))
+        _exit(CONFIG_EXIT)
+    # The gate of the process: whatever ends it is logged once, with its traceback.
+    except Exception as error:
+        logger.exception("process failed")
+        _report(spec, f"{type(error).__name__}: {error}")
+        _exit(1)
+
+
+def _run(spec: ChildSpec) -> None:
+    config = spec.config
+    model_path = config.engine.model_path
+    if spec.role == "api":
+        from minisgl.server.api import run_api
+
+        run_api(spec)
+    elif spec.role == "tokenizer":
+        from minisgl.tokenizer import TokenizerLimits, run_tokenizer
+
+        limits = TokenizerLimits(template_timeout_s=config.limits.template_timeout_s)
+        run_tokenizer(spec.index, model_path, spec.socket_dir, limits)
+    elif spec.role == "detokenizer":
+        from minisgl.tokenizer import run_detokenizer
+
+        run_detokenizer(model_path, spec.socket_dir)
+    else:
+        from minisgl.scheduler import run_scheduler
+
+        run_scheduler(
+            config.engine,
+            config.scheduler,
+            tp_rank=spec.index,
+            socket_dir=spec.socket_dir,
+        )
+
+
+def _report(spec: ChildSpec, reason: str) -> None:
+    """Tell the launcher why; short enough for one atomic write."""
+    line = " ".join(reason.split()) or "no reason given"
+    with contextlib.suppress(OSError):
+        os.write(spec.reason_fd, f"{spec.name}\t{line}"[:2000].encode("utf-8", "replace") + b"\n")
+
+
+def _exit(code: int) -> None:
+    # Not sys.exit: threads of libraries must not keep a failed process alive.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

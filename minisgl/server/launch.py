@@ -1,0 +1,213 @@
+"""The launcher: binds the port, starts the children, and ends all of them when one ends.
+
+    api, tokenizer-0.., detokenizer, scheduler, scheduler-1..      (and the shell, when asked for)
+
+It loads no torch and holds no state of requests; it may run as PID 1.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from minisgl.core import ConfigError
+from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
+from minisgl.utils import CONFIG_EXIT, Child, ChildExit, Supervisor, describe_exit
+
+__all__ = ["launch"]
+
+_CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.child")
+_FAILED_EXIT = 1
+_SCHEDULER_GRACE_S = 5.0  # to leave by its Shutdown message
+_TERM_GRACE_S = 3.0
+_LAST_WORDS_S = 4.0  # for the API server to send error chunks
+_SAME_SIGNAL_S = 0.2
+_MAX_SOCKET_DIR_CHARS = 80  # an ipc path holds 107
+
+
+def launch(config: ServerConfig, scheduler_command: Sequence[str] = _CHILD_COMMAND) -> int:
+    """Serve until told to stop; the exit code. scheduler_command is replaced by tests only.
+
+    Raises ConfigError when the port cannot be had.
+    """
+    listener = _bind(config.host, config.port)
+    port = listener.getsockname()[1]
+    socket_dir = _make_socket_dir()
+    reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        with listener, Supervisor() as supervisor:
+            template = ChildSpec(
+                role="",
+                index=0,
+                parent_pid=os.getpid(),
+                socket_dir=socket_dir,
+                reason_fd=reason_write,
+                config=config,
+                url=_url(config.host, port),
+            )
+            service = _Service(supervisor, template, reason_read, scheduler_command)
+            service.start(listener)
+            return service.supervise()
+    finally:
+        os.close(reason_read)
+        os.close(reason_write)
+        shutil.rmtree(socket_dir, ignore_errors=True)
+
+
+class _Service:
+    """The children of one launch, and what to do about each event."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        template: ChildSpec,
+        reason_fd: int,
+        scheduler_command: Sequence[str],
+    ) -> None:
+        self._supervisor = supervisor
+        self._template = template
+        self._config = template.config
+        self._reason_fd = reason_fd
+        self._scheduler_command = scheduler_command
+        self._stopping = False
+        self._stop_asked_s = 0.0
+        self._api: Child
+        self._shell: Child | None = None
+
+    def start(self, listener: socket.socket) -> None:
+        """Start everything; the API server first, so that livez answers while the rest loads."""
+        _say(f"loading {self._config.served_names[0]} from {self._config.engine.model_path}")
+        self._api = self._spawn("api", 0, listener.fileno())
+        for rank in range(self._config.engine.tp_size):
+            self._spawn("scheduler", rank)
+        for index in range(self._config.num_tokenizers):
+            self._spawn("tokenizer", index)
+        self._spawn("detokenizer", 0)
+        if self._config.shell:
+            self._shell = self._supervisor.adopt("shell", self._start_shell())
+
+    def _spawn(self, role: str, index: int, listen_fd: int | None = None) -> Child:
+        spec = msgspec.structs.replace(self._template, role=role, index=index, listen_fd=listen_fd)
+        command = self._scheduler_command if role == "scheduler" else _CHILD_COMMAND
+        fds = [spec.reason_fd] if listen_fd is None else [spec.reason_fd, listen_fd]
+        return self._supervisor.spawn(spec.name, command, msgspec.json.encode(spec), fds)
+
+    def _start_shell(self) -> subprocess.Popen[bytes]:
+        """The shell stays in our process group: it owns the terminal and sees its Ctrl-C."""
+        command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
+        return subprocess.Popen([*command, "--model", self._config.served_names[0]])
+
+    def supervise(self) -> int:
+        """Handle events until everything has ended; the exit code."""
+        while True:
+            for event in self._supervisor.wait(None):
+                if isinstance(event, ChildExit):
+                    code = self._on_exit(event)
+                elif self._shell is not None and event is signal.SIGINT:
+                    continue  # Ctrl-C belongs to the shell
+                else:
+                    code = self._on_signal(event)
+                if code is not None:
+                    return code
+
+    def _on_signal(self, number: signal.Signals) -> int | None:
+        now_s = time.monotonic()
+        if self._stopping:
+            if now_s - self._stop_asked_s < _SAME_SIGNAL_S:
+                return None  # a terminal, or `timeout`, signals a process and then its group
+            _say("stopping at once")
+            self._supervisor.kill_all()
+            return 128 + number
+        self._stopping = True
+        self._stop_asked_s = now_s
+        self._supervisor.send_signal(self._api, number)
+        return None
+
+    def _on_exit(self, event: ChildExit) -> int | None:
+        child, code = event
+        if self._stopping and child is self._api:
+            # Drained (or ended by the signal while it was still starting).
+            failed = code not in (0, -signal.SIGTERM, -signal.SIGINT)
+            self._stop_rest()
+            return _FAILED_EXIT if failed else 0
+        if child is self._shell:
+            self._stopping = True
+            self._supervisor.send_signal(self._api, signal.SIGINT)
+            return None
+        if self._stopping and code == 0:
+            return None  # a scheduler that has left by its Shutdown
+        return self._fail(event)
+
+    def _stop_rest(self) -> None:
+        schedulers = [c for c in self._supervisor.running() if c.role.startswith("scheduler")]
+        self._supervisor.join(schedulers, _SCHEDULER_GRACE_S if self._was_serving() else 0.0)
+        self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
+
+    def _was_serving(self) -> bool:
+        # A scheduler that is still loading does not read its Shutdown.
+        return os.path.exists(os.path.join(self._template.socket_dir, SERVING_MARKER))
+
+    def _fail(self, event: ChildExit) -> int:
+        """One child has ended unasked: say which and why, then end the others."""
+        reason = self._reported_reason(event)
+        _say(f"error: {reason}")
+        if event.child is not self._api and self._api.exit_code is None:
+            self._supervisor.send_signal(self._api, signal.SIGUSR1)
+            self._supervisor.join([self._api], _LAST_WORDS_S)
+        self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
+        return CONFIG_EXIT if event.code == CONFIG_EXIT else _FAILED_EXIT
+
+    def _reported_reason(self, event: ChildExit) -> str:
+        """What the child itself wrote, or else how it ended."""
+        with contextlib.suppress(BlockingIOError):
+            for line in os.read(self._reason_fd, 65536).decode("utf-8", "replace").splitlines():
+                name, _, reason = line.partition("\t")
+                if name == event.child.role:
+                    return reason if event.code == CONFIG_EXIT else f"{name}: {reason}"
+        return f"{event.child.role} (pid {event.child.pid}) {describe_exit(event.code)}"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Bind before anything loads: a taken port is an error at once, not after minutes."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = infos[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from None
+    return listener
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
+    return (
+        f"http://{shown}:{port}"
+        if shown[0] == "[" or ":" not in shown
+        else (f"http://[{shown}]:{port}")
+    )
+
+
+def _make_socket_dir() -> str:
+    """A new directory that only this user can enter (mode 0700)."""
+    base = tempfile.gettempdir()
+    if len(base) > _MAX_SOCKET_DIR_CHARS:
+        base = "/tmp"
+    return tempfile.mkdtemp(prefix="minisgl-", dir=base)
+
+
+def _say(text: str) -> None:
+    stamp = time.strftime("%H:%M:%S")
+    sys.stderr.write(f"{stamp} minisgl: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,51 @@
+"""`python -m minisgl.shell --url URL --model NAME`: the shell against a running server."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from minisgl.shell.client import ChatClient, ServerError
+from minisgl.shell.repl import COMMANDS, Shell
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Wait for the server, then chat; the exit code."""
+    parser = argparse.ArgumentParser(prog="minisgl.shell", allow_abbrev=False)
+    parser.add_argument("--url", default="http://127.0.0.1:1919")
+    parser.add_argument("--model", default="minisgl-demo", help="name of the served model")
+    options = parser.parse_args(argv)
+    # As an exception, so that the terminal is put back into its usual mode.
+    signal.signal(signal.SIGTERM, _leave)
+    client = ChatClient(options.url, options.model)
+    try:
+        client.wait_ready()
+        _chat(client)
+    except ServerError as error:
+        sys.stderr.write(f"minisgl shell: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _chat(client: ChatClient) -> None:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+
+    session: PromptSession[str] = PromptSession(
+        completer=WordCompleter(list(COMMANDS), sentence=True), complete_while_typing=False
+    )
+    Shell(client, lambda text: session.prompt(text)).run()
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The shell's HTTP client: readiness and streamed chat answers, with the standard library only."""
+
+import http.client
+import json
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+__all__ = ["ChatClient", "Message", "ServerError"]
+
+Message = dict[str, str]
+
+
+class ServerError(Exception):
+    """The server refused, failed or is gone; the message is for the person at the terminal."""
+
+
+class ChatClient:
+    """Speaks to one server. A stream that is closed early ends the request on the server too."""
+
+    def __init__(self, url: str, model: str, timeout_s: float = 600.0) -> None:
+        parts = urlsplit(url)
+        self._host = parts.hostname or "127.0.0.1"
+        self._port = parts.port or 80
+        self._model = model
+        self._timeout_s = timeout_s
+
+    def wait_ready(self, poll_s: float = 0.2) -> None:
+        """Return once /readyz says 200. Raises ServerError when the server is not there."""
+        while True:
+            try:
+                connection = self._connect()
+                connection.request("GET", "/readyz")
+                status = connection.getresponse().status
+                connection.close()
+            except (OSError, http.client.HTTPException) as error:
+                raise ServerError(f"the server cannot be reached: {error}") from None
+            if status == 200:
+                return
+            time.sleep(poll_s)
+
+    def stream(self, messages: list[Message]) -> Generator[str, None, None]:
+        """The pieces of the answer as they come."""
+        connection = self._connect()
+        try:
+            body = {"model": self._model, "messages": messages, "stream": True}
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ServerError(_message(_parse(response.read())))
+            yield from _contents(response)
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"the connection was lost: {error}") from None
+        finally:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+
+def _contents(response: http.client.HTTPResponse) -> Iterator[str]:
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        event = _parse(line[len(b"data: ") :])
+        if "error" in event:
+            raise ServerError(_message(event))
+        for choice in event.get("choices", ()):
+            text = choice["delta"].get("content")
+            if text:
+                yield text
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        raise ServerError("the server's answer is not JSON") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _message(body: dict[str, Any]) -> str:
+    error = body.get("error")
+    return str(error.get("message")) if isinstance(error, dict) else "the server refused"

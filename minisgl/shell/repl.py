@@ -1,0 +1,101 @@
+"""The read-eval-print loop: a conversation, four commands, and Ctrl-C that stops an answer only."""
+
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from minisgl.shell.client import ChatClient, Message, ServerError
+from minisgl.utils import near_names
+
+__all__ = ["COMMANDS", "Shell"]
+
+COMMANDS = {
+    "/help": "show this list",
+    "/reset": "forget the conversation",
+    "/history": "show the conversation",
+    "/exit": "leave (or Ctrl-D)",
+}
+
+
+class _Prompt(Protocol):
+    def __call__(self, text: str, /) -> str:
+        """One line from the person. Raises EOFError to leave, KeyboardInterrupt to start anew."""
+        ...
+
+
+class Shell:
+    """The conversation so far and how to go on with it."""
+
+    def __init__(
+        self,
+        client: ChatClient,
+        prompt: _Prompt,
+        write: Callable[[str], object] = sys.stdout.write,
+        flush: Callable[[], object] = sys.stdout.flush,
+    ) -> None:
+        self._client = client
+        self._prompt = prompt
+        self._write = write
+        self._flush = flush
+        self._messages: list[Message] = []
+
+    def run(self) -> None:
+        """Until /exit or end of input."""
+        self._say("Type a message; /help lists the commands, Ctrl-C stops an answer.")
+        while True:
+            try:
+                line = self._prompt("> ").strip()
+            except KeyboardInterrupt:
+                self._say("(Ctrl-D or /exit leaves)")
+                continue
+            except EOFError:
+                return
+            if line.startswith("/"):
+                if not self._command(line):
+                    return
+            elif line:
+                self._answer(line)
+
+    def _command(self, line: str) -> bool:
+        """False to leave."""
+        name = line.split()[0]
+        if name == "/exit":
+            return False
+        if name == "/reset":
+            self._messages.clear()
+            self._say("(conversation forgotten)")
+        elif name == "/history":
+            for message in self._messages:
+                self._say(f"{message['role']}: {message['content']}")
+        elif name == "/help":
+            for command, what in COMMANDS.items():
+                self._say(f"{command:<10}{what}")
+        else:
+            self._say(f"unknown command {name}{near_names(name, COMMANDS)} (/help lists them)")
+        return True
+
+    def _answer(self, line: str) -> None:
+        """Stream one answer; what came before Ctrl-C stays part of the conversation."""
+        self._messages.append({"role": "user", "content": line})
+        parts: list[str] = []
+        stream = self._client.stream(self._messages)
+        try:
+            for part in stream:
+                parts.append(part)
+                self._write(part)
+                self._flush()
+            self._say("")
+        except KeyboardInterrupt:
+            self._say("\n(stopped)")
+        except ServerError as error:
+            self._say(f"\nerror: {error}")
+        finally:
+            stream.close()
+        if parts:
+            self._messages.append({"role": "assistant", "content": "".join(parts)})
+        else:
+            self._messages.pop()
+
+    def _say(self, text: str) -> None:
+        self._write(text + "\n")
+        self._flush()
