@@ -19,7 +19,7 @@ from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_greedy
 
 ModelPath = Callable[[str], str]
-OUTPUT_TOKENS = 10
+OUTPUT_TOKENS = 24
 UNLIMITED = 8192
 
 
@@ -85,7 +85,7 @@ def run(
     path: str, case: Case, sampling: SamplingParams
 ) -> tuple[list[list[int]], Scheduler, Recorder]:
     """Two waves of the prompts, so that the second finds the first one's prefixes."""
-    # 90 + 10 tokens must fit alone; crowded leaves room for little more
+    # 90 + 24 tokens must fit alone; crowded leaves room for little more
     tokens = 128 if case.crowded else 1024
     engine = make_engine(path, page_size=case.page_size, num_pages=tokens // case.page_size)
     recorder = Recorder(engine)
