@@ -102,9 +102,9 @@ class GroupCommunicator:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        gathered = x.new_empty((self._tp.size, *x.shape))
-        self._group._allgather_base(gathered, x.contiguous()).wait()
-        return gathered.movedim(0, -2).flatten(-2)
+        gathered = x.new_empty(self._tp.size * x.numel())
+        self._group._allgather_base(gathered, x.flatten()).wait()
+        return gathered.view(self._tp.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def agree_min(self, value: int) -> int:
         box = torch.tensor([value], dtype=torch.int64, device=self._device)

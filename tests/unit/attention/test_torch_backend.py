@@ -1,0 +1,128 @@
+"""The torch backend against attention written out, over random page tables."""
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.attention import AttentionStep, create_attention_backend
+from minisgl.core import ConfigError
+from minisgl.kvcache.pool import KVPool, kv_page_bytes
+
+CPU = torch.device("cpu")
+Q_HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
+
+
+def make_pool(page_size: int, num_pages: int = 600) -> KVPool:
+    return KVPool(
+        num_layers=2,
+        num_pages=num_pages // page_size,
+        page_size=page_size,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> torch.Tensor:
+    """One query [Hq, D] over keys and values [C, Hkv, D] up to its position, in float64."""
+    group = Q_HEADS // KV_HEADS
+    out = []
+    for head in range(Q_HEADS):
+        keys, values = k[: position + 1, head // group], v[: position + 1, head // group]
+        weights = (keys.double() @ q[head].double() / HEAD_DIM**0.5).softmax(0)
+        out.append(weights @ values.double())
+    return torch.stack(out).float()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("num_decode", "start", "lengths"),
+    [
+        (1, [0], [1]),
+        (4, [3, 99, 0, 16], [1, 1, 1, 1]),
+        (0, [0, 0], [17, 1]),
+        (0, [5, 32, 16], [3, 1, 20]),
+        (2, [31, 4, 0, 13], [1, 1, 9, 6]),
+    ],
+    ids=["one", "decode", "prefill", "after-prefix", "mixed"],
+)
+def test_equals_attention_written_out(
+    num_decode: int, start: list[int], lengths: list[int], page_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rng = np.random.default_rng(1)
+    pool = make_pool(page_size)
+    backend = create_attention_backend("torch", pool, CPU)
+    rows = rng.permutation(8)[: len(start)].astype(np.int32)
+    table = np.full((8, 128 // page_size), pool.dummy_page, dtype=np.int32)
+    order = rng.permutation(pool.num_pages).astype(np.int32)
+    queries, slots, contexts = [], [], []
+    for row, first, length in zip(rows, start, lengths, strict=True):
+        pages, order = np.split(order, [-(-(first + length) // page_size)])
+        table[row, : len(pages)] = pages
+        k, v = torch.randn(2, first + length, KV_HEADS, HEAD_DIM, generator=generator)
+        positions = np.arange(first + length)
+        own = torch.from_numpy(pages[positions // page_size] * page_size + positions % page_size)
+        pool.keys(1).flatten(0, 1)[own[:first]] = k[:first]
+        pool.values(1).flatten(0, 1)[own[:first]] = v[:first]
+        queries.append(torch.randn(length, Q_HEADS, HEAD_DIM, generator=generator))
+        slots.append(own[first:])
+        contexts.append((k, v, first))
+    step = AttentionStep(
+        num_decode=num_decode,
+        rows=rows,
+        start=np.array(start, dtype=np.int32),
+        lengths=np.array(lengths, dtype=np.int32),
+        host_page_table=table,
+        page_table=torch.from_numpy(table),
+        slots=torch.cat(slots),
+    )
+    fresh_k = torch.cat([k[first:] for k, _, first in contexts])
+    fresh_v = torch.cat([v[first:] for _, v, first in contexts])
+    out = backend.prepare(step).forward(1, torch.cat(queries), fresh_k, fresh_v)
+    expected = [
+        written_out(q, k, v, first + i)
+        for query, (k, v, first) in zip(queries, contexts, strict=True)
+        for i, q in enumerate(query)
+    ]
+    torch.testing.assert_close(out, torch.stack(expected), atol=1e-5, rtol=1e-5)
+    assert not pool.keys(0).any(), "another layer was written"
+    assert not pool.keys(1)[pool.dummy_page].any()
+
+
+def test_long_chunk_is_cut_into_blocks() -> None:
+    """More queries than one block, after a prefix: the blocks' masks fit together."""
+    generator = torch.Generator().manual_seed(2)
+    pool = make_pool(16, num_pages=1600)
+    first, length = 40, 1100
+    table = np.arange(80, dtype=np.int32)[None]
+    k, v = torch.randn(2, first + length, KV_HEADS, HEAD_DIM, generator=generator)
+    pool.keys(0).flatten(0, 1)[:first] = k[:first]
+    pool.values(0).flatten(0, 1)[:first] = v[:first]
+    step = AttentionStep(
+        num_decode=0,
+        rows=np.zeros(1, dtype=np.int32),
+        start=np.array([first], dtype=np.int32),
+        lengths=np.array([length], dtype=np.int32),
+        host_page_table=table,
+        page_table=torch.from_numpy(table),
+        slots=torch.arange(first, first + length),
+    )
+    q = torch.randn(length, Q_HEADS, HEAD_DIM, generator=generator)
+    prepared = create_attention_backend("auto", pool, CPU).prepare(step)
+    out = prepared.forward(0, q, k[first:], v[first:])
+    for i in (0, 1, 1023, 1024, 1099):
+        torch.testing.assert_close(out[i], written_out(q[i], k, v, first + i), atol=1e-5, rtol=1e-5)
+
+
+def test_unknown_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'fast' is not known; known: auto, torch"):
+        create_attention_backend("fast", make_pool(4), CPU)
+
+
+def test_pool_is_as_large_as_its_pages_say() -> None:
+    pool = make_pool(4, num_pages=40)
+    page_bytes = kv_page_bytes(2, 4, KV_HEADS, HEAD_DIM, torch.float32)
+    assert pool.num_bytes == (pool.num_pages + 1) * page_bytes
+    assert pool.dummy_slot == pool.num_pages * 4

@@ -1,0 +1,50 @@
+"""Run one function on several ranks, each in a process of its own."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minisgl.distributed import Communicator, TPInfo, connect
+
+__all__ = ["run_ranks"]
+
+
+def _rank_main(
+    function: Callable[..., Any], tp: TPInfo, file: str, args: tuple[Any, ...], out: Any
+) -> None:
+    torch.set_num_threads(1)
+    comm: Communicator | None = None
+    try:
+        comm = connect(tp, torch.device("cpu"), file, timeout_s=60)
+        out.put((tp.rank, None, function(comm, *args)))
+    except Exception:  # noqa: BLE001 (handed to the test)
+        out.put((tp.rank, traceback.format_exc(), None))
+    finally:
+        if comm is not None:
+            comm.close()
+
+
+def run_ranks(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """function(comm, *args) on each rank; returns the results in rank order."""
+    spawn = multiprocessing.get_context("spawn")
+    out = spawn.Queue()
+    file = str(folder / "rendezvous")
+    processes = [
+        spawn.Process(target=_rank_main, args=(function, TPInfo(rank, size), file, args, out))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    results = {}
+    for _ in processes:
+        rank, error, value = out.get(timeout=120)
+        assert error is None, f"rank {rank}: {error}"
+        results[rank] = value
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,66 @@
+"""The communicator between real processes, and what it listens on."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl.core import ConfigError
+from minisgl.distributed import Communicator, SingleCommunicator, TPInfo, connect
+from tests.unit.distributed.ranks import run_ranks
+
+
+def own_listeners() -> list[str]:
+    """Addresses on which this process listens, from its own descriptors."""
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue  # the descriptor of the listing itself
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                raw = bytes.fromhex(fields[1].split(":")[0])
+                words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
+                found.append(socket.inet_ntop(family, b"".join(words)))
+    return found
+
+
+def exercise(comm: Communicator) -> tuple[object, ...]:
+    rank = comm.tp.rank
+    summed = comm.all_reduce(torch.full((2, 3), float(rank + 1)))
+    gathered = comm.all_gather(torch.tensor([[rank, 10 + rank], [20 + rank, 30 + rank]]))
+    smallest = comm.agree_min(7 - rank)
+    return summed.tolist(), gathered.tolist(), smallest, own_listeners()
+
+
+def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
+    """W34: torch's TCPStore listens on all interfaces; a file store and gloo on lo do not."""
+    for summed, gathered, smallest, listeners in run_ranks(2, tmp_path, exercise):
+        assert summed == [[3.0] * 3] * 2
+        assert gathered == [[0, 10, 1, 11], [20, 30, 21, 31]]
+        assert smallest == 6
+        assert listeners, "gloo listens somewhere, or this test sees nothing"
+        assert set(listeners) <= {"127.0.0.1", "::1"}
+
+
+def test_one_rank_needs_no_file() -> None:
+    comm = connect(TPInfo(0, 1), torch.device("cpu"), "/nowhere/at/all")
+    assert isinstance(comm, SingleCommunicator)
+    x = torch.ones(2)
+    assert comm.all_reduce(x) is x
+    assert comm.all_gather(x) is x
+    assert comm.agree_min(3) == 3
+    assert own_listeners() == []
+
+
+def test_rank_outside_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rank 2 is not below size 2"):
+        TPInfo(2, 2)

@@ -1,0 +1,170 @@
+"""The engine's own promises: sizes, refusals, token pool, facts, warm-up and calibration."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory, StepCost
+from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.engine import Engine, resolve_device
+from minisgl.engine.inputs import upload
+from minisgl.engine.probe import Timing, fit
+from minisgl.engine.settings import cpu_threads
+from tests.parity.driver import Driver, Sampling, Work, make_engine
+from tests.parity.models import VOCAB_SIZE, build_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build_model("qwen3", tmp_path_factory.mktemp("models"))
+
+
+def test_facts_say_what_the_front_end_needs(path: str) -> None:
+    facts = make_engine(path, max_seq_len=200).facts()
+    assert (facts.max_seq_len, facts.vocab_size, facts.eos_token_ids) == (200, VOCAB_SIZE, (2,))
+    assert (facts.kv_capacity_tokens, facts.page_size) == (256, 4)
+    assert (facts.device, facts.dtype) == ("cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"max_seq_len": 513}, r"max_seq_len 513 is outside 2\.\.512"),
+        ({"max_seq_len": 1}, "max_seq_len 1 is outside"),
+        ({"page_size": 12, "num_pages": None}, "page_size 12 is not a power of two"),
+        ({"num_pages": 0}, "num_pages 0 is not positive"),
+        ({"dtype": "int8"}, "dtype 'int8' .* supported: auto, float32, bfloat16, float16"),
+        ({"device": "tpu"}, "device 'tpu' .* supported: auto, cpu, cuda"),
+        ({"attention_backend": "nope"}, "attention backend 'nope'"),
+        ({"moe_backend": "nope"}, "MoE backend 'nope'"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(
+    path: str, overrides: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_engine(path, **overrides)
+
+
+def test_kv_pages_fill_the_bytes_given(path: str) -> None:
+    page_bytes = 2 * 2 * 4 * 2 * 32 * 4  # k and v, layers, page size, KV heads, head_dim, float32
+    engine = make_engine(path, num_pages=None, cpu_kv_bytes=10 * page_bytes + 1)
+    assert engine.num_pages == 10
+    capped = make_engine(path, num_pages=None, max_running_reqs=2, max_seq_len=30)
+    assert capped.num_pages == 16, "more than all rows can use"
+    with pytest.raises(OutOfMemory, match="one KV page of 4 tokens"):
+        make_engine(path, num_pages=None, cpu_kv_bytes=page_bytes - 1)
+
+
+def test_token_pool_holds_what_was_sampled_and_nothing_else(path: str) -> None:
+    engine = make_engine(path)
+    driver = Driver(engine)
+    result = driver.step(Work(2, 0, [5, 6, 7]), Work(4, 0, [8, 9], samples=False))
+    pool = engine._token_pool
+    assert int(pool[2, 3]) == result.tokens[0]
+    assert pool.count_nonzero() <= 1
+    assert result.tokens[1] == 0
+
+
+def test_last_position_of_the_context_can_be_computed(path: str) -> None:
+    engine = make_engine(path, max_seq_len=12)
+    driver = Driver(engine)
+    driver.step(Work(0, 0, list(range(11))))
+    result = driver.step(Work(0, 11))
+    assert int(engine._token_pool[0, 12]) == result.tokens[0]
+
+
+def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
+    engine = make_engine(path)
+
+    def refuse(hidden: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("logits were computed")
+
+    engine._model.logits = refuse  # type: ignore[method-assign]
+    result = Driver(engine).step(Work(0, 0, [1, 2, 3], samples=False))
+    assert result.tokens.tolist() == [0]
+    assert result.finite.tolist() == [True]
+
+
+def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
+    prompt = list(range(20))
+    untouched = Driver(make_engine(path)).generate(0, prompt, 5)
+    engine = make_engine(path)
+    engine.warm_up()
+    cost = engine.calibrate()
+    assert not engine._pool.keys(0)[:-1].any()
+    assert Driver(engine).generate(0, prompt, 5) == untouched
+    assert cost.predict_s(1, 0, 100) > 0
+    assert cost.predict_s(0, 512, 512 * 256) >= cost.predict_s(0, 16, 16 * 8)
+
+
+def test_fit_finds_the_cost_that_made_the_timings() -> None:
+    true = StepCost(base_s=2e-3, per_token_s=3e-5, per_attended_s=1e-8)
+    shapes = [(1, 1), (16, 136), (8, 8192), (512, 131328), (32, 32768)]
+    timings = [Timing(t, a, true.predict_s(0, t, a)) for t, a in shapes]
+    found = fit(timings)
+    assert found.base_s == pytest.approx(true.base_s)
+    assert found.per_token_s == pytest.approx(true.per_token_s)
+    assert found.per_attended_s == pytest.approx(true.per_attended_s)
+
+
+def test_fit_never_predicts_less_for_more() -> None:
+    timings = [Timing(1, 1, 0.010), Timing(16, 136, 0.009), Timing(128, 8000, 0.008)]
+    cost = fit(timings)
+    assert min(cost.base_s, cost.per_token_s, cost.per_attended_s) >= 0
+    assert cost.predict_s(1, 0, 1) == pytest.approx(0.009, rel=0.15)
+
+
+def test_bfloat16_runs(path: str) -> None:
+    engine = make_engine(path, dtype="bfloat16")
+    tokens = Driver(engine).generate(0, [1, 2, 3], 4, sampling=Sampling(temperature=0.8, top_k=5))
+    assert all(0 <= token < VOCAB_SIZE for token in tokens)
+    assert engine.facts().dtype == "bfloat16"
+
+
+def test_dummy_weights_need_no_checkpoint(path: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((Path(path) / "config.json").read_bytes())
+    engine = make_engine(str(tmp_path), dummy_weight=True)
+    result = Driver(engine).step(Work(0, 0, [1, 2, 3]))
+    assert result.finite.all()
+
+
+def test_upload_keeps_dtypes_and_values() -> None:
+    arrays = {
+        "a": np.array([1, 2, 3], dtype=np.int32),
+        "empty": np.array([], dtype=np.float32),
+        "b": np.array([-(2**63), 5], dtype=np.int64),
+        "c": np.array([0.5], dtype=np.float32),
+    }
+    sent = upload(arrays, torch.device("cpu"))
+    for name, array in arrays.items():
+        assert sent[name].dtype == torch.from_numpy(array).dtype
+        assert sent[name].tolist() == array.tolist()
+
+
+def test_cpu_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    alone, among_many = cpu_threads(1), cpu_threads(10_000)
+    assert alone is not None
+    assert alone >= 1
+    assert among_many == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert cpu_threads(1) is None
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has GPUs")
+    with pytest.raises(ConfigError, match="needs as many GPUs, 0 are visible"):
+        resolve_device(EngineConfig(model_path="x", device="cuda", tp_size=2), TPInfo(0, 2))
+    assert resolve_device(EngineConfig(model_path="x"), TPInfo(0, 1)) == torch.device("cpu")
+
+
+def test_close_gives_the_memory_back(path: str) -> None:
+    comm = SingleCommunicator()
+    engine = Engine(EngineConfig(model_path=path, num_pages=8), comm.tp, comm)
+    engine.close()
+    assert not hasattr(engine, "_pool")

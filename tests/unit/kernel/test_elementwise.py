@@ -1,0 +1,71 @@
+"""The small kernels against their definitions, computed in float64."""
+
+import math
+
+import pytest
+import torch
+
+from minisgl.kernel import (
+    add_rms_norm,
+    gather_embedding,
+    rms_norm,
+    rope,
+    silu_and_mul,
+    store_kv,
+)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def test_rms_norm_is_its_definition(generator: torch.Generator) -> None:
+    x, weight = torch.randn(3, 5, 16, generator=generator), torch.rand(16, generator=generator)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected.float())
+    assert rms_norm(x.bfloat16(), weight.bfloat16(), 1e-5).dtype == torch.bfloat16
+
+
+def test_add_rms_norm_returns_norm_and_sum(generator: torch.Generator) -> None:
+    x, residual = torch.randn(2, 4, 8, generator=generator)
+    weight = torch.rand(8, generator=generator)
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, rms_norm(x + residual, weight, 1e-6))
+
+
+def test_silu_and_mul_takes_the_gate_first() -> None:
+    out = silu_and_mul(torch.tensor([[1.0, -2.0, 3.0, 5.0]]))
+    expected = [[1 / (1 + math.exp(-1)) * 3, -2 / (1 + math.exp(2)) * 5]]
+    torch.testing.assert_close(out, torch.tensor(expected))
+
+
+def test_rope_rotates_pairs_of_halves(generator: torch.Generator) -> None:
+    q, k = torch.randn(2, 3, 2, 4, generator=generator)
+    angles = torch.rand(10, 2, generator=generator)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.tensor([7, 0, 9], dtype=torch.int32)
+    for x, turned in zip((q, k), rope(q, k, positions, table), strict=True):
+        pairs = torch.complex(x[..., :2], x[..., 2:])
+        spin = torch.polar(torch.ones(3, 1, 2), angles[positions].unsqueeze(1))
+        expected = pairs * spin
+        torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), dim=-1))
+
+
+def test_store_kv_writes_slots_only(generator: torch.Generator) -> None:
+    k_pool, v_pool = torch.zeros(2, 4, 2, 3, 5)
+    k, v = torch.randn(2, 3, 3, 5, generator=generator)
+    store_kv(k_pool, v_pool, k, v, torch.tensor([7, 0, 4], dtype=torch.int32))
+    assert torch.equal(k_pool[3, 1], k[0])
+    assert torch.equal(v_pool[2, 0], v[2])
+    assert k_pool.count_nonzero() == k.count_nonzero()
+
+
+def test_gather_embedding_parts_sum_to_the_whole(generator: torch.Generator) -> None:
+    weight = torch.randn(10, 4, generator=generator)
+    ids = torch.tensor([0, 9, 5, 4], dtype=torch.int32)
+    parts = [gather_embedding(ids, weight[first : first + 5], first) for first in (0, 5)]
+    assert torch.equal(parts[0] + parts[1], weight[ids.long()])
+    assert not parts[0][1].any()

@@ -1,0 +1,211 @@
+"""What a config.json means: both spellings, defaults, and everything that is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl.core import ConfigError
+from minisgl.layers import LinearRope, Llama3Rope, YarnRope, rope_table
+from minisgl.models import ModelConfig, load_model_config, model_config_from
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+
+
+def config(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+    return model_config_from(LLAMA | changes, generation)
+
+
+def family(name: str, **changes: Any) -> ModelConfig:
+    return config(architectures=[name], **changes)
+
+
+def test_defaults_are_filled_in() -> None:
+    model = config(num_key_value_heads=None)
+    assert (model.kv_heads, model.head_dim, model.norm_eps) == (4, 16, 1e-5)
+    assert (model.rope_theta, model.rope_scaling, model.max_position) == (10000.0, None, 512)
+    assert (model.dtype, model.tied_embeddings, model.moe) == ("bfloat16", False, None)
+    assert config(head_dim=32).head_dim == 32
+    assert config(dtype="float16").dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "qkv", "output", "mlp", "qk_norm"),
+    [
+        ("LlamaForCausalLM", {}, False, False, False, False),
+        ("LlamaForCausalLM", {"attention_bias": True}, True, True, False, False),
+        ("LlamaForCausalLM", {"mlp_bias": True}, False, False, True, False),
+        ("MistralForCausalLM", {"attention_bias": True}, False, False, False, False),
+        ("Qwen2ForCausalLM", {}, True, False, False, False),
+        ("Qwen3ForCausalLM", {}, False, False, False, True),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, True, True, False, True),
+    ],
+)
+def test_families_differ_in_biases_and_norms(
+    name: str, changes: dict[str, Any], qkv: bool, output: bool, mlp: bool, qk_norm: bool
+) -> None:
+    model = family(name, **changes)
+    assert (model.qkv_bias, model.output_bias, model.mlp_bias) == (qkv, output, mlp)
+    assert model.family.qk_norm == qk_norm
+
+
+@pytest.mark.parametrize("experts_key", ["num_experts", "num_local_experts"])
+def test_moe_fields(experts_key: str) -> None:
+    model = family(
+        "Qwen3MoeForCausalLM",
+        num_hidden_layers=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        **{experts_key: 8},
+    )
+    assert model.moe is not None
+    assert (model.moe.num_experts, model.moe.experts_per_token) == (8, 2)
+    assert model.moe.sparse_layers == {1, 5}
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "old type"])
+def test_rope_in_both_spellings(spelling: str) -> None:
+    def rope(rope_type: str, **values: Any) -> ModelConfig:
+        if spelling == "rope_parameters":
+            parameters = {"rope_type": rope_type, "rope_theta": 5e5} | values
+            return config(rope_parameters=parameters)
+        key = "type" if spelling == "old type" else "rope_type"
+        return config(rope_theta=5e5, rope_scaling={key: rope_type} | values)
+
+    assert rope("default").rope_scaling is None
+    assert rope("default").rope_theta == 5e5
+    assert rope("linear", factor=4).rope_scaling == LinearRope(4.0)
+    llama3 = rope(
+        "llama3",
+        factor=8,
+        low_freq_factor=1,
+        high_freq_factor=4,
+        original_max_position_embeddings=128,
+    )
+    assert llama3.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 128)
+    assert llama3.max_position == 512
+    yarn = rope("yarn", factor=4.0, original_max_position_embeddings=512)
+    assert yarn.rope_scaling == YarnRope(4.0, pytest.approx(1.138629), 512, 32.0, 1.0, True)
+    assert yarn.max_position == 2048  # max_position_embeddings was left at the original
+    explicit = rope("yarn", factor=4.0, attention_factor=0.9, beta_fast=16, truncate=False)
+    assert explicit.rope_scaling == YarnRope(4.0, 0.9, 512, 16.0, 1.0, False)
+    assert explicit.max_position == 512
+
+
+def test_yarn_resolves_mscale_and_factor() -> None:
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 128}
+    scaled = config(rope_scaling=scaling | {"mscale": 0.7, "mscale_all_dim": 0.35}).rope_scaling
+    assert isinstance(scaled, YarnRope)
+    assert scaled.factor == 4.0
+    assert scaled.attention_factor == pytest.approx((0.07 * 1.386294 + 1) / (0.035 * 1.386294 + 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Ll"),
+        ({"architectures": None}, "names no architecture; supported: LlamaForCausalLM, "),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' .* supported: silu"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' .* supported: default, linear"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope settings has no factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+        ({"rope_theta": 0}, "rope_theta must be above 1"),
+        ({"dtype": "float64"}, "dtype 'float64'"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"vocab_size": None}, r"config\.json has no vocab_size"),
+        ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must hold token ids"),
+    ],
+)
+def test_unsupported_or_broken_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(**changes)
+
+
+SLIDING = {"sliding_window": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "refused"),
+    [
+        ("MistralForCausalLM", SLIDING, True),
+        ("MistralForCausalLM", {"sliding_window": None}, False),
+        ("MistralForCausalLM", {"sliding_window": 512}, False),
+        ("Qwen2ForCausalLM", SLIDING, False),
+        ("Qwen2ForCausalLM", SLIDING | {"use_sliding_window": True}, False),
+        ("Qwen2ForCausalLM", SLIDING | {"use_sliding_window": True, "max_window_layers": 1}, True),
+        ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["full_attention"] * 2}, False),
+        ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["sliding_attention"] * 2}, True),
+        ("Qwen3MoeForCausalLM", SLIDING | {"use_sliding_window": True}, True),
+        ("LlamaForCausalLM", {"layer_types": ["chunked_attention"] * 2}, True),
+    ],
+)
+def test_sliding_window_is_refused_only_where_it_acts(
+    name: str, changes: dict[str, Any], refused: bool
+) -> None:
+    if refused:
+        with pytest.raises(ConfigError, match=r"sliding_window 128|layer type"):
+            family(name, **changes)
+    else:
+        family(name, **changes)
+
+
+def test_eos_ids_of_both_files_are_united() -> None:
+    assert config({"eos_token_id": [7, 2, 5]}).eos_token_ids == (2, 5, 7)
+    assert config({}, eos_token_id=None).eos_token_ids == ()
+    assert config({"eos_token_id": 9}, eos_token_id=[3]).eos_token_ids == (3, 9)
+
+
+def test_sampling_defaults_come_from_generation_config() -> None:
+    model = config({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05})
+    defaults = model.defaults
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
+    assert (defaults.min_p, defaults.repetition_penalty) == (None, 1.05)
+    assert config({"do_sample": False, "temperature": 0.6}).defaults.temperature == 0.0
+    assert config().defaults.temperature is None
+
+
+def test_files_are_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_model_config(str(tmp_path))
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        load_model_config(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_model_config(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4]}')
+    assert load_model_config(str(tmp_path)).eos_token_ids == (2, 4)
+
+
+def test_plain_rope_table_is_its_definition() -> None:
+    table = rope_table(10000.0, 8, None, 100, torch.device("cpu"))
+    assert table.shape == (100, 8)
+    angles = [99 * 10000.0 ** (-i / 8) for i in (0, 2, 4, 6)]
+    expected = torch.tensor(angles, dtype=torch.float64)
+    torch.testing.assert_close(table[99, :4].double(), expected.cos(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(table[99, 4:].double(), expected.sin(), atol=1e-5, rtol=0)

@@ -1,0 +1,198 @@
+"""Weights: the two ranks' slices make up the whole, and every defect of a checkpoint is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minisgl.core import ConfigError
+from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.models import CausalLM, build_model, load_model_config
+from minisgl.models.loader import placements_of
+from tests.parity.models import build_model as save_random_model
+
+CPU = torch.device("cpu")
+
+
+class Rank(SingleCommunicator):
+    """A rank that only loads: it has a place, and nobody to talk to."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._tp = TPInfo(rank, size)
+
+    @property
+    def tp(self) -> TPInfo:
+        return self._tp
+
+
+def load(path: Path | str, rank: int = 0, size: int = 1) -> CausalLM:
+    config = load_model_config(str(path))
+    return build_model(config, str(path), device=CPU, dtype=torch.float32, comm=Rank(rank, size))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return lambda family: Path(save_random_model(family, folder))
+
+
+def reassemble(models: list[CausalLM], source: str) -> torch.Tensor:
+    """Undo the placements of one checkpoint tensor; overlapping copies must agree."""
+    parts: list[tuple[int, torch.Tensor]] = []
+    dim = 0
+    for model in models:
+        parameters = dict(model.named_parameters())
+        for place in placements_of(model):
+            if place.source != source:
+                continue
+            tensor = parameters[place.target].data
+            tensor = tensor if place.expert is None else tensor[place.expert]
+            if place.dim is None:
+                return tensor
+            dim = place.dim
+            if place.begin < place.end:
+                piece = tensor.narrow(dim, place.offset, place.end - place.begin)
+                parts.append((place.begin, piece))
+    full: dict[int, torch.Tensor] = {}
+    for begin, piece in parts:
+        assert begin not in full or torch.equal(full[begin], piece), "replicas differ"
+        full[begin] = piece
+    return torch.cat([full[begin] for begin in sorted(full)], dim=dim)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("family", ["llama-linear-biases", "mistral", "qwen2", "qwen3-moe"])
+def test_ranks_together_hold_the_whole_checkpoint(
+    family: str, size: int, saved: Callable[[str], Path]
+) -> None:
+    """V 151 divides by neither 2 nor 4; 1 or 2 KV heads are fewer than 4 ranks."""
+    path = saved(family)
+    models = [load(path, rank, size) for rank in range(size)]
+    for name, tensor in load_file(path / "model.safetensors").items():
+        whole = reassemble(models, name)
+        assert torch.equal(whole, tensor), name
+
+
+def test_padding_is_zero(saved: Callable[[str], Path]) -> None:
+    last = load(saved("qwen3"), rank=1, size=2)
+    assert last.lm_head.weight.shape[0] == 76
+    assert not last.lm_head.weight[75:].any()
+    assert last.lm_head.weight[74].any()
+
+
+def test_heads_that_do_not_divide_are_refused(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"4 attention heads cannot be split over.* 3"):
+        load(saved("llama"), rank=0, size=3)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, saved: Callable[[str], Path]) -> Path:
+    """A copy that a test may damage, in two files with an index."""
+    source = saved("qwen2-yarn-tied")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    write(tmp_path, load_file(source / "model.safetensors"))
+    return tmp_path
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    names = sorted(tensors)
+    files = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    for file, members in files.items():
+        save_file({name: tensors[name] for name in members}, folder / file)
+    weight_map = {name: file for file, members in files.items() for name in members}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model-1.safetensors") | load_file(folder / "model-2.safetensors")
+
+
+def test_several_files_load_with_and_without_index(checkpoint: Path) -> None:
+    with_index = load(checkpoint).state_dict()
+    (checkpoint / "model.safetensors.index.json").unlink()
+    without_index = load(checkpoint).state_dict()
+    assert all(torch.equal(with_index[name], without_index[name]) for name in with_index)
+
+
+def test_harmless_extras_are_tolerated(checkpoint: Path) -> None:
+    tensors = read(checkpoint)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    write(checkpoint, tensors)
+    load(checkpoint)
+
+
+def test_missing_tensor_is_named(checkpoint: Path) -> None:
+    tensors = read(checkpoint)
+    del tensors["model.layers.1.self_attn.k_proj.bias"]
+    write(checkpoint, tensors)
+    with pytest.raises(ConfigError, match=r"no tensor model\.layers\.1\.self_attn\.k_proj\.bias"):
+        load(checkpoint)
+
+
+def test_unknown_tensor_is_named(checkpoint: Path) -> None:
+    write(checkpoint, read(checkpoint) | {"model.layers.0.adapter.weight": torch.ones(2)})
+    with pytest.raises(ConfigError, match=r"such as model\.layers\.0\.adapter\.weight"):
+        load(checkpoint)
+
+
+def test_misshaped_tensor_is_named(checkpoint: Path) -> None:
+    write(checkpoint, read(checkpoint) | {"model.norm.weight": torch.ones(63)})
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \[63\], .* \[64\]"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a safetensors file", b"\xff" * 64])
+def test_corrupt_file_is_named(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / "model-2.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors is not a readable") as caught:
+        load(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_file_is_named(checkpoint: Path) -> None:
+    path = checkpoint / "model-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model-1\.safetensors is not a readable"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {"a": "../b.safetensors"}}'])
+def test_broken_index_is_named(checkpoint: Path, content: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match="index"):
+        load(checkpoint)
+
+
+def test_dtype_is_converted_on_the_way(checkpoint: Path) -> None:
+    model = build_model(
+        load_model_config(str(checkpoint)),
+        str(checkpoint),
+        device=CPU,
+        dtype=torch.bfloat16,
+        comm=SingleCommunicator(),
+    )
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_dummy_weights_are_the_same_each_time(checkpoint: Path) -> None:
+    for file in checkpoint.glob("*.safetensors"):
+        file.unlink()
+    first, second = (
+        build_model(
+            load_model_config(str(checkpoint)),
+            str(checkpoint),
+            device=CPU,
+            dtype=torch.float32,
+            comm=SingleCommunicator(),
+            dummy_weight=True,
+        ).state_dict()
+        for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not first["model.layers.0.self_attn.qkv_proj.bias"].any()
+    assert first["model.layers.0.self_attn.qkv_proj.weight"].std() > 0.01
