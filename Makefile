@@ -52,7 +52,7 @@ serve: $(VENV)/.serve
 
 # One thread for each worker's matrix work: two workers with two threads each wait for one another.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not proof" -n $(TEST_JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
 
 proof: $(VENV)/.dev
 	$(BIN)/python -m pytest -m proof --timeout 3600 $(ARGS)

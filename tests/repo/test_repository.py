@@ -17,11 +17,12 @@ from tests.repo import rules
 ROOT = Path(__file__).resolve().parents[2]
 LINE_BUDGET = 9_000
 UNCOUNTED = ("minisgl/benchmark/", "minisgl/kernel/")
-MAY_PRINT = ("minisgl/shell/", "minisgl/benchmark/")
+PRINTING = ("minisgl/shell/", "minisgl/benchmark/")
 GENERATED = {".venv", ".git", "build", "dist", "__pycache__"}
 
 # Where anything at all may be caught: a reason for each handler. All else catches what it can name.
 BROAD_EXCEPTS = {
+    "minisgl/server/child.py": ["process main: the reason of a death reaches the launcher"],
     "minisgl/tokenizer/detokenizer.py": ["message pump: one bad step does not end the others"],
     "minisgl/tokenizer/tokenizer.py": ["the tokenizers library raises bare Exception"],
     "minisgl/tokenizer/worker.py": ["message pump: every request gets an answer"],
@@ -82,7 +83,7 @@ def test_package_stays_within_its_line_budget():
 
 
 def test_only_shell_and_benchmark_print():
-    names = [n for n in python_files("minisgl/") if not n.startswith(MAY_PRINT)]
+    names = [n for n in python_files("minisgl/") if not n.startswith(PRINTING)]
     assert offences(rules.prints, names) == []
 
 
@@ -91,9 +92,9 @@ def test_nothing_unpickles_or_evaluates():
 
 
 def test_only_listed_handlers_catch_everything():
-    found = {n: rules.broad_excepts(read(n) or "") for n in python_files("minisgl/")}
-    expected = {name: len(reasons) for name, reasons in BROAD_EXCEPTS.items()}
-    assert {name: len(handlers) for name, handlers in found.items() if handlers} == expected
+    found = {n: len(rules.broad_excepts(read(n) or "")) for n in python_files("minisgl/")}
+    listed = {name: len(reasons) for name, reasons in BROAD_EXCEPTS.items()}
+    assert {name: handlers for name, handlers in found.items() if handlers} == listed
 
 
 def test_no_machine_paths():
