@@ -1,0 +1,157 @@
+"""Loading a folder, BOS exactly once, and templates that cannot do harm."""
+
+import array
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+from minisgl.core import ConfigError
+from minisgl.message import DecodeIds, TokenizeChat, Tokenized, TokenizeText
+from minisgl.tokenizer import TemplateError, TextTokenizer
+from minisgl.tokenizer.worker import handle
+from tests.unit.tokenizer.conftest import byte_level
+
+CHAT = [{"role": "user", "content": "hello"}]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = byte_level()
+    bos = tokenizer.token_to_id("<bos>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", bos)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_config(tmp_path, TEMPLATE)
+    return tmp_path
+
+
+def write_config(folder: Path, template: object) -> None:
+    config = {
+        "bos_token": {"__type": "AddedToken", "content": "<bos>"},
+        "eos_token": "<eos>",
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("spelled", ["", "<bos>"], ids=["plain", "spelled out"])
+def test_text_has_bos_exactly_once(folder: Path, spelled: str) -> None:
+    tokenizer = TextTokenizer.load(folder)
+    ids = tokenizer.encode_text(spelled + "hello")
+    assert tokenizer.decode(ids, skip_special=False) == "<bos>hello"
+
+
+def test_chat_has_bos_exactly_once(folder: Path) -> None:
+    """W5: the template writes BOS, and encoding with special tokens wrote a second one."""
+    tokenizer = TextTokenizer.load(folder)
+    assert tokenizer.decode(tokenizer.encode_chat(CHAT), False) == "<bos>[user]hello"
+
+
+def test_template_file_wins_over_the_config(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("file")
+    assert TextTokenizer.load(folder).render_chat(CHAT) == "file"
+
+
+def test_named_templates_use_the_default_one(folder: Path) -> None:
+    write_config(folder, [{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}])
+    assert TextTokenizer.load(folder).render_chat(CHAT) == "d"
+
+
+def test_folder_without_tokenizer_json_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        TextTokenizer.load(tmp_path)
+
+
+def test_corrupt_tokenizer_json_is_one_line(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError) as caught:
+        TextTokenizer.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].nothing.at_all }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(99999999) %}x{% endfor %}",
+        "{{ messages[7].content + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_failing_template_is_an_error_of_this_chat_alone(folder: Path, template: str) -> None:
+    """W12: a template error killed the tokenizer process, and every later request hung."""
+    write_config(folder, template)
+    tokenizer = TextTokenizer.load(folder)
+    with pytest.raises(TemplateError):
+        tokenizer.render_chat(CHAT)
+    chat = TokenizeChat(uid=1, messages_json=json.dumps(CHAT).encode())
+    answer = handle(tokenizer, chat, 1.0)
+    assert isinstance(answer, Tokenized)
+    assert answer.error
+    assert not answer.internal
+    good = handle(tokenizer, TokenizeText(uid=2, text="hello"), 1.0)
+    assert isinstance(good, Tokenized)
+    assert good.token_ids
+
+
+def test_endless_template_is_stopped_by_the_timer(folder: Path) -> None:
+    loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    write_config(folder, loops)
+    with pytest.raises(TemplateError, match="longer than"):
+        TextTokenizer.load(folder).render_chat(CHAT, timeout_s=0.05)
+
+
+def test_output_of_a_template_is_capped(folder: Path) -> None:
+    write_config(folder, "{% for a in range(9999) %}xxxxxxxxxx{% endfor %}")
+    tokenizer = TextTokenizer.load(folder, max_output_chars=1000)
+    with pytest.raises(TemplateError, match="more than 1000"):
+        tokenizer.render_chat(CHAT)
+
+
+def test_model_without_template_says_so(folder: Path) -> None:
+    write_config(folder, None)
+    with pytest.raises(TemplateError, match="no chat template"):
+        TextTokenizer.load(folder).encode_chat(CHAT)
+
+
+def test_worker_survives_what_is_no_chat_at_all(folder: Path) -> None:
+    answer = handle(TextTokenizer.load(folder), TokenizeChat(uid=1, messages_json=b"nope"), 1.0)
+    assert isinstance(answer, Tokenized)
+    assert answer.internal
+
+
+def test_worker_decodes_ids(folder: Path) -> None:
+    tokenizer = TextTokenizer.load(folder)
+    ids = array.array("i", tokenizer.encode_text("hello")).tobytes()
+    answer = handle(tokenizer, DecodeIds(uid=1, token_ids=ids), 1.0)
+    assert getattr(answer, "text", None) == "hello"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        "{{ messages | tojson }}",
+        "{%- for m in messages -%}\n  {%- if loop.first %}{% continue %}{% endif %}x{%- endfor -%}",
+        "{% generation %}a{{ messages[0]['content'] }}{% endgeneration %}",
+        "{% if enable_thinking is defined %}t{% else %}{{ eos_token }}{% endif %}",
+    ],
+)
+def test_rendering_and_ids_equal_transformers(folder: Path, template: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    write_config(folder, template)
+    ours, theirs = TextTokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    chat = [{"role": "user", "content": "<é> & 'quoted'"}]
+    expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(chat) == expected
+    theirs_ids = theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert ours.encode_chat(chat) == theirs_ids

@@ -1,0 +1,50 @@
+"""Decoding by bytes gives what the tokenizer library gives."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from minisgl.core import ConfigError
+from minisgl.tokenizer import Vocabulary
+from tests.unit.tokenizer.conftest import byte_level, sentencepiece
+
+BYTE_LEVEL = byte_level()
+BYTES = Vocabulary.of(BYTE_LEVEL)
+SENTENCEPIECE = sentencepiece()
+PIECES = Vocabulary.of(SENTENCEPIECE)
+
+
+@given(
+    st.lists(st.integers(0, len(BYTES) - 1), max_size=40),
+    st.booleans(),
+)
+def test_byte_level_decode_equals_the_library_for_any_ids(ids: list[int], skip: bool) -> None:
+    assert BYTES.decode(ids, skip) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.text(max_size=30))
+def test_sentencepiece_decode_equals_the_library_for_any_text(text: str) -> None:
+    """The library strips the one leading space of a whole text; a continuation keeps it."""
+    words = [f"<0x{byte:02X}>" for byte in text.encode()]
+    ids = [SENTENCEPIECE.token_to_id(word) for word in ["▁hello", *words]]
+    assert PIECES.decode(ids) == " " + SENTENCEPIECE.decode(ids)
+
+
+def test_ids_beyond_the_vocabulary_decode_to_nothing() -> None:
+    """Logits are padded: such an id must not crash (OverflowError in other systems)."""
+    assert BYTES.decode([len(BYTES), 2**31 - 1, -1]) == ""
+
+
+def test_special_tokens_are_skipped_only_when_asked() -> None:
+    eos = BYTE_LEVEL.token_to_id("<eos>")
+    assert BYTES.decode([eos]) == ""
+    assert BYTES.decode([eos], skip_special=False) == "<eos>"
+    assert BYTES.decode([BYTE_LEVEL.token_to_id("<think> now")]) == "<think> now"
+
+
+def test_unknown_decoder_is_refused_by_name() -> None:
+    tokenizer = Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(ConfigError, match="WordPiece"):
+        Vocabulary.of(tokenizer)
