@@ -1,5 +1,6 @@
-"""Main of every child process: `python -m minisgl.server.child FD`; FD holds a ChildSpec as JSON.
+"""Main of every child process: `python -m minisgl.server.child NAME FD`.
 
+FD holds a ChildSpec as JSON, and stays open as the pipe that the child's life hangs on.
 Only the scheduler loads torch; the others import what their role needs and nothing more.
 """
 
@@ -22,10 +23,11 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Run one role until the parent says otherwise; report a fatal error as one line."""
-    life_fd = int(sys.argv[1])
+    life_fd = int(sys.argv[-1])
     spec = msgspec.json.decode(read_payload(life_fd), type=ChildSpec)
     bind_to_parent(spec.parent_pid, life_fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The API server drains on SIGINT; until it can, the signal simply ends it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL if spec.role == "api" else signal.SIG_IGN)
     setup_logging(spec.name, spec.config.log_level)
     try:
         _run(spec)

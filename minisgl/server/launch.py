@@ -84,7 +84,9 @@ class _Service:
 
     def start(self, listener: socket.socket) -> None:
         """Start everything; the API server first, so that livez answers while the rest loads."""
-        _say(f"loading {self._config.served_names[0]} from {self._config.engine.model_path}")
+        config = self._config
+        _say(f"loading {config.served_names[0]} from {config.engine.model_path}")
+        _say(f"listening on {self._template.url} (not ready yet)")
         self._api = self._spawn("api", 0, listener.fileno())
         for rank in range(self._config.engine.tp_size):
             self._spawn("scheduler", rank)
@@ -98,7 +100,9 @@ class _Service:
         spec = msgspec.structs.replace(self._template, role=role, index=index, listen_fd=listen_fd)
         command = self._scheduler_command if role == "scheduler" else _CHILD_COMMAND
         fds = [spec.reason_fd] if listen_fd is None else [spec.reason_fd, listen_fd]
-        return self._supervisor.spawn(spec.name, command, msgspec.json.encode(spec), fds)
+        # The name is for people who look at `ps`; the child reads its spec.
+        argv = [*command, spec.name]
+        return self._supervisor.spawn(spec.name, argv, msgspec.json.encode(spec), fds)
 
     def _start_shell(self) -> subprocess.Popen[bytes]:
         """The shell stays in our process group: it owns the terminal and sees its Ctrl-C."""

@@ -1,0 +1,115 @@
+"""Starts servers as users do, and waits for conditions with a deadline, never for luck."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import openai
+import psutil
+
+__all__ = ["DEADLINE_S", "ServerProcess", "run_server", "wait_for"]
+
+DEADLINE_S = 90.0
+_URL = re.compile(r"listening on (http://\S+)")
+
+T = TypeVar("T")
+
+
+def wait_for(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+    """The first true value of `condition`; fails after `deadline_s`."""
+    end = time.monotonic() + deadline_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < end, f"gave up waiting for {what}"
+        time.sleep(0.02)
+
+
+class ServerProcess:
+    """A running `minisgl`; its stdout and stderr go to files."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self._out = folder / "out"
+        self._err = folder / "err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(command, stdout=out, stderr=err)
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def url(self) -> str:
+        def find() -> str | None:
+            assert self.process.poll() is None, f"it ended: {self.stderr}"
+            found = _URL.search(self.stderr)
+            return found.group(1) if found else None
+
+        return wait_for(find, "the URL")
+
+    def status(self, path: str) -> int:
+        """The HTTP status of a probe; 0 when nothing answers."""
+        try:
+            return httpx.get(self.url + path, timeout=10).status_code
+        except httpx.TransportError:
+            return 0
+
+    def wait_ready(self) -> "ServerProcess":
+        wait_for(lambda: self.status("/readyz") == 200, f"readiness: {self.stderr}")
+        return self
+
+    def child_pids(self) -> dict[str, int]:
+        """Running children by name."""
+        pids = {}
+        for child in psutil.Process(self.pid).children():
+            with contextlib.suppress(psutil.Error):
+                words = child.cmdline()
+                if len(words) > 2 and words[-1].isdigit():
+                    pids[words[-2]] = child.pid
+        return pids
+
+    def child_pid(self, name: str) -> int:
+        return wait_for(lambda: self.child_pids().get(name), f"the child {name}")
+
+    def wait_exit(self) -> int:
+        return self.process.wait(timeout=DEADLINE_S)
+
+    def client(self, retries: int = 0) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=self.url + "/v1", api_key="none", max_retries=retries, timeout=DEADLINE_S
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+@contextlib.contextmanager
+def run_server(*flags: str, stub: str | None = None) -> Iterator[ServerProcess]:
+    """A server on a free port; `stub`: the mode of the stub scheduler in place of the real one."""
+    module = ["minisgl"] if stub is None else ["tests.process.stub_server", stub]
+    command = [sys.executable, "-m", *module, *flags, "--port", "0"]
+    with tempfile.TemporaryDirectory(prefix="minisgl-test-") as folder:
+        server = ServerProcess(command, Path(folder))
+        try:
+            yield server
+        finally:
+            if server.process.poll() is None:
+                server.process.kill()
+                server.process.wait()

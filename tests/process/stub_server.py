@@ -1,0 +1,26 @@
+"""`python -m tests.process.stub_server MODE FLAGS..`: minisgl with the stub as its scheduler."""
+
+import os
+import sys
+from pathlib import Path
+
+from minisgl.core import ConfigError
+from minisgl.server.args import resolve
+from minisgl.server.launch import launch
+from minisgl.utils import setup_logging
+
+
+def main() -> int:
+    mode, *flags = sys.argv[1:]
+    setup_logging("launcher", "info")
+    config = resolve(flags, os.environ, lambda name, revision: name, lambda: Path("."))
+    command = (sys.executable, "-m", "tests.process.stub_scheduler", mode)
+    try:
+        return launch(config, scheduler_command=command)
+    except ConfigError as error:
+        sys.stderr.write(f"minisgl: error: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

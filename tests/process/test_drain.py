@@ -1,0 +1,180 @@
+"""SIGTERM drains (W28, W29): unready at once, nothing lost, a deadline, and exit code 0."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+
+pytestmark = pytest.mark.process
+
+
+class Caller:
+    """One streaming call in a thread; `text` is what it has got."""
+
+    def __init__(self, server: ServerProcess, max_tokens: int) -> None:
+        self.text = ""
+        self.status = 0
+        self._body = {
+            "model": "tiny",
+            "prompt": "a b c",
+            "max_tokens": max_tokens,
+            "stream": True,
+        }
+        self._url = server.url + "/v1/completions"
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=DEADLINE_S) as response:
+            self.status = response.status_code
+            for part in response.iter_text():
+                self.text += part
+
+    def wait_first(self) -> "Caller":
+        wait_for(lambda: self.text, "the first text")
+        return self
+
+    def join(self) -> "Caller":
+        self._thread.join(DEADLINE_S)
+        return self
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str) -> Iterator[ServerProcess]:
+    with run_server("--model", str(model), *flags, stub="echo") as server:
+        yield server.wait_ready()
+
+
+def short_call(server: ServerProcess) -> httpx.Response:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S)
+
+
+def test_sigterm_finishes_what_runs_and_exits_0(tiny_model: Path) -> None:
+    with serving(tiny_model, "--drain-grace", "0") as server:
+        pids = list(server.child_pids().values())
+        caller = Caller(server, max_tokens=400).wait_first()
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        text = caller.join().text
+        assert '"finish_reason":"length"' in text
+        assert text.endswith("data: [DONE]\n\n")
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_grace_accepts_while_unready_and_then_refuses_with_retry_after(tiny_model: Path) -> None:
+    with serving(tiny_model, "--drain-grace", "3") as server:
+        caller = Caller(server, max_tokens=2000).wait_first()
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: server.status("/readyz") == 503, "unreadiness")
+        assert server.status("/livez") == 200
+        assert short_call(server).status_code == 200
+
+        def refused() -> httpx.Response | None:
+            answer = short_call(server)
+            return answer if answer.status_code == 503 else None
+
+        answer = wait_for(refused, "the end of the grace")
+        assert answer.headers["retry-after"]
+        assert server.status("/livez") == 200
+        assert server.wait_exit() == 0
+        assert caller.join().text.endswith("data: [DONE]\n\n")
+
+
+def test_deadline_ends_the_rest_with_an_error_chunk(tiny_model: Path) -> None:
+    flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
+    with serving(tiny_model, *flags) as server:
+        caller = Caller(server, max_tokens=2000).wait_first()
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        text = caller.join().text
+        assert '{"error":{"message":"the server is shutting down"' in text
+        assert text.endswith("data: [DONE]\n\n")
+
+
+def test_second_signal_ends_at_once(tiny_model: Path) -> None:
+    with serving(tiny_model, "--drain-grace", "600", "--drain-timeout", "600") as server:
+        pids = list(server.child_pids().values())
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: server.status("/readyz") == 503, "unreadiness")
+
+        def ended() -> bool:
+            with contextlib.suppress(ProcessLookupError):
+                server.signal(signal.SIGTERM)
+            return server.process.poll() is not None
+
+        wait_for(ended, "the end", deadline_s=20)
+        assert server.process.returncode == 128 + signal.SIGTERM
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_death_while_draining_still_fails(tiny_model: Path) -> None:
+    with serving(tiny_model, "--drain-grace", "600", "--drain-timeout", "600") as server:
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: server.status("/readyz") == 503, "unreadiness")
+        psutil.Process(server.child_pid("scheduler")).kill()
+        assert server.wait_exit() == 1
+        assert "scheduler (pid" in server.stderr
+
+
+def test_socket_directory_is_removed(tiny_model: Path, tmp_path: Path) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.process.stub_server", "echo"]
+    process = subprocess.Popen(
+        [*command, "--model", str(tiny_model), "--port", "0"],
+        env=environ,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    with process:
+        wait_for(lambda: list(tmp_path.glob("minisgl-*/serving")), "readiness")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0
+    assert not list(tmp_path.glob("minisgl-*"))
+
+
+def test_real_engine_drains_and_exits_0(tiny_model: Path) -> None:
+    with run_server("--model", str(tiny_model), "--drain-grace", "0") as server:
+        caller = Caller(server.wait_ready(), max_tokens=300).wait_first()
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert caller.join().text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making a PID namespace needs root here")
+def test_sigterm_works_as_pid_1(tiny_model: Path, tmp_path: Path) -> None:
+    """W28: without an init, mini-sglang ignored SIGTERM and joined its children for ever."""
+    probe = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"]
+    if subprocess.run(probe, capture_output=True).returncode != 0:
+        pytest.skip("PID namespaces are not available here")
+    script = (
+        "import os, subprocess, sys\n"
+        "assert os.getpid() == 1\n"
+        # An orphan that becomes ours: its exit must be reaped and must not end the service.
+        "subprocess.Popen(['sh', '-c', 'sleep 0.1 & sleep 0.2 &']).wait()\n"
+        "from tests.process import stub_server\n"
+        "sys.exit(stub_server.main())\n"
+    )
+    err = tmp_path / "err"
+    with err.open("wb") as sink:
+        outer = subprocess.Popen(
+            [*probe[:-1], sys.executable, "-c", script, "echo"]
+            + ["--model", str(tiny_model), "--port", "0", "--drain-grace", "0"],
+            stdout=sink,
+            stderr=sink,
+        )
+    with outer:
+        wait_for(lambda: b"minisgl serves" in err.read_bytes(), "readiness")
+        (inner,) = psutil.Process(outer.pid).children()
+        inner.send_signal(signal.SIGTERM)
+        assert outer.wait(DEADLINE_S) == 0, err.read_text()

@@ -1,0 +1,160 @@
+"""Whatever dies, everything ends, within seconds, with one line that says what died (W12, W30)."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import threading
+
+import httpx
+import psutil
+import pytest
+
+from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+
+pytestmark = pytest.mark.process
+
+CHILDREN = ["api", "scheduler", "tokenizer-0", "detokenizer"]
+
+
+def _start_long_stream(server: ServerProcess) -> tuple[httpx.Client, httpx.Response]:
+    """A stream whose first text has arrived, so that the request decodes."""
+    client = httpx.Client(timeout=DEADLINE_S)
+    body = {"model": "tiny", "prompt": "one two three", "max_tokens": 2000, "stream": True}
+    request = client.build_request("POST", server.url + "/v1/completions", json=body)
+    response = client.send(request, stream=True)
+    assert response.status_code == 200
+    return client, response
+
+
+def _bring_into(server: ServerProcess, phase: str) -> None:
+    if phase == "loading":
+        wait_for(lambda: server.status("/livez") == 200, "livez while loading")
+        assert server.status("/readyz") == 503
+    else:
+        server.wait_ready()
+
+
+def _assert_all_gone(pids: list[int]) -> None:
+    def alive() -> list[int]:
+        return [
+            pid
+            for pid in pids
+            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        ]
+
+    wait_for(lambda: not alive(), f"the end of {pids}")
+
+
+@pytest.mark.parametrize("phase", ["loading", "idle", "decode"])
+@pytest.mark.parametrize("name", CHILDREN)
+def test_killed_child_ends_the_service(tiny_model, name: str, phase: str) -> None:
+    mode = "loading" if phase == "loading" else "echo"
+    with run_server("--model", str(tiny_model), stub=mode) as server:
+        _bring_into(server, phase)
+        stream = _start_long_stream(server) if phase == "decode" else None
+        pids = [server.child_pid(child) for child in CHILDREN]
+        psutil.Process(server.child_pid(name)).kill()
+        assert server.wait_exit() == 1
+        _assert_all_gone(pids)
+        assert f"error: {name} (pid" in server.stderr
+        assert "SIGKILL" in server.stderr
+        if stream is not None:
+            client, response = stream
+            with contextlib.closing(client):
+                if name == "api":
+                    with pytest.raises(httpx.TransportError):
+                        response.read()
+                else:
+                    assert '{"error":{"message":"the engine has failed' in response.read().decode()
+                    assert response.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("phase", ["loading", "idle", "decode"])
+def test_killed_launcher_leaves_no_orphans(tiny_model, phase: str) -> None:
+    """W28: the children hang on the launcher by a signal and by a pipe."""
+    mode = "loading" if phase == "loading" else "echo"
+    with run_server("--model", str(tiny_model), stub=mode) as server:
+        _bring_into(server, phase)
+        if phase == "decode":
+            _start_long_stream(server)
+        pids = [server.child_pid(child) for child in CHILDREN]
+        server.process.kill()
+        server.wait_exit()
+        _assert_all_gone(pids)
+
+
+@pytest.mark.parametrize("name", ["api", "scheduler"])
+def test_killed_child_of_the_real_engine_ends_the_service(tiny_model, name: str) -> None:
+    with run_server("--model", str(tiny_model), "--num-pages", "1024") as server:
+        server.wait_ready()
+        _start_long_stream(server)
+        pids = [server.child_pid(child) for child in CHILDREN]
+        psutil.Process(server.child_pid(name)).kill()
+        assert server.wait_exit() == 1
+        _assert_all_gone(pids)
+
+
+def test_child_that_fails_to_load_is_one_line(tiny_model) -> None:
+    with run_server("--model", str(tiny_model), stub="broken") as server:
+        assert server.wait_exit() == 2
+        assert "error: the model is upside down" in server.stderr
+        assert "Traceback" not in server.stderr
+
+
+def test_hung_scheduler_turns_livez_503_and_ends_the_service(tiny_model) -> None:
+    flags = ("--model", str(tiny_model), "--step-timeout", "1")
+    with run_server(*flags, stub="hang") as server:
+        url = server.wait_ready().url
+        body = {"model": "tiny", "prompt": "hi", "stream": True}
+        caller = threading.Thread(
+            target=lambda: httpx.post(url + "/v1/completions", json=body, timeout=DEADLINE_S)
+        )
+        caller.start()
+        wait_for(lambda: server.status("/livez") == 503, "livez 503")
+        assert server.wait_exit() != 0
+        caller.join(DEADLINE_S)
+        assert "no progress" in server.stderr
+
+
+def test_idle_server_stays_live_beyond_the_step_timeout(tiny_model) -> None:
+    """A scheduler that has nothing to do makes no steps, and that is no hang."""
+    flags = ("--model", str(tiny_model), "--step-timeout", "0.2")
+    with run_server(*flags, stub="echo") as server:
+        server.wait_ready()
+        for _ in range(40):
+            assert server.status("/livez") == 200
+        assert server.client().completions.create(model="tiny", prompt="hi").choices[0].text
+
+
+def test_port_taken_is_one_line_at_once(tiny_model) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with run_server("--model", str(tiny_model), "--host", "127.0.0.1", stub="echo") as server:
+            pass
+        command = [*server.process.args[:-1], str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_front_end_processes_load_no_torch(real_server: ServerProcess) -> None:
+    for name in ["api", "tokenizer-0", "detokenizer"]:
+        with open(f"/proc/{real_server.child_pid(name)}/maps") as maps:
+            assert "libtorch" not in maps.read(), name
+    with open(f"/proc/{real_server.pid}/maps") as maps:
+        assert "libtorch" not in maps.read(), "launcher"
+    with open(f"/proc/{real_server.child_pid('scheduler')}/maps") as maps:
+        assert "libtorch" in maps.read(), "the scheduler should, or this test proves nothing"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_loading_ends_at_once(tiny_model, number: signal.Signals) -> None:
+    with run_server("--model", str(tiny_model), stub="loading") as server:
+        _bring_into(server, "loading")
+        pids = list(server.child_pids().values())
+        server.signal(number)
+        assert server.wait_exit() == 0
+        _assert_all_gone(pids)
