@@ -45,6 +45,7 @@ class Engine:
     def __init__(self, config: EngineConfig, tp: TPInfo, comm: Communicator) -> None:
         """Load the model and allocate everything. Raises ConfigError or OutOfMemory."""
         self._config = config
+        self._comm = comm
         self._model_config = load_model_config(config.model_path)
         self._device = resolve_device(config, tp)
         dtype = resolve_dtype(config, self._model_config, self._device)
@@ -179,10 +180,18 @@ class Engine:
     def warm_up(self) -> None:
         """Run every kind of step once, on the dummy page, so that nothing compiles later."""
         probe.warm_up(self, self._pool.dummy_page)
+        self._pool.clear_dummy()
 
     def calibrate(self) -> StepCost:
-        """Time a few steps on the dummy page and fit the cost formula to them."""
-        return probe.calibrate(self, self._pool.dummy_page)
+        """Time a few steps on the dummy page and fit the cost formula; the same on all ranks."""
+
+        def slowest_ns(own: int) -> int:
+            return -self._comm.agree_min(-own)
+
+        cost = probe.calibrate(self, self._pool.dummy_page, slowest_ns)
+        self._pool.clear_dummy()
+        logger.info("step cost calibrated %s", cost)
+        return cost
 
     def close(self) -> None:
         """Give the memory back. The communicator stays open: it belongs to the caller."""

@@ -4,6 +4,7 @@ They run before any request and point every row at the dummy page, so no page is
 """
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost
 
 __all__ = ["calibrate", "fit", "probe_batch", "warm_up"]
 
-_TIME_LIMIT_S = 3.0  # for all of a calibration; slow machines stop at smaller sizes
+_TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
 _REPEATS = 3
 
 
@@ -41,33 +42,33 @@ def warm_up(engine: EngineLike, dummy_page: int) -> None:
                 engine.launch(batch).wait()
 
 
-def calibrate(engine: EngineLike, dummy_page: int) -> StepCost:
-    """Time growing steps until the time is up, smallest first, best of three each."""
-    deadline = time.monotonic() + _TIME_LIMIT_S
+def calibrate(engine: EngineLike, dummy_page: int, slowest_ns: Callable[[int], int]) -> StepCost:
+    """Time growing steps until the time is up, smallest first.
+
+    slowest_ns(own) is the largest duration of all ranks. Only such agreed durations are used, so
+    every rank runs the same steps (they hold collectives) and returns the same cost.
+    """
     timings: list[Timing] = []
     longest = min(engine.max_seq_len - 1, 2048)
     shapes = [Shape(1, 0, 1), Shape(0, 16, 0), Shape(8, 0, 1), Shape(8, 0, longest // 2)]
     shapes += [Shape(0, 128, 0), Shape(32, 0, longest // 2), Shape(0, 512, 0), Shape(1, 512, 256)]
+    spent_ns = 0
     for shape in shapes:
-        if len(timings) > 3 and time.monotonic() > deadline:
+        if len(timings) > 3 and spent_ns > _TIME_LIMIT_NS:
             break
         batch = probe_batch(engine, dummy_page, shape)
-        if batch is not None:
-            timings.append(_time(engine, batch, deadline))
+        if batch is None:
+            continue
+        durations_ns: list[int] = []
+        while not durations_ns or (len(durations_ns) < _REPEATS and spent_ns <= _TIME_LIMIT_NS):
+            begin = time.perf_counter_ns()
+            engine.launch(batch).wait()
+            durations_ns.append(slowest_ns(time.perf_counter_ns() - begin))
+            spent_ns += durations_ns[-1]
+        lengths = batch.lengths.astype(np.int64)
+        attended = lengths * batch.start + lengths * (lengths + 1) // 2
+        timings.append(Timing(int(lengths.sum()), int(attended.sum()), min(durations_ns) / 1e9))
     return fit(timings)
-
-
-def _time(engine: EngineLike, batch: Batch, deadline: float) -> Timing:
-    best = float("inf")
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        engine.launch(batch).wait()
-        best = min(best, time.perf_counter() - begin)
-        if time.monotonic() > deadline:
-            break
-    lengths = batch.lengths.astype(np.int64)
-    attended = lengths * batch.start + lengths * (lengths + 1) // 2
-    return Timing(int(lengths.sum()), int(attended.sum()), best)
 
 
 def fit(timings: list[Timing]) -> StepCost:

@@ -47,15 +47,23 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
-    """None: the model's context. More than that is refused: positions would be meaningless."""
-    if config.max_seq_len is None:
-        return model.max_position
-    if not 1 < config.max_seq_len <= model.max_position:
+    """None: the model's context. More than that is refused: positions would be meaningless.
+
+    So is a context in which a sliding window would have to hide something.
+    """
+    context = model.max_position
+    length = context if config.max_seq_len is None else config.max_seq_len
+    if not 1 < length <= context:
         raise ConfigError(
-            f"max_seq_len {config.max_seq_len} is outside 2..{model.max_position}, "
-            "the model's context in tokens"
+            f"max_seq_len {length} is outside 2..{context}, the model's context in tokens"
         )
-    return config.max_seq_len
+    window = model.sliding_window
+    if window is not None and length > window:
+        raise ConfigError(
+            f"sliding_window {window} is not supported in a context of {length} tokens: attention "
+            f"would have to forget some; supported: max_seq_len up to {window}"
+        )
+    return length
 
 
 def resolve_num_pages(

@@ -47,6 +47,10 @@ class KVPool:
         """View [P + 1, S, Hkv, D] of one layer's values."""
         return self._storage[layer, 1]
 
+    def clear_dummy(self) -> None:
+        """Zero the dummy page again, after steps that wrote to it on purpose."""
+        self._storage[:, :, self.dummy_page] = 0
+
     @property
     def device(self) -> torch.device:
         return self._storage.device

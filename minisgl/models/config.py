@@ -34,7 +34,9 @@ class MoeConfig:
 class ModelConfig:
     """One decoder-only model. dtype is the checkpoint's (float32, bfloat16 or float16).
 
-    max_position is the context length in tokens, with what YaRN adds to it.
+    max_position    the context length in tokens, with what YaRN adds to it.
+    sliding_window  tokens that some layer looks back at, where that is less than the context.
+                    Not computed here, so it bounds the context that can be served.
     """
 
     architecture: str
@@ -48,6 +50,7 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     max_position: int
+    sliding_window: int | None
     rope_theta: float
     rope_scaling: RopeScaling | None
     qkv_bias: bool
@@ -98,6 +101,7 @@ def model_config_from(
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
     theta, scaling, max_position = rope_from(fields)
+    window = _sliding_window(fields, family)
     attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", False)
     return ModelConfig(
         architecture=architecture,
@@ -111,6 +115,7 @@ def model_config_from(
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position=max_position,
+        sliding_window=window if window is not None and window < max_position else None,
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family.always_qkv_bias or attention_bias,
@@ -135,19 +140,18 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         raise ConfigError(f"hidden_act {activation!r} is not supported; supported: silu")
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("partial_rotary_factor other than 1 is not supported")
-    _refuse_sliding_window(fields, family)
+    layer_types = fields.get("layer_types")
+    kinds = {str(kind) for kind in layer_types} if isinstance(layer_types, list) else set()
+    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ConfigError(f"layer type {unknown[0]!r} is not supported; supported: full_attention")
 
 
-def _refuse_sliding_window(fields: Fields, family: Family) -> None:
-    """A window at least as long as the context hides nothing, so it is accepted."""
-    window = fields.get("sliding_window")
+def _sliding_window(fields: Fields, family: Family) -> int | None:
+    """The window of the layers that slide, None when no layer does."""
+    if fields.get("sliding_window") is None:
+        return None
     layer_types = fields.get("layer_types")
     if isinstance(layer_types, list):
-        unknown = sorted({str(t) for t in layer_types} - {"full_attention", "sliding_attention"})
-        if unknown:
-            raise ConfigError(
-                f"layer type {unknown[0]!r} is not supported; supported: full_attention"
-            )
         slides = "sliding_attention" in layer_types
     elif not family.window_is_optional:
         slides = True
@@ -156,11 +160,7 @@ def _refuse_sliding_window(fields: Fields, family: Family) -> None:
         slides = fields.boolean("use_sliding_window", False) and first < fields.integer(
             "num_hidden_layers"
         )
-    if slides and window is not None and window < fields.integer("max_position_embeddings"):
-        raise ConfigError(
-            f"sliding_window {window} is not supported: attention would have to forget tokens; "
-            "supported: full attention (sliding_window null)"
-        )
+    return fields.integer("sliding_window") if slides else None
 
 
 def _dtype(fields: Fields) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.core import ConfigError
+from minisgl.core import ConfigError, EngineConfig
+from minisgl.engine.settings import resolve_max_seq_len
 from minisgl.layers import LinearRope, Llama3Rope, YarnRope, rope_table
 from minisgl.models import ModelConfig, load_model_config, model_config_from
 
@@ -137,6 +138,7 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention'"),
         ({"eos_token_id": "</s>"}, "eos_token_id must hold token ids"),
     ],
 )
@@ -149,28 +151,32 @@ SLIDING = {"sliding_window": 128}
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "refused"),
+    ("name", "changes", "window"),
     [
-        ("MistralForCausalLM", SLIDING, True),
-        ("MistralForCausalLM", {"sliding_window": None}, False),
-        ("MistralForCausalLM", {"sliding_window": 512}, False),
-        ("Qwen2ForCausalLM", SLIDING, False),
-        ("Qwen2ForCausalLM", SLIDING | {"use_sliding_window": True}, False),
-        ("Qwen2ForCausalLM", SLIDING | {"use_sliding_window": True, "max_window_layers": 1}, True),
-        ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["full_attention"] * 2}, False),
-        ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["sliding_attention"] * 2}, True),
-        ("Qwen3MoeForCausalLM", SLIDING | {"use_sliding_window": True}, True),
-        ("LlamaForCausalLM", {"layer_types": ["chunked_attention"] * 2}, True),
+        ("MistralForCausalLM", SLIDING, 128),
+        ("MistralForCausalLM", {"sliding_window": None}, None),
+        ("MistralForCausalLM", {"sliding_window": 512}, None),
+        ("Qwen2ForCausalLM", SLIDING, None),
+        ("Qwen2ForCausalLM", SLIDING | {"use_sliding_window": True}, None),
+        ("Qwen2ForCausalLM", SLIDING | {"use_sliding_window": True, "max_window_layers": 1}, 128),
+        ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["full_attention"] * 2}, None),
+        ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["sliding_attention"] * 2}, 128),
+        ("Qwen3MoeForCausalLM", SLIDING | {"use_sliding_window": True}, 128),
     ],
 )
-def test_sliding_window_is_refused_only_where_it_acts(
-    name: str, changes: dict[str, Any], refused: bool
+def test_sliding_window_counts_only_where_it_acts(
+    name: str, changes: dict[str, Any], window: int | None
 ) -> None:
-    if refused:
-        with pytest.raises(ConfigError, match=r"sliding_window 128|layer type"):
-            family(name, **changes)
+    model = family(name, **changes)
+    assert model.sliding_window == window
+    engine = EngineConfig(model_path="unused")
+    if window is None:
+        assert resolve_max_seq_len(engine, model) == 512
     else:
-        family(name, **changes)
+        with pytest.raises(ConfigError, match=r"sliding_window 128 .* max_seq_len up to 128"):
+            resolve_max_seq_len(engine, model)
+        short = EngineConfig(model_path="unused", max_seq_len=128)
+        assert resolve_max_seq_len(short, model) == 128
 
 
 def test_eos_ids_of_both_files_are_united() -> None:
