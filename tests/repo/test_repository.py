@@ -78,8 +78,10 @@ def test_source_files_stay_readable_in_one_go():
 
 
 def test_package_stays_within_its_line_budget():
+    """Code, docstrings and comments count; blank lines are free, so nobody saves on air."""
     names = [n for n in python_files("minisgl/") if not n.startswith(UNCOUNTED)]
-    assert sum(len((read(name) or "").splitlines()) for name in names) < LINE_BUDGET
+    lines = [line for name in names for line in (read(name) or "").splitlines() if line.strip()]
+    assert len(lines) < LINE_BUDGET
 
 
 def test_only_shell_and_benchmark_print():

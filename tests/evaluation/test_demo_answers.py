@@ -1,0 +1,85 @@
+"""The stack is right in meaning: transformers, `LLM` and the server answer equally well.
+
+Caching and chunking are on: conversations share prefixes, and the long look-ups (up to 3,000
+tokens) are cut into chunks of 512.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from demo.evaluate import (
+    MAX_ANSWER_TOKENS,
+    Prompt,
+    Score,
+    accuracy_by_task,
+    accuracy_table,
+    load_evaluation,
+    transformers_answers,
+)
+from minisgl.core import SamplingParams
+from minisgl.demo import model_path
+from minisgl.llm import LLM
+from tests.process.harness import run_server
+
+CLIENTS = 16
+LEAST_ACCURACY = 0.95
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    return load_evaluation()
+
+
+@pytest.fixture(scope="module")
+def reference(prompts: list[Prompt]) -> dict[str, Score]:
+    """What transformers scores, one prompt at a time."""
+    texts = transformers_answers(prompts, model_path(), "cpu", "float32")
+    return accuracy_by_task(prompts, texts)
+
+
+@pytest.mark.slow
+def test_transformers_answer_the_held_out_prompts(reference: dict[str, Score]) -> None:
+    weak = {task: score for task, score in reference.items() if score.accuracy < LEAST_ACCURACY}
+    assert not weak, accuracy_table(reference)
+
+
+@pytest.mark.slow
+def test_the_offline_engine_scores_as_transformers_do(
+    prompts: list[Prompt], reference: dict[str, Score]
+) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
+    with LLM(prefill_budget_tokens=512) as llm:
+        completions = llm.chat([p.messages for p in prompts], greedy, progress=False)
+        totals = llm.scheduler.totals
+    assert isinstance(completions, list)
+    assert totals.cached_tokens_total > 0
+    assert totals.overlapped_steps_total > 0
+    assert max(c.prompt_tokens for c in completions) > 2 * 512
+    assert accuracy_by_task(prompts, [c.text for c in completions]) == reference
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_server_scores_as_transformers_do(
+    prompts: list[Prompt], reference: dict[str, Score]
+) -> None:
+    with run_server("--max-prefill-length", "512") as server:
+        client = server.wait_ready().client()
+
+        def ask(prompt: Prompt) -> tuple[str, int]:
+            answer = client.chat.completions.create(
+                model="minisgl-demo",
+                messages=prompt.messages,  # type: ignore[arg-type]
+                temperature=0,
+                max_tokens=MAX_ANSWER_TOKENS,
+            )
+            assert answer.usage is not None
+            details = answer.usage.prompt_tokens_details
+            assert details is not None
+            return answer.choices[0].message.content or "", details.cached_tokens or 0
+
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            answers = list(pool.map(ask, prompts))
+    assert sum(cached for _, cached in answers) > 0
+    assert accuracy_by_task(prompts, [text for text, _ in answers]) == reference
