@@ -33,6 +33,15 @@ class ArgumentParser(argparse.ArgumentParser):
         return options
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not those that say nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
 def _bounded(
     kind: type[int] | type[float], low: float, high: float | None = None
 ) -> Callable[[str], float]:
@@ -63,7 +72,7 @@ def build_parser() -> ArgumentParser:
         description="Serve a language model over the OpenAI API. Without --model: a demo model.",
         epilog="Further commands: minisgl bench ..., minisgl compile ...",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"minisgl {minisgl.__version__}")
     _add_model_flags(parser)
@@ -197,8 +206,8 @@ def _add_scheduling_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_serving_flags(parser: argparse.ArgumentParser) -> None:
     serving = parser.add_argument_group("serving")
-    serving.add_argument("--host", default="127.0.0.1")
-    serving.add_argument("--port", type=_bounded(int, 0, 65535), default=1919)
+    serving.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    serving.add_argument("--port", type=_bounded(int, 0, 65535), default=1919, help="0: a free one")
     serving.add_argument(
         "--num-tokenizer",
         "--tokenizer-count",

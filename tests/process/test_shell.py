@@ -100,10 +100,10 @@ def test_unknown_command_is_a_message(terminal: Terminal) -> None:
 
 
 def test_ctrl_c_at_the_prompt_stays_and_ctrl_d_leaves(terminal: Terminal) -> None:
-    terminal.expect("> ")
+    terminal.expect(">")
     terminal.type("\x03")
     terminal.expect("(Ctrl-D or /exit leaves)")
-    terminal.expect("> ")
+    terminal.expect(">")
     terminal.type("\x04")
     assert terminal.process.wait(DEADLINE_S) == 0
 

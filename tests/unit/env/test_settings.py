@@ -1,0 +1,38 @@
+"""MINISGL_* variables: known, unknown, and injected by Kubernetes."""
+
+import logging
+
+import pytest
+
+from minisgl.env import EnvError, read_env
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("true", True), ("0", False), ("", False)]
+)
+def test_flag_is_parsed(text: str, value: bool) -> None:
+    found = read_env({"MINISGL_DISABLE_OVERLAP_SCHEDULING": text})
+    assert found.disable_overlap_scheduling is value
+
+
+def test_bad_value_names_the_variable() -> None:
+    """mini-sglang ignored bad values in silence."""
+    with pytest.raises(EnvError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING"):
+        read_env({"MINISGL_DISABLE_OVERLAP_SCHEDULING": "2"})
+
+
+def test_unknown_variable_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_env({"MINISGL_DISABLE_OVERLAP": "1"})
+    assert "MINISGL_DISABLE_OVERLAP" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["MINISGL_PORT", "MINISGL_PORT_1919_TCP", "MINISGL_SERVICE_HOST", "OTHER"]
+)
+def test_injected_variables_are_passed_over_in_silence(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_env({name: "tcp://10.0.0.1:1919"})
+    assert caplog.text == ""

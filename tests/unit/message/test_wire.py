@@ -1,0 +1,81 @@
+"""Messages survive the wire, and what is no message does not get through."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.message import (
+    Decoded,
+    DecodeIds,
+    Receiver,
+    Sender,
+    StepText,
+    TextSpec,
+    TextUpdate,
+    ToApi,
+    TokenizeChat,
+    Tokenized,
+    TokenizeText,
+    ToTokenizer,
+    endpoint,
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "union"),
+    [
+        (TokenizeText(uid=1, text="é\0"), ToTokenizer),
+        (TokenizeChat(uid=1, messages_json=b"[]"), ToTokenizer),
+        (DecodeIds(uid=1, token_ids=b"\1\0\0\0"), ToTokenizer),
+        (Tokenized(uid=1, error="no", internal=True), ToApi),
+        (Decoded(uid=1, text="x"), ToApi),
+        (
+            StepText(
+                updates=[
+                    TextUpdate(
+                        uid=2**62, text="x", completion_tokens=1, prompt_tokens=2, cached_tokens=0
+                    )
+                ]
+            ),
+            ToApi,
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_round_trip(message: object, union: object) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=union) == message
+
+
+@given(st.binary(max_size=40))
+def test_garbage_is_no_message(frame: bytes) -> None:
+    with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
+        msgspec.msgpack.decode(frame, type=ToApi)
+
+
+def test_unknown_fields_and_foreign_types_are_refused() -> None:
+    """W35: mini-sglang built any class that a message named."""
+    for value in (
+        {"type": "Decoded", "uid": 1, "text": "", "more": 1},
+        {"type": "TextSpec", "prompt_tail": []},
+        {"__type__": "Decoded", "uid": 1, "text": ""},
+    ):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=ToApi)
+    assert TextSpec(prompt_tail=[]).min_tokens == 0
+
+
+def test_receiver_drops_garbage_and_goes_on(tmp_path: Path) -> None:
+    receiver: Receiver[ToApi] = Receiver(endpoint(str(tmp_path), "q"), ToApi)
+    raw: Sender[object] = Sender(endpoint(str(tmp_path), "q"))
+    raw.send({"no": "message"})
+    raw.send(Decoded(uid=7, text="x"))
+    seen: list[ToApi] = []
+    while not seen:
+        assert receiver.poll(10)
+        seen += receiver.drain()
+    assert seen == [Decoded(uid=7, text="x")]
+    raw.close()
+    receiver.close()

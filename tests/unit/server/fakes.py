@@ -1,0 +1,64 @@
+"""What the server talks to, as plain lists."""
+
+from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
+from minisgl.message import StepText, TextUpdate, Tokenized
+from minisgl.server import ServerConfig
+from minisgl.server.client import EngineClient
+
+FACTS = ModelFacts(
+    max_seq_len=100,
+    vocab_size=50,
+    eos_token_ids=(2,),
+    kv_capacity_tokens=80,
+    page_size=16,
+    device="cpu",
+    dtype="float32",
+)
+CONFIG = ServerConfig(
+    engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=("m", "org/m")
+)
+
+
+class Outbox:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+class World:
+    """A client between fake tokenizers and a fake scheduler."""
+
+    def __init__(self, tokenizers: int = 1, max_queued_reqs: int = 100) -> None:
+        self.tokenizers = [Outbox() for _ in range(tokenizers)]
+        self.scheduler = Outbox()
+        self.client = EngineClient(self.tokenizers, self.scheduler, max_queued_reqs)
+
+    def answer(self, ids: bytes = b"\x01\0\0\0", error: str | None = None) -> None:
+        """All questions to the tokenizers."""
+        for box in self.tokenizers:
+            for message in box.sent:
+                self.client.receive_answer(
+                    Tokenized(uid=message.uid, token_ids=ids if error is None else b"", error=error)
+                )
+            box.sent.clear()
+
+    def update(self, uid: int, text: str = "", **fields: object) -> None:
+        values = {"completion_tokens": 1, "prompt_tokens": 1, "cached_tokens": 0, **fields}
+        self.client.receive_text(StepText(updates=[TextUpdate(uid=uid, text=text, **values)]))
+
+    def finish(self, uid: int, reason: FinishReason = FinishReason.LENGTH) -> None:
+        self.update(uid, finish=reason)
+
+    @property
+    def is_empty(self) -> bool:
+        client = self.client
+        return (
+            not client.open_generations
+            and not client.open_choices
+            and not client.pending_answers
+            and client.queued == 0
+        )

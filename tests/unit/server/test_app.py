@@ -1,0 +1,174 @@
+"""The routes and layers over ASGI, without any process."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from minisgl.core import FinishReason
+from minisgl.message import AddReq, Ready
+from minisgl.server import ServerConfig
+from minisgl.server.app import build_app
+from minisgl.server.lifecycle import Lifecycle
+from tests.unit.server.fakes import CONFIG, FACTS, World
+
+
+class FakeService:
+    """A ready service whose engine is a `World`."""
+
+    def __init__(self, world: World, config: ServerConfig = CONFIG) -> None:
+        self.config = config
+        self.client = world.client
+        self.lifecycle = Lifecycle(frozenset({"scheduler"}))
+        self.lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
+        self.hangs = False
+
+    def stuck(self) -> bool:
+        return self.hangs
+
+
+async def answer_all(world: World) -> None:
+    """Tokenize everything, and answer each request by two texts."""
+    done: set[int] = set()
+    while True:
+        await asyncio.sleep(0)
+        world.answer()
+        for message in [m for m in world.scheduler.sent if isinstance(m, AddReq)]:
+            if message.uid not in done:
+                done.add(message.uid)
+                world.update(message.uid, "hé")
+                await asyncio.sleep(0)
+                world.update(message.uid, "llo", completion_tokens=2, finish=FinishReason.LENGTH)
+
+
+def call(method: str, path: str, hangs: bool = False, **options: Any) -> httpx.Response:
+    async def main() -> httpx.Response:
+        world = World()
+        service = FakeService(world)
+        service.hangs = hangs
+        engine = asyncio.create_task(answer_all(world))
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.request(method, path, **options)
+        engine.cancel()
+        assert world.is_empty
+        return answer
+
+    return asyncio.run(main())
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The parsed events, with [DONE] as it is."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    blocks = answer.text.split("\n\n")
+    assert blocks[-1] == ""
+    data = [block.removeprefix("data: ") for block in blocks[:-1]]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+def test_chat_answer_has_exactly_the_documented_fields() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    answer = call("POST", "/v1/chat/completions", json=body).json()
+    assert answer.pop("id").startswith("chatcmpl-")
+    assert isinstance(answer.pop("created"), int)
+    assert answer.pop("system_fingerprint").startswith("minisgl-")
+    assert answer == {
+        "object": "chat.completion",
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "héllo", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 1,
+            "completion_tokens": 2,
+            "total_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_chat_stream_has_role_texts_finish_usage_done(include_usage: bool) -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "stream": True,
+        "stream_options": {"include_usage": include_usage},
+    }
+    answer = call("POST", "/v1/chat/completions", json=body)
+    assert answer.headers["x-accel-buffering"] == "no"
+    *chunks, done = events(answer)
+    assert done == "[DONE]"
+    if include_usage:
+        last = chunks.pop()
+        assert last["choices"] == []
+        assert last["usage"]["total_tokens"] == 3
+    assert all(("usage" in chunk) == include_usage for chunk in chunks)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(c["delta"].get("content", "") for c in choices) == "héllo"
+    assert choices[-1] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+
+
+def test_completions_stream_echoes_each_prompt() -> None:
+    body = {"model": "m", "prompt": ["a", "b"], "n": 2, "echo": True, "stream": True}
+    chunks = events(call("POST", "/v1/completions", json=body))[:-1]
+    texts = ["", "", "", ""]
+    for chunk in chunks:
+        assert chunk["object"] == "text_completion"
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == ["ahéllo", "ahéllo", "bhéllo", "bhéllo"]
+
+
+@pytest.mark.parametrize(
+    ("path", "hangs", "status"),
+    [
+        ("/livez", False, 200),
+        ("/livez", True, 503),
+        ("/readyz", True, 503),
+        ("/health", False, 200),
+    ],
+)
+def test_probes(path: str, hangs: bool, status: int) -> None:
+    assert call("GET", path, hangs=hangs).status_code == status
+    assert call("HEAD", path, hangs=hangs).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/v1/models/", 404, "model_not_found"),
+        ("PUT", "/v1/models", 405, "method_not_allowed"),
+        ("TRACE", "/livez", 405, "method_not_allowed"),
+    ],
+)
+def test_other_paths_and_methods_have_nested_errors(
+    method: str, path: str, status: int, code: str
+) -> None:
+    answer = call(method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_model_ids_may_have_slashes() -> None:
+    assert call("GET", "/v1/models/org/m").json()["id"] == "org/m"
+
+
+def test_declared_body_over_the_cap_is_refused_before_it_is_read() -> None:
+    answer = call("POST", "/v1/completions", headers={"content-length": str(2**40)}, content=b"")
+    assert answer.status_code == 413
+    assert answer.headers["x-request-id"]

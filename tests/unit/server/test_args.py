@@ -1,0 +1,76 @@
+"""Flags and environment to one complete configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from minisgl.core import ConfigError
+from minisgl.server import ServerConfig
+from minisgl.server.args import build_parser, resolve
+
+
+def config(*flags: str, **environ: str) -> ServerConfig:
+    return resolve(flags, environ, lambda name, revision: f"/models/{name}", lambda: Path("/demo"))
+
+
+def test_no_flags_serve_the_demo_on_loopback() -> None:
+    found = config()
+    assert (found.host, found.port) == ("127.0.0.1", 1919)
+    assert found.served_names == ("minisgl-demo",)
+    assert found.engine.model_path == "/demo"
+
+
+def test_flag_names_of_mini_sglang_mean_the_same() -> None:
+    found = config(
+        *("--model-path", "org/name", "--tp-size", "2", "--max-running-requests", "8"),
+        *("--max-seq-len-override", "512", "--memory-ratio", "0.5", "--dummy-weight"),
+        *("--graph", "0", "--tokenizer-count", "3", "--max-extend-length", "64"),
+        *("--num-pages", "99", "--page-size", "32", "--attn", "torch", "--cache", "naive"),
+    )
+    engine = found.engine
+    assert engine.model_path == "/models/org/name"
+    assert (engine.tp_size, engine.max_running_reqs, engine.max_seq_len) == (2, 8, 512)
+    assert (engine.memory_ratio, engine.dummy_weight, engine.cuda_graph_max_bs) == (0.5, True, 0)
+    assert (engine.num_pages, engine.page_size, engine.attention_backend) == (99, 32, "torch")
+    assert (found.scheduler.cache_type, found.scheduler.prefill_budget_tokens) == ("naive", 64)
+    assert (found.num_tokenizers, found.served_names) == (3, ("org/name",))
+
+
+def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
+    """mini-sglang told every client the path on the server's disk."""
+    assert config("--model", str(tmp_path)).served_names == (tmp_path.name,)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--modle", "x"], "did you mean '--model'"),
+        (["--port", "70000"], "at most 65535"),
+        (["--page-size", "12"], "power of two"),
+        (["--dtype", "float8"], "invalid choice"),
+        (["--memory-ratio", "nan"], "must be a number"),
+        (["--mod", "x"], "unknown argument --mod"),
+        (["extra"], "unknown argument extra"),
+    ],
+)
+def test_wrong_flag_is_one_line(
+    flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        config(*flags)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert expected in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_environment_switches_overlap_off_and_is_checked() -> None:
+    assert not config(MINISGL_DISABLE_OVERLAP_SCHEDULING="1").scheduler.overlap
+    with pytest.raises(ConfigError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING"):
+        config(MINISGL_DISABLE_OVERLAP_SCHEDULING="maybe")
+
+
+def test_help_groups_the_flags_and_names_units() -> None:
+    text = build_parser().format_help()
+    for word in ("model:", "scheduling:", "serving:", "limits:", "SECONDS", "TOKENS", "1919"):
+        assert word in text

@@ -1,0 +1,184 @@
+"""Every request is forgotten wholly when it ends, whichever way it ends (W26)."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
+from minisgl.message import AbortReq, AddReq
+from minisgl.server.errors import EngineFailure
+from minisgl.server.generate import start, unless_disconnected
+from minisgl.server.params import COMPLETIONS
+from minisgl.server.requests import GenerateRequest, RequestReader
+from minisgl.server.stream import collect
+from tests.unit.server.fakes import CONFIG, FACTS, World
+
+
+def request(body: bytes = b'{"model":"m","prompt":"hi"}') -> GenerateRequest:
+    return RequestReader(CONFIG).read(COMPLETIONS, body, FACTS)
+
+
+def run(main: Callable[[World], Coroutine[object, object, None]], **options: int) -> World:
+    """Run one scenario in a fresh loop."""
+
+    async def scenario() -> World:
+        world = World(**options)
+        await main(world)
+        return world
+
+    return asyncio.run(scenario())
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_answered_request_leaves_nothing() -> None:
+    async def main(world: World) -> None:
+        task = asyncio.create_task(start(world.client, request(), FACTS))
+        await settle()
+        world.answer()
+        await settle()
+        (add,) = world.scheduler.sent
+        assert isinstance(add, AddReq)
+        world.update(add.uid, "he")
+        generation, echoes = await task
+        world.update(add.uid, "llo", finish=FinishReason.LENGTH)
+        assert await collect(generation, echoes, 1) == ["hello"]
+        world.client.close(generation)
+        world.client.close(generation)
+        assert world.scheduler.sent == [add], "a finished request is not aborted"
+
+    assert run(main).is_empty
+
+
+@pytest.mark.parametrize("stage", ["tokenizing", "waiting", "decoding"])
+def test_cancelled_request_leaves_nothing_and_is_aborted_once(stage: str) -> None:
+    async def main(world: World) -> None:
+        task = asyncio.create_task(start(world.client, request(), FACTS))
+        await settle()
+        if stage != "tokenizing":
+            world.answer()
+            await settle()
+        if stage == "decoding":
+            world.update(world.scheduler.sent[0].uid, "he")
+            generation, _ = await task
+            world.client.close(generation)
+        else:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        world.answer()  # comes too late
+        aborts = [m for m in world.scheduler.sent if isinstance(m, AbortReq)]
+        assert len(aborts) == (stage != "tokenizing")
+        for add in world.scheduler.sent[:1]:
+            world.update(add.uid, "late", finish=FinishReason.ABORT)
+
+    assert run(main).is_empty
+
+
+def test_stop_string_is_told_to_the_scheduler() -> None:
+    async def main(world: World) -> None:
+        task = asyncio.create_task(start(world.client, request(), FACTS))
+        await settle()
+        world.answer()
+        await settle()
+        uid = world.scheduler.sent[0].uid
+        world.update(uid, "x", finish=FinishReason.STOP, stopped=True)
+        generation, _ = await task
+        world.client.close(generation)
+        assert world.scheduler.sent[1:] == [AbortReq(uid=uid, reason=FinishReason.STOP)]
+
+    assert run(main).is_empty
+
+
+def test_tokenizer_error_is_a_400_and_leaves_nothing() -> None:
+    async def main(world: World) -> None:
+        task = asyncio.create_task(start(world.client, request(), FACTS))
+        await settle()
+        world.answer(error="the chat template refused this chat")
+        with pytest.raises(InvalidRequest, match="refused"):
+            await task
+        assert world.scheduler.sent == []
+
+    assert run(main).is_empty
+
+
+def test_failed_engine_ends_every_call() -> None:
+    """W27: when the receiver dies, nobody may wait for ever."""
+
+    async def main(world: World) -> None:
+        tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(3)]
+        await settle()
+        world.answer()
+        tasks.append(asyncio.create_task(start(world.client, request(), FACTS)))
+        await settle()
+        world.client.fail_all(EngineFailure("gone"))
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, RequestError)
+        world.answer()
+
+    assert run(main).is_empty
+
+
+def test_queue_is_bounded_until_the_first_output() -> None:
+    async def main(world: World) -> None:
+        first = world.client.open(2)
+        with pytest.raises(Overloaded):
+            world.client.open(1)
+        world.update(first.choices[0].uid, "x")
+        second = world.client.open(1)
+        world.client.close(first)
+        world.client.close(second)
+
+    assert run(main, max_queued_reqs=2).is_empty
+
+
+def test_questions_go_to_the_least_busy_tokenizer() -> None:
+    async def main(world: World) -> None:
+        tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(4)]
+        await settle()
+        assert [len(box.sent) for box in world.tokenizers] == [2, 2]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        world.answer()
+
+    assert run(main, tokenizers=2).is_empty
+
+
+def test_siblings_draw_by_different_seeds() -> None:
+    async def main(world: World) -> None:
+        body = b'{"model":"m","prompt":"hi","n":3,"seed":9223372036854775807}'
+        task = asyncio.create_task(start(world.client, request(body), FACTS))
+        await settle()
+        world.answer()
+        await settle()
+        seeds = [add.sampling.seed for add in world.scheduler.sent]
+        assert len(set(seeds)) == 3
+        assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    assert run(main).is_empty
+
+
+def test_disconnect_cancels_the_work() -> None:
+    async def main(world: World) -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, str]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        work = start(world.client, request(), FACTS)
+        task = asyncio.create_task(unless_disconnected(receive, work))
+        await settle()
+        gone.set()
+        with pytest.raises(Cancelled):
+            await task
+        world.answer()
+
+    assert run(main).is_empty

@@ -1,0 +1,53 @@
+"""One table from error class to answer."""
+
+import pytest
+
+from minisgl.core import (
+    EngineError,
+    InvalidRequest,
+    MinisglError,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    Unsupported,
+    errors,
+)
+from minisgl.server.errors import EngineFailure, NotReady, error_reply
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequest("m", param="p"), 400, None),
+        (InvalidRequest("m", code="unknown_parameter"), 400, "unknown_parameter"),
+        (PromptTooLong("m"), 400, "context_length_exceeded"),
+        (Unsupported("m"), 400, "unsupported_parameter"),
+        (Overloaded("m"), 503, "overloaded"),
+        (NotReady("m"), 503, "not_ready"),
+        (EngineFailure("m"), 500, "engine_error"),
+        (ValueError("secret /path"), 500, "internal_error"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_status_and_code(error: Exception, status: int, code: str | None) -> None:
+    reply = error_reply(error)
+    assert reply.status == status
+    assert reply.body["error"]["code"] == code
+
+
+def test_every_error_of_the_tree_has_an_answer() -> None:
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, MinisglError)
+        assert 400 <= error_reply(kind("m")).status < 600
+
+
+def test_only_request_errors_show_their_text() -> None:
+    assert "secret" not in error_reply(ValueError("secret")).json().decode()
+    assert "secret" not in error_reply(EngineError("secret")).json().decode()
+
+
+def test_retry_headers() -> None:
+    assert error_reply(Overloaded("m"), retry_after_s=3).headers == {"retry-after": "3"}
+    assert error_reply(RequestError("m")).headers == {"x-should-retry": "false"}
+    assert error_reply(InvalidRequest("m")).headers == {}

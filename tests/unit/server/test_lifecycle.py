@@ -1,0 +1,61 @@
+"""When requests are accepted, and what counts as a hang."""
+
+import pytest
+
+from minisgl.message import Ready, SchedulerStats
+from minisgl.server.errors import NotReady
+from minisgl.server.lifecycle import Lifecycle, Phase, Progress
+from tests.unit.server.fakes import FACTS
+
+
+def stats(step_id: int, busy: bool) -> SchedulerStats:
+    zeros = {n: 0 for n in SchedulerStats.__struct_fields__ if n not in ("step_id", "busy")}
+    return SchedulerStats(step_id=step_id, busy=busy, **zeros)
+
+
+def test_ready_needs_every_role_and_the_facts() -> None:
+    lifecycle = Lifecycle(frozenset({"scheduler", "detokenizer"}))
+    assert not lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
+    with pytest.raises(NotReady, match="loading"):
+        lifecycle.require_accepting()
+    assert lifecycle.on_ready(Ready(role="detokenizer"))
+    assert lifecycle.require_accepting() == FACTS
+
+
+def test_grace_accepts_and_draining_refuses() -> None:
+    lifecycle = Lifecycle(frozenset({"scheduler"}))
+    lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
+    lifecycle.phase = Phase.GRACE
+    assert lifecycle.require_accepting() == FACTS
+    lifecycle.phase = Phase.DRAINING
+    with pytest.raises(NotReady, match="shutting down"):
+        lifecycle.require_accepting()
+
+
+def test_idle_is_never_a_hang() -> None:
+    progress = Progress(timeout_s=60)
+    progress.on_stats(stats(7, busy=False), now_s=0)
+    assert not progress.hangs(pending=False, now_s=10_000)
+    assert not progress.hangs(pending=True, now_s=10_059), "work has only just come"
+    assert progress.hangs(pending=True, now_s=10_061)
+
+
+def test_steps_are_progress_even_without_any_text() -> None:
+    """A long prompt is prefilled over many steps; counting finished tokens would call it a hang."""
+    progress = Progress(timeout_s=60)
+    for second in range(0, 600, 30):
+        progress.on_stats(stats(second, busy=True), now_s=second)
+        assert not progress.hangs(pending=True, now_s=second + 29)
+
+
+def test_statistics_without_a_step_are_no_progress() -> None:
+    progress = Progress(timeout_s=60)
+    for second in range(62):
+        progress.on_stats(stats(1, busy=True), now_s=second)
+    assert progress.hangs(pending=True, now_s=61)
+
+
+def test_zero_switches_the_watch_off() -> None:
+    progress = Progress(timeout_s=0)
+    progress.on_stats(stats(1, busy=True), now_s=0)
+    assert not progress.hangs(pending=True, now_s=10**6)

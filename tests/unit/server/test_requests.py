@@ -1,0 +1,222 @@
+"""The one validator: whatever comes in, a complete request or an error that names its cause."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from minisgl.core import InvalidRequest, PromptTooLong, RequestError, Unsupported
+from minisgl.server import Limits
+from minisgl.server.errors import error_reply
+from minisgl.server.generate import fit_max_tokens
+from minisgl.server.params import CHAT, COMPLETIONS, HARMLESS, NOT_OFFERED, ParamTable
+from minisgl.server.requests import ChatPrompt, GenerateRequest, RequestReader
+from tests.unit.server.fakes import CONFIG, FACTS
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def read(route: str = CHAT, config: Any = CONFIG, facts: Any = FACTS, **body: Any) -> Any:
+    base = {"messages": MESSAGES} if route == CHAT else {"prompt": "hi"}
+    raw = json.dumps({"model": "m", **base, **body}).encode()
+    return RequestReader(config).read(route, raw, facts)
+
+
+def rendered(**body: Any) -> Any:
+    (prompt,) = read(**body).prompts
+    assert isinstance(prompt, ChatPrompt)
+    return json.loads(prompt.messages_json)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=8,
+)
+NAMES = sorted(
+    ParamTable(Limits()).names(CHAT)
+    | ParamTable(Limits()).names(COMPLETIONS)
+    | HARMLESS
+    | set(NOT_OFFERED)
+)
+
+
+@given(
+    st.sampled_from([CHAT, COMPLETIONS]),
+    st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=9), JSON, max_size=5),
+)
+def test_any_body_gives_a_request_or_a_4xx(route: str, body: dict[str, Any]) -> None:
+    base: dict[str, Any] = {"model": "m", "messages": MESSAGES}
+    if route == COMPLETIONS:
+        base = {"model": "m", "prompt": "hi"}
+    raw = json.dumps({**base, **body}).encode("utf-8", "surrogatepass")
+    try:
+        request = RequestReader(CONFIG).read(route, raw, FACTS)
+    except RequestError as error:
+        reply = error_reply(error)
+        assert 400 <= reply.status < 500
+        assert len(reply.json()) < 2000, "the input is not echoed in full"
+    else:
+        request.sampling.validate()
+        msgspec.msgpack.encode(request.sampling)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_give_an_invalid_request(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        RequestReader(CONFIG).read(CHAT, raw, FACTS)
+
+
+ARGUMENTS = st.text(max_size=9) | JSON.map(json.dumps)
+CALL = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": st.text(max_size=3), "arguments": ARGUMENTS})}
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"])},
+    optional={
+        "content": JSON | st.text(max_size=9),
+        "tool_calls": JSON | st.lists(CALL, max_size=2),
+        "name": JSON,
+    },
+)
+
+
+@given(st.lists(MESSAGE, max_size=3))
+@example([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "1e30"}}]}])
+def test_any_messages_give_a_chat_or_a_4xx(messages: list[Any]) -> None:
+    raw = json.dumps({"model": "m", "messages": messages}).encode()
+    statuses = []
+    try:
+        (prompt,) = RequestReader(CONFIG).read(CHAT, raw, FACTS).prompts
+    except RequestError as error:
+        statuses.append(error_reply(error).status)
+    else:
+        assert isinstance(prompt, ChatPrompt)
+        json.loads(prompt.messages_json)
+    assert all(400 <= status < 500 for status in statuses)
+
+
+def test_huge_number_in_tool_arguments_is_a_4xx_or_kept() -> None:
+    arguments = json.dumps({"x": 10**40})
+    call = {"function": {"name": "f", "arguments": arguments}}
+    (message,) = rendered(messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"x": 10**40}
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_harmless_parameters_are_ignored(name: str) -> None:
+    assert read(**{name: {"any": "thing"}}) == read()
+
+
+@pytest.mark.parametrize("name", sorted(NOT_OFFERED))
+def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
+    with pytest.raises((Unsupported, InvalidRequest)) as caught:
+        read(COMPLETIONS, **{name: {"x": 1}})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", False),
+        ("presence_penalty", 0),
+        ("logit_bias", {}),
+        ("response_format", {"type": "text"}),
+        ("tools", []),
+        ("best_of", 1),
+        ("suffix", None),
+        ("modalities", ["text"]),
+    ],
+)
+def test_neutral_values_ask_for_nothing(name: str, value: Any) -> None:
+    assert read(**{name: value}) == read()
+
+
+def test_tools_with_choice_none_are_allowed() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert read(tools=tools, tool_choice="none") == read()
+    with pytest.raises(Unsupported):
+        read(tools=tools)
+
+
+def test_unknown_parameter_has_near_names_and_can_be_allowed() -> None:
+    with pytest.raises(InvalidRequest, match="did you mean 'temperature'") as caught:
+        read(temprature=1)
+    assert caught.value.code == "unknown_parameter"
+    relaxed = msgspec.structs.replace(CONFIG, allow_unknown_params=True)
+    assert read(config=relaxed, temprature=1) == read()
+    with pytest.raises(Unsupported):
+        read(config=relaxed, best_of=3)
+
+
+def test_null_counts_as_not_given() -> None:
+    assert read(max_tokens=None, stop=None, seed=None, stream=None) == read()
+
+
+def test_max_completion_tokens_wins() -> None:
+    assert read(max_tokens=5, max_completion_tokens=7).sampling.max_tokens == 7
+
+
+def test_defaults_are_the_models_unless_told_otherwise() -> None:
+    facts = msgspec.structs.replace(FACTS, default_temperature=0.6, default_top_k=20)
+    assert read(facts=facts).sampling.temperature == 0.6
+    assert read(facts=facts).sampling.top_k == 20
+    assert read(facts=facts, temperature=0).sampling.temperature == 0
+    plain = msgspec.structs.replace(CONFIG, ignore_generation_config=True)
+    assert read(facts=facts, config=plain).sampling.temperature == 1
+    assert read(facts=facts, config=plain).sampling.top_k == -1
+
+
+def test_developer_becomes_system_and_parts_become_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
+    assert rendered(messages=messages) == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "a\nb"},
+    ]
+
+
+def test_tool_history_has_parsed_arguments() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    assert rendered(messages=messages)[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"), [("a", 1), ([1, 2], 1), (["a", "b"], 2), ([[1], [2, 3], "c"], 3)]
+)
+def test_prompt_forms(prompt: Any, count: int) -> None:
+    assert len(read(COMPLETIONS, prompt=prompt).prompts) == count
+
+
+def test_prompt_characters_are_bounded_before_tokenizing() -> None:
+    with pytest.raises(PromptTooLong):
+        read(COMPLETIONS, prompt="x" * (32 * FACTS.max_seq_len + 1))
+    limits = Limits(max_prompt_chars=3)
+    with pytest.raises(PromptTooLong):
+        read(config=msgspec.structs.replace(CONFIG, limits=limits), messages=[*MESSAGES] * 2)
+
+
+def test_max_tokens_must_fit_into_context_and_pool() -> None:
+    from array import array
+
+    ids = array("i", [1] * 70)  # the pool holds 80 tokens, the context is 100
+
+    def fit(request: GenerateRequest) -> int | None:
+        return fit_max_tokens(request, ids, FACTS, "prompt").max_tokens
+
+    assert fit(read(COMPLETIONS)) == 10, "the implicit 16 shrink to the room"
+    assert fit(read(COMPLETIONS, max_tokens=10)) == 10
+    with pytest.raises(PromptTooLong):
+        fit(read(COMPLETIONS, max_tokens=11))
+    with pytest.raises(PromptTooLong):
+        fit_max_tokens(read(), array("i", [1] * 80), FACTS, "messages")
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        fit_max_tokens(read(), array("i"), FACTS, "messages")

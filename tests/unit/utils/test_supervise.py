@@ -1,0 +1,82 @@
+"""Children end with their parent, and the parent sees each end."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from minisgl.utils import ChildExit, Supervisor, describe_exit, near_names
+
+READ = "import sys, os\nfrom minisgl.utils import read_payload\nfd = int(sys.argv[-1])\n"
+
+
+def child(code: str) -> list[str]:
+    return [sys.executable, "-c", READ + code]
+
+
+def next_exit(supervisor: Supervisor) -> ChildExit:
+    while True:
+        for event in supervisor.wait(30):
+            assert isinstance(event, ChildExit)
+            return event
+
+
+def test_child_gets_its_payload_and_its_exit_is_seen() -> None:
+    payload = b"x" * 200_000  # more than a pipe holds
+    with Supervisor() as supervisor:
+        made = supervisor.spawn(
+            "a", child("sys.exit(7 if read_payload(fd) == b'x' * 200_000 else 1)"), payload
+        )
+        assert next_exit(supervisor) == ChildExit(made, 7)
+        assert supervisor.running() == []
+
+
+def test_killed_child_is_reported_by_its_signal() -> None:
+    with Supervisor() as supervisor:
+        made = supervisor.spawn("a", child("import time; time.sleep(600)"), b"")
+        supervisor.send_signal(made, signal.SIGKILL)
+        event = next_exit(supervisor)
+        assert event.code == -signal.SIGKILL
+        supervisor.send_signal(made, signal.SIGTERM)  # reaped: nobody else is hit
+
+
+def test_stop_kills_a_child_that_ignores_term() -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "os.write(1, b'r'); time.sleep(600)"
+    )
+    read_end, write_end = os.pipe()
+    stdout = os.dup(1)
+    os.dup2(write_end, 1)
+    try:
+        with Supervisor() as supervisor:
+            made = supervisor.spawn("a", child(code), b"")
+            os.read(read_end, 1)
+            supervisor.stop([made], grace_s=0.05)
+            assert made.exit_code == -signal.SIGKILL
+    finally:
+        os.dup2(stdout, 1)
+        for fd in (read_end, write_end, stdout):
+            os.close(fd)
+
+
+def test_signals_are_events_and_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Supervisor() as supervisor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert supervisor.wait(30) == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(3, "exited with code 3"), (-9, "was killed by SIGKILL"), (-99, "was killed by signal 99")],
+)
+def test_exits_are_described_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+def test_near_names() -> None:
+    assert near_names("temprature", ["temperature", "top_p"]) == "; did you mean 'temperature'?"
+    assert near_names("zzz", ["temperature"]) == ""
