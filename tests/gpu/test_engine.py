@@ -1,0 +1,100 @@
+"""The engine on CUDA in float32 gives the tokens that it gives on CPU, from the same weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl.core import OutOfMemory
+from minisgl.engine import Engine
+from minisgl.kernel import gumbel_noise
+from tests.parity.driver import Driver, Sampling, Work, make_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BASE: dict[str, Any] = {
+    "vocab_size": 1511,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"tie_word_embeddings": True},
+    "Qwen3ForCausalLM": {},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def write_config(folder: Path, architecture: str) -> str:
+    config = BASE | MODELS[architecture] | {"architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def pair(path: str) -> tuple[Engine, Engine]:
+    """A CPU and a CUDA engine with the same weights, large enough for peaked logits."""
+    cpu = make_engine(path, dummy_weight=True)
+    for parameter in cpu._model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(8.0)
+    gpu = make_engine(path, dummy_weight=True, device="cuda", dtype="float32")
+    gpu._model.load_state_dict(cpu._model.state_dict())
+    return cpu, gpu
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_cuda_gives_the_tokens_of_the_cpu(architecture: str, tmp_path: Path) -> None:
+    cpu, gpu = pair(write_config(tmp_path, architecture))
+    gpu.warm_up()
+    gpu.calibrate()
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, 1511, (37,), generator=generator).tolist()
+    for sampling in (Sampling(), Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=5)):
+        expected = Driver(cpu).generate(0, prompt, 12, 7, sampling)
+        assert Driver(gpu).generate(0, prompt, 12, 7, sampling) == expected
+
+
+def test_mixed_batch_on_cuda(tmp_path: Path) -> None:
+    results = []
+    for engine in pair(write_config(tmp_path, "Qwen3ForCausalLM")):
+        driver = Driver(engine)
+        driver.step(Work(3, 0, [5, 6, 7]), Work(0, 0, list(range(30))))
+        result = driver.step(
+            Work(0, 30), Work(3, 3), Work(1, 0, [9, 8]), Work(5, 0, [4, 5], samples=False)
+        )
+        results.append(result.tokens.tolist())
+    assert results[0] == results[1]
+
+
+def test_auto_takes_the_gpu_and_the_checkpoints_dtype(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "Qwen3ForCausalLM")
+    engine = make_engine(path, dummy_weight=True, device="auto", num_pages=None, memory_ratio=0.2)
+    facts = engine.facts()
+    assert (facts.device, facts.dtype) == ("cuda:0", "bfloat16")
+    assert facts.kv_capacity_tokens == 6 * 4096
+    assert Driver(engine).step(Work(0, 0, [1, 2, 3])).finite.all()
+    with pytest.raises(OutOfMemory):
+        make_engine(path, dummy_weight=True, device="cuda", num_pages=None, memory_ratio=1e-6)
+
+
+def test_noise_is_the_same_on_both_devices() -> None:
+    seeds, positions = torch.arange(-4, 4), torch.arange(8)
+    on_cpu = gumbel_noise(seeds, positions, 4099)
+    on_gpu = gumbel_noise(seeds.cuda(), positions.cuda(), 4099).cpu()
+    torch.testing.assert_close(on_gpu, on_cpu, atol=2e-6, rtol=2e-6)
