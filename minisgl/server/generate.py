@@ -2,6 +2,7 @@
 
 import array
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -154,9 +155,13 @@ def _add_req(
 
 
 def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
-    """Each sibling draws by a seed of its own, derived from the one that was given."""
-    if sampling.seed is None or sibling == 0:
-        return sampling
+    """Each sibling draws by a seed of its own: fresh, or derived from the one that was given.
+
+    Fresh ones come from the system's randomness: a seed that counts up would give the same
+    answers again after every restart.
+    """
+    if sampling.seed is None:
+        return _with(sampling, seed=secrets.randbelow(MAX_SEED))
     seed = sampling.seed + sibling
     return _with(sampling, seed=seed if seed <= MAX_SEED else seed - 2**64)
 

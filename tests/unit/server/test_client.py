@@ -182,3 +182,19 @@ def test_disconnect_cancels_the_work() -> None:
         world.answer()
 
     assert run(main).is_empty
+
+
+def test_who_gives_no_seed_gets_a_fresh_one_each_time() -> None:
+    async def main(world: World) -> None:
+        body = b'{"model":"m","prompt":"hi","n":2}'
+        task = asyncio.create_task(start(world.client, request(body), FACTS))
+        await settle()
+        world.answer()
+        await settle()
+        first, second = (add.sampling.seed for add in world.scheduler.sent)
+        assert first is not None
+        assert first != second
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    assert run(main).is_empty
