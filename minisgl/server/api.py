@@ -176,8 +176,9 @@ class ApiServer:
         raise EngineError("another process of the service has ended")
 
     def _fail(self, failure: BaseException) -> None:
+        level = logging.INFO if self.lifecycle.phase is Phase.LOADING else logging.ERROR
         self.lifecycle.phase = Phase.FAILED
-        logger.error("service failed reason=%s", failure)
+        logger.log(level, "service failed reason=%s", failure)
         self.client.fail_all(EngineFailure("the engine has failed; the service restarts"))
 
     def _ask_to_drain(self, grace_s: float) -> None:

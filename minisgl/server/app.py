@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 import minisgl
@@ -21,7 +22,7 @@ from minisgl.server.errors import (
 )
 from minisgl.server.generate import start, unless_disconnected
 from minisgl.server.lifecycle import Lifecycle, Phase
-from minisgl.server.middleware import BodyLimit, RequestId
+from minisgl.server.middleware import App, BodyLimit, RequestId
 from minisgl.server.params import CHAT, COMPLETIONS
 from minisgl.server.requests import RequestReader
 from minisgl.server.shapes import Shape
@@ -44,7 +45,7 @@ class Service(Protocol):
         ...
 
 
-def build_app(service: Service) -> FastAPI:
+def build_app(service: Service) -> App:
     """The ASGI app of one service."""
     app = FastAPI(
         title="minisgl",
@@ -67,9 +68,8 @@ def build_app(service: Service) -> FastAPI:
 
     app.post("/v1/chat/completions", response_model=None)(generating(CHAT))
     app.post("/v1/completions", response_model=None)(generating(COMPLETIONS))
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
-    app.add_middleware(RequestId)
-    return app
+    # Around the app and not by add_middleware, so that the answer to a bug has its id too.
+    return RequestId(BodyLimit(app, limits.max_body_bytes))
 
 
 async def _generate(
@@ -77,7 +77,10 @@ async def _generate(
 ) -> Response:
     """Chat and completions, streaming and not: one path until the answer is written."""
     service.lifecycle.require_accepting()
-    raw = await request.body()
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise Cancelled("the client closed the connection") from None
     facts = service.lifecycle.require_accepting()
     call = reader.read(route, raw, facts)
     shape = Shape(call)
@@ -122,7 +125,12 @@ def _add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
         )
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        logger.error("request failed path=%s", request.scope["path"], exc_info=error)
+        # uvicorn logs the traceback; here is the request that it belongs to.
+        logger.error(
+            "request failed path=%s request_id=%s",
+            request.scope["path"],
+            request.scope["state"].get("request_id"),
+        )
         return _error_response(error_reply(error, retry_after_s))
 
     app.add_exception_handler(RequestError, on_request_error)

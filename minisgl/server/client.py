@@ -125,7 +125,7 @@ class Generation:
 class EngineClient:
     """Sends work, receives results, and forgets a request wholly when it ends.
 
-    I1  `_choices` holds exactly the choices that have neither finished nor been closed.
+    I1  `_choices` holds exactly the choices that the engine has not ended and nobody has closed.
     I2  a uid that was submitted and is closed before its end is aborted, once.
     I3  `queued` counts the choices in `_choices` without any output yet, and stays bounded.
     """

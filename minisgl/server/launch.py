@@ -29,6 +29,7 @@ _FAILED_EXIT = 1
 _SCHEDULER_GRACE_S = 5.0  # to leave by its Shutdown message
 _TERM_GRACE_S = 3.0
 _LAST_WORDS_S = 4.0  # for the API server to send error chunks
+_DRAIN_MARGIN_S = 15.0  # over --drain-timeout, for error chunks and closing connections
 _SAME_SIGNAL_S = 0.2
 _MAX_SOCKET_DIR_CHARS = 80  # an ipc path holds 107
 
@@ -112,7 +113,12 @@ class _Service:
     def supervise(self) -> int:
         """Handle events until everything has ended; the exit code."""
         while True:
-            for event in self._supervisor.wait(None):
+            events = self._supervisor.wait(self._drain_left_s())
+            if not events and self._stopping:
+                _say("error: the API server did not end by its drain deadline")
+                self._supervisor.kill_all()
+                return _FAILED_EXIT
+            for event in events:
                 if isinstance(event, ChildExit):
                     code = self._on_exit(event)
                 elif self._shell is not None and event is signal.SIGINT:
@@ -121,6 +127,13 @@ class _Service:
                     code = self._on_signal(event)
                 if code is not None:
                     return code
+
+    def _drain_left_s(self) -> float | None:
+        """Time until the API server must have ended; None while nothing stops."""
+        if not self._stopping:
+            return None
+        allowed_s = self._config.drain_timeout_s + _DRAIN_MARGIN_S
+        return max(0.0, self._stop_asked_s + allowed_s - time.monotonic())
 
     def _on_signal(self, number: signal.Signals) -> int | None:
         now_s = time.monotonic()
@@ -144,6 +157,7 @@ class _Service:
             return _FAILED_EXIT if failed else 0
         if child is self._shell:
             self._stopping = True
+            self._stop_asked_s = time.monotonic()
             self._supervisor.send_signal(self._api, signal.SIGINT)
             return None
         if self._stopping and code == 0:

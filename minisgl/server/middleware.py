@@ -7,7 +7,7 @@ from typing import Any
 
 from minisgl.server.errors import BodyTooLarge, error_reply
 
-__all__ = ["BodyLimit", "RequestId"]
+__all__ = ["App", "BodyLimit", "RequestId"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -24,7 +24,7 @@ class RequestId:
     def __init__(self, app: App) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -55,7 +55,7 @@ class BodyLimit:
         self._app = app
         self._max_bytes = max_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -51,6 +51,8 @@ def handle(
         return Tokenized(uid=message.uid, token_ids=array.array("i", ids).tobytes())
     except TemplateError as error:
         return Tokenized(uid=message.uid, error=str(error))
+    except RecursionError:
+        return Tokenized(uid=message.uid, error="the chat is nested too deeply")
     # The gate of this pump: a request must get an answer, and the next one a living worker (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
