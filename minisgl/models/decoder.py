@@ -127,8 +127,7 @@ class Decoder(nn.Module):
         x, residual = self.embed_tokens.embed(ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
-        if residual is None:
-            return x
+        assert residual is not None, "a model has at least one layer"
         return self.norm.add(x, residual)[0]
 
 

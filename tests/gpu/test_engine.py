@@ -90,7 +90,7 @@ def test_auto_takes_the_gpu_and_the_checkpoints_dtype(tmp_path: Path) -> None:
     assert facts.kv_capacity_tokens == 6 * 4096
     assert Driver(engine).step(Work(0, 0, [1, 2, 3])).finite.all()
     with pytest.raises(OutOfMemory):
-        make_engine(path, dummy_weight=True, device="cuda", num_pages=None, memory_ratio=1e-6)
+        make_engine(path, dummy_weight=True, device="cuda", num_pages=None, memory_ratio=1e-9)
 
 
 def test_noise_is_the_same_on_both_devices() -> None:

@@ -1,0 +1,215 @@
+"""Triton kernels against float64 or their torch references, on fresh random input.
+
+Outputs that a kernel receives are poisoned first. With TRITON_INTERPRET=1 the same tests run on
+CPU, slowly, in Triton's interpreter.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel import StepLayout, elementwise, rotary, step
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device"
+    ),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "fp16", "bf16"])
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    """Relative error in the Frobenius norm; NaN where the output holds one."""
+    out, expected = out.double(), expected.double()
+    return ((out - expected).norm() / expected.norm()).item()
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 1024), (7, 128), (3, 5120), (2, 8192), (5, 80)])
+def test_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
+    from minisgl.kernel.triton import norm
+
+    x, weight = normal(rows, width, dtype=dtype), normal(width, dtype=dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert error(norm.rms_norm(x, weight, 1e-6), expected) < TOLERANCE[dtype]
+    wider = normal(rows, 2 * width, dtype=dtype)
+    wider[:, width:] = x
+    assert torch.equal(
+        norm.rms_norm(wider[:, width:], weight, 1e-6), norm.rms_norm(x, weight, 1e-6)
+    )
+    deep = x.view(rows, 1, width)
+    assert norm.rms_norm(deep, weight, 1e-6).shape == deep.shape
+    assert norm.rms_norm(x[:0], weight, 1e-6).shape == (0, width)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 1024), (9, 4096), (3, 5120)])
+def test_add_rms_norm_updates_the_residual(dtype: torch.dtype, rows: int, width: int) -> None:
+    from minisgl.kernel.triton import norm
+
+    x, residual = normal(rows, width, dtype=dtype), normal(rows, width, dtype=dtype)
+    weight = normal(width, dtype=dtype)
+    total = x + residual
+    expected = elementwise.rms_norm(total.double(), weight.double(), 1e-5)
+    out, carried = norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert carried is residual
+    assert error(carried, total) < TOLERANCE[dtype]
+    if not INTERPRETED:  # the interpreter cuts bfloat16 off where hardware rounds
+        assert torch.equal(carried, total)
+    assert error(out, expected) < TOLERANCE[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 3072), (5, 12288), (3, 100)])
+def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int) -> None:
+    from minisgl.kernel.triton import elementwise as kernels
+
+    x = normal(rows, 2 * width, dtype=dtype) * 3
+    expected = elementwise.silu_and_mul(x.double())
+    assert error(kernels.silu_and_mul(x), expected) < TOLERANCE[dtype]
+    assert kernels.silu_and_mul(x[:0]).shape == (0, width)
+
+
+@DTYPES
+def test_gather_embedding_gives_zeros_for_other_ranks(dtype: torch.dtype) -> None:
+    from minisgl.kernel.triton import elementwise as kernels
+
+    weight = normal(100, 1536, dtype=dtype)
+    ids = torch.tensor([50, 149, 49, 150, 0, 99], dtype=torch.int32, device=DEVICE)
+    out = kernels.gather_embedding(ids, weight, 50)
+    assert torch.equal(out, elementwise.gather_embedding(ids.long(), weight, 50))
+    assert not out[[2, 3, 4]].any()
+
+
+@DTYPES
+@pytest.mark.parametrize("normed", [True, False], ids=["norm", "plain"])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim"), [(16, 8, 128), (5, 1, 64), (4, 2, 256), (6, 3, 96)]
+)
+def test_qk_norm_rope_store(
+    dtype: torch.dtype, normed: bool, q_heads: int, kv_heads: int, head_dim: int
+) -> None:
+    from minisgl.kernel.triton import rotary as kernels
+
+    tokens, pages, page_size = 13, 9, 4
+    qkv = normal(tokens, (q_heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    before = qkv.clone()
+    weights = [normal(head_dim, dtype=dtype) if normed else None for _ in range(2)]
+    angles = torch.rand(50, head_dim // 2, device=DEVICE) * 6.28
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.randint(0, 50, (tokens,), device=DEVICE, dtype=torch.int32)
+    slots = torch.randperm(pages * page_size, device=DEVICE)[:tokens].int()
+    shape = (pages, page_size, kv_heads, head_dim)
+    pools = torch.full((2, 2, *shape), torch.nan, device=DEVICE, dtype=dtype)
+    common = (1e-6, cos_sin, positions, slots)
+    sizes = (q_heads, kv_heads, head_dim)
+    expected = rotary.qk_norm_rope_store(qkv, *weights, *common, *pools[0], *sizes)
+    out = kernels.qk_norm_rope_store(qkv, *weights, *common, *pools[1], *sizes)
+    assert torch.equal(qkv, before)
+    assert out.shape == (tokens, q_heads, head_dim)
+    assert error(out, expected) < TOLERANCE[dtype]
+    ours, theirs = pools[1].flatten(1, 2), pools[0].flatten(1, 2)
+    assert torch.equal(ours.isnan(), theirs.isnan())  # nothing else was written
+    assert error(ours[0, slots.long()], theirs[0, slots.long()]) < TOLERANCE[dtype]
+    assert torch.equal(ours[1, slots.long()], theirs[1, slots.long()])
+
+
+def packed_step() -> tuple[StepLayout, Tensor, Tensor, Tensor]:
+    """3 decode reqs, chunks of 5, 1 and 300 tokens, 2 padded reqs; tables without equal entries."""
+    layout = StepLayout(max_reqs=8, max_updates=4, max_chunk_tokens=400)
+    buffer = torch.full((layout.size,), -7, dtype=torch.int32)
+    views = layout.views(buffer)
+    lengths = torch.tensor([1, 1, 1, 5, 1, 300, 1, 1])
+    views.rows.copy_(torch.tensor([4, 0, 6, 2, 5, 1, 9, 9]))
+    views.start.copy_(torch.tensor([7, 16, 399, 0, 31, 50, 0, 0]))
+    views.lengths.copy_(lengths)
+    views.first.copy_(lengths.cumsum(0) - lengths)
+    views.samples.copy_(torch.tensor([1, 1, 1, 0, 1, 1, 0, 0]))
+    views.chunk_ids.copy_(torch.randint(0, 1000, (400,)))
+    views.page_rows.copy_(torch.tensor([4, 6, 9, 9]))
+    views.page_cols.copy_(torch.tensor([0, 24, 0, 0]))
+    views.page_ids.copy_(torch.tensor([5000, 6000, 9999, 9999]))
+    views.seed.copy_(torch.arange(8) - 2**62)
+    page_table = torch.randperm(10 * 25, dtype=torch.int32).view(10, 25)
+    token_pool = torch.randperm(10 * 420, dtype=torch.int32).view(10, 420)
+    return layout, buffer.to(DEVICE), page_table.to(DEVICE), token_pool.to(DEVICE)
+
+
+def test_packed_views_travel_with_the_buffer() -> None:
+    layout, buffer, _, _ = packed_step()
+    views = layout.views(buffer)
+    assert views.seed.tolist() == (torch.arange(8) - 2**62).tolist()
+    views.top_p.fill_(0.25)
+    assert set(layout.views(buffer.clone()).top_p.tolist()) == {0.25}
+    assert views.chunk_ids.data_ptr() - buffer.data_ptr() == 4 * layout.chunk_offset
+
+
+def test_step_metadata() -> None:
+    from minisgl.kernel.triton import step as kernels
+
+    layout, buffer, page_table, token_pool = packed_step()
+    views = layout.views(buffer)
+    tables = page_table, page_table.clone()
+    outputs = []
+    for module, table in zip((step, kernels), tables, strict=True):
+        module.update_pages(table, views.page_rows, views.page_cols, views.page_ids)
+        out = torch.full((3, 311), -1, dtype=torch.int32, device=DEVICE)
+        reqs = views.rows, views.start, views.first
+        module.stage_tokens(*reqs, views.chunk_ids, 3, table, token_pool, 16, *out)
+        outputs.append(out)
+    assert torch.equal(*tables)
+    assert torch.equal(*outputs)
+    ids, positions, slots = outputs[1]
+    assert ids[2] == token_pool[6, 399]
+    assert ids[3:].tolist() == views.chunk_ids[:308].tolist()
+    assert positions[:10].tolist() == [7, 16, 399, 0, 1, 2, 3, 4, 31, 50]
+    assert slots[0] == 5000 * 16 + 7
+    assert slots[2] == 6000 * 16 + 15
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_kv_metadata(page_size: int) -> None:
+    from minisgl.kernel.triton import step as kernels
+
+    reqs, columns = 37, 600
+    page_table = torch.randperm(40 * columns, dtype=torch.int32, device=DEVICE).view(40, columns)
+    rows = torch.randperm(40, device=DEVICE)[:reqs].int()
+    start = torch.randint(0, min(columns * page_size, 3000) - 8, (reqs,), device=DEVICE).int()
+    lengths = torch.randint(1, 8, (reqs,), device=DEVICE).int()
+    outputs = []
+    for module in (step, kernels):
+        out = [
+            torch.full((n,), -1, dtype=torch.int32, device=DEVICE)
+            for n in (reqs + 1, reqs * columns, reqs)
+        ]
+        module.kv_metadata(rows, start, lengths, page_table, page_size, *out)
+        outputs.append(out)
+    for ours, theirs in zip(*outputs, strict=True):
+        assert torch.equal(ours, theirs)
+    assert outputs[1][2].min() >= 1
+    assert outputs[1][2].max() <= page_size
+
+
+def test_put_tokens_leaves_the_rest_alone() -> None:
+    from minisgl.kernel.triton import step as kernels
+
+    layout, buffer, _, token_pool = packed_step()
+    views = layout.views(buffer)
+    reqs = views.rows, views.start, views.lengths, views.samples
+    pools = token_pool.clone(), token_pool.clone()
+    tokens = torch.arange(8, dtype=torch.int32, device=DEVICE) + 10_000
+    step.put_tokens(pools[0], *reqs, tokens)
+    kernels.put_tokens(pools[1], *reqs, tokens)
+    assert torch.equal(*pools)
+    assert (pools[1] != token_pool).sum() == 5

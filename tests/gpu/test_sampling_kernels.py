@@ -1,0 +1,192 @@
+"""The sampler's kernels: the same tokens as the torch reference, whatever the rows ask for.
+
+The two differ in rounding only, so a row may differ where two candidates all but tie: every
+difference must be such a tie, and there may be few. With TRITON_INTERPRET=1 these run on CPU.
+"""
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel import SamplingTensors, gumbel_noise, sampling
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+VOCAB = 5_003 if INTERPRETED else 151_936
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device"
+    ),
+]
+
+
+def params(n: int, **columns: Any) -> SamplingTensors:
+    """One value for all rows, or one for each; drawn from temperature 1 unless told otherwise."""
+    values: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    values |= {"seed": torch.randint(-(2**62), 2**62, (n,)).tolist()}
+    values |= {"position": torch.randint(0, 40_000, (n,)).tolist()} | columns
+
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        value = values[name]
+        filled = value if isinstance(value, list) else [value] * n
+        return torch.tensor(filled, dtype=dtype, device=DEVICE)
+
+    return SamplingTensors(
+        temperature=column("temperature", torch.float32),
+        top_k=column("top_k", torch.int32),
+        top_p=column("top_p", torch.float32),
+        min_p=column("min_p", torch.float32),
+        seed=column("seed", torch.int64),
+        position=column("position", torch.int32),
+        draws=True,
+        filters=any(values[name] != off for name, off in (("top_k", 0), ("top_p", 1.0)))
+        or values["min_p"] != 0.0,
+    )
+
+
+def scores(logits: Tensor, asked: SamplingTensors) -> Tensor:
+    """What the reference takes the argmax of, in float64 after the float32 noise."""
+    temperature = asked.temperature.double().unsqueeze(1)
+    noise = gumbel_noise(asked.seed, asked.position, logits.shape[1]).double()
+    return logits.double() / temperature + noise
+
+
+def check(logits: Tensor, asked: SamplingTensors, allowed: float = 0.02) -> Tensor:
+    """Compare with the reference; returns the kernel's tokens."""
+    from minisgl.kernel.triton import sampling as kernels
+
+    before = logits.clone()
+    expected = sampling.sample(logits.float(), asked)
+    out = kernels.sample(logits, asked)
+    assert torch.equal(logits, before)
+    assert torch.equal(out.finite, expected.finite)
+    assert out.tokens.dtype == torch.int32
+    assert ((out.tokens >= 0) & (out.tokens < logits.shape[1])).all()
+    differ = (out.tokens != expected.tokens) & expected.finite
+    greedy = asked.temperature == 0
+    assert not (differ & greedy).any()
+    assert differ.float().mean() <= allowed
+    if differ.any() and not asked.filters:
+        noisy = scores(logits, asked)
+        gap = noisy.gather(1, expected.tokens.long().unsqueeze(1)) - noisy.gather(
+            1, out.tokens.long().unsqueeze(1)
+        )
+        assert gap.abs().squeeze(1)[differ].max() < 1e-4
+    return out.tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_greedy_and_plain_rows(dtype: torch.dtype, rows: int) -> None:
+    rows = min(rows, 6) if INTERPRETED else rows
+    logits = (torch.randn(rows, VOCAB, device=DEVICE) * 3).to(dtype)
+    temperature = [(0.0, 0.6, 1.0, 2.0, 1e-3)[row % 5] for row in range(rows)]
+    check(logits, params(rows, temperature=temperature))
+    check(logits, replace(params(rows, temperature=0.0), draws=False))
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 2048, 4097])
+def test_any_width_and_strided_rows(vocab: int) -> None:
+    logits = torch.randn(4, vocab + 9, device=DEVICE)[:, :vocab]
+    check(logits, params(4, temperature=[0.0, 1.0, 1.0, 0.5]))
+    check(logits, params(4, temperature=[0.0, 1.0, 1.0, 0.5], top_k=[0, 3, 0, 1]))
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.zeros(2, VOCAB, device=DEVICE)
+    logits[1, 3000] = logits[1, 4999] = logits[1, 4000] = 2.0
+    tokens = check(logits, params(2, temperature=0.0))
+    assert tokens.tolist() == [0, 3000]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_k": 1},
+        {"top_k": 50},
+        {"top_k": 10**6},
+        {"top_p": 0.9},
+        {"top_p": 1e-6},
+        {"top_p": 0.999},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"top_k": 40, "top_p": 0.8},
+        {"top_k": 2000, "top_p": 0.95, "min_p": 0.02},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
+def test_filters(asked: dict[str, float], spread: float) -> None:
+    """Spread 0.5 leaves more candidates than the list holds, 8 leaves a few."""
+    rows = 3 if INTERPRETED else 48
+    logits = torch.randn(rows, VOCAB, device=DEVICE) * spread
+    temperature = [(0.7, 1.0, 0.0)[row % 3] for row in range(rows)]
+    check(logits, params(rows, temperature=temperature, **asked), allowed=0.05)
+
+
+def test_filters_keep_exactly_what_the_reference_keeps() -> None:
+    """Many draws from one row with few tokens left reach each of them and no other."""
+    rows = 16 if INTERPRETED else 400
+    row = torch.randn(VOCAB, device=DEVICE) * 4
+    logits = row.repeat(rows, 1)
+    for asked in ({"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}):
+        check(logits, params(rows, **asked), allowed=0.005)
+    logits[:, :4] = logits.max() + 1.0
+    tokens = check(logits, params(rows, top_k=2))
+    assert set(tokens.tolist()) <= {0, 1, 2, 3}
+    assert len(set(tokens.tolist())) > 2  # ties with the second are kept
+
+
+def test_rows_of_all_kinds_together() -> None:
+    logits = torch.randn(6, VOCAB, device=DEVICE) * 3
+    asked = params(
+        6,
+        temperature=[0.0, 1.0, 0.7, 1.3, 0.0, 1.0],
+        top_k=[0, 5, 0, 0, 3, 0],
+        top_p=[1.0, 1.0, 0.8, 1.0, 1.0, 1.0],
+        min_p=[0.0, 0.0, 0.0, 0.05, 0.0, 0.0],
+    )
+    check(logits, asked, allowed=0.0)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_unusable_rows_are_marked(top_p: float) -> None:
+    logits = torch.randn(7, VOCAB, device=DEVICE)
+    logits[0, 4321] = math.nan
+    logits[1, 17] = math.inf
+    logits[2] = -math.inf
+    logits[3, :] = -math.inf
+    logits[3, 5] = -2.0
+    logits[4, 100:] = -math.inf
+    logits[5] = math.nan
+    for temperature in (0.0, 1.0, 1e-38):
+        tokens = check(logits, params(7, temperature=temperature, top_p=top_p))
+        assert tokens[3] == 5
+        assert tokens[4] < 100
+
+
+def test_sampler_replays_in_a_cuda_graph() -> None:
+    if INTERPRETED:
+        pytest.skip("the interpreter has no CUDA graphs")
+    from minisgl.kernel.triton import sampling as kernels
+
+    logits = torch.randn(8, VOCAB, device=DEVICE)
+    asked = params(8, top_p=0.9)
+    kernels.sample(logits, asked)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.sample(logits, asked)
+    for step in range(3):
+        logits.copy_(torch.randn(8, VOCAB, device=DEVICE) * 4)
+        asked.position.fill_(step)
+        asked.temperature.copy_(torch.tensor([0.0, 1.0] * 4))
+        out.tokens.fill_(-1)
+        graph.replay()
+        assert torch.equal(out.tokens, sampling.sample(logits, asked).tokens)
