@@ -25,6 +25,7 @@ from minisgl.core.errors import (
     Unsupported,
     WorkerDied,
 )
+from minisgl.core.extras import LogitEdits, PromptLogprobs, StepExtras, StepLogprobs
 from minisgl.core.sampling import MAX_SEED, FinishReason, SamplingParams
 
 __all__ = [
@@ -40,17 +41,21 @@ __all__ = [
     "Int32Array",
     "InvalidRequest",
     "InvariantBroken",
+    "LogitEdits",
     "MinisglError",
     "ModelFacts",
     "OutOfMemory",
     "Overloaded",
     "PendingStep",
+    "PromptLogprobs",
     "PromptTooLong",
     "RequestError",
     "SamplingArrays",
     "SamplingParams",
     "SchedulerConfig",
     "StepCost",
+    "StepExtras",
+    "StepLogprobs",
     "StepResult",
     "Unsupported",
     "WorkerDied",

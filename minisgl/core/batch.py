@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from minisgl.core.extras import StepExtras, StepLogprobs
+
 __all__ = ["Batch", "EngineLike", "Int32Array", "PendingStep", "SamplingArrays", "StepResult"]
 
 Int32Array = NDArray[np.int32]
@@ -44,6 +46,7 @@ class Batch:
     chunk_ids   int32 [T - num_decode]; ids of the prefill chunks, one after the other.
     page_rows, page_cols, page_ids
                 int32 [U]; page_table[page_rows, page_cols] = page_ids, applied before the forward.
+    extras      None when every req only wants its next token.
     """
 
     step_id: int
@@ -57,6 +60,7 @@ class Batch:
     page_cols: Int32Array
     page_ids: Int32Array
     sampling: SamplingArrays
+    extras: StepExtras | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -70,10 +74,12 @@ class Batch:
 
 
 class StepResult(NamedTuple):
-    """tokens int32 [B], meaningful where batch.samples; finite bool [B], False for NaN or inf."""
+    """tokens int32 [B], meaningful where batch.samples; finite bool [B], False for NaN or inf;
+    logprobs where batch.extras asks for them."""
 
     tokens: Int32Array
     finite: NDArray[np.bool_]
+    logprobs: StepLogprobs | None = None
 
 
 class PendingStep(Protocol):

@@ -7,9 +7,10 @@ import msgspec
 
 from minisgl.core.errors import InvalidRequest
 
-__all__ = ["MAX_SEED", "FinishReason", "SamplingParams"]
+__all__ = ["MAX_LOGPROBS", "MAX_SEED", "FinishReason", "SamplingParams"]
 
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20  # most likely tokens reported per token
 
 
 class FinishReason(StrEnum):
@@ -30,9 +31,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p          drop tokens less likely than min_p times the most likely one, in [0, 1].
     seed           a draw depends only on (seed, position of the token); None: drawn at admission.
     max_tokens     output tokens at most; None: as many as context and KV pool allow.
-    min_tokens     EOS and stop token ids have no effect before this many output tokens.
+    min_tokens     EOS and stop token ids cannot be chosen before this many output tokens.
     ignore_eos     the model's EOS ids do not end the request.
     stop_token_ids further ids that end the request.
+    frequency_penalty, presence_penalty
+                   subtracted from the logit of a token per occurrence, or once, in the output.
+    repetition_penalty
+                   above 1 makes tokens of prompt and output less likely; 1 is off.
+    logit_bias     added to the logits of these ids.
+    logprobs       report the log-probability of each token and of this many most likely ones.
+    prompt_logprobs
+                   the same for each prompt token but the first.
     """
 
     temperature: float = 1.0
@@ -44,6 +53,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Some logit depends on which tokens have occurred."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
+    @property
+    def has_extras(self) -> bool:
+        """The engine must do more than choose a token by temperature and filters."""
+        asks = self.logprobs is not None or self.prompt_logprobs is not None
+        return asks or self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
 
     def validate(self) -> None:
         """Raise InvalidRequest that names the first parameter out of its range."""
@@ -72,6 +98,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "must not exceed max_tokens",
         )
         _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "must not be negative")
+        self._validate_extras()
+
+    def _validate_extras(self) -> None:
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, "must be from -2 to 2")
+        _require(
+            0 < self.repetition_penalty <= 10, "repetition_penalty", "must be above 0, up to 10"
+        )
+        for token_id, bias in self.logit_bias.items():
+            _require(token_id >= 0, "logit_bias", "must have token ids as keys")
+            _require(-100 <= bias <= 100, "logit_bias", "must have values from -100 to 100")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(
+                count is None or 0 <= count <= MAX_LOGPROBS,
+                name,
+                f"must be from 0 to {MAX_LOGPROBS}",
+            )
 
 
 def _require(holds: bool, param: str, rule: str) -> None:

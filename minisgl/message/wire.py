@@ -22,6 +22,7 @@ __all__ = [
     "Finished",
     "LeaderStep",
     "Opened",
+    "PromptLogprobs",
     "Ready",
     "SchedulerStats",
     "Shutdown",
@@ -32,6 +33,7 @@ __all__ = [
     "ToApi",
     "ToScheduler",
     "ToTokenizer",
+    "TokenLogprobs",
     "TokenizeChat",
     "TokenizeText",
     "Tokenized",
@@ -147,10 +149,29 @@ class Finished(Message, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class TokenLogprobs(Message, frozen=True, kw_only=True):
+    """Log-probabilities for this step's token of one req, the most likely ids first."""
+
+    uid: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class PromptLogprobs(Message, frozen=True, kw_only=True):
+    """Log-probabilities of prompt tokens position, position + 1, ... of one req."""
+
+    uid: int
+    position: int
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
 class StepOutput(Message, frozen=True, kw_only=True):
     """All that one step produced: token_ids[i] is the next token of uids[i]; then what ended.
 
-    Read in this order: opened, tokens, finished.
+    Read in this order: opened, prompt_logprobs, tokens with their logprobs, finished.
     """
 
     step_id: int
@@ -158,6 +179,8 @@ class StepOutput(Message, frozen=True, kw_only=True):
     uids: list[int]
     token_ids: list[int]
     finished: list[Finished]
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 # --- to the API server ------------------------------------------------------------------------

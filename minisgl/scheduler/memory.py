@@ -34,8 +34,12 @@ class KVMemory:
         return -(-tokens // self.page_size)
 
     def match(self, req: Req) -> Match:
-        """The cached prefix of a waiting req, leaving at least one token to compute."""
-        return self.cache.match(req.tokens[:-1])
+        """The cached prefix of a waiting req, leaving at least one token to compute.
+
+        Who wants log-probabilities of the prompt has all of it computed.
+        """
+        usable = 0 if req.sampling.prompt_logprobs is not None else len(req.tokens) - 1
+        return self.cache.match(req.tokens[:usable])
 
     def try_admit(self, req: Req, match: Match, table: RequestTable, reserve_pages: int) -> bool:
         """Give a waiting req a row, its prefix and pages for all its tokens, or change nothing.

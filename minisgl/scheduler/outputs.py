@@ -4,9 +4,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import FinishReason, Int32Array, RequestError
-from minisgl.message import AddReq, Finished, Opened, StepOutput
+from minisgl.core import Batch, FinishReason, Int32Array, RequestError, StepExtras, StepResult
+from minisgl.core import PromptLogprobs as StepPromptLogprobs
+from minisgl.message import AddReq, Finished, Opened, PromptLogprobs, StepOutput, TokenLogprobs
 from minisgl.scheduler.req import Req
+from minisgl.scheduler.table import RequestTable
 
 __all__ = ["OutputBuilder", "Totals"]
 
@@ -35,6 +37,8 @@ class OutputBuilder:
         self._uids: list[int] = []
         self._token_ids: list[int] = []
         self._finished: list[Finished] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
 
     def open(self, req: Req) -> None:
         """The first output of `req` is about to be added."""
@@ -52,6 +56,53 @@ class OutputBuilder:
         """token_ids[i] is the next token of uids[i]."""
         self._uids.extend(uids.tolist())
         self._token_ids.extend(token_ids.tolist())
+
+    def logprobs(
+        self,
+        batch: Batch,
+        extras: StepExtras,
+        result: StepResult,
+        table: RequestTable,
+        token_rows: Int32Array,
+    ) -> None:
+        """The log-probabilities that reqs of this step asked for. token_rows got a token."""
+        found = result.logprobs
+        if found is None:
+            return
+        got_token = set(token_rows.tolist())
+        for index in np.flatnonzero(extras.logprobs >= 0).tolist():
+            row, count = int(batch.rows[index]), int(extras.logprobs[index])
+            if row in got_token:
+                self._logprobs.append(
+                    TokenLogprobs(
+                        uid=int(table.uid[row]),
+                        logprob=float(found.sampled[index]),
+                        top_ids=found.top_ids[index, :count].tolist(),
+                        top_logprobs=found.top[index, :count].tolist(),
+                    )
+                )
+        for index, prompt in found.prompt.items():
+            req = table.reqs[batch.rows[index]]
+            if req is not None:
+                count = int(extras.prompt_logprobs[index])
+                self._prompt(req, int(batch.start[index]) + 1, prompt, count)
+
+    def _prompt(self, req: Req, position: int, found: StepPromptLogprobs, count: int) -> None:
+        """Prompt tokens from `position` on; a resumed req does not report any twice."""
+        first = max(position, req.prompt_reported) - position
+        last = min(len(found.target), req.prompt_len - position)
+        if first >= last:
+            return
+        req.prompt_reported = position + last
+        self._prompt_logprobs.append(
+            PromptLogprobs(
+                uid=req.uid,
+                position=position + first,
+                logprobs=found.target[first:last].tolist(),
+                top_ids=found.top_ids[first:last, :count].tolist(),
+                top_logprobs=found.top[first:last, :count].tolist(),
+            )
+        )
 
     def finish(self, req: Req, reason: FinishReason, error: str | None) -> None:
         """The one terminal message of `req`."""
@@ -79,6 +130,9 @@ class OutputBuilder:
             uids=self._uids,
             token_ids=self._token_ids,
             finished=self._finished,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
         )
         self._opened, self._uids, self._token_ids, self._finished = [], [], [], []
+        self._logprobs, self._prompt_logprobs = [], []
         return output

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost
+from minisgl.scheduler.extras import build_extras
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.req import Ending, Req, ReqState
 from minisgl.scheduler.table import RequestTable
@@ -53,8 +54,15 @@ class Planner:
     I3  unpublished holds the running reqs whose prompt is not in the prefix cache yet.
     """
 
-    def __init__(self, config: SchedulerConfig, memory: KVMemory, table: RequestTable) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: KVMemory,
+        table: RequestTable,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
         self._config = config
+        self._eos = eos_token_ids
         self._memory = memory
         self._table = table
         self._cost: StepCost | None = None
@@ -185,7 +193,7 @@ class Planner:
 
         So the siblings of one prompt, and a burst behind one system prompt, compute it once.
         """
-        if self._config.cache_type == "naive":
+        if self._config.cache_type == "naive" or req.sampling.prompt_logprobs is not None:
             return False
         matched = matched_pages * self._memory.page_size
         to_compute = len(req.tokens) - matched
@@ -243,6 +251,8 @@ class Planner:
         lengths = np.ones(len(rows), dtype=np.int32)
         lengths[len(decode_rows) :] = [chunk.length for chunk in chunks]
         ids = [table.tokens[c.req.row, c.start : c.start + c.length] for c in chunks]
+        samples = start + lengths >= table.prefill_end[rows]
+        extras = build_extras(table, rows, start, lengths, samples, self._eos)
         page_rows, page_cols = self._dirty_entries(rows)
         return Batch(
             step_id=step_id,
@@ -250,12 +260,13 @@ class Planner:
             rows=rows,
             start=start,
             lengths=lengths,
-            samples=start + lengths >= table.prefill_end[rows],
+            samples=samples,
             chunk_ids=np.concatenate([np.empty(0, dtype=np.int32), *ids]),
             page_rows=page_rows,
             page_cols=page_cols,
             page_ids=table.page_table[page_rows, page_cols],
             sampling=table.sampling(rows),
+            extras=extras,
         )
 
     def _dirty_entries(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:

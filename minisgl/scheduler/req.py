@@ -40,6 +40,7 @@ class Req:
     row            line in page table and token pool, -1 without one.
     handle         locked place in the prefix cache; tree_pages leading pages of the row are the
                    cache's, the others this req's own.
+    prompt_reported  prompt tokens whose log-probabilities have been sent.
     cached_tokens  prefix hit of the first admission, which is what the client is told.
     """
 
@@ -59,6 +60,7 @@ class Req:
     admitted: bool = False
     opened: bool = False
     ending: Ending | None = None
+    prompt_reported: int = 0
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -66,7 +66,7 @@ class Scheduler:
         )
         self.table = RequestTable(engine.max_running_reqs, engine.max_seq_len, max_pages)
         self.memory = KVMemory(engine.page_size, PagePool(engine.num_pages), cache)
-        self.planner = Planner(config, self.memory, self.table)
+        self.planner = Planner(config, self.memory, self.table, eos_token_ids)
         self._intake = Intake(
             vocab_size=vocab_size,
             max_seq_len=engine.max_seq_len,
@@ -215,6 +215,8 @@ class Scheduler:
         self.totals.output_tokens_total += len(outcome.rows)
         self._open(outcome.rows)
         self._outputs.tokens(self.table.uid[outcome.rows], outcome.tokens)
+        if batch.extras is not None:
+            self._outputs.logprobs(batch, batch.extras, result, self.table, outcome.rows)
         for row, reason in outcome.ended.items():
             self._end_row(row, reason)
         for req in chunks:

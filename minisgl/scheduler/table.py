@@ -44,6 +44,7 @@ class RequestTable:
         self.opened = np.zeros(num_rows, dtype=np.bool_)
         self.obeys_eos = np.zeros(num_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
+        self.has_extras = np.zeros(num_rows, dtype=np.bool_)
         self._sampling = SamplingArrays(
             temperature=np.zeros(num_rows, dtype=np.float32),
             top_k=np.zeros(num_rows, dtype=np.int32),
@@ -79,6 +80,7 @@ class RequestTable:
         self.opened[row] = req.opened
         self.obeys_eos[row] = not sampling.ignore_eos
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
+        self.has_extras[row] = sampling.has_extras
         self._sampling.temperature[row] = sampling.temperature
         self._sampling.top_k[row] = max(sampling.top_k, 0)
         self._sampling.top_p[row] = sampling.top_p
