@@ -69,49 +69,49 @@ def _never(value: Any) -> bool:
     return False
 
 
-_FALSE = _one_of(False)
+_NEVER = [
+    "audio",
+    "custom_logit_processor",
+    "ebnf",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "prompt_logprobs",
+    "regex",
+    "stop_regex",
+    "structured_outputs",
+    "truncate_prompt_tokens",
+    "web_search_options",
+]
+_IF_FALSE = [
+    "continue_final_message",
+    "logprobs",
+    "return_token_ids",
+    "separate_reasoning",
+    "use_beam_search",
+]
+_IF_ZERO = ["frequency_penalty", "presence_penalty", "priority", "top_logprobs"]
+_IF_ONE = ["best_of", "length_penalty", "repetition_penalty"]
+_IF_EMPTY_LIST = ["allowed_token_ids", "bad_words", "documents", "functions"]
 
 NOT_OFFERED: dict[str, _NotOffered] = {
+    **dict.fromkeys(_NEVER, _NotOffered(_never)),
+    **dict.fromkeys(_IF_FALSE, _NotOffered(_one_of(False))),
+    **dict.fromkeys(_IF_ZERO, _NotOffered(_zero)),
+    **dict.fromkeys(_IF_ONE, _NotOffered(_one)),
+    **dict.fromkeys(_IF_EMPTY_LIST, _NotOffered(_one_of([]))),
     "add_generation_prompt": _NotOffered(_one_of(True)),
-    "allowed_token_ids": _NotOffered(_one_of([])),
-    "audio": _NotOffered(_never),
-    "bad_words": _NotOffered(_one_of([])),
-    "best_of": _NotOffered(_one),
     "cache_salt": _NotOffered(_one_of("")),
     "chat_template": _NotOffered(_never, "cannot be set by a request"),
-    "continue_final_message": _NotOffered(_FALSE),
-    "custom_logit_processor": _NotOffered(_never),
-    "documents": _NotOffered(_one_of([])),
-    "ebnf": _NotOffered(_never),
-    "frequency_penalty": _NotOffered(_zero),
     "function_call": _NotOffered(_one_of("none")),
-    "functions": _NotOffered(_one_of([])),
-    "guided_choice": _NotOffered(_never),
-    "guided_grammar": _NotOffered(_never),
-    "guided_json": _NotOffered(_never),
-    "guided_regex": _NotOffered(_never),
-    "length_penalty": _NotOffered(_one),
     "logit_bias": _NotOffered(_one_of({})),
-    "logprobs": _NotOffered(_FALSE),
     "modalities": _NotOffered(_one_of(["text"])),
-    "presence_penalty": _NotOffered(_zero),
-    "priority": _NotOffered(_zero),
-    "prompt_logprobs": _NotOffered(_never),
     "reasoning_effort": _NotOffered(_never, "is not supported; see chat_template_kwargs"),
-    "regex": _NotOffered(_never),
-    "repetition_penalty": _NotOffered(_one),
     "response_format": _NotOffered(_one_of({"type": "text"})),
-    "return_token_ids": _NotOffered(_FALSE),
-    "separate_reasoning": _NotOffered(_FALSE),
-    "stop_regex": _NotOffered(_never),
-    "structured_outputs": _NotOffered(_never),
     "suffix": _NotOffered(_one_of("")),
     "tool_choice": _NotOffered(_one_of("none", "auto")),
     "tools": _NotOffered(_one_of([]), 'is supported with "tool_choice": "none" only'),
-    "top_logprobs": _NotOffered(_zero),
-    "truncate_prompt_tokens": _NotOffered(_never),
-    "use_beam_search": _NotOffered(_FALSE),
-    "web_search_options": _NotOffered(_never),
 }
 
 

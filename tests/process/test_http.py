@@ -266,6 +266,18 @@ def wait_idle_cpu(server: ServerProcess) -> bool:
     return wait_for(still, "an idle scheduler")
 
 
+@pytest.mark.parametrize("part", [b"", b'{"model":'], ids=["before the body", "in the body"])
+def test_client_that_leaves_while_sending_does_no_harm(
+    stub_server: ServerProcess, part: bytes
+) -> None:
+    before = stub_server.stderr.count("Traceback")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999\r\n\r\n"
+    with socket.create_connection(tuple_of(stub_server.url)) as raw:
+        raw.sendall(head + part)
+    assert stub_server.client().completions.create(model="tiny", prompt="a").choices
+    assert stub_server.stderr.count("Traceback") == before
+
+
 def test_failing_request_is_a_500_that_is_not_retried(tiny_model: Path) -> None:
     with run_server("--model", str(tiny_model), stub="refuse") as server:
         server.wait_ready()

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import threading
+from pathlib import Path
 
 import httpx
 import psutil
@@ -48,7 +49,7 @@ def _assert_all_gone(pids: list[int]) -> None:
 
 @pytest.mark.parametrize("phase", ["loading", "idle", "decode"])
 @pytest.mark.parametrize("name", CHILDREN)
-def test_killed_child_ends_the_service(tiny_model, name: str, phase: str) -> None:
+def test_killed_child_ends_the_service(tiny_model: Path, name: str, phase: str) -> None:
     mode = "loading" if phase == "loading" else "echo"
     with run_server("--model", str(tiny_model), stub=mode) as server:
         _bring_into(server, phase)
@@ -71,7 +72,7 @@ def test_killed_child_ends_the_service(tiny_model, name: str, phase: str) -> Non
 
 
 @pytest.mark.parametrize("phase", ["loading", "idle", "decode"])
-def test_killed_launcher_leaves_no_orphans(tiny_model, phase: str) -> None:
+def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str) -> None:
     """W28: the children hang on the launcher by a signal and by a pipe."""
     mode = "loading" if phase == "loading" else "echo"
     with run_server("--model", str(tiny_model), stub=mode) as server:
@@ -84,25 +85,32 @@ def test_killed_launcher_leaves_no_orphans(tiny_model, phase: str) -> None:
         _assert_all_gone(pids)
 
 
-@pytest.mark.parametrize("name", ["api", "scheduler"])
-def test_killed_child_of_the_real_engine_ends_the_service(tiny_model, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [*((name, "decode") for name in CHILDREN), ("scheduler", "loading"), ("scheduler", "idle")],
+)
+def test_killed_child_of_the_real_engine_ends_the_service(
+    tiny_model: Path, name: str, phase: str
+) -> None:
     with run_server("--model", str(tiny_model), "--num-pages", "1024") as server:
-        server.wait_ready()
-        _start_long_stream(server)
+        _bring_into(server, phase)
+        if phase == "decode":
+            _start_long_stream(server)
         pids = [server.child_pid(child) for child in CHILDREN]
         psutil.Process(server.child_pid(name)).kill()
         assert server.wait_exit() == 1
         _assert_all_gone(pids)
+        assert f"error: {name} (pid" in server.stderr
 
 
-def test_child_that_fails_to_load_is_one_line(tiny_model) -> None:
+def test_child_that_fails_to_load_is_one_line(tiny_model: Path) -> None:
     with run_server("--model", str(tiny_model), stub="broken") as server:
         assert server.wait_exit() == 2
         assert "error: the model is upside down" in server.stderr
         assert "Traceback" not in server.stderr
 
 
-def test_hung_scheduler_turns_livez_503_and_ends_the_service(tiny_model) -> None:
+def test_hung_scheduler_turns_livez_503_and_ends_the_service(tiny_model: Path) -> None:
     flags = ("--model", str(tiny_model), "--step-timeout", "1")
     with run_server(*flags, stub="hang") as server:
         url = server.wait_ready().url
@@ -117,7 +125,7 @@ def test_hung_scheduler_turns_livez_503_and_ends_the_service(tiny_model) -> None
         assert "no progress" in server.stderr
 
 
-def test_idle_server_stays_live_beyond_the_step_timeout(tiny_model) -> None:
+def test_idle_server_stays_live_beyond_the_step_timeout(tiny_model: Path) -> None:
     """A scheduler that has nothing to do makes no steps, and that is no hang."""
     flags = ("--model", str(tiny_model), "--step-timeout", "0.2")
     with run_server(*flags, stub="echo") as server:
@@ -127,7 +135,7 @@ def test_idle_server_stays_live_beyond_the_step_timeout(tiny_model) -> None:
         assert server.client().completions.create(model="tiny", prompt="hi").choices[0].text
 
 
-def test_port_taken_is_one_line_at_once(tiny_model) -> None:
+def test_port_taken_is_one_line_at_once(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with run_server("--model", str(tiny_model), "--host", "127.0.0.1", stub="echo") as server:
@@ -151,7 +159,7 @@ def test_front_end_processes_load_no_torch(real_server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_while_loading_ends_at_once(tiny_model, number: signal.Signals) -> None:
+def test_signal_while_loading_ends_at_once(tiny_model: Path, number: signal.Signals) -> None:
     with run_server("--model", str(tiny_model), stub="loading") as server:
         _bring_into(server, "loading")
         pids = list(server.child_pids().values())
