@@ -13,6 +13,7 @@ from minisgl.attention import AttentionStep, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
 from minisgl.distributed import Communicator, TPInfo
 from minisgl.engine import probe
+from minisgl.engine.extras import apply_history, edited, start_logprobs
 from minisgl.engine.inputs import StepInputs, stage
 from minisgl.engine.pending import LaunchedStep
 from minisgl.engine.settings import (
@@ -128,9 +129,13 @@ class Engine:
         """Start the step. On CPU it is done on return; on a GPU it is queued on the stream."""
         inputs = stage(batch, self._host_page_table, self.page_size, self._device)
         self._page_table[inputs.page_rows, inputs.page_cols] = inputs.page_ids
+        if batch.extras is not None:
+            apply_history(batch.extras, self._token_pool)
         hidden = self._forward(batch, inputs)
-        sampled = self._sample(hidden, inputs)
-        return LaunchedStep(batch.num_reqs, inputs, sampled)
+        logits, sampled = self._sample(hidden, batch, inputs)
+        tokens = None if sampled is None else sampled.tokens
+        logprobs = start_logprobs(self._model, hidden, logits, tokens, batch, inputs)
+        return LaunchedStep(batch.num_reqs, inputs, sampled, logprobs)
 
     def _forward(self, batch: Batch, inputs: StepInputs) -> Tensor:
         """Hidden states [T, H]; keys and values of the T tokens are in the pool afterwards."""
@@ -150,14 +155,19 @@ class Engine:
         hidden: Tensor = self._model(torch.cat((decode_ids, inputs.chunk_ids)), context)
         return hidden
 
-    def _sample(self, hidden: Tensor, inputs: StepInputs) -> SampledTokens | None:
-        """Choose the next tokens where a req samples, and put them where the next step reads."""
+    def _sample(
+        self, hidden: Tensor, batch: Batch, inputs: StepInputs
+    ) -> tuple[Tensor | None, SampledTokens | None]:
+        """Choose the next tokens where a req samples, and put them where the next step reads.
+
+        Returns the unedited logits [N, V] and the choice; None when nobody samples.
+        """
         if inputs.sampling is None:
-            return None
+            return None, None
         logits = self._model.logits(hidden[inputs.last_tokens])
-        sampled = sample(logits, inputs.sampling)
+        sampled = sample(edited(logits, batch, inputs, self._token_pool), inputs.sampling)
         self._token_pool[inputs.write_rows, inputs.write_cols] = sampled.tokens
-        return sampled
+        return logits, sampled
 
     def facts(self) -> ModelFacts:
         """What the front end must know."""

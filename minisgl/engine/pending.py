@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import StepResult
+from minisgl.engine.extras import PendingLogprobs
 from minisgl.engine.inputs import StepInputs
 from minisgl.kernel import SampledTokens
 
@@ -18,7 +19,14 @@ class LaunchedStep:
     Holds the step's inputs, so that no device memory of it is reused before it is done.
     """
 
-    def __init__(self, num_reqs: int, inputs: StepInputs, sampled: SampledTokens | None) -> None:
+    def __init__(
+        self,
+        num_reqs: int,
+        inputs: StepInputs,
+        sampled: SampledTokens | None,
+        logprobs: PendingLogprobs | None = None,
+    ) -> None:
+        self._logprobs = logprobs
         self._num_reqs = num_reqs
         self._inputs = inputs
         self._host: Tensor | None = None
@@ -40,4 +48,5 @@ class LaunchedStep:
             sampled = self._host.numpy()
             tokens[self._inputs.sampled_reqs] = sampled[0]
             finite[self._inputs.sampled_reqs] = sampled[1] != 0
-        return StepResult(tokens, finite)
+        logprobs = None if self._logprobs is None else self._logprobs.read()
+        return StepResult(tokens, finite, logprobs)

@@ -1,26 +1,48 @@
-"""Kernels, each beside (for now: as) a plain torch reference with the same signature."""
+"""Kernels, each beside a plain torch reference with the same signature.
 
-from minisgl.kernel.elementwise import (
+What is exported runs Triton on CUDA tensors and the reference on others (dispatch.py). The
+references themselves: elementwise.py, rotary.py, sampling.py, random.py, step.py.
+"""
+
+from minisgl.kernel.dispatch import (
     add_rms_norm,
     gather_embedding,
+    kv_metadata,
+    put_tokens,
+    qk_norm_rope_store,
     rms_norm,
-    rope,
+    sample,
     silu_and_mul,
-    store_kv,
+    stage_tokens,
+    update_pages,
 )
+from minisgl.kernel.elementwise import rope, store_kv
+from minisgl.kernel.logits import EditTensors, TopLogprobs, edit_logits, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
-from minisgl.kernel.sampling import SampledTokens, SamplingTensors, sample
+from minisgl.kernel.sampling import SampledTokens, SamplingTensors
+from minisgl.kernel.step import StepLayout, StepViews
 
 __all__ = [
+    "EditTensors",
     "SampledTokens",
     "SamplingTensors",
+    "StepLayout",
+    "StepViews",
+    "TopLogprobs",
     "add_rms_norm",
+    "edit_logits",
     "gather_embedding",
     "gumbel_noise",
+    "kv_metadata",
     "philox4x32",
+    "put_tokens",
+    "qk_norm_rope_store",
     "rms_norm",
     "rope",
     "sample",
     "silu_and_mul",
+    "stage_tokens",
     "store_kv",
+    "top_logprobs",
+    "update_pages",
 ]

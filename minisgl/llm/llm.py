@@ -90,12 +90,9 @@ class LLM:
             overlap=overlap,
         )
         self.tokenizer = TextTokenizer.load(path)
-        comm = SingleCommunicator()
-        self._engine = Engine(engine_config, TPInfo(0, 1), comm)
+        self._engine = Engine(engine_config, TPInfo(0, 1), SingleCommunicator())
         self._inbox, self._outbox = LocalInbox(), LocalOutbox()
-        self.scheduler = build_scheduler(
-            self._engine, scheduler_config, comm, self._inbox, self._outbox
-        )
+        self.scheduler = build_scheduler(self._engine, scheduler_config, self._inbox, self._outbox)
         self.facts: ModelFacts = self._engine.facts()
         self._next_uid = 1
         self._closed = False

@@ -69,7 +69,7 @@ class _EditsBuilder:
         """The edits of one sampling req whose next token stands at `position`."""
         sampling = req.sampling
         self._bias += [(index, token, bias) for token, bias in sampling.logit_bias.items()]
-        if position + 1 < table.stop_from[req.row]:
+        if position < table.stop_from[req.row]:
             ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos)
             self._bias += [(index, token, _NEVER) for token in set(ends)]
         if sampling.has_penalties:

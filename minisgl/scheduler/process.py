@@ -5,8 +5,8 @@ import logging
 import time
 from pathlib import Path
 
-from minisgl.core import EngineConfig, SchedulerConfig, StepCost
-from minisgl.distributed import Communicator, TPInfo, connect
+from minisgl.core import EngineConfig, SchedulerConfig
+from minisgl.distributed import TPInfo, connect
 from minisgl.engine import Engine, resolve_device
 from minisgl.message import (
     LeaderStep,
@@ -34,7 +34,6 @@ __all__ = ["build_scheduler", "run_scheduler"]
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.5
-_FEMTO = 10**15
 
 
 def run_scheduler(
@@ -59,7 +58,7 @@ def run_scheduler(
     if tp.rank == 0:
         detokenizer: Sender[StepOutput] = Sender(endpoint(socket_dir, "detokenizer"))
         outbox = QueueOutbox(detokenizer, api)
-    scheduler = build_scheduler(engine, scheduler_config, comm, inbox, outbox)
+    scheduler = build_scheduler(engine, scheduler_config, inbox, outbox)
     gc.collect()
     gc.freeze()  # what is loaded stays; collections look at requests only
     name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
@@ -72,7 +71,6 @@ def run_scheduler(
 def build_scheduler(
     engine: Engine,
     config: SchedulerConfig,
-    comm: Communicator,
     inbox: Inbox,
     outbox: Outbox,
 ) -> Scheduler:
@@ -88,7 +86,7 @@ def build_scheduler(
     )
     engine.warm_up()
     if config.target_step_ms is not None:
-        cost = _agreed(engine.calibrate(), comm)
+        cost = engine.calibrate()
         scheduler.calibrate(cost)
         logger.info(
             "step cost calibrated base_ms=%.3f per_token_us=%.3f per_attended_ns=%.3f",
@@ -108,19 +106,6 @@ def _loop(scheduler: Scheduler, outbox: Outbox) -> None:
             outbox.send_stats(scheduler.stats())
             sent_at = now
     scheduler.drain_in_flight()
-
-
-def _agreed(cost: StepCost, comm: Communicator) -> StepCost:
-    """The same numbers on every rank: each rank plans by itself, so they must not differ."""
-
-    def smallest(value_s: float) -> float:
-        return comm.agree_min(round(value_s * _FEMTO)) / _FEMTO
-
-    return StepCost(
-        base_s=smallest(cost.base_s),
-        per_token_s=smallest(cost.per_token_s),
-        per_attended_s=smallest(cost.per_attended_s),
-    )
 
 
 def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:

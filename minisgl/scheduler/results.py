@@ -58,4 +58,4 @@ def _stops(
         req = table.reqs[rows[index]]
         assert req is not None, "a live row has a req: this is a bug"
         stops[index] |= int(tokens[index]) in req.sampling.stop_token_ids
-    return stops & (position + 1 >= table.stop_from[rows])
+    return stops & (position >= table.stop_from[rows])
