@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
 _STUCK_NOTICE_S = 2.0  # livez answers 503 for so long before a hang ends the service
+_KEEP_ALIVE_S = 15.0
 _LAST_WORDS_S = 2.0  # for error chunks to leave once everything has failed
 
 
@@ -100,6 +101,7 @@ class ApiServer:
         tasks = {
             asyncio.create_task(self._receive(), name="receiver"),
             asyncio.create_task(self._watch(), name="watch"),
+            asyncio.create_task(self._beat(), name="beat"),
             asyncio.create_task(self._wait_failed(), name="failed"),
             asyncio.create_task(self._drain(), name="drain"),
         }
@@ -170,6 +172,12 @@ class ApiServer:
                         "the scheduler made no progress for more than "
                         f"{self.config.step_timeout_s:g} s (--step-timeout)"
                     )
+
+    async def _beat(self) -> None:
+        """Streams must not look dead to proxies while their request waits for its turn."""
+        while True:
+            await asyncio.sleep(_KEEP_ALIVE_S)
+            self.client.beat()
 
     async def _wait_failed(self) -> None:
         await self._fail_asked.wait()

@@ -95,13 +95,17 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP call. `changed` is set when any of them has news."""
+    """All choices of one HTTP call. `changed` is set when any of them has news.
 
-    __slots__ = ("changed", "choices")
+    beat: woken without news, so that an idle stream shows that it lives.
+    """
+
+    __slots__ = ("beat", "changed", "choices")
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
         self.changed = asyncio.Event()
+        self.beat = False
 
     @property
     def finished(self) -> bool:
@@ -236,6 +240,12 @@ class EngineClient:
             choice.apply(update)
             if choice.finish is not None:
                 del self._choices[update.uid]
+
+    def beat(self) -> None:
+        """Wake every call; a stream that has nothing to say sends a sign of life."""
+        for generation in self._generations:
+            generation.beat = True
+            generation.changed.set()
 
     def fail_all(self, error: RequestError) -> None:
         """End every open call with this error; their handlers then close them."""

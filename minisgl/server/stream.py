@@ -17,6 +17,8 @@ __all__ = ["EventStream", "collect", "events"]
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: proxies see traffic, clients see nothing
+
 
 async def collect(generation: Generation, echoes: list[str], n: int) -> list[str]:
     """Each choice's whole text once all have ended. Raises the first error of any choice."""
@@ -57,6 +59,9 @@ async def events(
         piece = b"".join(parts)
         if piece:
             yield piece
+        elif generation.beat:
+            yield KEEP_ALIVE
+        generation.beat = False
 
 
 class EventStream(Response):
@@ -90,6 +95,12 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        # The gate of this handler: the status line has gone, so the stream itself must say it.
+        except Exception as error:
+            logger.exception("stream failed")
+            body = sse(error_reply(error).json()) + DONE
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

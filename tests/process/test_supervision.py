@@ -166,3 +166,27 @@ def test_signal_while_loading_ends_at_once(tiny_model: Path, number: signal.Sign
         server.signal(number)
         assert server.wait_exit() == 0
         _assert_all_gone(pids)
+
+
+def test_two_ranks_serve_drain_and_end_together(tiny_model: Path) -> None:
+    flags = ("--model", str(tiny_model), "--num-pages", "256", "--tp", "2", "--drain-grace", "0")
+    with run_server(*flags) as server:
+        server.wait_ready()
+        answer = server.client().completions.create(model="tiny", prompt="hi", max_tokens=3)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+        pids = [server.child_pid(name) for name in (*CHILDREN, "scheduler-1")]
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0, server.stderr
+        _assert_all_gone(pids)
+
+
+def test_killed_second_rank_ends_the_service(tiny_model: Path) -> None:
+    flags = ("--model", str(tiny_model), "--num-pages", "256", "--tp", "2")
+    with run_server(*flags) as server:
+        server.wait_ready()
+        pids = [server.child_pid(name) for name in CHILDREN]
+        psutil.Process(server.child_pid("scheduler-1")).kill()
+        assert server.wait_exit() == 1
+        _assert_all_gone(pids)
+        assert "error: scheduler-1 (pid" in server.stderr or "error: scheduler" in server.stderr

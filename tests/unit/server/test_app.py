@@ -12,6 +12,7 @@ from minisgl.message import AddReq, Ready
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
 from minisgl.server.lifecycle import Lifecycle
+from minisgl.server.shapes import Shape
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
@@ -131,6 +132,18 @@ def test_completions_stream_echoes_each_prompt() -> None:
         assert chunk["object"] == "text_completion"
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
     assert texts == ["ahéllo", "ahéllo", "bhéllo", "bhéllo"]
+
+
+def test_bug_in_a_stream_becomes_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(shape: Shape, choice: object) -> bytes:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(Shape, "last_chunk", fail)
+    *_, error, done = events(
+        call("POST", "/v1/completions", json={"model": "m", "prompt": "a", "stream": True})
+    )
+    assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
+    assert "secret" not in error["error"]["message"]
 
 
 @pytest.mark.parametrize(

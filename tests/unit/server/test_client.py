@@ -11,7 +11,8 @@ from minisgl.server.errors import EngineFailure
 from minisgl.server.generate import start, unless_disconnected
 from minisgl.server.params import COMPLETIONS
 from minisgl.server.requests import GenerateRequest, RequestReader
-from minisgl.server.stream import collect
+from minisgl.server.shapes import Shape
+from minisgl.server.stream import KEEP_ALIVE, collect, events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
@@ -196,5 +197,22 @@ def test_who_gives_no_seed_gets_a_fresh_one_each_time() -> None:
         assert first != second
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+    assert run(main).is_empty
+
+
+def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
+    async def main(world: World) -> None:
+        call = request(b'{"model":"m","prompt":"hi","stream":true}')
+        generation = world.client.open(1)
+        stream = events(generation, [""], call, Shape(call))
+        world.client.beat()
+        assert await anext(stream) == KEEP_ALIVE
+        world.client.beat()
+        world.update(generation.choices[0].uid, "he")
+        assert b'"text":"he"' in await anext(stream)
+        world.finish(generation.choices[0].uid)
+        assert b"[DONE]" in await anext(stream)
+        world.client.close(generation)
 
     assert run(main).is_empty
