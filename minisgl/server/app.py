@@ -85,7 +85,10 @@ async def _generate(
     call = reader.read(route, raw, facts)
     shape = Shape(call)
     client = service.client
-    generation, echoes = await unless_disconnected(request.receive, start(client, call, facts))
+    request_id = str(request.scope["state"].get("request_id", ""))
+    generation, echoes = await unless_disconnected(
+        request.receive, start(client, call, facts, request_id)
+    )
     if call.stream:
         return EventStream(client, call, shape, generation, echoes)
     try:

@@ -8,6 +8,7 @@ import array
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -100,9 +101,11 @@ class Generation:
     beat: woken without news, so that an idle stream shows that it lives.
     """
 
-    __slots__ = ("beat", "changed", "choices")
+    __slots__ = ("beat", "changed", "choices", "request_id", "started_s")
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.started_s = time.monotonic()
         self.choices: list[Choice] = []
         self.changed = asyncio.Event()
         self.beat = False
@@ -119,6 +122,18 @@ class Generation:
     def error(self) -> RequestError | None:
         """The first error of any choice."""
         return next((c.error for c in self.choices if c.error is not None), None)
+
+    def summary(self) -> str:
+        """One line for the log: never any text of prompt or answer."""
+        ends = {choice.finish or FinishReason.ABORT for choice in self.choices}
+        prompt_tokens = max(choice.prompt_tokens for choice in self.choices)
+        completion_tokens = sum(choice.completion_tokens for choice in self.choices)
+        return (
+            f"request_id={self.request_id} choices={len(self.choices)} "
+            f"finish={','.join(sorted(ends))} longest_prompt_tokens={prompt_tokens} "
+            f"completion_tokens={completion_tokens} "
+            f"duration_s={time.monotonic() - self.started_s:.3f}"
+        )
 
     async def news(self) -> None:
         """Wait until some choice has changed since the last call."""
@@ -163,11 +178,11 @@ class EngineClient:
     def pending_answers(self) -> int:
         return len(self._worker_of)
 
-    def open(self, num_choices: int) -> Generation:
+    def open(self, num_choices: int, request_id: str = "") -> Generation:
         """Admit a call. Raises Overloaded at once when the queue is full."""
         if self.queued + num_choices > self._max_queued_reqs:
             raise Overloaded("the request queue is full; try again later")
-        generation = Generation()
+        generation = Generation(request_id)
         for index in range(num_choices):
             choice = Choice(next(self._uids), index, generation)
             generation.choices.append(choice)
@@ -178,7 +193,10 @@ class EngineClient:
 
     def close(self, generation: Generation) -> None:
         """Forget a call; whatever of it still runs is aborted. Idempotent."""
-        self._generations.discard(generation)
+        if generation not in self._generations:
+            return
+        self._generations.remove(generation)
+        logger.info("call ended %s", generation.summary())
         for choice in generation.choices:
             if self._forget(choice) and choice.submitted:
                 self._scheduler.send(AbortReq(uid=choice.uid))

@@ -24,14 +24,14 @@ Receive = Callable[[], Awaitable[Any]]
 
 
 async def start(
-    client: EngineClient, request: GenerateRequest, facts: ModelFacts
+    client: EngineClient, request: GenerateRequest, facts: ModelFacts, request_id: str = ""
 ) -> tuple[Generation, list[str]]:
     """Admit, tokenize and submit; returns when the first output is there.
 
     Second: the text to echo per prompt ("" without echo). Raises RequestError before any output;
     then nothing of the call is left. Otherwise the caller must close the generation.
     """
-    generation = client.open(request.num_choices)
+    generation = client.open(request.num_choices, request_id)
     try:
         prompts = [
             await _tokenize(client, prompt, _param_of(request, index))

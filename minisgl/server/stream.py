@@ -89,7 +89,7 @@ class EventStream(Response):
         try:
             await unless_disconnected(receive, self._send(send))
         except Cancelled:
-            logger.info("client gone request_id=%s", scope["state"].get("request_id"))
+            logger.debug("client gone request_id=%s", self._generation.request_id)
         finally:
             self._client.close(self._generation)
 
