@@ -41,23 +41,26 @@ class Plan:
 class Batch(NamedTuple):
     """One step's material; padding has document -1 and is never produced.
 
-    ids, document, produced: [rows, row tokens], for packed rows and for long rows.
+    ids, document, produced: [rows, row tokens] int16, int8 and bool.
+    long_positions, long_targets: [answer tokens], the flat position in long_ids from which each
+    answer token follows, and that token. They are found here because on the GPU finding them
+    would make every step wait for the one before.
     """
 
     short_ids: Tensor
     short_document: Tensor
     short_produced: Tensor
     long_ids: Tensor
-    long_document: Tensor
-    long_produced: Tensor
+    long_positions: Tensor
+    long_targets: Tensor
 
 
 class _Rows:
     """Fills rows of equal length with encoded samples."""
 
     def __init__(self, rows: int, length: int) -> None:
-        self.ids = np.zeros((rows, length), dtype=np.int32)
-        self.document = np.full((rows, length), -1, dtype=np.int32)
+        self.ids = np.zeros((rows, length), dtype=np.int16)
+        self.document = np.full((rows, length), -1, dtype=np.int8)
         self.produced = np.zeros((rows, length), dtype=bool)
         self._row, self._used, self._documents = 0, 0, 0
 
@@ -78,12 +81,17 @@ class _Rows:
     def next_row(self) -> None:
         self._used = self.ids.shape[1]
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            torch.from_numpy(self.ids),
-            torch.from_numpy(self.document),
-            torch.from_numpy(self.produced),
-        )
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ids, document and produced."""
+        arrays = (self.ids, self.document, self.produced)
+        ids, document, produced = (torch.from_numpy(array) for array in arrays)
+        return ids, document, produced
+
+    def answers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ids, and for each token to produce the position before it and its id."""
+        ids = torch.from_numpy(self.ids)
+        follows = torch.from_numpy(np.flatnonzero(self.produced))
+        return ids, follows - 1, ids.flatten()[follows].long()
 
 
 def long_document(draw: Draw, encoder: Encoder, tokens: int, questions: int) -> Sample:
@@ -130,7 +138,7 @@ class BatchStream(IterableDataset[Batch]):
             if not long.add(*encoder.encode(sample)):
                 break
             long.next_row()
-        return Batch(*short.tensors(), *long.tensors())
+        return Batch(*short.packed(), *long.answers())
 
 
 def loader(plan: Plan, workers: int) -> DataLoader[Batch]:

@@ -12,11 +12,11 @@ from demo.tasks import GENERATORS
 
 # Relative shares in training; the tasks that act on unseen words need most.
 MIXTURE: dict[str, int] = {
-    "arithmetic": 5,
+    "arithmetic": 6,
     "spelling": 3,
-    "reversing": 6,
-    "sorting": 5,
-    "counting": 5,
+    "reversing": 4,
+    "sorting": 6,
+    "counting": 8,
     "lookup": 3,
     "json": 4,
     "conversation": 4,
@@ -33,6 +33,15 @@ SYSTEM_MESSAGES: tuple[str, ...] = (
 )
 _SYSTEM_SHARE = 0.12
 _MEDLEY_SHARE = 0.15
+# Tasks whose requests some people type without a capital or a full stop; in the others the case
+# or the wording is part of what is asked.
+_INFORMAL_TASKS = frozenset({"arithmetic", "spelling", "reversing", "sorting", "counting"})
+_INFORMAL_SHARE = 0.15
+_FIRST_WORDS = frozenset(
+    {"Add", "Arrange", "Calculate", "Can", "Compute", "Count", "Give", "How", "I", "Multiply"}
+    | {"Order", "Please", "Put", "Reverse", "Sort", "Spell", "Subtract", "Take", "Tell", "Turn"}
+    | {"What", "Write"}
+)
 
 
 def with_system(rng: random.Random, sample: Sample) -> Sample:
@@ -42,12 +51,26 @@ def with_system(rng: random.Random, sample: Sample) -> Sample:
     return dataclasses.replace(sample, system=rng.choice(SYSTEM_MESSAGES))
 
 
+def informal(rng: random.Random, sample: Sample) -> Sample:
+    """Write some requests in lower case and some without their last full stop."""
+    if sample.task not in _INFORMAL_TASKS or rng.random() >= _INFORMAL_SHARE:
+        return sample
+    exchange = sample.exchanges[0]
+    user = exchange.user
+    # A first word without a space after it, or in a list, is the material itself.
+    if user.split(" ")[0] in _FIRST_WORDS:
+        user = user[0].lower() + user[1:]
+    if rng.random() < 0.5:
+        user = user.rstrip(".?")
+    return dataclasses.replace(sample, exchanges=(exchange._replace(user=user),))
+
+
 def training_sample(rng: random.Random, lexicon: Lexicon) -> Sample:
     """Draw from the mixture; some samples are several tasks in one conversation."""
     draw = Draw(rng, lexicon, held_out=False)
     turns = rng.choice((2, 2, 3, 4)) if rng.random() < _MEDLEY_SHARE else 1
     tasks = rng.choices(tuple(MIXTURE), weights=tuple(MIXTURE.values()), k=turns)
-    return with_system(rng, joined([GENERATORS[task](draw) for task in tasks]))
+    return with_system(rng, joined([informal(rng, GENERATORS[task](draw)) for task in tasks]))
 
 
 def joined(samples: Sequence[Sample]) -> Sample:

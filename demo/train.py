@@ -34,7 +34,7 @@ def learning_rate(step: int, progress: float, peak: float) -> float:
 
 def packed_loss(network: Network, ids: Tensor, document: Tensor, produced: Tensor) -> Tensor:
     """Return the mean loss over packed rows; documents of one row do not see each other."""
-    length = ids.shape[1]
+    ids, length = ids.int(), ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
     same = document[:, :, None] == document[:, None, :]
     states = network.hidden(ids, (same & causal)[:, None])
@@ -45,11 +45,10 @@ def packed_loss(network: Network, ids: Tensor, document: Tensor, produced: Tenso
     return (losses * weight.flatten()).sum() / weight.sum()
 
 
-def document_loss(network: Network, ids: Tensor, produced: Tensor) -> Tensor:
+def document_loss(network: Network, ids: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss over the answers of long documents, one to a row."""
-    states = network.hidden(ids)[:, :-1]
-    chosen = produced[:, 1:]
-    return F.cross_entropy(network.logits(states[chosen]).float(), ids[:, 1:][chosen].long())
+    states = network.hidden(ids.int()).flatten(0, 1)
+    return F.cross_entropy(network.logits(states[positions]).float(), targets)
 
 
 def optimizer_for(network: Network, peak: float, fused: bool) -> torch.optim.AdamW:
@@ -75,7 +74,7 @@ def train(arguments: argparse.Namespace) -> None:
         for layer in network.model.layers:
             layer.compile(dynamic=False)
     started_s = time.monotonic()
-    tokens, step, elapsed_s = 0, 0, 0.0
+    tokens, done, elapsed_s = 0, 0, 0.0
     for step, batch in enumerate(loader(plan, arguments.workers)):
         # A machine that is too slow shortens the schedule, so that the rate still ends at zero.
         progress = max(step / plan.steps, elapsed_s / arguments.limit_s)
@@ -89,6 +88,7 @@ def train(arguments: argparse.Namespace) -> None:
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        done = step + 1
         tokens += batch.short_ids.numel() + batch.long_ids.numel()
         elapsed_s = time.monotonic() - started_s
         if step % arguments.log_every == 0:
@@ -100,7 +100,7 @@ def train(arguments: argparse.Namespace) -> None:
             print(validation.table(network))
     if device.type == "cuda":
         torch.cuda.synchronize()
-    facts = train_facts(arguments, step + 1, tokens, time.monotonic() - started_s, device)
+    facts = train_facts(arguments, done, tokens, time.monotonic() - started_s, device)
     round_to_bf16(network)
     print("as exported", validation.table(network))
     export(network, arguments.out, facts)
@@ -110,7 +110,7 @@ def _losses(network: Network, batch: Batch) -> tuple[Tensor, Tensor]:
     with torch.autocast(batch.short_ids.device.type, dtype=torch.bfloat16):
         return (
             packed_loss(network, batch.short_ids, batch.short_document, batch.short_produced),
-            document_loss(network, batch.long_ids, batch.long_produced),
+            document_loss(network, batch.long_ids, batch.long_positions, batch.long_targets),
         )
 
 
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the minisgl demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--peak", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--short-tokens", type=int, default=32_768, help="per step, packed")
     parser.add_argument("--long-tokens", type=int, default=25_088, help="per step, documents")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 from demo.sample import Draw, Sample, single
 from demo.split import split_key
 
@@ -67,6 +70,16 @@ def word_key(word: str) -> str:
     return split_key("word", word)
 
 
+def listing(rng: random.Random, items: Sequence[str]) -> str:
+    """Write items as a list, mostly separated by commas."""
+    style = rng.random()
+    if style < 0.75:
+        return ", ".join(items)
+    if style < 0.9:
+        return ", ".join(items[:-1]) + " and " + items[-1]
+    return " ".join(items)
+
+
 def _one_word(draw: Draw) -> str:
     word = draw.lexicon.word(draw.rng, draw.held_out)
     return word.capitalize() if draw.rng.random() < 0.1 else word
@@ -88,7 +101,7 @@ def reversing(draw: Draw) -> Sample:
 
 def counting(draw: Draw) -> Sample:
     """Ask for a number of letters or list items; the answer is the number alone."""
-    return draw.rng.choice((_letters, _one_letter, _items, _one_item))(draw)
+    return draw.rng.choice((_letters, _one_letter, _one_letter, _items, _one_item))(draw)
 
 
 def _letters(draw: Draw) -> Sample:
@@ -106,7 +119,7 @@ def _one_letter(draw: Draw) -> Sample:
 
 def _items(draw: Draw) -> Sample:
     words = [draw.lexicon.word(draw.rng, draw.held_out, 0.7) for _ in range(draw.rng.randint(2, 9))]
-    user = draw.rng.choice(_COUNT_ITEMS).format(list=", ".join(words))
+    user = draw.rng.choice(_COUNT_ITEMS).format(list=listing(draw.rng, words))
     return single("counting", user, str(len(words)), map(word_key, words))
 
 
@@ -116,5 +129,5 @@ def _one_item(draw: Draw) -> Sample:
     times = rng.randint(1, 5)
     words = [pool[0]] * times + rng.choices(pool[1:], k=rng.randint(1, 4))
     rng.shuffle(words)
-    user = rng.choice(_COUNT_ONE_ITEM).format(w=pool[0], list=", ".join(words))
+    user = rng.choice(_COUNT_ONE_ITEM).format(w=pool[0], list=listing(rng, words))
     return single("counting", user, str(times), map(word_key, words))

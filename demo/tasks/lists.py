@@ -6,9 +6,10 @@ import random
 
 from demo.sample import Draw, Sample, single
 from demo.split import is_held_out, split_key
-from demo.tasks.letters import word_key
+from demo.tasks.letters import listing, word_key
 
 LARGEST_NUMBER = 99
+_SMALLER_RANGES = (9, 20)
 
 _WORDS_UP = (
     "Sort these words alphabetically: {list}",
@@ -49,7 +50,8 @@ def numbers_key(numbers: list[int]) -> str:
 def draw_numbers(rng: random.Random, held_out: bool) -> list[int]:
     """Draw 3 to 6 different numbers of one side of the split, in random order."""
     while True:
-        numbers = rng.sample(range(LARGEST_NUMBER + 1), rng.randint(3, 6))
+        largest = rng.choice((*_SMALLER_RANGES, *(LARGEST_NUMBER,) * 6))
+        numbers = rng.sample(range(largest + 1), rng.randint(3, 6))
         if is_held_out(numbers_key(numbers)) == held_out:
             return numbers
 
@@ -69,5 +71,5 @@ def sorting(draw: Draw) -> Sample:
         keys = [word_key(word) for word in items]
         ordered = sorted(items, reverse=descending)
         phrases = _WORDS_DOWN if descending else _WORDS_UP
-    user = rng.choice(phrases).format(list=", ".join(items))
+    user = rng.choice(phrases).format(list=listing(rng, items))
     return single("sorting", user, ", ".join(ordered), keys)

@@ -9,6 +9,9 @@ from demo.split import is_held_out, split_key
 
 LARGEST_TERM = 99
 LARGEST_FACTOR = 12
+# People try small numbers first; drawn evenly they would be rare.
+_SMALL_TERM = 20
+_SMALL_SHARE = 0.25
 
 _PHRASES: dict[str, tuple[str, ...]] = {
     "+": (
@@ -86,6 +89,8 @@ def apply(operator: str, a: int, b: int) -> int:
 def draw_pair(rng: random.Random, operator: str, held_out: bool) -> tuple[int, int]:
     """Draw an operand pair from one side of the split; differences are mostly not negative."""
     largest = LARGEST_FACTOR if operator == "x" else LARGEST_TERM
+    if rng.random() < _SMALL_SHARE:
+        largest = min(largest, _SMALL_TERM)
     while True:
         a, b = rng.randint(0, largest), rng.randint(0, largest)
         if operator == "-" and b > a and rng.random() < 0.7:
@@ -96,7 +101,7 @@ def draw_pair(rng: random.Random, operator: str, held_out: bool) -> tuple[int, i
 
 def arithmetic(draw: Draw) -> Sample:
     """Ask for one sum, difference or product; the answer is the number alone."""
-    operator = draw.rng.choice("++--x")
+    operator = draw.rng.choice("+++---xx")
     a, b = draw_pair(draw.rng, operator, draw.held_out)
     user = draw.rng.choice(_PHRASES[operator]).format(a=a, b=b)
     keys = [operand_key(operator, a, b)]
