@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ def _serve(arguments: Sequence[str]) -> int:
     from minisgl.server.launch import launch
 
     setup_logging("launcher", "info")
+    # PID 1 has no default actions, and a download may take minutes. Nothing has been started yet.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     return launch(resolve(arguments, os.environ, _resolve_model, _demo_path))
 
 

@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from minisgl.core import MinisglError
+from minisgl.core import ConfigError, InvariantBroken, MinisglError
 from minisgl.server.config import ChildSpec
 from minisgl.utils import CONFIG_EXIT, bind_to_parent, read_payload, setup_logging
 
@@ -31,14 +31,14 @@ def main() -> None:
     setup_logging(spec.name, spec.config.log_level)
     try:
         _run(spec)
-    except MinisglError as error:  # expected: one line is all there is to say
-        _report(spec, str(error))
-        _exit(CONFIG_EXIT)
-    # The gate of the process: whatever ends it is logged once, with its traceback.
+    # The gate of the process. What minisgl raises on purpose is told in one line; anything else,
+    # and a broken invariant, is a bug and logged once with its traceback.
     except Exception as error:
-        logger.exception("process failed")
-        _report(spec, f"{type(error).__name__}: {error}")
-        _exit(1)
+        on_purpose = isinstance(error, MinisglError) and not isinstance(error, InvariantBroken)
+        if not on_purpose:
+            logger.exception("process failed")
+        _report(spec, str(error) if on_purpose else f"{type(error).__name__}: {error}")
+        _exit(CONFIG_EXIT if isinstance(error, ConfigError) else 1)
 
 
 def _run(spec: ChildSpec) -> None:

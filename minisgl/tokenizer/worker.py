@@ -7,7 +7,6 @@ import os
 
 import msgspec
 
-from minisgl.core import ConfigError
 from minisgl.message import (
     Decoded,
     DecodeIds,
@@ -72,8 +71,6 @@ def run_tokenizer(index: int, model_path: str, socket_dir: str, limits: Tokenize
     # One message at a time: the library's thread pool would only fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     name = f"tokenizer-{index}"
-    if index < 0:
-        raise ConfigError("a tokenizer's index is not negative")
     tokenizer = TextTokenizer.load(model_path, limits.template_output_chars)
     receiver: Receiver[ToTokenizer] = Receiver(endpoint(socket_dir, name), ToTokenizer)
     api: Sender[ToApi] = Sender(endpoint(socket_dir, "api"))

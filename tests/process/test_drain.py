@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -143,6 +144,20 @@ def test_socket_directory_is_removed(tiny_model: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 0
     assert not list(tmp_path.glob("minisgl-*"))
+
+
+def test_sigterm_ends_a_download_at_once() -> None:
+    """As PID 1 the default action would not even be taken."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        url = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "minisgl", "--model", "someone/something"],
+            env={**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0"},
+            stderr=subprocess.DEVNULL,
+        )
+        with process, hub.accept()[0]:  # it has asked, and gets no answer
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 0
 
 
 def test_real_engine_drains_and_exits_0(tiny_model: Path) -> None:

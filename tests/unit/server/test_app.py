@@ -6,6 +6,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
 from minisgl.message import AddReq, Ready
@@ -185,3 +187,25 @@ def test_declared_body_over_the_cap_is_refused_before_it_is_read() -> None:
     answer = call("POST", "/v1/completions", headers={"content-length": str(2**40)}, content=b"")
     assert answer.status_code == 413
     assert answer.headers["x-request-id"]
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+BODIES = st.binary(max_size=30) | st.dictionaries(
+    st.sampled_from(["model", "prompt", "messages", "n", "stream", "max_tokens", "stop", "seed"]),
+    VALUES | st.lists(VALUES, max_size=3) | st.just("m"),
+).map(lambda body: json.dumps(body).encode("utf-8", "surrogatepass"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["GET", "POST", "PUT", "OPTIONS"]),
+    st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/models/%00", "/livez", "//"]),
+    BODIES,
+)
+def test_no_request_gets_a_5xx_and_every_error_is_nested(
+    method: str, path: str, body: bytes
+) -> None:
+    answer = call(method, path, content=body)
+    assert answer.status_code < 500
+    if answer.status_code >= 400:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
