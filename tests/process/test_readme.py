@@ -1,0 +1,48 @@
+"""The README's examples are run as they stand, and print what it says that they print."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.harness import DEADLINE_S, run_server
+
+README = Path(__file__).parents[2] / "README.md"
+_BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+_VARYING = [(re.compile(r'"id":"chatcmpl-\w+"'), '"id":"chatcmpl-0"')]
+_VARYING += [(re.compile(r'"created":\d+'), '"created":0')]
+
+
+def examples() -> list[tuple[str, str, str]]:
+    """(language, code, output) of each example that talks to the server."""
+    blocks = _BLOCK.findall(README.read_text(encoding="utf-8"))
+    pairs = zip(blocks, blocks[1:], strict=False)
+    return [
+        (language, code, output)
+        for (language, code), (following, output) in pairs
+        if "127.0.0.1:1919" in code and following == "text"
+    ]
+
+
+def without_varying(text: str) -> str:
+    for pattern, fixed in _VARYING:
+        text = pattern.sub(fixed, text)
+    return " ".join(text.split())
+
+
+@pytest.mark.process
+def test_examples_print_what_the_readme_says() -> None:
+    assert [language for language, _, _ in examples()] == ["sh", "python"]
+    with run_server() as server:
+        url = server.wait_ready().url
+        for language, code, output in examples():
+            code = code.replace("http://127.0.0.1:1919", url)
+            if language == "sh":
+                command = ["bash", "-c", code.replace("curl ", "curl -s ")]
+            else:
+                command = [sys.executable, "-c", code]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+            assert done.returncode == 0, done.stderr
+            assert without_varying(done.stdout) == without_varying(output)
