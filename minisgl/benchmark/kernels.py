@@ -1,0 +1,227 @@
+"""Time of each GPU kernel inside a CUDA graph, beside the time its bytes take at copy bandwidth.
+
+Calls rotate over sets of inputs that together exceed the L2 cache, where one set does not. A
+graph's gaps between kernels, about 1 us, are part of the figures.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minisgl import kernel
+
+__all__ = ["Case", "Figure", "cases", "copy_bandwidth", "graph_seconds", "main"]
+
+_CALLS = 32  # captured in one graph
+_REPLAYS = 15
+_ROTATED_BYTES = 256 << 20
+_VOCAB = 151_936
+
+
+class Case(NamedTuple):
+    """One kernel on one shape; `make` builds a set of inputs and returns a call on it."""
+
+    name: str
+    bytes_moved: int
+    make: Callable[[], Callable[[], object]]
+
+
+class Figure(NamedTuple):
+    """Seconds of a call: from its bytes alone, and measured."""
+
+    name: str
+    bytes_moved: int
+    floor_s: float
+    median_s: float
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Median seconds of one call in a graph of _CALLS that takes `calls` in turn."""
+    count = max(_CALLS, len(calls))
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for number in range(count):
+            calls[number % len(calls)]()
+    graph.replay()
+    seconds: list[float] = []
+    for _ in range(_REPLAYS):
+        begin, end = _event(), _event()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3 / count)
+    return statistics.median(seconds)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a device-to-device copy, reads and writes counted."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / graph_seconds([lambda: target.copy_(source)])
+
+
+def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
+    """Layer kernels for each number of tokens, samplers for each number of rows."""
+    for count in tokens:
+        for hidden, q_heads, kv_heads, inner in ((1024, 16, 8, 3072), (4096, 32, 8, 12288)):
+            yield _add_rms_norm(count, hidden)
+            yield _silu_and_mul(count, inner)
+            yield _qk_norm_rope_store(count, q_heads, kv_heads)
+    for count in rows:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield _sample("greedy", count, dtype, temperature=0.0)
+            yield _sample("plain", count, dtype)
+        yield _sample("top-p 0.95, peaked", count, torch.float32, spread=4.0, top_p=0.95)
+        yield _sample("top-k 50 top-p 0.9", count, torch.float32, top_k=50, top_p=0.9)
+        yield _sample("top-p 0.95, flat", count, torch.float32, spread=0.3, top_p=0.95)
+        yield _step(count)
+
+
+def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def _integers(high: int, count: int) -> Tensor:
+    return torch.randint(0, high, (count,), device="cuda", dtype=torch.int32)
+
+
+def _add_rms_norm(tokens: int, hidden: int) -> Case:
+    def make() -> Callable[[], object]:
+        x, residual = _normal(tokens, hidden), _normal(tokens, hidden)
+        weight = _normal(hidden) * 0.1
+        return lambda: kernel.add_rms_norm(x, residual, weight, 1e-6)
+
+    return Case(f"add_rms_norm {tokens} x {hidden}", 8 * tokens * hidden, make)
+
+
+def _silu_and_mul(tokens: int, inner: int) -> Case:
+    def make() -> Callable[[], object]:
+        x = _normal(tokens, 2 * inner)
+        return lambda: kernel.silu_and_mul(x)
+
+    return Case(f"silu_and_mul {tokens} x {inner}", 6 * tokens * inner, make)
+
+
+def _qk_norm_rope_store(tokens: int, q_heads: int, kv_heads: int) -> Case:
+    dim, page_size, pages = 128, 16, 2048
+    width = (q_heads + 2 * kv_heads) * dim
+
+    def make() -> Callable[[], object]:
+        qkv, q_weight, k_weight = _normal(tokens, width), _normal(dim), _normal(dim)
+        cos_sin = _normal(4096, dim, dtype=torch.float32)
+        positions = _integers(4096, tokens)
+        slots = torch.randperm(pages * page_size, device="cuda")[:tokens].int()
+        k_pool, v_pool = _normal(2, pages, page_size, kv_heads, dim)
+        given = qkv, q_weight, k_weight, 1e-6, cos_sin, positions, slots, k_pool, v_pool
+        return lambda: kernel.qk_norm_rope_store(*given, q_heads, kv_heads, dim)
+
+    name = f"qk_norm_rope_store {tokens} x ({q_heads} + 2 * {kv_heads})"
+    return Case(name, 4 * tokens * width + 4 * tokens * dim, make)
+
+
+def _sample(
+    name: str,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    temperature: float = 0.6,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    spread: float = 3.0,
+) -> Case:
+    def make() -> Callable[[], object]:
+        logits = (_normal(rows, _VOCAB, dtype=torch.float32) * spread).to(dtype)
+
+        def filled(value: float) -> Tensor:
+            return torch.full((rows,), value, device="cuda")
+
+        params = kernel.SamplingTensors(
+            temperature=filled(temperature),
+            top_k=_integers(1, rows) + top_k,
+            top_p=filled(top_p),
+            min_p=filled(0.0),
+            seed=_integers(2**31 - 1, rows).long(),
+            position=_integers(1000, rows),
+            draws=temperature > 0,
+            filters=top_k > 0 or top_p < 1,
+        )
+        return lambda: kernel.sample(logits, params)
+
+    passes = 3 if top_k or top_p < 1 else 1
+    moved = passes * rows * _VOCAB * dtype.itemsize
+    return Case(f"sample {name}, {str(dtype)[6:]} {rows} rows", moved, make)
+
+
+def _step(reqs: int) -> Case:
+    """All metadata kernels of one decode step, page updates included."""
+
+    def make() -> Callable[[], object]:
+        layout = kernel.StepLayout(max_reqs=reqs, max_updates=reqs, max_chunk_tokens=0)
+        views = layout.views(torch.zeros(layout.size, dtype=torch.int32, device="cuda"))
+        views.rows.copy_(torch.randperm(reqs))
+        views.start.copy_(_integers(2000, reqs))
+        views.lengths.fill_(1)
+        views.first.copy_(torch.arange(reqs))
+        table = _integers(10_000, reqs * 256).view(reqs, 256)
+        pool = _integers(1000, reqs * 2048).view(reqs, 2048)
+        ids, positions, slots, last, indptr = _integers(1, 5 * reqs + 5).view(5, reqs + 1)
+        indices = _integers(1, reqs * 256)
+
+        def call() -> None:
+            kernel.update_pages(table, views.page_rows, views.page_cols, views.page_ids)
+            requests = views.rows, views.start, views.first
+            outputs = ids[:reqs], positions[:reqs], slots[:reqs]
+            kernel.stage_tokens(*requests, views.chunk_ids, reqs, table, pool, 16, *outputs)
+            contexts = views.rows, views.start, views.lengths
+            kernel.kv_metadata(*contexts, table, 16, indptr, indices, last[:reqs])
+            kernel.put_tokens(pool, *contexts, views.samples, ids)
+
+        return call
+
+    return Case(f"step metadata, 4 launches, {reqs} reqs", 0, make)
+
+
+def measure(case: Case, bandwidth: float) -> Figure:
+    """Time one case; input sets are freed before it returns."""
+    sets = min(max(_ROTATED_BYTES // max(case.bytes_moved, 1), 1), 8)
+    median = graph_seconds([case.make() for _ in range(sets)])
+    return Figure(case.name, case.bytes_moved, case.bytes_moved / bandwidth, median)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="minisgl bench kernels", description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 256, 8192])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    bandwidth = copy_bandwidth()
+    chosen = list(cases(options.tokens, options.rows))
+    figures = [measure(case, bandwidth) for case in tqdm(chosen, desc="kernels")]
+    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s")
+    print(f"{'kernel':<48} {'MB':>8} {'floor':>9} {'measured':>9} {'of floor':>8}")
+    for figure in figures:
+        share = f"{figure.floor_s / figure.median_s:8.0%}"
+        print(
+            f"{figure.name:<48} {figure.bytes_moved / 1e6:>8.2f} {figure.floor_s * 1e6:>6.1f} us"
+            f" {figure.median_s * 1e6:>6.1f} us {share}"
+        )
+    print(json.dumps([figure._asdict() for figure in figures]))
+    return 0

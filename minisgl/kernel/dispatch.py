@@ -1,0 +1,186 @@
+"""The kernels as the rest of minisgl calls them: Triton for CUDA tensors, plain torch otherwise.
+
+Each function has the signature and the meaning of its reference, which its docstring names.
+Triton is imported with the first CUDA tensor, so that machines without it never need it.
+"""
+
+from torch import Tensor
+
+from minisgl.kernel import elementwise, rotary, sampling, step
+from minisgl.kernel.sampling import SampledTokens, SamplingTensors
+
+__all__ = [
+    "add_rms_norm",
+    "gather_embedding",
+    "kv_metadata",
+    "put_tokens",
+    "qk_norm_rope_store",
+    "rms_norm",
+    "sample",
+    "silu_and_mul",
+    "stage_tokens",
+    "update_pages",
+]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See minisgl.kernel.elementwise.rms_norm."""
+    if x.is_cuda:
+        from minisgl.kernel.triton import norm
+
+        return norm.rms_norm(x, weight, eps)
+    return elementwise.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See minisgl.kernel.elementwise.add_rms_norm. On CUDA x and residual are overwritten."""
+    if x.is_cuda:
+        from minisgl.kernel.triton import norm
+
+        return norm.add_rms_norm(x, residual, weight, eps)
+    return elementwise.add_rms_norm(x, residual, weight, eps)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See minisgl.kernel.elementwise.silu_and_mul."""
+    if x.is_cuda:
+        from minisgl.kernel.triton import elementwise as kernels
+
+        return kernels.silu_and_mul(x)
+    return elementwise.silu_and_mul(x)
+
+
+def gather_embedding(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
+    """See minisgl.kernel.elementwise.gather_embedding."""
+    if weight.is_cuda:
+        from minisgl.kernel.triton import elementwise as kernels
+
+        return kernels.gather_embedding(ids, weight, first_id)
+    return elementwise.gather_embedding(ids, weight, first_id)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> Tensor:
+    """See minisgl.kernel.rotary.qk_norm_rope_store."""
+    run = rotary.qk_norm_rope_store
+    if qkv.is_cuda:
+        from minisgl.kernel.triton import rotary as kernels
+
+        run = kernels.qk_norm_rope_store
+    return run(
+        qkv,
+        q_weight,
+        k_weight,
+        eps,
+        cos_sin,
+        positions,
+        slots,
+        k_pool,
+        v_pool,
+        q_heads,
+        kv_heads,
+        head_dim,
+    )
+
+
+def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
+    """See minisgl.kernel.sampling.sample. On CUDA logits may be bfloat16 or float16 as well."""
+    if logits.is_cuda:
+        from minisgl.kernel.triton import sampling as kernels
+
+        return kernels.sample(logits, params)
+    return sampling.sample(logits, params)
+
+
+def update_pages(
+    page_table: Tensor, page_rows: Tensor, page_cols: Tensor, page_ids: Tensor
+) -> None:
+    """See minisgl.kernel.step.update_pages."""
+    run = step.update_pages
+    if page_table.is_cuda:
+        from minisgl.kernel.triton import step as kernels
+
+        run = kernels.update_pages
+    run(page_table, page_rows, page_cols, page_ids)
+
+
+def stage_tokens(
+    rows: Tensor,
+    start: Tensor,
+    first: Tensor,
+    chunk_ids: Tensor,
+    num_decode: int,
+    page_table: Tensor,
+    token_pool: Tensor,
+    page_size: int,
+    ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+) -> None:
+    """See minisgl.kernel.step.stage_tokens."""
+    run = step.stage_tokens
+    if ids.is_cuda:
+        from minisgl.kernel.triton import step as kernels
+
+        run = kernels.stage_tokens
+    run(
+        rows,
+        start,
+        first,
+        chunk_ids,
+        num_decode,
+        page_table,
+        token_pool,
+        page_size,
+        ids,
+        positions,
+        slots,
+    )
+
+
+def kv_metadata(
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    last_page_len: Tensor,
+) -> None:
+    """See minisgl.kernel.step.kv_metadata."""
+    run = step.kv_metadata
+    if rows.is_cuda:
+        from minisgl.kernel.triton import step as kernels
+
+        run = kernels.kv_metadata
+    run(rows, start, lengths, page_table, page_size, kv_indptr, kv_indices, last_page_len)
+
+
+def put_tokens(
+    token_pool: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    samples: Tensor,
+    tokens: Tensor,
+) -> None:
+    """See minisgl.kernel.step.put_tokens."""
+    run = step.put_tokens
+    if token_pool.is_cuda:
+        from minisgl.kernel.triton import step as kernels
+
+        run = kernels.put_tokens
+    run(token_pool, rows, start, lengths, samples, tokens)

@@ -1,0 +1,39 @@
+"""Torch reference of what happens between the qkv projection and attention, as one operation."""
+
+from torch import Tensor
+
+from minisgl.kernel.elementwise import rms_norm, rope, store_kv
+
+__all__ = ["qk_norm_rope_store"]
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> Tensor:
+    """Normalise (where weights are given), rotate, store k and v; return the rotated queries.
+
+    qkv:       [T, (Hq + 2 Hkv) D], rows of queries, keys, values; not changed.
+    q_weight, k_weight: [D] of qkv's dtype, both or neither; RMSNorm of each head with `eps`.
+    cos_sin:   float32 [M, D], cosines and then sines. positions: integers [T] below M.
+    slots:     integers [T] in [0, P * S), distinct except for padding.
+    k_pool, v_pool: [P, S, Hkv, D] of qkv's dtype; rows `slots` are written in place.
+    Returns a new contiguous [T, Hq, D]. No host sync; graph-capturable.
+    """
+    heads = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = heads[:, :q_heads], heads[:, q_heads:-kv_heads], heads[:, -kv_heads:]
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    q, k = rope(q, k, positions, cos_sin)
+    store_kv(k_pool, v_pool, k, v, slots)
+    return q

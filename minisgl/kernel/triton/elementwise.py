@@ -1,0 +1,56 @@
+"""Activation and embedding look-up: one read and one write of each element."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["gather_embedding", "silu_and_mul"]
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _silu_and_mul(x, out, width, x_stride, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    gate = tl.load(x + row * x_stride + cols, mask=mask).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + cols, mask=mask).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + cols, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def _gather(ids, weight, out, first_id, num_ids, width, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    local = tl.load(ids + row).to(tl.int64) - first_id
+    mine = (local >= 0) & (local < num_ids)
+    inside = cols < width
+    value = tl.load(weight + local * width + cols, mask=inside & mine, other=0.0)
+    tl.store(out + row * width + cols, value, mask=inside)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """As the reference, but rounded once, at the end. x: [..., 2I]; returns a new [..., I]."""
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
+    width = x.shape[-1] // 2
+    out = x.new_empty((*x.shape[:-1], width))
+    if out.numel():
+        grid = (triton.cdiv(width, _BLOCK) * len(rows),)
+        _silu_and_mul[grid](rows, out, width, rows.stride(0), BLOCK=_BLOCK, num_warps=4)
+    return out
+
+
+def gather_embedding(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
+    """As the reference. ids: integers [T]; weight: contiguous [rows, H]. Returns a new [T, H]."""
+    num_ids, width = weight.shape
+    out = weight.new_empty((len(ids), width))
+    if out.numel():
+        grid = (triton.cdiv(width, _BLOCK) * len(ids),)
+        _gather[grid](ids, weight, out, first_id, num_ids, width, BLOCK=_BLOCK, num_warps=4)
+    return out

@@ -1,0 +1,134 @@
+"""Between qkv projection and attention: head norm, rotation and KV store in one launch.
+
+A program takes one token and HEADS neighbouring heads, as two tiles [HEADS, D/2]: the halves that
+rotate together. Queries, keys and values may share a program; the masks of the three stores tell
+them apart. Bytes: 2 T (Hq + 2 Hkv) D elements, and D * 4 of cos_sin for each token.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["qk_norm_rope_store"]
+
+_TILE_ELEMENTS = 512  # of one half: 8 for each of 64 threads
+
+
+@triton.jit
+def _scaled(half, rstd, weight):
+    """What the reference rounds: after the norm, and again after the weight."""
+    normed = (half.to(tl.float32) * rstd[:, None]).to(half.dtype)
+    return (normed.to(tl.float32) * weight.to(tl.float32)).to(half.dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _qk_norm_rope_store(
+    qkv,
+    q_weight,
+    k_weight,
+    cos_sin,
+    positions,
+    slots,
+    q_out,
+    k_pool,
+    v_pool,
+    qkv_stride,
+    slot_stride,
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    blocks: tl.constexpr = (Q_HEADS + 2 * KV_HEADS + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < HALF
+    is_q = head < Q_HEADS
+    is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    is_v = (head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
+    mask = (is_q | is_k | is_v)[:, None] & inside[None, :]
+    at = head[:, None] * (2 * HALF) + cols[None, :]
+    row = qkv + token * qkv_stride
+    first = tl.load(row + at, mask=mask, other=0.0)
+    second = tl.load(row + at + HALF, mask=mask, other=0.0)
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    cos = tl.load(cos_sin + position * (2 * HALF) + cols, mask=inside, other=0.0)
+    sin = tl.load(cos_sin + position * (2 * HALF) + HALF + cols, mask=inside, other=0.0)
+    value_at = (head - Q_HEADS - KV_HEADS)[:, None] * (2 * HALF) + cols[None, :]
+    value_mask = is_v[:, None] & inside[None, :]
+    tl.store(v_pool + slot * slot_stride + value_at, first, mask=value_mask)
+    tl.store(v_pool + slot * slot_stride + value_at + HALF, second, mask=value_mask)
+    if NORM:
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)
+        q_first = tl.load(q_weight + cols, mask=inside, other=0.0)[None, :]
+        q_second = tl.load(q_weight + HALF + cols, mask=inside, other=0.0)[None, :]
+        k_first = tl.load(k_weight + cols, mask=inside, other=0.0)[None, :]
+        k_second = tl.load(k_weight + HALF + cols, mask=inside, other=0.0)[None, :]
+        first = _scaled(first, rstd, tl.where(is_q[:, None], q_first, k_first))
+        second = _scaled(second, rstd, tl.where(is_q[:, None], q_second, k_second))
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    turned_first = (a * cos[None, :] - b * sin[None, :]).to(first.dtype)
+    turned_second = (b * cos[None, :] + a * sin[None, :]).to(first.dtype)
+    q_row = q_out + token * (Q_HEADS * 2 * HALF)
+    q_mask = is_q[:, None] & inside[None, :]
+    tl.store(q_row + at, turned_first, mask=q_mask)
+    tl.store(q_row + at + HALF, turned_second, mask=q_mask)
+    k_at = (head - Q_HEADS)[:, None] * (2 * HALF) + cols[None, :]
+    k_mask = is_k[:, None] & inside[None, :]
+    tl.store(k_pool + slot * slot_stride + k_at, turned_first, mask=k_mask)
+    tl.store(k_pool + slot * slot_stride + k_at + HALF, turned_second, mask=k_mask)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> Tensor:
+    """As the reference. The pools' pages must be contiguous, qkv's rows may be strided."""
+    tokens = qkv.shape[0]
+    q_out = qkv.new_empty((tokens, q_heads, head_dim))
+    if tokens == 0:
+        return q_out
+    block = triton.next_power_of_2(head_dim // 2)
+    heads = max(_TILE_ELEMENTS // block, 1)
+    grid = (triton.cdiv(q_heads + 2 * kv_heads, heads) * tokens,)
+    normed = q_weight is not None and k_weight is not None
+    _qk_norm_rope_store[grid](
+        qkv,
+        q_weight if normed else qkv,
+        k_weight if normed else qkv,
+        cos_sin,
+        positions,
+        slots,
+        q_out,
+        k_pool,
+        v_pool,
+        qkv.stride(0),
+        k_pool.stride(1),
+        eps,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        NORM=normed,
+        HEADS=heads,
+        BLOCK=block,
+        num_warps=2,
+    )
+    return q_out

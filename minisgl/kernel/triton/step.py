@@ -1,0 +1,251 @@
+"""A step's metadata, computed on the device. All of it is latency: a few KB, 2 us a launch."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["kv_metadata", "put_tokens", "stage_tokens", "update_pages"]
+
+_BLOCK = 256
+_REQ_FIELDS = ["rows", "start"]  # views into the packed buffer
+
+
+@triton.jit(
+    do_not_specialize=["num_updates"],
+    do_not_specialize_on_alignment=["page_rows", "page_cols", "page_ids"],
+)
+def _update_pages(
+    page_table, page_rows, page_cols, page_ids, num_updates, row_stride, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < num_updates
+    row = tl.load(page_rows + at, mask=mask, other=0).to(tl.int64)
+    col = tl.load(page_cols + at, mask=mask, other=0)
+    tl.store(page_table + row * row_stride + col, tl.load(page_ids + at, mask=mask), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens", "num_decode", "search_steps"],
+    do_not_specialize_on_alignment=[
+        *_REQ_FIELDS,
+        "first",
+        "chunk_ids",
+        "ids",
+        "positions",
+        "slots",
+    ],
+)
+def _stage_tokens(
+    rows,
+    start,
+    first,
+    chunk_ids,
+    page_table,
+    token_pool,
+    ids,
+    positions,
+    slots,
+    num_reqs,
+    num_tokens,
+    num_decode,
+    search_steps,
+    table_stride,
+    pool_stride,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    # The last req whose first token is not after this one lies in [low, high).
+    low = tl.zeros([BLOCK], tl.int32)
+    high = tl.zeros([BLOCK], tl.int32) + num_reqs
+    for _ in range(search_steps):
+        middle = (low + high) // 2
+        after = tl.load(first + middle, mask=inside, other=0) > token
+        high = tl.where(after, middle, high)
+        low = tl.where(after, low, middle)
+    row = tl.load(rows + low, mask=inside, other=0).to(tl.int64)
+    begin = tl.load(start + low, mask=inside, other=0)
+    position = begin + token - tl.load(first + low, mask=inside, other=0)
+    page = tl.load(page_table + row * table_stride + position // PAGE_SIZE, mask=inside, other=0)
+    decodes = token < num_decode
+    sampled = tl.load(token_pool + row * pool_stride + position, mask=inside & decodes, other=0)
+    given = tl.load(chunk_ids + token - num_decode, mask=inside & (token >= num_decode), other=0)
+    tl.store(ids + token, tl.where(decodes, sampled, given), mask=inside)
+    tl.store(positions + token, position, mask=inside)
+    tl.store(slots + token, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs"],
+    do_not_specialize_on_alignment=[
+        *_REQ_FIELDS,
+        "lengths",
+        "kv_indptr",
+        "kv_indices",
+        "last_page_len",
+    ],
+)
+def _kv_metadata(
+    rows,
+    start,
+    lengths,
+    page_table,
+    kv_indptr,
+    kv_indices,
+    last_page_len,
+    num_reqs,
+    table_stride,
+    PAGE_SIZE: tl.constexpr,
+    REQS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program adds up all reqs' pages by itself, so that one launch is enough."""
+    req = tl.program_id(0)
+    each = tl.arange(0, REQS)
+    exists = each < num_reqs
+    context = tl.load(start + each, mask=exists, other=0) + tl.load(
+        lengths + each, mask=exists, other=0
+    )
+    pages = (context + PAGE_SIZE - 1) // PAGE_SIZE
+    begin = tl.sum(tl.where(each < req, pages, 0), axis=0)
+    mine = tl.sum(tl.where(each == req, pages, 0), axis=0)
+    if tl.program_id(1) == 0:
+        tl.store(kv_indptr + req + 1, begin + mine)
+        if req == 0:
+            tl.store(kv_indptr, 0)
+        tokens = tl.sum(tl.where(each == req, context, 0), axis=0)
+        tl.store(last_page_len + req, tokens - (mine - 1) * PAGE_SIZE)
+    source = page_table + tl.load(rows + req).to(tl.int64) * table_stride
+    for base in range(tl.program_id(1) * BLOCK, mine, tl.num_programs(1) * BLOCK):
+        col = base + tl.arange(0, BLOCK)
+        mask = col < mine
+        tl.store(kv_indices + begin + col, tl.load(source + col, mask=mask), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs"],
+    do_not_specialize_on_alignment=[*_REQ_FIELDS, "lengths", "samples", "tokens"],
+)
+def _put_tokens(
+    token_pool, rows, start, lengths, samples, tokens, num_reqs, pool_stride, BLOCK: tl.constexpr
+):
+    req = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = req < num_reqs
+    mask = mask & (tl.load(samples + req, mask=mask, other=0) != 0)
+    row = tl.load(rows + req, mask=mask, other=0).to(tl.int64)
+    at = tl.load(start + req, mask=mask, other=0) + tl.load(lengths + req, mask=mask, other=0)
+    token = tl.load(tokens + req, mask=mask, other=0)
+    tl.store(token_pool + row * pool_stride + at, token, mask=mask)
+
+
+def update_pages(
+    page_table: Tensor, page_rows: Tensor, page_cols: Tensor, page_ids: Tensor
+) -> None:
+    """As the reference."""
+    updates = len(page_ids)
+    if updates:
+        _update_pages[(triton.cdiv(updates, _BLOCK),)](
+            page_table,
+            page_rows,
+            page_cols,
+            page_ids,
+            updates,
+            page_table.stride(0),
+            BLOCK=_BLOCK,
+        )
+
+
+def stage_tokens(
+    rows: Tensor,
+    start: Tensor,
+    first: Tensor,
+    chunk_ids: Tensor,
+    num_decode: int,
+    page_table: Tensor,
+    token_pool: Tensor,
+    page_size: int,
+    ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+) -> None:
+    """As the reference."""
+    tokens, reqs = len(ids), len(rows)
+    if tokens:
+        _stage_tokens[(triton.cdiv(tokens, _BLOCK),)](
+            rows,
+            start,
+            first,
+            chunk_ids,
+            page_table,
+            token_pool,
+            ids,
+            positions,
+            slots,
+            reqs,
+            tokens,
+            num_decode,
+            (reqs - 1).bit_length(),
+            page_table.stride(0),
+            token_pool.stride(0),
+            PAGE_SIZE=page_size,
+            BLOCK=_BLOCK,
+        )
+
+
+def kv_metadata(
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    last_page_len: Tensor,
+) -> None:
+    """As the reference."""
+    reqs = len(rows)
+    if reqs == 0:
+        kv_indptr.zero_()
+        return
+    per_req = min(triton.cdiv(page_table.shape[1], _BLOCK), 8)
+    _kv_metadata[(reqs, per_req)](
+        rows,
+        start,
+        lengths,
+        page_table,
+        kv_indptr,
+        kv_indices,
+        last_page_len,
+        reqs,
+        page_table.stride(0),
+        PAGE_SIZE=page_size,
+        REQS=max(triton.next_power_of_2(reqs), 256),
+        BLOCK=_BLOCK,
+    )
+
+
+def put_tokens(
+    token_pool: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    samples: Tensor,
+    tokens: Tensor,
+) -> None:
+    """As the reference."""
+    reqs = len(rows)
+    if reqs:
+        _put_tokens[(triton.cdiv(reqs, _BLOCK),)](
+            token_pool,
+            rows,
+            start,
+            lengths,
+            samples,
+            tokens,
+            reqs,
+            token_pool.stride(0),
+            BLOCK=_BLOCK,
+        )
