@@ -98,9 +98,9 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-        # The gate of this handler: the status line has gone, so the stream itself must say it.
+        # The status line has gone, so the stream itself must say it; uvicorn logs the traceback.
         except Exception as error:
-            logger.exception("stream failed")
             body = sse(error_reply(error).json()) + DONE
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+            raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -52,7 +52,7 @@ def call(method: str, path: str, hangs: bool = False, **options: Any) -> httpx.R
         service = FakeService(world)
         service.hangs = hangs
         engine = asyncio.create_task(answer_all(world))
-        transport = httpx.ASGITransport(build_app(service))
+        transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             answer = await client.request(method, path, **options)
         engine.cancel()
