@@ -1,5 +1,6 @@
 """The README's examples are run as they stand, and print what it says that they print."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ _VARYING += [(re.compile(r'"created":\d+'), '"created":0')]
 def examples() -> list[tuple[str, str, str]]:
     """(language, code, output) of each example that talks to the server."""
     blocks = _BLOCK.findall(README.read_text(encoding="utf-8"))
-    pairs = zip(blocks, blocks[1:], strict=False)
+    pairs = itertools.pairwise(blocks)
     return [
         (language, code, output)
         for (language, code), (following, output) in pairs
