@@ -1,0 +1,73 @@
+{{/* The command line and the environment of the server. Every flag is one that `minisgl --help` knows. */}}
+
+{{- define "minisgl.modelVolume" -}}
+{{- with .Values.model -}}
+{{- if or .existingClaim .hostPath .image -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "minisgl.args" -}}
+{{- $model := .Values.model -}}
+{{- $server := .Values.server -}}
+- {{ printf "--host=%s" $server.host | quote }}
+- --port=1919
+{{- if $model.id }}
+- {{ printf "--model=%s" $model.id | quote }}
+{{- with $model.revision }}
+- {{ printf "--revision=%s" . | quote }}
+{{- end }}
+{{- else if include "minisgl.modelVolume" . }}
+- {{ printf "/model/%s" (trimAll "/" $model.path) | trimSuffix "/" | printf "--model=%s" | quote }}
+{{- end }}
+{{- with $model.servedNames }}
+- --served-model-name
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+- --device={{ ternary "cuda" "cpu" .Values.gpu.enabled }}
+- --tensor-parallel-size={{ int .Values.tensorParallelSize }}
+{{- if .Values.gpu.enabled }}
+- --memory-ratio={{ $server.memoryRatio }}
+{{- end }}
+{{- if not (kindIs "invalid" $server.maxSeqLen) }}
+- --max-seq-len-override={{ int $server.maxSeqLen }}
+{{- end }}
+- --max-running-requests={{ int $server.maxRunningRequests }}
+- --max-queued-requests={{ int $server.maxQueuedRequests }}
+- --num-tokenizer={{ int $server.tokenizers }}
+- --log-level={{ $server.logLevel }}
+{{ include "minisgl.drainArgs" . }}
+{{- range .Values.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* HOME and all caches are on the mounts that can be written; the root is read-only. */}}
+{{- define "minisgl.env" -}}
+{{- range $name, $folder := dict "HOME" "" "HF_HOME" "/huggingface" "XDG_CACHE_HOME" "/xdg" "TRITON_CACHE_DIR" "/triton" "TORCHINDUCTOR_CACHE_DIR" "/inductor" "FLASHINFER_WORKSPACE_BASE" "/flashinfer" "CUDA_CACHE_PATH" "/cuda" }}
+- name: {{ $name }}
+  value: /cache{{ $folder }}
+{{- end }}
+{{- if or .Values.huggingface.offline (not .Values.model.id) }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{- with include "minisgl.huggingfaceSecret" . }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $.Values.huggingface.key }}
+{{- end }}
+{{- with include "minisgl.apiKeySecret" . }}
+- name: MINISGL_API_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $.Values.auth.key }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

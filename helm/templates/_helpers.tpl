@@ -1,0 +1,115 @@
+{{/* Names and labels. Every helper takes the root context. */}}
+
+{{- define "minisgl.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* "minisgl" for a release named minisgl, "RELEASE-minisgl" for others; 52 leaves room for suffixes. */}}
+{{- define "minisgl.fullname" -}}
+{{- $name := include "minisgl.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 52 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 52 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 52 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name and instance only: a Deployment's selector can never be changed. */}}
+{{- define "minisgl.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "minisgl.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "minisgl.labels" -}}
+{{ include "minisgl.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: minisgl
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/*
+Labels of the pods: no chart version, so that a new chart alone restarts nothing. engine-type tells
+the endpoint picker which mapping of metrics is ours.
+*/}}
+{{- define "minisgl.podLabels" -}}
+{{ include "minisgl.selectorLabels" . }}
+app.kubernetes.io/part-of: minisgl
+llm-d.ai/engine-type: minisgl
+{{- with merge (dict) .Values.podLabels .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* metadata of an object. Takes (dict "root" $), with name, namespace, labels, annotations. */}}
+{{- define "minisgl.metadata" -}}
+name: {{ .name | default (include "minisgl.fullname" .root) }}
+namespace: {{ .namespace | default .root.Release.Namespace }}
+labels:
+  {{- include "minisgl.labels" .root | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "minisgl.image" -}}
+{{- $image := .Values.image -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $image.repository (default .Chart.AppVersion $image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "minisgl.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "minisgl.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "minisgl.cacheClaim" -}}
+{{- default (printf "%s-cache" (include "minisgl.fullname" .)) .Values.cache.existingClaim -}}
+{{- end -}}
+
+{{/* Name of the Secret that holds the hub's token or the API key; empty: there is none. */}}
+{{- define "minisgl.huggingfaceSecret" -}}
+{{- $made := printf "%s-huggingface" (include "minisgl.fullname" .) -}}
+{{- .Values.huggingface.existingSecret | default (ternary $made "" (ne .Values.huggingface.token "")) -}}
+{{- end -}}
+
+{{- define "minisgl.apiKeySecret" -}}
+{{- $made := printf "%s-api-key" (include "minisgl.fullname" .) -}}
+{{- .Values.auth.existingSecret | default (ternary $made "" (ne .Values.auth.apiKey "")) -}}
+{{- end -}}
+
+{{- define "minisgl.endpointPicker" -}}
+{{- default (printf "%s-epp" (include "minisgl.fullname" .)) .Values.inferencePool.endpointPicker.name -}}
+{{- end -}}
+
+{{/* The most pods that can run at a time, rollouts aside. */}}
+{{- define "minisgl.mostPods" -}}
+{{- $scaled := or .Values.autoscaling.hpa.enabled .Values.autoscaling.keda.enabled -}}
+{{- ternary .Values.autoscaling.maxReplicas .Values.replicas $scaled | int -}}
+{{- end -}}
+
+{{/* PromQL matchers of this release's pods: a Deployment's pods are NAME-HASH-HASH. */}}
+{{- define "minisgl.promSelector" -}}
+{{- printf "namespace=\"%s\",pod=~\"%s-[a-z0-9]+-[a-z0-9]+\"" .Release.Namespace (include "minisgl.fullname" .) -}}
+{{- end -}}
+
+{{/* Labels of the test's pod, which no selector of the server finds. */}}
+{{- define "minisgl.testLabels" -}}
+app.kubernetes.io/name: {{ include "minisgl.name" . }}-test
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}

@@ -1,0 +1,119 @@
+{{/* Volumes, mounts and resources of the pod. */}}
+
+{{- define "minisgl.volumes" -}}
+- name: tmp
+  emptyDir:
+    sizeLimit: {{ .Values.tmp.size }}
+- name: cache
+  {{- if .Values.cache.enabled }}
+  persistentVolumeClaim:
+    claimName: {{ include "minisgl.cacheClaim" . }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ .Values.cache.size }}
+  {{- end }}
+{{- if gt (int .Values.tensorParallelSize) 1 }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .Values.shm.size }}
+{{- end }}
+{{- with .Values.model }}
+{{- if .existingClaim }}
+- name: model
+  persistentVolumeClaim:
+    claimName: {{ .existingClaim }}
+    readOnly: true
+{{- else if .hostPath }}
+- name: model
+  hostPath:
+    path: {{ .hostPath }}
+    type: Directory
+{{- else if .image }}
+- name: model
+  image:
+    reference: {{ .image }}
+    pullPolicy: IfNotPresent
+{{- end }}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "minisgl.volumeMounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: cache
+  mountPath: /cache
+{{- if gt (int .Values.tensorParallelSize) 1 }}
+- name: shm
+  mountPath: /dev/shm
+{{- end }}
+{{- if include "minisgl.modelVolume" . }}
+- name: model
+  mountPath: /model
+  readOnly: true
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "minisgl.gpuCount" -}}
+{{- $gpu := .Values.gpu -}}
+{{- if and $gpu.enabled $gpu.resourceName -}}
+{{- ternary .Values.tensorParallelSize $gpu.count (kindIs "invalid" $gpu.count) | int -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Requests and limits of GPUs are equal by definition; the API server copies limits to requests. */}}
+{{- define "minisgl.resources" -}}
+{{- $resources := deepCopy .Values.resources -}}
+{{- with include "minisgl.gpuCount" . -}}
+{{- $limits := merge (dict $.Values.gpu.resourceName (int .)) ($resources.limits | default dict) -}}
+{{- $_ := set $resources "limits" $limits -}}
+{{- end -}}
+{{- if .Values.resourceClaims -}}
+{{- $claims := list -}}
+{{- range .Values.resourceClaims }}{{- $claims = append $claims (dict "name" .name) -}}{{- end -}}
+{{- $_ := set $resources "claims" $claims -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* Constraints as given; one without a labelSelector gets that of the release. */}}
+{{- define "minisgl.topologySpread" -}}
+{{- $selector := dict "matchLabels" (include "minisgl.selectorLabels" . | fromYaml) -}}
+{{- $constraints := list -}}
+{{- range .Values.topologySpreadConstraints -}}
+{{- $constraints = append $constraints (merge (dict) . (dict "labelSelector" $selector)) -}}
+{{- end -}}
+{{- toYaml $constraints -}}
+{{- end -}}
+
+{{- define "minisgl.strategy" -}}
+type: {{ .Values.strategy.type }}
+{{- if eq .Values.strategy.type "RollingUpdate" }}
+rollingUpdate:
+  maxSurge: {{ .Values.strategy.maxSurge }}
+  maxUnavailable: {{ .Values.strategy.maxUnavailable }}
+{{- end }}
+{{- end -}}
+
+{{- define "minisgl.podAnnotations" -}}
+{{- if .Values.auth.apiKey }}
+checksum/api-key: {{ include (print $.Template.BasePath "/secret-api-key.yaml") . | sha256sum }}
+{{- end }}
+{{- if .Values.huggingface.token }}
+checksum/huggingface: {{ include (print $.Template.BasePath "/secret-huggingface.yaml") . | sha256sum }}
+{{- end }}
+{{- if and .Values.metrics.annotations (not (or .Values.metrics.podMonitor.enabled .Values.metrics.serviceMonitor.enabled)) }}
+prometheus.io/scrape: "true"
+prometheus.io/path: /metrics
+prometheus.io/port: "1919"
+{{- end }}
+{{- with .Values.podAnnotations }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

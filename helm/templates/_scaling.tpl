@@ -1,0 +1,12 @@
+{{/* One GPU pod more or less at a time: a start takes minutes, and a removal throws a warm cache away. */}}
+{{- define "minisgl.scalingBehavior" -}}
+scaleUp:
+  stabilizationWindowSeconds: {{ .Values.autoscaling.scaleUpWindowSeconds }}
+  policies:
+    - {type: Percent, value: 100, periodSeconds: 60}
+    - {type: Pods, value: 1, periodSeconds: 60}
+scaleDown:
+  stabilizationWindowSeconds: {{ .Values.autoscaling.scaleDownWindowSeconds }}
+  policies:
+    - {type: Pods, value: 1, periodSeconds: 60}
+{{- end -}}

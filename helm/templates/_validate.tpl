@@ -1,0 +1,79 @@
+{{/*
+Values that contradict each other stop the rendering with a sentence that says the remedy. What a
+single value may be is in values.schema.json.
+*/}}
+
+{{- define "minisgl.validate" -}}
+{{- include "minisgl.validateModel" . -}}
+{{- include "minisgl.validateEngine" . -}}
+{{- include "minisgl.validateLifecycle" . -}}
+{{- include "minisgl.validateReplicas" . -}}
+{{- include "minisgl.validateExposure" . -}}
+{{- end -}}
+
+{{- define "minisgl.validateModel" -}}
+{{- $model := .Values.model -}}
+{{- $sources := list -}}
+{{- range $name := list "id" "existingClaim" "hostPath" "image" -}}
+{{- if index $model $name }}{{- $sources = append $sources (printf "model.%s" $name) -}}{{- end -}}
+{{- end -}}
+{{- if gt (len $sources) 1 -}}
+{{- fail (printf "%s are set together, but a model has one source: keep one of them." (join " and " $sources)) -}}
+{{- end -}}
+{{- if and $model.revision (not $model.id) -}}
+{{- fail "model.revision is set without model.id: a revision belongs to a Hugging Face id, so set model.id or remove it." -}}
+{{- end -}}
+{{- if and $model.path (not (include "minisgl.modelVolume" .)) -}}
+{{- fail "model.path is set, but there is no volume that it could be in: set model.existingClaim, model.hostPath or model.image." -}}
+{{- end -}}
+{{- if and .Values.huggingface.existingSecret .Values.huggingface.token -}}
+{{- fail "huggingface.existingSecret and huggingface.token are both set: keep existingSecret and remove token." -}}
+{{- end -}}
+{{- if and .Values.auth.existingSecret .Values.auth.apiKey -}}
+{{- fail "auth.existingSecret and auth.apiKey are both set: keep existingSecret and remove apiKey." -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "minisgl.validateEngine" -}}
+{{- $size := int .Values.tensorParallelSize -}}
+{{- $gpu := .Values.gpu -}}
+{{- with include "minisgl.gpuCount" . -}}
+{{- if lt (int .) $size -}}
+{{- fail (printf "gpu.count is %d, but tensorParallelSize is %d and each rank needs a GPU of its own: leave gpu.count null." (int .) $size) -}}
+{{- end -}}
+{{- end -}}
+{{- if hasKey (.Values.resources.limits | default dict) ($gpu.resourceName | default "nvidia.com/gpu") -}}
+{{- fail "resources.limits names GPUs, which tensorParallelSize gives: remove it there, or set gpu.count." -}}
+{{- end -}}
+{{- if and $gpu.enabled (not $gpu.resourceName) (not .Values.resourceClaims) -}}
+{{- fail "gpu.resourceName is empty and there are no resourceClaims, so the pod would get no GPU: set one of the two, or gpu.enabled=false." -}}
+{{- end -}}
+{{- $owners := dict "--model" "model.id" "--model-path" "model.id" "--revision" "model.revision" "--served-model-name" "model.servedNames" "--device" "gpu.enabled" "--tensor-parallel-size" "tensorParallelSize" "--tp-size" "tensorParallelSize" "--tp" "tensorParallelSize" "--memory-ratio" "server.memoryRatio" "--max-seq-len-override" "server.maxSeqLen" "--max-running-requests" "server.maxRunningRequests" "--max-queued-requests" "server.maxQueuedRequests" "--num-tokenizer" "server.tokenizers" "--tokenizer-count" "server.tokenizers" "--log-level" "server.logLevel" "--host" "server.host" "--port" "service.port" "--drain-grace" "drain.graceSeconds" "--drain-timeout" "drain.timeoutSeconds" "--api-key-file" "auth.existingSecret" "--api-key" "auth.existingSecret" -}}
+{{- range .Values.extraArgs -}}
+{{- $flag := splitList "=" (toString .) | first -}}
+{{- if hasKey $owners $flag -}}
+{{- fail (printf "extraArgs gives %s, which the chart renders from a value of its own: set %s instead." $flag (index $owners $flag)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "minisgl.validateLifecycle" -}}
+{{- $drain := .Values.drain -}}
+{{- if le (int $drain.timeoutSeconds) (int $drain.graceSeconds) -}}
+{{- fail "drain.timeoutSeconds is not longer than drain.graceSeconds, so requests accepted in the grace would be cut at once: raise timeoutSeconds." -}}
+{{- end -}}
+{{- $strategy := .Values.strategy -}}
+{{- $none := list "0" "0%" -}}
+{{- if and (eq $strategy.type "RollingUpdate") (has (toString $strategy.maxSurge) $none) (has (toString $strategy.maxUnavailable) $none) -}}
+{{- fail "strategy.maxSurge and strategy.maxUnavailable are both 0, so a rollout could never move: raise one of them." -}}
+{{- end -}}
+{{- if and (eq $strategy.type "RollingUpdate") (not (has (toString $strategy.maxSurge) $none)) (include "minisgl.cacheIsExclusive" .) -}}
+{{- fail "strategy.maxSurge starts a second pod while the first holds the ReadWriteOnce cache: set strategy.maxSurge=0 or cache.accessModes=[ReadWriteMany]." -}}
+{{- end -}}
+{{- end -}}
+
+{{/* True when the chart makes a claim that pods of two nodes cannot mount together. */}}
+{{- define "minisgl.cacheIsExclusive" -}}
+{{- $cache := .Values.cache -}}
+{{- if and $cache.enabled (not $cache.existingClaim) (not (has "ReadWriteMany" $cache.accessModes)) -}}true{{- end -}}
+{{- end -}}

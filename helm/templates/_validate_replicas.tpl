@@ -1,0 +1,44 @@
+{{/* Contradictions between values, continued from _validate.tpl: replicas and exposure. */}}
+
+{{- define "minisgl.validateReplicas" -}}
+{{- $most := include "minisgl.mostPods" . | int -}}
+{{- if and (gt $most 1) (include "minisgl.cacheIsExclusive" .) -}}
+{{- fail (printf "Up to %d pods would share a cache that one node can mount: set cache.accessModes=[ReadWriteMany], or cache.enabled=false for a cache per pod." $most) -}}
+{{- end -}}
+{{- $scaling := .Values.autoscaling -}}
+{{- if and $scaling.hpa.enabled $scaling.keda.enabled -}}
+{{- fail "autoscaling.hpa.enabled and autoscaling.keda.enabled are both true, and two autoscalers would fight over the replicas: disable one." -}}
+{{- end -}}
+{{- if and $scaling.keda.enabled (not $scaling.keda.prometheusAddress) -}}
+{{- fail "autoscaling.keda.enabled needs a Prometheus to ask: set autoscaling.keda.prometheusAddress." -}}
+{{- end -}}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+{{- fail "autoscaling.minReplicas is over autoscaling.maxReplicas: lower it or raise maxReplicas." -}}
+{{- end -}}
+{{- $budget := .Values.podDisruptionBudget -}}
+{{- if $budget.enabled -}}
+{{- if and (not (kindIs "invalid" $budget.minAvailable)) (not (kindIs "invalid" $budget.maxUnavailable)) -}}
+{{- fail "podDisruptionBudget.minAvailable and maxUnavailable are both set, and Kubernetes allows one: set the other to null." -}}
+{{- end -}}
+{{- if or (eq (toString $budget.minAvailable) "100%") (and (gt $most 1) (regexMatch "^[0-9]+$" (toString $budget.minAvailable)) (ge (int $budget.minAvailable) $most)) -}}
+{{- fail "podDisruptionBudget.minAvailable is all pods, so no node could ever be drained: lower it, or use maxUnavailable." -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "minisgl.validateExposure" -}}
+{{- if and .Values.metrics.podMonitor.enabled .Values.metrics.serviceMonitor.enabled -}}
+{{- fail "metrics.podMonitor.enabled and metrics.serviceMonitor.enabled are both true, and every sample would count twice: keep podMonitor." -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
+{{- fail "ingress.enabled is true without a host: set ingress.hosts." -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.enabled is true without a Gateway: set httpRoute.parentRefs." -}}
+{{- end -}}
+{{- range $name := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "llm-d.ai/engine-type" -}}
+{{- if or (hasKey $.Values.podLabels $name) (hasKey $.Values.commonLabels $name) -}}
+{{- fail (printf "podLabels or commonLabels set %s, which is the chart's own: remove it there." $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,41 @@
+"""Rendering for all chart tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.chart.helm import CHART, Helm, Object, find_helm, parse
+
+Render = Callable[..., list[Object]]
+CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
+
+
+@pytest.fixture(scope="session")
+def helm() -> Helm:
+    found = find_helm()
+    if found is None:
+        pytest.skip("no helm on PATH and no helm-python-sdk: pip install '.[chart]'")
+    return found
+
+
+@pytest.fixture(scope="session")
+def render(helm: Helm) -> Render:
+    """render({...values}) gives the objects of a release."""
+
+    def rendered(
+        values: dict[str, object] | None = None,
+        name: str = "minisgl",
+        namespace: str = "llm",
+        chart: Path = CHART,
+    ) -> list[Object]:
+        return parse(helm.template(values or {}, name=name, namespace=namespace, chart=chart))
+
+    return rendered
+
+
+@pytest.fixture(params=CI_FILES, ids=lambda path: path.name.removesuffix("-values.yaml"))
+def ci_values(request: pytest.FixtureRequest) -> dict[str, object]:
+    """The values of each file in helm/ci."""
+    return yaml.safe_load(request.param.read_text()) or {}

@@ -1,0 +1,307 @@
+"""The Grafana dashboards of the chart: what operators watch, and what engineers tune by.
+
+They name only metrics of the table in docs/operations.md, which a test checks.
+"""
+
+import json
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import dashboard
+
+from tools.chart.panels import DATASOURCE, Panel, graph, heat, number, percentiles
+
+__all__ = ["write_dashboards"]
+
+FOLDER = Path(__file__).resolve().parents[2] / "helm" / "dashboards"
+
+
+def _variable(name: str, query: str) -> builders.QueryVariable:
+    return (
+        builders.QueryVariable(name)
+        .label(name)
+        .datasource(DATASOURCE)
+        .query(query)
+        .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(dashboard.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(dashboard.VariableOption(text="All", value="$__all"))
+    )
+
+
+def _new(title: str, uid: str, about: str) -> builders.Dashboard:
+    """An empty dashboard with the four variables that all queries use."""
+    chosen = 'namespace=~"$namespace",model_name=~"$model"'
+    return (
+        builders.Dashboard(title)
+        .uid(uid)
+        .description(about)
+        .tags(["minisgl"])
+        .timezone("browser")
+        .time("now-1h", "now")
+        .refresh("30s")
+        .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
+        .link(
+            builders.DashboardLink("minisgl")
+            .type(dashboard.DashboardLinkType.DASHBOARDS)
+            .tags(["minisgl"])
+            .as_dropdown(True)
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .with_variable(
+            builders.DatasourceVariable("datasource").label("data source").type("prometheus")
+        )
+        .with_variable(_variable("namespace", "label_values(minisgl_requests_running, namespace)"))
+        .with_variable(
+            _variable(
+                "model",
+                'label_values(minisgl_requests_running{namespace=~"$namespace"}, model_name)',
+            )
+        )
+        .with_variable(_variable("pod", f"label_values(minisgl_requests_running{{{chosen}}}, pod)"))
+    )
+
+
+def _summary() -> list[Panel]:
+    return [
+        number("Ready pods", "sum(minisgl_ready{p})", "none", "Pods that accept requests."),
+        number("Draining", "sum(minisgl_draining{p})", "none", "Pods that finish and leave."),
+        number(
+            "Requests", "sum(rate(minisgl_requests_total{m}[r]))", "reqps", "Ended, per second."
+        ),
+        number(
+            "Failed",
+            'sum(rate(minisgl_requests_total{m,outcome="error"}[r]))'
+            " / sum(rate(minisgl_requests_total{m}[r]))",
+            "percentunit",
+            "Share of requests that the server failed.",
+        ),
+        number("Running", "sum(minisgl_requests_running{m})", "none", "Requests in the batch."),
+        number("Waiting", "sum(minisgl_requests_waiting{m})", "none", "Requests in the queue."),
+    ]
+
+
+def _traffic() -> list[Panel]:
+    return [
+        graph(
+            "Requests by outcome",
+            {"{{outcome}}": "sum by (outcome) (rate(minisgl_requests_total{m}[r]))"},
+            "reqps",
+            "How requests ended.",
+            stacked=True,
+        ),
+        graph(
+            "Refused",
+            {"{{reason}}": "sum by (reason) (rate(minisgl_requests_rejected_total{m}[r]))"},
+            "reqps",
+            "Requests refused before they entered the queue.",
+            stacked=True,
+        ),
+        graph(
+            "HTTP answers",
+            {
+                "{{route}} {{code}}": "sum by (route, code) "
+                "(rate(minisgl_http_requests_total{p}[r]))"
+            },
+            "reqps",
+            "Every HTTP request, scrapes and probes too.",
+        ),
+        graph(
+            "Tokens per second",
+            {
+                "prompt": "sum(rate(minisgl_prompt_tokens_total{m}[r]))",
+                "generated": "sum(rate(minisgl_generation_tokens_total{m}[r]))",
+            },
+            "none",
+            "Prompt tokens accepted and tokens generated.",
+        ),
+        graph(
+            "Running and waiting",
+            {
+                "running": "sum(minisgl_requests_running{m})",
+                "waiting": "sum(minisgl_requests_waiting{m})",
+            },
+            "none",
+            "What autoscaling and the endpoint picker look at.",
+        ),
+        graph(
+            "HTTP requests in flight",
+            {"{{pod}}": "sum by (pod) (minisgl_http_requests_in_flight{p})"},
+            "none",
+            "Goes to 0 while a pod drains.",
+        ),
+    ]
+
+
+def _latency() -> list[Panel]:
+    first = "minisgl_time_to_first_token_seconds"
+    between = "minisgl_inter_token_latency_seconds"
+    mean = "minisgl_time_per_output_token_seconds"
+    whole = "minisgl_request_duration_seconds"
+    return [
+        percentiles("Time to first token", first, "From arrival to the first text."),
+        percentiles("Inter-token latency", between, "Between two outputs of a request."),
+        percentiles("Time per output token", mean, "Mean of a request after its first token."),
+        percentiles("End to end", whole, "From arrival to the last token."),
+        percentiles("In the queue", "minisgl_request_queue_seconds", "Arrival to admission."),
+        percentiles("Prefill", "minisgl_request_prefill_seconds", "Admission to first token."),
+        percentiles("Decode", "minisgl_request_decode_seconds", "First to last token."),
+        heat("Time to first token, spread", first, "All requests."),
+        heat("Inter-token latency, spread", between, "All outputs."),
+        heat("End to end, spread", whole, "All requests."),
+    ]
+
+
+def _batches() -> list[Panel]:
+    return [
+        graph(
+            "Mean batch size",
+            {
+                "{{phase}}": "sum by (phase) (rate(minisgl_batch_size_sum{m}[r]))"
+                " / sum by (phase) (rate(minisgl_batch_size_count{m}[r]))"
+            },
+            "none",
+            "Requests in one forward pass.",
+        ),
+        heat("Batch size, spread", "minisgl_batch_size", "Forward passes by size.", "none"),
+        graph(
+            "Mean tokens in a pass",
+            {
+                "{{phase}}": "sum by (phase) (rate(minisgl_batch_tokens_sum{m}[r]))"
+                " / sum by (phase) (rate(minisgl_batch_tokens_count{m}[r]))"
+            },
+            "none",
+            "Tokens that one forward pass computes.",
+        ),
+        graph(
+            "Forward passes per second",
+            {"{{phase}}": "sum by (phase) (rate(minisgl_forward_passes_total{m}[r]))"},
+            "none",
+            "Steps of the scheduler that ran the model.",
+        ),
+        graph(
+            "Time in forward passes",
+            {"{{pod}}": "sum by (pod) (rate(minisgl_forward_seconds_total{m}[r]))"},
+            "percentunit",
+            "Share of the time that the device computes.",
+        ),
+        graph(
+            "CUDA graph coverage",
+            {
+                "{{phase}}": "sum by (phase) "
+                '(rate(minisgl_forward_passes_total{m,cuda_graph="true"}[r]))'
+                " / sum by (phase) (rate(minisgl_forward_passes_total{m}[r]))"
+            },
+            "percentunit",
+            "Share of passes that were replayed from a graph.",
+        ),
+    ]
+
+
+def _memory() -> list[Panel]:
+    return [
+        graph(
+            "KV memory by state",
+            {"{{state}}": "sum by (state) (minisgl_kv_cache_tokens{m})"},
+            "none",
+            "Tokens: used by requests, evictable in the prefix cache, free.",
+            stacked=True,
+        ),
+        graph(
+            "KV memory in use",
+            {"{{pod}}": "max by (pod) (minisgl_kv_cache_usage_ratio{m})"},
+            "percentunit",
+            "Used by requests; what could be evicted does not count.",
+        ),
+        graph(
+            "Prefix cache hit rate",
+            {
+                "now": "sum(rate(minisgl_prefix_cache_hit_tokens_total{m}[r]))"
+                " / sum(rate(minisgl_prefix_cache_query_tokens_total{m}[r]))",
+                "recent requests": "avg(minisgl_prefix_cache_hit_ratio{m})",
+            },
+            "percentunit",
+            "Share of prompt tokens that were not computed again.",
+        ),
+        graph(
+            "Evicted and preempted",
+            {
+                "evicted tokens": "sum(rate(minisgl_prefix_cache_evicted_tokens_total{m}[r]))",
+                "preempted requests": "sum(rate(minisgl_preemptions_total{m}[r]))",
+            },
+            "none",
+            "Per second. Preemptions for minutes: too little KV memory.",
+        ),
+        heat("Prompt length", "minisgl_request_prompt_tokens", "Tokens.", "none"),
+        heat("Answer length", "minisgl_request_generation_tokens", "Tokens.", "none"),
+    ]
+
+
+def _health() -> list[Panel]:
+    last_step = "max by (pod) (minisgl_scheduler_last_step_timestamp_seconds{m})"
+    return [
+        graph(
+            "Start-up phases",
+            {"{{pod}} {{phase}}": "max by (pod, phase) (minisgl_startup_seconds{p})"},
+            "s",
+            "What a start consisted of; tune startup.budgetSeconds by it.",
+        ),
+        graph(
+            "Since the last step",
+            {"{{pod}}": f"time() - {last_step}"},
+            "s",
+            "Grows while idle; with requests running it is a hang.",
+        ),
+        graph(
+            "Non-finite rows",
+            {"{{pod}}": "sum by (pod) (rate(minisgl_nonfinite_rows_total{m}[r]))"},
+            "none",
+            "Rows of logits that are not finite: the weights or the device are broken.",
+        ),
+    ]
+
+
+def _service_board() -> builders.Dashboard:
+    board = _new(
+        "minisgl / service", "minisgl-service", "Is it up, how much, how fast, what fails."
+    )
+    _add(board, _summary())
+    _add(board.with_row(builders.Row("Traffic and errors")), _traffic())
+    return _add(board.with_row(builders.Row("Latency")), _latency())
+
+
+def _engine_board() -> builders.Dashboard:
+    board = _new("minisgl / engine", "minisgl-engine", "Batches, caches, graphs and start-up.")
+    _add(board.with_row(builders.Row("Batches")), _batches())
+    _add(board.with_row(builders.Row("Memory and prefix cache")), _memory())
+    return _add(board.with_row(builders.Row("Health and start-up")), _health())
+
+
+def _add(board: builders.Dashboard, panels: list[Panel]) -> builders.Dashboard:
+    for panel in panels:
+        board.with_panel(panel)
+    return board
+
+
+def write_dashboards() -> dict[Path, str]:
+    """Each file and its text, one panel a line."""
+    boards = {"minisgl-service.json": _service_board(), "minisgl-engine.json": _engine_board()}
+    return {FOLDER / name: _dump(board.build()) for name, board in boards.items()}
+
+
+def _dump(board: dashboard.Dashboard) -> str:
+    plain = json.loads(json.dumps(board, cls=JSONEncoder))
+    for number_, panel in enumerate(plain["panels"], start=1):
+        panel["id"] = number_
+    lines = []
+    for key, value in sorted(plain.items()):
+        if key == "panels":
+            panels = ",\n    ".join(json.dumps(panel, sort_keys=True) for panel in value)
+            lines.append(f'  "panels": [\n    {panels}\n  ]')
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value, sort_keys=True)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

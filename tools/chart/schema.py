@@ -1,0 +1,226 @@
+"""values.schema.json from values.yaml: types from the defaults, meaning from the `# --` comments.
+
+What a default cannot say (bounds, the few allowed words, the shape of list items) is in RULES.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+__all__ = ["OPEN", "RULES", "documented_keys", "make_schema", "undocumented", "write_schema"]
+
+Json = dict[str, Any]
+
+CHART = Path(__file__).resolve().parents[2] / "helm"
+_DRAFT = "http://json-schema.org/draft-07/schema#"
+
+_POSITIVE: Json = {"type": "integer", "minimum": 1}
+_SECONDS: Json = {"type": "integer", "minimum": 0}
+_QUANTITY: Json = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|m)?$"}
+_COUNT_OR_SHARE: Json = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0},
+        {"type": "string", "pattern": "^[0-9]{1,3}%$"},
+    ]
+}
+_DURATION: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))+$"}
+_NAMED: Json = {
+    "type": "array",
+    "items": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+}
+_OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
+_STRINGS: Json = {"type": "array", "items": {"type": "string", "minLength": 1}}
+_MAP: Json = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+def _or_null(rule: Json) -> Json:
+    if "type" in rule:
+        return {**rule, "type": [rule["type"], "null"]}
+    return {"anyOf": [*rule["anyOf"], {"type": "null"}]}
+
+
+# Objects that are Kubernetes' own: the API server knows their fields.
+OPEN = ("resources", "podSecurityContext", "securityContext", "affinity")
+
+RULES: dict[str, Json] = {
+    "autoscaling.maxReplicas": _POSITIVE,
+    "autoscaling.minReplicas": _POSITIVE,
+    "autoscaling.scaleDownWindowSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
+    "autoscaling.scaleUpWindowSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
+    "autoscaling.targetRunning": _POSITIVE,
+    "autoscaling.targetWaiting": _POSITIVE,
+    "autoscaling.keda.pollingIntervalSeconds": _POSITIVE,
+    "cache.accessModes": {
+        "type": "array",
+        "minItems": 1,
+        "items": {"enum": ["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"]},
+    },
+    "cache.size": _QUANTITY,
+    "drain.graceSeconds": _SECONDS,
+    "drain.preStopSleepSeconds": _SECONDS,
+    "drain.teardownSeconds": {"type": "integer", "minimum": 25},
+    "drain.timeoutSeconds": _POSITIVE,
+    "extraArgs": _STRINGS,
+    "extraContainers": _NAMED,
+    "extraEnv": _NAMED,
+    "extraEnvFrom": _OBJECTS,
+    "extraObjects": _OBJECTS,
+    "extraVolumeMounts": _NAMED,
+    "extraVolumes": _NAMED,
+    "gpu.count": _or_null(_POSITIVE),
+    "httpRoute.hostnames": _STRINGS,
+    "httpRoute.parentRefs": _NAMED,
+    "httpRoute.requestTimeout": _DURATION,
+    "image.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+    "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
+    "image.repository": {"type": "string", "minLength": 1},
+    "imagePullSecrets": _NAMED,
+    "inferencePool.endpointPicker.failureMode": {"enum": ["FailOpen", "FailClose"]},
+    "inferencePool.endpointPicker.port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "ingress.hosts": _STRINGS,
+    "ingress.tls": _OBJECTS,
+    "initContainers": _NAMED,
+    "liveness.failureThreshold": _POSITIVE,
+    "liveness.periodSeconds": _POSITIVE,
+    "liveness.timeoutSeconds": _POSITIVE,
+    "metrics.podMonitor.interval": _DURATION,
+    "metrics.podMonitor.metricRelabelings": _OBJECTS,
+    "metrics.podMonitor.relabelings": _OBJECTS,
+    "metrics.serviceMonitor.interval": _DURATION,
+    "metrics.serviceMonitor.metricRelabelings": _OBJECTS,
+    "metrics.serviceMonitor.relabelings": _OBJECTS,
+    "minReadySeconds": _SECONDS,
+    "model.servedNames": _STRINGS,
+    "networkPolicy.extraEgress": _OBJECTS,
+    "networkPolicy.from": _OBJECTS,
+    "podDisruptionBudget.maxUnavailable": _or_null(_COUNT_OR_SHARE),
+    "podDisruptionBudget.minAvailable": _or_null(_COUNT_OR_SHARE),
+    "podDisruptionBudget.unhealthyPodEvictionPolicy": {"enum": ["AlwaysAllow", "IfHealthyBudget"]},
+    "prometheusRule.errorRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "prometheusRule.itlSeconds": {"type": "number", "exclusiveMinimum": 0},
+    "prometheusRule.ttftSeconds": {"type": "number", "exclusiveMinimum": 0},
+    "prometheusRule.waiting": _POSITIVE,
+    "readiness.failureThreshold": _POSITIVE,
+    "readiness.periodSeconds": _POSITIVE,
+    "readiness.timeoutSeconds": _POSITIVE,
+    "replicas": {"type": "integer", "minimum": 0},
+    "resourceClaims": _NAMED,
+    "revisionHistoryLimit": {"type": "integer", "minimum": 0},
+    "server.logLevel": {"enum": ["debug", "info", "warning", "error"]},
+    "server.maxQueuedRequests": _POSITIVE,
+    "server.maxRunningRequests": _POSITIVE,
+    "server.maxSeqLen": _or_null(_POSITIVE),
+    "server.memoryRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "server.tokenizers": _POSITIVE,
+    "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    "shm.size": _QUANTITY,
+    "startup.budgetSeconds": _POSITIVE,
+    "startup.periodSeconds": _POSITIVE,
+    "strategy.maxSurge": _COUNT_OR_SHARE,
+    "strategy.maxUnavailable": _COUNT_OR_SHARE,
+    "strategy.type": {"enum": ["RollingUpdate", "Recreate"]},
+    "tensorParallelSize": _POSITIVE,
+    "terminationGracePeriodSeconds": _or_null(_POSITIVE),
+    "tmp.size": _QUANTITY,
+    "tolerations": _OBJECTS,
+    "topologySpreadConstraints": _OBJECTS,
+}
+
+
+class _Key(NamedTuple):
+    path: str
+    value: yaml.Node
+    comment: str  # the "# --" text above the key, empty where there is none
+
+
+def _walk(node: yaml.Node, lines: list[str], prefix: str = "") -> Iterator[_Key]:
+    """Every key, parents first. What is inside an OPEN object is not the chart's to describe."""
+    assert isinstance(node, yaml.MappingNode), f"values.yaml: {prefix} is no map"
+    for key, value in node.value:
+        path = f"{prefix}{key.value}"
+        above = lines[key.start_mark.line - 1].strip() if key.start_mark.line else ""
+        match = re.match(r"# -- (.+)", above)
+        yield _Key(path, value, match.group(1) if match else "")
+        if isinstance(value, yaml.MappingNode) and value.value and path not in OPEN:
+            yield from _walk(value, lines, f"{path}.")
+
+
+def _keys(values: str) -> list[_Key]:
+    root = yaml.compose(values, Loader=yaml.SafeLoader)
+    assert root is not None, "values.yaml is empty"
+    return list(_walk(root, values.splitlines()))
+
+
+def _is_group(key: _Key) -> bool:
+    mapping = isinstance(key.value, yaml.MappingNode)
+    return mapping and bool(key.value.value) and key.path not in OPEN
+
+
+def documented_keys(values: str) -> list[str]:
+    """The dotted paths of all values but the groups."""
+    return [key.path for key in _keys(values) if not _is_group(key)]
+
+
+def undocumented(values: str) -> list[str]:
+    """Values without a `# --` comment."""
+    return [key.path for key in _keys(values) if not _is_group(key) and not key.comment]
+
+
+def _rule(key: _Key) -> Json:
+    if key.path in RULES:
+        return RULES[key.path]
+    if key.path in OPEN:
+        return {"type": "object"}
+    default = yaml.safe_load(yaml.serialize(key.value))
+    match default:
+        case bool():
+            return {"type": "boolean"}
+        case str():
+            return {"type": "string"}
+        case {}:
+            return _MAP
+    raise ValueError(f"values.yaml: the type of {key.path} cannot be told from its default: RULES")
+
+
+def make_schema(values: str) -> Json:
+    """The whole schema; raises ValueError for a value whose type nothing says."""
+    root: Json = {"$schema": _DRAFT, **_group()}
+    root["properties"]["global"] = {"type": "object", "description": "Where this is a subchart."}
+    for key in _keys(values):
+        *parents, name = key.path.split(".")
+        place = root
+        for parent in parents:
+            place = place["properties"][parent]
+        rule = _group() if _is_group(key) else {"description": key.comment, **_rule(key)}
+        place["properties"][name] = rule
+    unused = RULES.keys() - set(documented_keys(values))
+    if unused:
+        raise ValueError(f"RULES has values that values.yaml has not: {sorted(unused)}")
+    return root
+
+
+def _group() -> Json:
+    return {"type": "object", "additionalProperties": False, "properties": {}}
+
+
+def write_schema() -> dict[Path, str]:
+    """The file and its text, one value a line."""
+    schema = make_schema((CHART / "values.yaml").read_text())
+    return {CHART / "values.schema.json": _dump(schema) + "\n"}
+
+
+def _dump(schema: Json, indent: str = "") -> str:
+    """JSON with a line for each value, so that a change of one is a change of one line."""
+    if "properties" not in schema or "additionalProperties" not in schema:
+        return json.dumps(schema)
+    head = {name: part for name, part in schema.items() if name != "properties"}
+    inner = [
+        f"{indent}  {json.dumps(name)}: {_dump(rule, indent + '  ')}"
+        for name, rule in schema["properties"].items()
+    ]
+    return json.dumps(head)[:-1] + ', "properties": {\n' + ",\n".join(inner) + f"\n{indent}}}}}"
