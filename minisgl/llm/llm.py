@@ -210,7 +210,7 @@ class LLM:
                 while self._outbox.outputs:
                     yield from self._read(self._outbox.outputs.popleft(), running)
         finally:
-            self._abandon(running)
+            self._settle(running)
 
     def _read(self, output: StepOutput, running: dict[int, Generation]) -> Iterator[Piece]:
         for opened in output.opened:
@@ -228,10 +228,8 @@ class LLM:
             if piece is not None:
                 yield piece
 
-    def _abandon(self, running: dict[int, Generation]) -> None:
-        """The caller left early or an error passed through: end what is still running."""
-        if not running:
-            return
+    def _settle(self, running: dict[int, Generation]) -> None:
+        """Leave an idle scheduler; abort what is left if the caller broke off or an error passed."""
         self._inbox.messages.extend(AbortReq(uid=uid) for uid in running)
         while self._inbox.messages or not self.scheduler.idle:
             self.scheduler.iterate()

@@ -68,6 +68,26 @@ def test_eviction_cuts_a_leaf_and_reports_its_fence() -> None:
     assert cache.match(ids(1, 2, 3, 4)).pages.tolist() == [0, 1, 2]
 
 
+def test_an_eviction_looks_at_few_nodes_whatever_the_size_of_the_tree() -> None:
+    """W24: each eviction walked the whole tree and sorted its leaves."""
+    cache = RadixCache(1)
+    for key in range(3000):
+        fill(cache, ids(key % 50, key), 2 * key, 1)
+    looked_at = 0
+    cut = cache._cut
+
+    def counting(node: object, count: int) -> np.ndarray:
+        nonlocal looked_at
+        looked_at += 1
+        return cut(node, count)  # type: ignore[arg-type]
+
+    cache._cut = counting  # type: ignore[method-assign]
+    before = len(cache._heap)
+    cache.evict(1)
+    assert looked_at == 1
+    assert before - len(cache._heap) <= 1, "one entry was taken off the heap, not all"
+
+
 def test_unlocking_too_often_is_a_bug() -> None:
     cache = RadixCache(1)
     handle = fill(cache, ids(1), 0, 1)

@@ -24,14 +24,19 @@ class Answer:
 class Harness:
     """One scheduler, its engine and what came out of it so far."""
 
-    def __init__(self, engine: FakeEngine, config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        config: SchedulerConfig | None = None,
+        eos_token_ids: tuple[int, ...] = (EOS,),
+    ) -> None:
         self.engine = engine
         self.inbox, self.outbox = LocalInbox(), LocalOutbox()
         self.scheduler = Scheduler(
             engine,
             config or SchedulerConfig(target_step_ms=None),
             vocab_size=VOCAB,
-            eos_token_ids=(EOS,),
+            eos_token_ids=eos_token_ids,
             inbox=self.inbox,
             outbox=self.outbox,
         )

@@ -1,0 +1,127 @@
+"""The offline LLM, on the demo model: the server's scheduler with its input and output replaced."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from minisgl.core import ConfigError, FinishReason, InvalidRequest, SamplingParams
+from minisgl.llm import LLM, Completion
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+SPELL = [{"role": "user", "content": "Spell the word planet."}]
+ADD = [{"role": "user", "content": "What is 12 + 30?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(num_pages=512, max_seq_len=512) as llm:
+        yield llm
+
+
+def one(result: Completion | list[Completion]) -> Completion:
+    assert isinstance(result, Completion)
+    return result
+
+
+def test_one_in_one_out_many_in_a_list_out(llm: LLM) -> None:
+    single = one(llm.chat(ADD, GREEDY, progress=False))
+    assert (single.text, single.finish_reason) == ("42", FinishReason.STOP)
+    many = llm.chat([SPELL, ADD], [GREEDY, GREEDY], progress=False)
+    assert isinstance(many, list)
+    assert [c.text for c in many] == ["p-l-a-n-e-t", "42"]
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(llm: LLM) -> None:
+    text = llm.tokenizer.render_chat(SPELL)
+    ids = llm.tokenizer.encode_chat(SPELL)
+    from_text = one(llm.generate(text, GREEDY, progress=False))
+    from_ids = one(llm.generate(ids, GREEDY, progress=False))
+    assert from_text.text == from_ids.text == "p-l-a-n-e-t"
+    assert from_ids.prompt_tokens == len(ids)
+
+
+def test_stream_concatenates_to_the_whole_text(llm: LLM) -> None:
+    prompts = [llm.tokenizer.encode_chat(SPELL), llm.tokenizer.encode_chat(ADD)]
+    texts, ends = ["", ""], []
+    for piece in llm.stream(prompts, GREEDY):
+        texts[piece.index] += piece.text
+        if piece.completion is not None:
+            ends.append((piece.index, piece.completion.text))
+    assert texts == ["p-l-a-n-e-t", "42"]
+    assert sorted(ends) == [(0, "p-l-a-n-e-t"), (1, "42")]
+
+
+def test_stop_string_ends_the_text_and_the_req(llm: LLM) -> None:
+    found = one(llm.chat(SPELL, GREEDY, stop=["a-n"], progress=False))
+    assert (found.text, found.finish_reason) == ("p-l-", FinishReason.STOP)
+    assert len(found.token_ids) < len(one(llm.chat(SPELL, GREEDY, progress=False)).token_ids)
+    assert llm.scheduler.idle
+
+
+def test_leaving_a_stream_early_aborts_the_rest(llm: LLM) -> None:
+    endless = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    for _ in llm.stream(llm.tokenizer.encode_chat(SPELL), endless):
+        break
+    assert llm.scheduler.idle
+    llm.scheduler.check_integrity()
+    assert one(llm.chat(ADD, GREEDY, progress=False)).text == "42"
+
+
+def test_input_that_cannot_be_served_fails_alone(llm: LLM) -> None:
+    too_long = [5] * (llm.facts.max_seq_len + 1)
+    results = llm.generate([too_long, llm.tokenizer.encode_chat(ADD)], GREEDY, progress=False)
+    assert isinstance(results, list)
+    assert results[0].finish_reason is FinishReason.ERROR
+    assert "exceed" in str(results[0].error)
+    assert results[1].text == "42"
+
+
+def test_limits_of_one_input_leave_shared_parameters_alone(llm: LLM) -> None:
+    """W8: one long prompt shrank the outputs of all."""
+    room = llm.facts.max_seq_len
+    shared = SamplingParams(temperature=0.0, ignore_eos=True)
+    long, short = [7] * (room - 3), [7] * (room - 40)
+    results = llm.generate([long, short], shared, progress=False)
+    assert isinstance(results, list)
+    assert [len(r.token_ids) for r in results] == [3, 40]
+    assert shared.max_tokens is None
+
+
+def test_wrong_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="temperature"):
+        llm.generate([5], SamplingParams(temperature=float("nan")), progress=False)
+    with pytest.raises(InvalidRequest, match="1 sampling parameters for 2 prompts"):
+        llm.generate([[5], [6]], [GREEDY], progress=False)
+    with pytest.raises(InvalidRequest, match="32 bits"):
+        llm.generate([2**40], GREEDY, progress=False)
+    assert llm.scheduler.idle
+
+
+def test_seeds_make_draws_repeatable(llm: LLM) -> None:
+    hot = SamplingParams(temperature=2.0, seed=3, max_tokens=12, ignore_eos=True)
+    first = one(llm.generate([5, 6, 7], hot, progress=False)).token_ids
+    second = llm.generate([[5, 6, 7], [9, 9], [5, 6, 7]], hot, progress=False)
+    assert isinstance(second, list)
+    assert second[0].token_ids == second[2].token_ids == first
+    fresh = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
+    draws = {tuple(one(llm.generate([5, 6], fresh, progress=False)).token_ids) for _ in range(4)}
+    assert len(draws) > 1
+
+
+def test_two_llms_live_side_by_side(llm: LLM) -> None:
+    with LLM(num_pages=64, page_size=4, cache_type="naive", overlap=False) as other:
+        assert one(other.chat(ADD, GREEDY, progress=False)).text == "42"
+        assert one(llm.chat(ADD, GREEDY, progress=False)).text == "42"
+
+
+def test_a_closed_llm_says_so() -> None:
+    other = LLM(num_pages=64)
+    other.close()
+    other.close()
+    with pytest.raises(ConfigError, match="closed"):
+        other.generate([5], GREEDY, progress=False)
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        LLM("./no-such-folder")
