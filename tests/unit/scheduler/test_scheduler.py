@@ -1,4 +1,4 @@
-"""Situations that broke others (W-numbers: docs/architecture.md, "Bugs we start from")."""
+"""Situations that broke others (W-numbers: docs/bugs.md)."""
 
 import numpy as np
 import pytest
