@@ -4,6 +4,7 @@ Shape letters, used everywhere: B reqs in the step, T tokens in the step, P page
 U page-table updates, Hq / Hkv local query / KV heads, D head_dim, V logit width, L layers.
 """
 
+import zlib
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -66,6 +67,11 @@ class Batch:
     def num_reqs(self) -> int:
         """B."""
         return len(self.rows)
+
+    def plan_hash(self) -> int:
+        """A checksum of who runs where with which pages: equal on all tensor-parallel ranks."""
+        arrays = (self.rows, self.start, self.lengths, self.page_cols, self.page_ids)
+        return zlib.crc32(b"".join(array.tobytes() for array in arrays), self.step_id)
 
     @property
     def num_prefill_tokens(self) -> int:

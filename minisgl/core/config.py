@@ -47,12 +47,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
                            stays under this; None: no target (the offline LLM).
     cache_type             radix or naive.
     overlap                plan and launch step n+1 before the result of step n is read.
+    check_plans            for debugging: tensor-parallel ranks compare a hash of each plan.
     """
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 20.0
     cache_type: str = "radix"
     overlap: bool = True
+    check_plans: bool = False
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,9 +26,12 @@ class EnvSettings(NamedTuple):
     """What the environment sets. One field per variable, named like it.
 
     disable_overlap_scheduling  plan step n+1 only after the result of step n is read.
+    check_plans                 tensor-parallel ranks compare a hash of each plan and stop if one
+                                differs; for debugging.
     """
 
     disable_overlap_scheduling: bool = False
+    check_plans: bool = False
 
 
 def read_env(environ: Mapping[str, str]) -> EnvSettings:

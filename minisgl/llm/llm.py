@@ -229,7 +229,7 @@ class LLM:
                 yield piece
 
     def _settle(self, running: dict[int, Generation]) -> None:
-        """Leave an idle scheduler; abort what is left if the caller broke off or an error passed."""
+        """Leave an idle scheduler; abort what is left when the caller broke off."""
         self._inbox.messages.extend(AbortReq(uid=uid) for uid in running)
         while self._inbox.messages or not self.scheduler.idle:
             self.scheduler.iterate()

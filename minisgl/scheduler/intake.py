@@ -31,7 +31,7 @@ class Intake:
             raise PromptTooLong(
                 f"{len(tokens)} prompt tokens and {asked or 1} output tokens exceed the "
                 f"{self._max_tokens} tokens that context and KV pool allow",
-                code="context_length_exceeded",
+                param="prompt",
             )
         self._serial += 1
         seed = message.sampling.seed
@@ -45,4 +45,5 @@ class Intake:
             seed=message.uid if seed is None else seed,
             text=message.text,
             serial=self._serial,
+            cache_salt=message.cache_salt,
         )

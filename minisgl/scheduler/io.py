@@ -31,8 +31,11 @@ __all__ = [
 class Inbox(Protocol):
     """The ordered input of one rank."""
 
-    def receive(self, block: bool) -> Sequence[ToScheduler]:
-        """The messages of this iteration. block: wait until there is one."""
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
+        """The messages of this iteration. block: wait until there is one.
+
+        plan_hash: of the batch that this rank launched last, to be compared between ranks.
+        """
         ...
 
 
@@ -50,7 +53,7 @@ class QueueInbox:
     def __init__(self, receiver: Receiver[ToScheduler]) -> None:
         self._receiver = receiver
 
-    def receive(self, block: bool) -> Sequence[ToScheduler]:
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
         if block:
             self._receiver.poll(None)
         return list(self._receiver.drain())
@@ -62,7 +65,7 @@ class LocalInbox:
     def __init__(self) -> None:
         self.messages: deque[ToScheduler] = deque()
 
-    def receive(self, block: bool) -> Sequence[ToScheduler]:
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
         """Never blocks: in one process nobody else could send."""
         messages = list(self.messages)
         self.messages.clear()
@@ -77,10 +80,10 @@ class LeaderInbox:
         self._followers = followers
         self._iteration = 0
 
-    def receive(self, block: bool) -> Sequence[ToScheduler]:
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
         messages = self._source.receive(block)
         self._iteration += 1
-        step = LeaderStep(iteration=self._iteration, messages=list(messages))
+        step = LeaderStep(iteration=self._iteration, messages=list(messages), plan_hash=plan_hash)
         for follower in self._followers:
             follower.send(step)
         return messages
@@ -94,7 +97,7 @@ class FollowerInbox:
         self._steps: deque[LeaderStep] = deque()
         self._iteration = 0
 
-    def receive(self, block: bool) -> Sequence[ToScheduler]:
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
         while not self._steps:
             self._receiver.poll(None)
             self._steps.extend(self._receiver.drain())
@@ -103,6 +106,11 @@ class FollowerInbox:
         if step.iteration != self._iteration:
             raise InvariantBroken(
                 f"leader is at iteration {step.iteration}, this rank at {self._iteration}; "
+                "this is a bug"
+            )
+        if step.plan_hash != plan_hash:
+            raise InvariantBroken(
+                f"before iteration {step.iteration} the ranks planned different steps; "
                 "this is a bug"
             )
         return step.messages

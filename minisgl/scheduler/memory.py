@@ -39,7 +39,7 @@ class KVMemory:
         Who wants log-probabilities of the prompt has all of it computed.
         """
         usable = 0 if req.sampling.prompt_logprobs is not None else len(req.tokens) - 1
-        return self.cache.match(req.tokens[:usable])
+        return self.cache.match(req.tokens[:usable], req.cache_salt)
 
     def try_admit(self, req: Req, match: Match, table: RequestTable, reserve_pages: int) -> bool:
         """Give a waiting req a row, its prefix and pages for all its tokens, or change nothing.
@@ -81,7 +81,7 @@ class KVMemory:
         key = table.tokens[row, : num_pages * self.page_size]
         mine = table.page_table[row, :num_pages]
         fence = int(table.last_step[row])
-        handle, pages = self.cache.insert(key, mine)
+        handle, pages = self.cache.insert(key, mine, req.cache_salt)
         if not len(pages):
             return  # a cache that keeps nothing
         self.cache.lock(handle)
@@ -105,6 +105,12 @@ class KVMemory:
         self.cache.unlock(req.handle, fence)
         req.handle, req.tree_pages = None, 0
         table.close_row(req)
+
+    def flush(self) -> None:
+        """Forget every cached prefix that no running req uses."""
+        for evicted in self.cache.evict(self.cache.evictable_pages):
+            self.evicted_pages_total += len(evicted.pages)
+            self.pool.release(evicted.pages, evicted.fence)
 
     def resolve(self, step: int) -> None:
         """Step `step` has completed."""

@@ -39,6 +39,7 @@ class OutputBuilder:
         self._finished: list[Finished] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
+        self._held: dict[int, list[PromptLogprobs]] = {}  # of reqs that are not open yet
 
     def open(self, req: Req) -> None:
         """The first output of `req` is about to be added."""
@@ -51,6 +52,7 @@ class OutputBuilder:
                 text=req.text,
             )
         )
+        self._prompt_logprobs += self._held.pop(req.uid, ())
 
     def tokens(self, uids: NDArray[np.int64], token_ids: Int32Array) -> None:
         """token_ids[i] is the next token of uids[i]."""
@@ -94,7 +96,8 @@ class OutputBuilder:
         if first >= last:
             return
         req.prompt_reported = position + last
-        self._prompt_logprobs.append(
+        early = None if req.opened else self._held.setdefault(req.uid, [])
+        (self._prompt_logprobs if early is None else early).append(
             PromptLogprobs(
                 uid=req.uid,
                 position=position + first,
@@ -117,7 +120,12 @@ class OutputBuilder:
             Opened(uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0, text=message.text)
         )
         self._finished.append(
-            Finished(uid=message.uid, reason=FinishReason.ERROR, error=error.message)
+            Finished(
+                uid=message.uid,
+                reason=FinishReason.ERROR,
+                error=error.message,
+                error_kind=type(error).__name__,
+            )
         )
 
     def take(self, step_id: int) -> StepOutput | None:

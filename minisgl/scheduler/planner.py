@@ -198,6 +198,8 @@ class Planner:
         matched = matched_pages * self._memory.page_size
         to_compute = len(req.tokens) - matched
         for other in self.unpublished:
+            if other.cache_salt != req.cache_salt:
+                continue
             shared = _common_prefix(req.tokens[:-1], other.tokens)
             if (shared - matched) * 2 >= to_compute and shared - matched >= MIN_SHARED_TOKENS:
                 return True

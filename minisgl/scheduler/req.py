@@ -40,6 +40,7 @@ class Req:
     row            line in page table and token pool, -1 without one.
     handle         locked place in the prefix cache; tree_pages leading pages of the row are the
                    cache's, the others this req's own.
+    cache_salt     reqs of another salt do not share its prefix.
     prompt_reported  prompt tokens whose log-probabilities have been sent.
     cached_tokens  prefix hit of the first admission, which is what the client is told.
     """
@@ -52,6 +53,7 @@ class Req:
     seed: int
     text: TextSpec | None
     serial: int
+    cache_salt: str = ""
     state: ReqState = ReqState.WAITING
     row: int = -1
     handle: CacheHandle | None = None

@@ -22,7 +22,7 @@ from minisgl.core import (
     StepCost,
 )
 from minisgl.kvcache import NaiveCache, PagePool, PrefixCache, RadixCache
-from minisgl.message import AbortReq, AddReq, SchedulerStats, Shutdown, ToScheduler
+from minisgl.message import AbortReq, AddReq, FlushCache, SchedulerStats, Shutdown, ToScheduler
 from minisgl.scheduler.intake import Intake
 from minisgl.scheduler.io import Inbox, Outbox
 from minisgl.scheduler.memory import KVMemory
@@ -57,6 +57,8 @@ class Scheduler:
     ) -> None:
         self._engine = engine
         self._overlap = config.overlap
+        self._check_plans = config.check_plans
+        self._plan_hash: int | None = None
         self._inbox = inbox
         self._outbox = outbox
         self._eos: Int32Array = np.array(eos_token_ids, dtype=np.int32)
@@ -92,7 +94,7 @@ class Scheduler:
 
     def iterate(self) -> None:
         """One iteration of the loop. Blocks for a message only when idle."""
-        for message in self._inbox.receive(block=self.idle):
+        for message in self._inbox.receive(self.idle, self._plan_hash):
             self._apply(message)
         launched = self._launch_next()
         keep = 1 if self._overlap and launched else 0
@@ -140,6 +142,8 @@ class Scheduler:
                 self._add(message)
             case AbortReq():
                 self._abort(message)
+            case FlushCache():
+                self.memory.flush()
             case Shutdown():
                 self.stopping = True
                 for req in list(self._reqs.values()):
@@ -198,6 +202,8 @@ class Scheduler:
             self._in_flight.append((plan.batch, pending))
             self._launched_step = plan.batch.step_id
             self.planner.launched(plan.batch)
+            if self._check_plans:
+                self._plan_hash = plan.batch.plan_hash()
             self.totals.prefill_tokens_total += plan.batch.num_prefill_tokens
         elif not plan.victims and not self._in_flight and self.planner.waiting:
             raise InvariantBroken("nothing runs, yet nobody can be admitted; this is a bug")

@@ -116,6 +116,7 @@ def resolve(
         target_step_ms=options.target_step_ms or None,
         cache_type=options.cache_type,
         overlap=not settings.disable_overlap_scheduling,
+        check_plans=settings.check_plans,
     )
     limits = Limits(
         max_body_bytes=options.max_body_bytes,

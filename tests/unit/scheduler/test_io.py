@@ -47,6 +47,24 @@ def test_a_rank_that_missed_an_iteration_stops(tmp_path: Path) -> None:
         follower.receive(block=False)
 
 
+def test_ranks_that_plan_differently_stop(tmp_path: Path) -> None:
+    address = endpoint(str(tmp_path), "rank-1")
+    follower = FollowerInbox(Receiver(address, LeaderStep))
+    leader = LeaderInbox(LocalInbox(), [Sender(address)])
+    hashes = []
+    for prompt in ([1, 2, 3], [1, 2, 3, 4]):
+        harness = Harness(FakeEngine(16, 4), config(check_plans=True))
+        harness.add(prompt)
+        harness.step()
+        hashes.append(harness.scheduler._plan_hash)
+    assert None not in hashes
+    leader.receive(block=False, plan_hash=hashes[0])
+    assert follower.receive(block=False, plan_hash=hashes[0]) == []
+    leader.receive(block=False, plan_hash=hashes[0])
+    with pytest.raises(InvariantBroken, match="planned different steps"):
+        follower.receive(block=False, plan_hash=hashes[1])
+
+
 def test_an_idle_scheduler_blocks_and_a_busy_one_does_not() -> None:
     """W16: with a request that was never admissible, the loop spun at 100 % CPU."""
 
@@ -55,9 +73,9 @@ def test_an_idle_scheduler_blocks_and_a_busy_one_does_not() -> None:
             super().__init__()
             self.blocking: list[bool] = []
 
-        def receive(self, block: bool) -> Sequence[ToScheduler]:
+        def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
             self.blocking.append(block)
-            return super().receive(block)
+            return super().receive(block, plan_hash)
 
     harness = Harness(FakeEngine(16, 4), config())
     watched = Watched()
