@@ -53,11 +53,11 @@ class PrefixCache(Protocol):
     @property
     def locked_pages(self) -> int: ...
 
-    def match(self, tokens: Int32Array) -> Match:
-        """The longest cached prefix of `tokens`, in whole pages. Does not lock it."""
+    def match(self, tokens: Int32Array, salt: str = "") -> Match:
+        """The longest prefix of `tokens` cached under `salt`, in whole pages. Does not lock it."""
         ...
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insertion:
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Insertion:
         """Hand over the KV of `tokens`; len(tokens) == len(pages) * page_size."""
         ...
 
@@ -94,10 +94,10 @@ class NaiveCache:
         self._root = _Nowhere()
         self._no_pages: Int32Array = np.empty(0, dtype=np.int32)
 
-    def match(self, tokens: Int32Array) -> Match:
+    def match(self, tokens: Int32Array, salt: str = "") -> Match:
         return Match(self._root, self._no_pages)
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insertion:
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Insertion:
         """Takes nothing over: all pages stay with the caller."""
         return Insertion(self._root, self._no_pages)
 

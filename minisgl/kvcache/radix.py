@@ -1,8 +1,10 @@
 """A radix tree over pages of token ids: which prompt KV is in which pages.
 
 The idea is RadixAttention's (Zheng et al., SGLang, 2024, section 3). Edges hold whole pages, so a
-child is found by the bytes of its first page, and edges are compared as arrays. The oldest
-unlocked leaf comes from a heap with at most one entry per node, so an eviction costs O(log n).
+child is found by the bytes of its first page, and edges are compared as arrays. Below the root
+the salt stands before these bytes (pages have one size, so this is unambiguous): what differs in
+salt shares nothing. The oldest unlocked leaf comes from a heap with at most one entry per node, so
+an eviction costs O(log n).
 """
 
 import heapq
@@ -19,13 +21,15 @@ class RadixNode:
     """An edge of whole pages and what hangs below it.
 
     tokens int32 [n * page_size], pages int32 [n]. lock_count: running reqs at or below this node.
-    last_use: operation counter. fence: the last step that a req which unlocked it was part of.
+    key: under which its parent holds it. last_use: operation counter. fence: the last step that a
+    req which unlocked it was part of.
     """
 
     __slots__ = (
         "children",
         "fence",
         "in_heap",
+        "key",
         "last_use",
         "lock_count",
         "pages",
@@ -39,9 +43,11 @@ class RadixNode:
         tokens: Int32Array,
         pages: Int32Array,
         parent: "RadixNode | None",
+        key: bytes,
         last_use: int,
         serial: int,
     ) -> None:
+        self.key = key
         self.tokens = tokens
         self.pages = pages
         self.parent = parent
@@ -67,7 +73,7 @@ class RadixCache:
         self._serial = 0
         self._heap: list[tuple[int, int, RadixNode]] = []
         nothing: Int32Array = np.empty(0, dtype=np.int32)
-        self._root = RadixNode(nothing, nothing, None, 0, 0)
+        self._root = RadixNode(nothing, nothing, None, b"", 0, 0)
         self._evictable_pages = 0
         self._locked_pages = 0
 
@@ -81,24 +87,26 @@ class RadixCache:
         """Pages of nodes that running reqs use."""
         return self._locked_pages
 
-    def match(self, tokens: Int32Array) -> Match:
+    def match(self, tokens: Int32Array, salt: str = "") -> Match:
         """The longest cached prefix. Splits an edge that matches in part, and counts as a use."""
         self._clock += 1
-        node, found, _ = self._walk(tokens)
+        node, found, _ = self._walk(tokens, salt)
         return Match(node, self._joined(found))
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> Insertion:
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Insertion:
         """Add the part of the key that is new; the part that was there keeps its own pages."""
         if len(tokens) != len(pages) * self._page_size:
             raise InvariantBroken(
                 f"{len(tokens)} tokens do not fill {len(pages)} pages; this is a bug"
             )
         self._clock += 1
-        node, found, known_tokens = self._walk(tokens)
+        node, found, known_tokens = self._walk(tokens, salt)
         if known_tokens < len(tokens):
             known_pages = known_tokens // self._page_size
-            leaf = self._new_node(tokens[known_tokens:].copy(), pages[known_pages:].copy(), node)
-            node.children[self._first_page(leaf.tokens)] = leaf
+            rest = tokens[known_tokens:].copy()
+            key = self._key(node, rest, salt)
+            leaf = self._new_node(rest, pages[known_pages:].copy(), node, key)
+            node.children[key] = leaf
             self._evictable_pages += len(leaf.pages)
             self._offer(leaf)
             node = leaf
@@ -165,11 +173,11 @@ class RadixCache:
                 f"{self._evictable_pages} and {self._locked_pages}; this is a bug"
             )
 
-    def _walk(self, tokens: Int32Array) -> tuple[RadixNode, list[Int32Array], int]:
+    def _walk(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, list[Int32Array], int]:
         """Follow `tokens` down: the last node, the pages on the way, the tokens they cover."""
         node, position, found = self._root, 0, []
         while position + self._page_size <= len(tokens):
-            child = node.children.get(self._first_page(tokens[position:]))
+            child = node.children.get(self._key(node, tokens[position:], salt))
             if child is None:
                 break
             shared_pages = self._shared_pages(child.tokens, tokens[position:])
@@ -191,12 +199,14 @@ class RadixCache:
         """Put a new node with the first `num_pages` pages above `node`; return the new one."""
         parent, cut = node.parent, num_pages * self._page_size
         assert parent is not None, "the root has no edge to split: this is a bug"
-        upper = self._new_node(node.tokens[:cut].copy(), node.pages[:num_pages].copy(), parent)
+        pages = node.pages[:num_pages].copy()
+        upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
         upper.lock_count, upper.fence = node.lock_count, node.fence
-        parent.children[self._first_page(upper.tokens)] = upper
+        parent.children[upper.key] = upper
         node.tokens, node.pages = node.tokens[cut:].copy(), node.pages[num_pages:].copy()
         node.parent = upper
-        upper.children[self._first_page(node.tokens)] = node
+        node.key = self._key(upper, node.tokens, "")
+        upper.children[node.key] = node
         return upper
 
     def _cut(self, node: RadixNode, num_pages: int) -> Int32Array:
@@ -210,7 +220,7 @@ class RadixCache:
             return taken
         parent = node.parent
         assert parent is not None, "the root is never evicted: this is a bug"
-        del parent.children[self._first_page(node.tokens)]
+        del parent.children[node.key]
         node.parent = None
         self._offer(parent)
         return taken
@@ -232,12 +242,15 @@ class RadixCache:
             node = node.parent
         return path
 
-    def _new_node(self, tokens: Int32Array, pages: Int32Array, parent: RadixNode) -> RadixNode:
+    def _new_node(
+        self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes
+    ) -> RadixNode:
         self._serial += 1
-        return RadixNode(tokens, pages, parent, self._clock, self._serial)
+        return RadixNode(tokens, pages, parent, key, self._clock, self._serial)
 
-    def _first_page(self, tokens: Int32Array) -> bytes:
-        return tokens[: self._page_size].tobytes()
+    def _key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:
+        page = tokens[: self._page_size].tobytes()
+        return salt.encode() + page if salt and parent is self._root else page
 
     def _joined(self, found: list[Int32Array]) -> Int32Array:
         return np.concatenate(found) if found else self._root.pages

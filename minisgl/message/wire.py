@@ -20,6 +20,7 @@ __all__ = [
     "DecodeIds",
     "Decoded",
     "Finished",
+    "FlushCache",
     "LeaderStep",
     "Opened",
     "PromptLogprobs",
@@ -34,6 +35,7 @@ __all__ = [
     "ToScheduler",
     "ToTokenizer",
     "TokenLogprobs",
+    "TokenText",
     "TokenizeChat",
     "TokenizeText",
     "Tokenized",
@@ -86,6 +88,10 @@ class TextSpec(Message, frozen=True, kw_only=True):
     prompt_tail  the last prompt ids, so that the first token's leading space comes out right.
     stop         stop strings, in the order given.
     min_tokens   stop strings do not count in the text of the first min_tokens tokens.
+    prompt_ids   int32 little-endian; the whole prompt when its log-probabilities are reported.
+    token_ids    the client wants the ids too.
+    reasoning    text between <think> and </think> is told apart.
+    silent       the output is dropped: only the prompt is of interest.
     """
 
     prompt_tail: list[int]
@@ -93,18 +99,24 @@ class TextSpec(Message, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     include_stop: bool = False
     min_tokens: int = 0
+    prompt_ids: bytes = b""
+    token_ids: bool = False
+    reasoning: bool = False
+    silent: bool = False
 
 
 class AddReq(Message, frozen=True, kw_only=True):
     """Admit one generation. token_ids: int32 little-endian, each below the logit width.
 
     text: None when the receiver wants ids only (the offline LLM detokenises by itself).
+    cache_salt: the prefix cache is shared with reqs of the same salt only.
     """
 
     uid: int
     token_ids: bytes
     sampling: SamplingParams
     text: TextSpec | None = None
+    cache_salt: str = ""
 
 
 class AbortReq(Message, frozen=True, kw_only=True):
@@ -114,11 +126,15 @@ class AbortReq(Message, frozen=True, kw_only=True):
     reason: FinishReason = FinishReason.ABORT
 
 
+class FlushCache(Message, frozen=True, kw_only=True):
+    """Forget every cached prefix that no running req uses."""
+
+
 class Shutdown(Message, frozen=True, kw_only=True):
     """Leave the loop after the step in flight; running reqs end with ABORT."""
 
 
-ToScheduler = AddReq | AbortReq | Shutdown
+ToScheduler = AddReq | AbortReq | FlushCache | Shutdown
 
 
 class LeaderStep(Message, frozen=True, kw_only=True):
@@ -142,11 +158,15 @@ class Opened(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """The one terminal message of a req; STOP means that its last token is not text."""
+    """The one terminal message of a req; STOP means that its last token is not text.
+
+    error_kind: name of the RequestError that refused it; "" for a failure of ours.
+    """
 
     uid: int
     reason: FinishReason
     error: str | None = None
+    error_kind: str = ""
 
 
 class TokenLogprobs(Message, frozen=True, kw_only=True):
@@ -205,10 +225,24 @@ class Decoded(Message, frozen=True, kw_only=True):
     text: str
 
 
-class TextUpdate(Message, frozen=True, kw_only=True):
+class TokenText(msgspec.Struct, frozen=True, array_like=True):
+    """One token of a text with its log-probability (None: the first of a prompt).
+
+    offset: characters of the text before it. top: bytes and log-probability of the most likely.
+    """
+
+    data: bytes
+    logprob: float | None
+    offset: int
+    top: list[tuple[bytes, float]]
+
+
+class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     """New text of one req; `finish` and `error` only in its last update.
 
-    completion_tokens counts all tokens so far, the stop token included.
+    completion_tokens counts all tokens so far, the stop token included; reasoning_tokens those
+    between <think> and </think>, whose text is `reasoning` and not in `text`.
+    prompt_logprobs, logprobs: of prompt and text, when asked for.
     stopped: a stop string was matched here, so the scheduler has yet to be told.
     """
 
@@ -218,8 +252,13 @@ class TextUpdate(Message, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     token_ids: list[int] = []
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    prompt_logprobs: list[TokenText] = []
+    logprobs: list[TokenText] = []
     finish: FinishReason | None = None
     error: str | None = None
+    error_kind: str = ""
     stopped: bool = False
 
 

@@ -163,3 +163,19 @@ class RadixMachine(RuleBasedStateMachine):
 
 TestRadixMachine = RadixMachine.TestCase
 TestRadixMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_what_differs_in_salt_shares_nothing() -> None:
+    cache = RadixCache(2)
+    key = ids(1, 2, 3, 4)
+    for first_page, salt in enumerate(["", "a", "ab"]):
+        assert not len(cache.match(key, salt).pages)
+        cache.insert(key, ids(2 * first_page, 2 * first_page + 1), salt)
+    assert cache.match(ids(1, 2, 9, 9), "a").pages.tolist() == [2]  # splits below the root
+    assert cache.match(key, "a").pages.tolist() == [2, 3]
+    assert cache.match(key, "ab").pages.tolist() == [4, 5]
+    assert cache.match(key).pages.tolist() == [0, 1]
+    cache.check_integrity()
+    assert sum(len(evicted.pages) for evicted in cache.evict(6)) == 6
+    assert not len(cache.match(key, "a").pages)
+    cache.check_integrity()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import FinishReason, SamplingParams, SchedulerConfig, StepCost
-from minisgl.message import AddReq, Shutdown
+from minisgl.message import AddReq, FlushCache, Shutdown
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Answer, Harness
 
@@ -268,3 +268,21 @@ def test_two_ranks_with_the_same_messages_make_the_same_plans() -> None:
         return [(b.rows.tolist(), b.start.tolist(), b.page_ids.tolist()) for b in engine.batches]
 
     assert plans() == plans()
+
+
+def test_a_cached_prompt_is_found_by_its_salt_alone_until_the_flush() -> None:
+    harness = Harness(FakeEngine(num_pages=64, page_size=4))
+    prompt = np.arange(3, 19, dtype="<i4").tobytes()
+
+    def cached(salt: str) -> int:
+        uid, harness.next_uid = harness.next_uid, harness.next_uid + 1
+        params = SamplingParams(max_tokens=2)
+        add = AddReq(uid=uid, token_ids=prompt, sampling=params, cache_salt=salt)
+        harness.inbox.messages.append(add)
+        harness.answers[uid] = Answer()
+        harness.run()
+        return harness.answers[uid].cached_tokens
+
+    assert [cached(""), cached("a"), cached("a"), cached("")] == [0, 0, 12, 12]
+    harness.inbox.messages.append(FlushCache())
+    assert [cached("a"), cached("")] == [0, 0]
