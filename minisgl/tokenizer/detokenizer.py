@@ -1,36 +1,25 @@
 """The detokenizer: tokens of each scheduler step to text. One process, one message per step."""
 
 import logging
-from dataclasses import dataclass
 
 from minisgl.core import FinishReason
 from minisgl.message import (
-    Finished,
-    Opened,
     Ready,
     Receiver,
     Sender,
     StepOutput,
     StepText,
-    TextUpdate,
     ToApi,
+    TokenLogprobs,
     endpoint,
 )
-from minisgl.tokenizer.stream import TextStream
+from minisgl.tokenizer.answer import OpenAnswer
 from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.tokenizer.vocab import Vocabulary
 
 __all__ = ["Detokenizer", "run_detokenizer"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class _OpenReq:
-    stream: TextStream
-    prompt_tokens: int
-    cached_tokens: int
-    announced: bool = False  # the API server has had a first update
 
 
 class Detokenizer:
@@ -42,7 +31,7 @@ class Detokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._open: dict[int, _OpenReq] = {}
+        self._open: dict[int, OpenAnswer] = {}
 
     @property
     def open_reqs(self) -> int:
@@ -51,69 +40,32 @@ class Detokenizer:
     def step(self, output: StepOutput) -> StepText:
         """The text of one step: at most one update per req, in the order of the step's tokens."""
         for opened in output.opened:
-            self._open[opened.uid] = self._begin(opened)
+            self._open[opened.uid] = OpenAnswer(self._vocabulary, opened)
+        touched: dict[int, OpenAnswer] = {}
+        for prompt in output.prompt_logprobs:
+            if prompt.uid in self._open:
+                touched[prompt.uid] = self._open[prompt.uid]
+                touched[prompt.uid].push_prompt(prompt)
         ended = {finished.uid: finished for finished in output.finished}
-        texts: dict[int, str] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for found in output.logprobs:
+            logprobs.setdefault(found.uid, []).append(found)
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
-            req = self._open.get(uid)
+            answer = self._open.get(uid)
+            ours = logprobs[uid].pop(0) if logprobs and logprobs.get(uid) else None
             # Ended or stopped already: a token that the overlapped step still made (W8b).
-            if req is None or (req.stream.stopped and uid not in texts):
+            if answer is None or answer.stream.stopped:
                 continue
+            touched[uid] = answer
             end = ended.get(uid)
-            is_text = end is None or end.reason is not FinishReason.STOP
-            texts[uid] = texts.get(uid, "") + req.stream.push(token_id, is_text)
-        updates = [self._update(uid, text, ended.get(uid)) for uid, text in texts.items()]
+            answer.push(token_id, end is None or end.reason is not FinishReason.STOP, ours)
+        updates = [answer.take(ended.get(uid)) for uid, answer in touched.items()]
         for uid, finished in ended.items():
-            if uid not in texts and uid in self._open:
-                updates.append(self._end_without_token(uid, finished))
-            self._open.pop(uid, None)
+            left = self._open.pop(uid, None)
+            # One that stopped earlier has told its end at the stop string.
+            if left is not None and uid not in touched and not left.stream.stopped:
+                updates.append(left.take(finished))
         return StepText(updates=[update for update in updates if update is not None])
-
-    def _begin(self, opened: Opened) -> _OpenReq:
-        spec = opened.text
-        if spec is None:
-            stream = TextStream(self._vocabulary)
-        else:
-            stream = TextStream(
-                self._vocabulary,
-                spec.prompt_tail,
-                spec.stop,
-                spec.skip_special_tokens,
-                spec.include_stop,
-                spec.min_tokens,
-            )
-        return _OpenReq(stream, opened.prompt_tokens, opened.cached_tokens)
-
-    def _update(self, uid: int, text: str, finished: Finished | None) -> TextUpdate | None:
-        req = self._open[uid]
-        stopped = req.stream.stopped
-        if finished is not None and not stopped:
-            text += req.stream.finish()
-            stopped = req.stream.stopped  # a stop string completed by the last, cut character
-        ends = stopped or finished is not None
-        if not text and req.announced and not ends:
-            return None
-        req.announced = True
-        finish = None
-        if stopped:
-            finish = FinishReason.STOP
-        elif finished is not None:
-            finish = finished.reason
-        return TextUpdate(
-            uid=uid,
-            text=text,
-            completion_tokens=req.stream.tokens,
-            prompt_tokens=req.prompt_tokens,
-            cached_tokens=req.cached_tokens,
-            finish=finish,
-            error=finished.error if finished is not None else None,
-            stopped=stopped and finished is None,
-        )
-
-    def _end_without_token(self, uid: int, finished: Finished) -> TextUpdate | None:
-        if self._open[uid].stream.stopped:  # its end has been told at the stop string
-            return None
-        return self._update(uid, "", finished)
 
 
 def run_detokenizer(model_path: str, socket_dir: str) -> None:

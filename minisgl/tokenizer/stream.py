@@ -70,7 +70,9 @@ class StopMatcher:
         return whole[: len(whole) - keep]
 
     def flush(self) -> str:
-        """The withheld text, when no more will come."""
+        """The withheld text, when no more will come that could go on with it."""
+        for stop in self._stops:
+            stop.matched = 0
         held, self._held = self._held, ""
         return held
 
@@ -81,6 +83,7 @@ class TextStream:
     prompt_tail: the prompt's last ids; a character that begins there and ends in the output comes
     out whole.
     min_tokens: stop strings in the text of the first min_tokens tokens do not count.
+    chars, emitted_chars: decoded so far, and of these given out (the rest is withheld or cut).
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class TextStream:
         self._min_tokens = min_tokens if stop else 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stop, include_stop)
-        self.tokens = 0
+        self.tokens = self.chars = self.emitted_chars = 0
         for token_id in prompt_tail:
             self._characters.decode(vocabulary.token_bytes(token_id, skip_special))
 
@@ -121,9 +124,17 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._emit(self._characters.decode(b"", final=True))
-        return text if self.stopped else text + self._matcher.flush()
+        return text if self.stopped else text + self.flush()
+
+    def flush(self) -> str:
+        """What was withheld for a begun stop string, which is now given up."""
+        text = self._matcher.flush()
+        self.emitted_chars += len(text)
+        return text
 
     def _emit(self, text: str) -> str:
-        if self.tokens < self._min_tokens:
-            return text
-        return self._matcher.feed(text)
+        self.chars += len(text)
+        if self.tokens >= self._min_tokens:
+            text = self._matcher.feed(text)
+        self.emitted_chars += len(text)
+        return text

@@ -19,11 +19,20 @@ _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 class Vocabulary:
-    """id -> bytes, and which ids are special. Ids beyond the table decode to nothing."""
+    """id -> bytes, and which ids are special. Ids beyond the table decode to nothing.
 
-    def __init__(self, table: list[bytes], special_ids: frozenset[int]) -> None:
+    think_ids: of <think> and </think>, when the tokenizer has both as tokens.
+    """
+
+    def __init__(
+        self,
+        table: list[bytes],
+        special_ids: frozenset[int],
+        think_ids: tuple[int, int] | None = None,
+    ) -> None:
         self._table = table
         self._special_ids = special_ids
+        self.think_ids = think_ids
 
     def __len__(self) -> int:
         return len(self._table)
@@ -73,7 +82,8 @@ class Vocabulary:
                 "supported are ByteLevel and SentencePiece with byte fallback"
             )
         special = frozenset(i for i, token in added.items() if token.special)
-        return cls(table, special)
+        begin, end = vocab.get("<think>"), vocab.get("</think>")
+        return cls(table, special, None if begin is None or end is None else (begin, end))
 
 
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
