@@ -19,8 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", default="http://127.0.0.1:1919")
     parser.add_argument("--model", default="minisgl-demo", help="name of the served model")
     options = parser.parse_args(argv)
-    # As an exception, so that the terminal is put back into its usual mode.
+    # As exceptions, so that the terminal is put back into its usual mode. A parent that runs us in
+    # the background of a script has Ctrl-C ignored, and we would inherit that.
     signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     client = ChatClient(options.url, options.model)
     try:
         client.wait_ready()
