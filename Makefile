@@ -76,7 +76,7 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(call pip,$(VENV)) install -q -c constraints.txt --no-build-isolation -e '.[test,dev]'
+	$(call pip,$(VENV)) install -q -c constraints.txt --no-build-isolation -e '.[test,dev,chart]'
 	@touch $@
 
 # Locked with the oldest Python that is supported: what it can install, the newer one can too.
@@ -86,12 +86,12 @@ lock:
 	rm -rf $(LOCK)
 	$(call new_venv,$(LOCK),python3.11)
 	$(call add_torch,$(LOCK),torch==$(TORCH_VERSION))
-	$(call pip,$(LOCK)) install -q torch==$(TORCH_VERSION) -e '.[test,dev,k8s]'
+	$(call pip,$(LOCK)) install -q torch==$(TORCH_VERSION) -e '.[test,dev,chart,k8s]'
 	@{ sed -n '/^#/p' constraints.txt; \
 	  $(call pip,$(LOCK)) freeze --all --exclude-editable \
 	    | sed -E '/^(pip|wheel|triton|nvidia-.*|cuda-.*)==/Id; s/^(torch==[^+]*)\+.*/\1/'; \
 	} > $(LOCK).txt
-	@if grep -vE '^(#.*|[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*)$$' $(LOCK).txt; then \
+	@if grep -vE '^(#.*|[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!]*)$$' $(LOCK).txt; then \
 	  echo "make lock: the lines above are not plain pins, constraints.txt is left as it was" >&2; exit 1; fi
 	mv $(LOCK).txt constraints.txt
 	rm -rf $(LOCK)

@@ -61,9 +61,8 @@
 {{- end -}}
 
 {{- define "minisgl.gpuCount" -}}
-{{- $gpu := .Values.gpu -}}
-{{- if and $gpu.enabled $gpu.resourceName -}}
-{{- ternary .Values.tensorParallelSize $gpu.count (kindIs "invalid" $gpu.count) | int -}}
+{{- if and .Values.gpu.enabled .Values.gpu.resourceName -}}
+{{- ternary .Values.tensorParallelSize .Values.gpu.count (kindIs "invalid" .Values.gpu.count) | int -}}
 {{- end -}}
 {{- end -}}
 
@@ -76,7 +75,7 @@
 {{- end -}}
 {{- if .Values.resourceClaims -}}
 {{- $claims := list -}}
-{{- range .Values.resourceClaims }}{{- $claims = append $claims (dict "name" .name) -}}{{- end -}}
+{{- range .Values.resourceClaims -}}{{- $claims = append $claims (dict "name" .name) -}}{{- end -}}
 {{- $_ := set $resources "claims" $claims -}}
 {{- end -}}
 {{- toYaml $resources -}}
@@ -87,7 +86,8 @@
 {{- $selector := dict "matchLabels" (include "minisgl.selectorLabels" . | fromYaml) -}}
 {{- $constraints := list -}}
 {{- range .Values.topologySpreadConstraints -}}
-{{- $constraints = append $constraints (merge (dict) . (dict "labelSelector" $selector)) -}}
+{{- $added := ternary (dict) (dict "labelSelector" $selector) (hasKey . "labelSelector") -}}
+{{- $constraints = append $constraints (merge (dict) . $added) -}}
 {{- end -}}
 {{- toYaml $constraints -}}
 {{- end -}}

@@ -143,7 +143,6 @@ SCHEMAS: dict[tuple[str, str], Json] = {
                 "selector targetPorts endpointPickerRef",
                 selector=_SELECTOR,
                 targetPorts=_list(_object("number", number=_PORT)),
-                appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
                 endpointPickerRef=_object(
                     "name port failureMode",
                     name=_NAME,

@@ -1,0 +1,230 @@
+"""The objects around the Deployment: secrets, claims, scaling, routing, monitors."""
+
+import pytest
+import yaml
+
+from tests.chart.helm import CHART, Object, pick
+from tests.chart.test_pod import container_of, pod_of
+
+TOKEN, KEY = "hf_canary-token", "canary-key"
+
+
+def kinds(objects: list[Object]) -> list[str]:
+    return [one["kind"] for one in objects]
+
+
+def env_of(objects: list[Object]) -> dict[str, Object]:
+    return {entry.pop("name"): entry for entry in container_of(objects)["env"]}
+
+
+def test_secret_values_are_in_secrets_only(helm):
+    values = {"huggingface": {"token": TOKEN}, "auth": {"apiKey": KEY}, "replicas": 2}
+    texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
+    leaks = [p for p, text in texts.items() if (TOKEN in text or KEY in text)]
+    assert sorted(p.rsplit("/", 1)[1] for p in leaks) == [
+        "secret-api-key.yaml",
+        "secret-huggingface.yaml",
+    ]
+
+
+def test_made_secrets_are_referred_to_by_name_and_key(render):
+    objects = render({"huggingface": {"token": TOKEN}, "auth": {"apiKey": KEY}})
+    environment = env_of(objects)
+    for variable, value in (("HF_TOKEN", TOKEN), ("MINISGL_API_KEY", KEY)):
+        reference = environment[variable]["valueFrom"]["secretKeyRef"]
+        secret = pick(objects, "Secret", reference["name"])
+        assert secret["stringData"] == {reference["key"]: value}
+        assert "optional" not in reference
+    test = pick(objects, "Pod")["spec"]["containers"][0]["env"][0]
+    assert test["valueFrom"] == environment["MINISGL_API_KEY"]["valueFrom"]
+
+
+def test_existing_secrets_are_used_and_none_is_made(render):
+    values = {
+        "huggingface": {"existingSecret": "hub", "key": "t"},
+        "auth": {"existingSecret": "clients", "key": "k"},
+    }
+    objects = render(values)
+    assert "Secret" not in kinds(objects)
+    references = [env_of(objects)[n] for n in ("HF_TOKEN",)]
+    assert references == [{"valueFrom": {"secretKeyRef": {"name": "hub", "key": "t"}}}]
+
+
+def test_pods_restart_when_a_made_secret_changes(render):
+    def annotations(key: str) -> Object:
+        template = pick(render({"auth": {"apiKey": key}}), "Deployment")["spec"]["template"]
+        return template["metadata"]["annotations"]
+
+    assert annotations("a") == annotations("a")
+    assert annotations("a")["checksum/api-key"] != annotations("b")["checksum/api-key"]
+
+
+def test_cache_claim_outlives_the_release_and_is_mounted(render):
+    objects = render({"cache": {"enabled": True, "size": "7Gi", "storageClass": "fast"}})
+    claim = pick(objects, "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "7Gi"
+    volumes = {v["name"]: v for v in pod_of(objects)["volumes"]}
+    claim_name = volumes["cache"]["persistentVolumeClaim"]["claimName"]
+    assert claim_name == claim["metadata"]["name"]
+    existing = render({"cache": {"enabled": True, "existingClaim": "mine"}})
+    assert "PersistentVolumeClaim" not in kinds(existing)
+
+
+def test_offline_is_said_to_the_hub_library(render):
+    assert env_of(render())["HF_HUB_OFFLINE"] == {"value": "1"}
+    model = {"model": {"id": "Qwen/Qwen3-8B"}}
+    assert "HF_HUB_OFFLINE" not in env_of(render(model))
+    assert "HF_HUB_OFFLINE" in env_of(render({**model, "huggingface": {"offline": True}}))
+
+
+def test_one_pod_has_no_disruption_budget(render):
+    assert "PodDisruptionBudget" not in kinds(render())
+    assert pick(render({"replicas": 2}), "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+    scaled = {"autoscaling": {"hpa": {"enabled": True}}}
+    assert "PodDisruptionBudget" in kinds(render(scaled))
+
+
+@pytest.mark.parametrize(
+    ("which", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")]
+)
+def test_an_autoscaler_owns_the_replicas(render, which, kind):
+    values = {"autoscaling": {which: {"enabled": True}}}
+    if which == "keda":
+        values["autoscaling"]["keda"]["prometheusAddress"] = "http://prometheus:9090"
+    objects = render(values)
+    assert "replicas" not in pick(objects, "Deployment")["spec"]
+    assert pick(objects, kind)["spec"]["scaleTargetRef"]["name"] == "minisgl"
+    assert pick(render(), "Deployment")["spec"]["replicas"] == 1
+
+
+def test_keda_asks_for_this_release_only(render):
+    keda = {"enabled": True, "prometheusAddress": "http://p:9090", "authentication": "auth"}
+    spec = pick(render({"autoscaling": {"keda": keda}}, name="chat"), "ScaledObject")["spec"]
+    queries = [t["metadata"]["query"] for t in spec["triggers"]]
+    selector = '{namespace="llm",pod=~"chat-minisgl-[a-z0-9]+-[a-z0-9]+"}'
+    assert queries == [
+        f"sum(minisgl_requests_running{selector}) or vector(0)",
+        f"sum(minisgl_requests_waiting{selector}) or vector(0)",
+    ]
+    assert all(t["authenticationRef"] == {"name": "auth"} for t in spec["triggers"])
+
+
+def test_annotations_for_prometheus_give_way_to_monitors(render):
+    def annotations(values: Object) -> Object:
+        template = pick(render(values), "Deployment")["spec"]["template"]
+        return template["metadata"]["annotations"]
+
+    assert annotations({})["prometheus.io/port"] == "1919"
+    monitored = annotations({"metrics": {"podMonitor": {"enabled": True}}})
+    assert not [name for name in monitored if name.startswith("prometheus.io")]
+
+
+def test_service_monitor_finds_one_service(render):
+    values = {"service": {"headless": True}, "metrics": {"serviceMonitor": {"enabled": True}}}
+    objects = render(values)
+    wanted = pick(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items()
+    services = [o for o in objects if o["kind"] == "Service"]
+    assert len(services) == 2
+    found = [s["spec"] for s in services if wanted <= s["metadata"]["labels"].items()]
+    assert [spec["type"] for spec in found] == ["ClusterIP"]
+    assert pick(objects, "Service", "minisgl-pods")["spec"]["clusterIP"] == "None"
+
+
+def test_monitors_scrape_the_named_port(render):
+    for kind, field in (("podMonitor", "podMetricsEndpoints"), ("serviceMonitor", "endpoints")):
+        objects = render({"metrics": {kind: {"enabled": True, "labels": {"release": "p"}}}})
+        monitor = pick(objects, kind[0].upper() + kind[1:])
+        endpoint = monitor["spec"][field][0]
+        assert (endpoint["port"], endpoint["path"]) == ("http", "/metrics")
+        assert monitor["metadata"]["labels"]["release"] == "p"
+
+
+def test_dashboards_are_labelled_for_the_sidecar(render):
+    objects = render({"dashboards": {"namespace": "grafana", "annotations": {"folder": "LLM"}}})
+    config = pick(objects, "ConfigMap")
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert config["metadata"]["namespace"] == "grafana"
+    written = {p.name: p.read_text().strip() for p in (CHART / "dashboards").glob("*.json")}
+    assert config["data"] == written
+    assert "ConfigMap" not in kinds(render({"dashboards": {"enabled": False}}))
+
+
+def test_policy_admits_the_port_and_the_test(render):
+    peer = {"podSelector": {"matchLabels": {"a": "b"}}}
+    spec = pick(render({"networkPolicy": {"enabled": True, "from": [peer]}}), "NetworkPolicy")[
+        "spec"
+    ]
+    assert spec["ingress"][0]["ports"] == [{"port": 1919, "protocol": "TCP"}]
+    test_labels = pick(render(), "Pod")["metadata"]["labels"]
+    assert spec["ingress"][0]["from"] == [peer, {"podSelector": {"matchLabels": test_labels}}]
+    assert [{p["port"] for p in rule["ports"]} for rule in spec["egress"]] == [{53}, {443}]
+
+
+def test_route_leads_to_the_pool_where_there_is_one(render):
+    route = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}}
+    rule = pick(render(route), "HTTPRoute")["spec"]["rules"][0]
+    assert rule["backendRefs"] == [{"name": "minisgl", "port": 1919}]
+    objects = render({**route, "inferencePool": {"enabled": True}})
+    rule = pick(objects, "HTTPRoute")["spec"]["rules"][0]
+    assert rule["backendRefs"][0]["kind"] == "InferencePool"
+    assert rule["backendRefs"][0]["name"] == pick(objects, "InferencePool")["metadata"]["name"]
+
+
+def test_pool_finds_the_pods_and_the_port(render):
+    objects = render({"inferencePool": {"enabled": True}})
+    spec = pick(objects, "InferencePool")["spec"]
+    labels = pick(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    assert spec["targetPorts"] == [{"number": container_of(objects)["ports"][0]["containerPort"]}]
+    assert spec["endpointPickerRef"]["name"] == "minisgl-epp"
+
+
+def test_picker_maps_our_metrics_for_the_label_of_our_pods(render):
+    objects = render({"inferencePool": {"enabled": True}})
+    config = yaml.safe_load(
+        pick(objects, "ConfigMap", "minisgl-endpoint-picker")["data"]["minisgl.yaml"]
+    )
+    plugins = {plugin["type"]: plugin.get("parameters") for plugin in config["plugins"]}
+    engine = plugins["core-metrics-extractor"]["engineConfigs"][0]
+    labels = pick(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert engine["name"] == labels["llm-d.ai/engine-type"]
+    scored = [plugin["pluginRef"] for plugin in config["schedulingProfiles"][0]["plugins"]]
+    assert set(scored) <= set(plugins)
+
+
+def test_values_for_the_pickers_chart_agree_with_the_chart(render):
+    values = yaml.safe_load((CHART / "endpoint-picker" / "router-values.yaml").read_text())
+    router = values["router"]
+    ours = (CHART / "endpoint-picker" / "config.yaml").read_text()
+    assert router["epp"]["pluginsCustomConfig"] == {router["epp"]["pluginsConfigFile"]: ours}
+    spec = pick(render({"inferencePool": {"enabled": True}}), "InferencePool")["spec"]
+    assert router["modelServers"]["matchLabels"] == spec["selector"]["matchLabels"]
+    assert router["modelServers"]["targetPorts"] == spec["targetPorts"]
+
+
+def test_ingress_serves_every_host(render):
+    values = {"ingress": {"enabled": True, "hosts": ["a.example", "b.example"], "path": "/"}}
+    spec = pick(render(values), "Ingress")["spec"]
+    assert [rule["host"] for rule in spec["rules"]] == ["a.example", "b.example"]
+    backend = spec["rules"][0]["http"]["paths"][0]["backend"]["service"]
+    assert backend == {"name": "minisgl", "port": {"name": "http"}}
+
+
+def test_notes_say_where_it_is_and_keep_the_secret(helm):
+    values = {"auth": {"apiKey": KEY}, "model": {"id": "Qwen/Qwen3-8B"}}
+    texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
+    notes = texts.get("minisgl/templates/NOTES.txt")
+    if notes is None:
+        pytest.skip("this Helm renders no notes without a cluster")
+    assert "http://minisgl.llm.svc:1919/v1" in notes
+    assert "minisgl-api-key" in notes
+    assert KEY not in notes
+
+
+def test_notes_warn_of_an_open_door(helm):
+    values = {"service": {"type": "LoadBalancer"}}
+    texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
+    if "minisgl/templates/NOTES.txt" not in texts:
+        pytest.skip("this Helm renders no notes without a cluster")
+    assert "asks for no key" in texts["minisgl/templates/NOTES.txt"]

@@ -1,0 +1,97 @@
+"""What `helm test` runs in the cluster, run here against a small server with the same routes."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.chart.helm import CHART, pick
+
+GOOD = {
+    "/readyz": "{}",
+    "/v1/models": json.dumps({"data": [{"id": "tiny"}]}),
+    "/v1/completions": json.dumps({"choices": [{"text": " x"}], "usage": {"completion_tokens": 1}}),
+    "/metrics": "# TYPE minisgl_requests_total counter\n",
+}
+
+
+class Stub(ThreadingHTTPServer):
+    """Answers from a table; the first look at /readyz comes while it still loads."""
+
+    def __init__(self, answers: dict[str, str], key: str | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers = answers
+        self.key = key
+        self.asked: list[str] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Stub
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        loading = self.server.asked == ["/readyz"]
+        allowed = self.server.key in (None, self.headers.get("Authorization"))
+        status = 503 if loading else 200 if allowed else 401
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(self.server.answers[self.path].encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def script(render) -> list[str]:
+    """The command of the rendered pod, with this interpreter."""
+    container = pick(render(), "Pod")["spec"]["containers"][0]
+    assert container["command"] == ["python3", "-c"]
+    assert container["args"][1] == "http://minisgl.llm.svc:1919"
+    return [sys.executable, "-c", container["args"][0]]
+
+
+def run(
+    script: list[str], answers: dict[str, str], key: str | None = None, sent: str | None = None
+) -> tuple[int, str, list[str]]:
+    server = Stub(answers, key and f"Bearer {key}")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {**os.environ, **({"API_KEY": sent} if sent else {})}
+    done = subprocess.run(
+        [*script, f"http://127.0.0.1:{server.server_port}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    server.shutdown()
+    server.server_close()
+    return done.returncode, done.stdout + done.stderr, server.asked
+
+
+def test_it_waits_for_readiness_and_uses_the_api(script):
+    code, out, asked = run(script, GOOD)
+    assert (code, out) == (0, "ok: tiny answered ' x'\n")
+    assert asked == ["/readyz", "/readyz", "/v1/models", "/v1/completions", "/metrics"]
+
+
+def test_it_sends_the_key(script):
+    assert run(script, GOOD, key="k", sent="k")[0] == 0
+
+
+def test_it_fails_with_the_server_s_words(script):
+    answers = {**GOOD, "/metrics": "# nothing\n"}
+    code, out, _ = run(script, answers)
+    assert code == 1
+    assert "/metrics names no minisgl_requests_total" in out
+
+
+def test_the_script_in_the_chart_is_the_one_that_runs(script):
+    ours = (CHART / "files" / "smoke.py").read_text()
+    assert script[2].strip() == ours.strip()
