@@ -105,6 +105,7 @@ class LLM:
             "top_k": facts.default_top_k,
             "top_p": facts.default_top_p,
             "min_p": facts.default_min_p,
+            "repetition_penalty": facts.default_repetition_penalty,
         }
         return msgspec.structs.replace(
             SamplingParams(), **{name: value for name, value in given.items() if value is not None}

@@ -150,11 +150,6 @@ class ApiServer:
 
     def _announce(self, facts: ModelFacts) -> None:
         """The one line that says that, and where, minisgl serves."""
-        if facts.default_repetition_penalty not in (None, 1.0):
-            logger.warning(
-                "the model's default repetition_penalty=%g is not applied; its other defaults are",
-                facts.default_repetition_penalty,
-            )
         (self._directory / SERVING_MARKER).touch()  # the launcher looks for it when it stops us
         if self.config.shell:
             return

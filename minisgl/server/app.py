@@ -23,10 +23,10 @@ from minisgl.server.errors import (
 from minisgl.server.generate import start, unless_disconnected
 from minisgl.server.lifecycle import Lifecycle, Phase
 from minisgl.server.middleware import App, BodyLimit, RequestId
-from minisgl.server.params import CHAT, COMPLETIONS
+from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import RequestReader
 from minisgl.server.shapes import Shape
-from minisgl.server.stream import EventStream, collect
+from minisgl.server.stream import EventStream, finished
 
 __all__ = ["Service", "build_app"]
 
@@ -68,6 +68,7 @@ def build_app(service: Service) -> App:
 
     app.post("/v1/chat/completions", response_model=None)(generating(CHAT))
     app.post("/v1/completions", response_model=None)(generating(COMPLETIONS))
+    app.post("/generate", response_model=None)(generating(GENERATE))
     # Around the app and not by add_middleware, so that the answer to a bug has its id too.
     return RequestId(BodyLimit(app, limits.max_body_bytes))
 
@@ -86,14 +87,12 @@ async def _generate(
     shape = Shape(call)
     client = service.client
     request_id = str(request.scope["state"].get("request_id", ""))
-    generation, echoes = await unless_disconnected(
-        request.receive, start(client, call, facts, request_id)
-    )
+    generation = await unless_disconnected(request.receive, start(client, call, facts, request_id))
     if call.stream:
-        return EventStream(client, call, shape, generation, echoes)
+        return EventStream(client, call, shape, generation)
     try:
-        texts = await unless_disconnected(request.receive, collect(generation, echoes, call.n))
-        return _json(200, shape.whole(generation, texts))
+        await unless_disconnected(request.receive, finished(generation))
+        return _json(200, shape.whole(generation))
     finally:
         client.close(generation)
 

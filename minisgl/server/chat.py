@@ -8,7 +8,7 @@ from minisgl.core import InvalidRequest, Unsupported
 from minisgl.server import checks
 from minisgl.utils import near_names
 
-__all__ = ["read_messages"]
+__all__ = ["messages_schema", "read_messages"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -24,8 +24,33 @@ def read_messages(value: Any, max_messages: int) -> tuple[list[dict[str, Any]], 
     """
     if value is None:
         raise InvalidRequest("messages is required", param="messages")
-    messages = checks.list_of(_message, max_messages, min_items=1)("messages", value)
+    one = checks.Check(_message, {})
+    messages = checks.list_of(one, max_messages, min_items=1)("messages", value)
     return messages, sum(_chars(message) for message in messages)
+
+
+def messages_schema(max_messages: int) -> dict[str, Any]:
+    """JSON schema of what `read_messages` takes, but for tool calls without it."""
+    text = {"type": "string"}
+    parts = {
+        "type": "array",
+        "maxItems": 1024,
+        "items": {
+            "type": "object",
+            "properties": {"type": {"const": "text"}, "text": text},
+            "required": ["type", "text"],
+            "additionalProperties": False,
+        },
+    }
+    properties: dict[str, dict[str, Any]] = {
+        "role": {"enum": list(_ROLES)},
+        "content": {"anyOf": [text, parts]},
+        **dict.fromkeys(("name", "tool_call_id", "reasoning_content"), text),
+        "tool_calls": {"type": "array", "maxItems": 128},
+        **{name: {"enum": [[], ""]} for name in _EMPTY_FIELDS},
+    }
+    one = checks.object_schema(properties, required=("role",))
+    return {"type": "array", "items": one, "minItems": 1, "maxItems": max_messages}
 
 
 def _message(param: str, value: Any) -> dict[str, Any]:
@@ -46,7 +71,7 @@ def _message(param: str, value: Any) -> dict[str, Any]:
     if given.get("tool_calls"):
         if role != "assistant":
             raise checks.reject(f"{param}.tool_calls", "belongs to the role assistant")
-        message["tool_calls"] = checks.list_of(_tool_call, max_items=128)(
+        message["tool_calls"] = checks.list_of(checks.Check(_tool_call, {}), max_items=128)(
             f"{param}.tool_calls", given["tool_calls"]
         )
     elif message["content"] is None:
@@ -64,7 +89,7 @@ def _content(param: str, value: Any) -> str | None:
         return str(checks.string()(param, value))
     if not isinstance(value, list):
         raise checks.reject(param, f"must be a string or an array, not {checks.type_name(value)}")
-    return "\n".join(checks.list_of(_text_part, max_items=1024)(param, value))
+    return "\n".join(checks.list_of(checks.Check(_text_part, {}), max_items=1024)(param, value))
 
 
 def _text_part(param: str, value: Any) -> str:

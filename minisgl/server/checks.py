@@ -1,24 +1,38 @@
-"""Strict checks of single JSON values. Each says what is wrong without repeating the value."""
+"""Strict checks of single JSON values. Each says what is wrong without repeating the value, and
+knows the JSON schema of what it accepts, which /openapi.json shows."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from minisgl.core import InvalidRequest
+from minisgl.utils import near_names
 
 __all__ = [
     "Check",
     "boolean",
+    "fields",
     "integer",
     "json_object",
     "list_of",
     "number",
+    "object_schema",
     "reject",
     "string",
     "type_name",
 ]
 
-Check = Callable[[str, Any], Any]
+
+class Check(NamedTuple):
+    """run(param, value): the checked value, or InvalidRequest. schema: of what it accepts."""
+
+    run: Callable[[str, Any], Any]
+    schema: dict[str, Any]
+
+    def __call__(self, param: str, value: Any) -> Any:
+        return self.run(param, value)
+
+
 _INT64 = 2**63
 
 
@@ -42,10 +56,13 @@ def type_name(value: object) -> str:
     return names.get(type(value), "of another type")
 
 
-def boolean(param: str, value: Any) -> bool:
+def _boolean(param: str, value: Any) -> bool:
     if type(value) is not bool:
         raise reject(param, f"must be true or false, not {type_name(value)}")
     return bool(value)
+
+
+boolean = Check(_boolean, {"type": "boolean"})
 
 
 def integer(low: int = -_INT64, high: int = _INT64 - 1) -> Check:
@@ -58,7 +75,7 @@ def integer(low: int = -_INT64, high: int = _INT64 - 1) -> Check:
             raise reject(param, _range_text("must be an integer", low, high))
         return int(value)
 
-    return check
+    return Check(check, {"type": "integer", "minimum": low, "maximum": high})
 
 
 def number(low: float, high: float, above: bool = False) -> Check:
@@ -73,7 +90,8 @@ def number(low: float, high: float, above: bool = False) -> Check:
             raise reject(param, f"must be a number {start} to {high:g}")
         return float(value)
 
-    return check
+    lowest = "exclusiveMinimum" if above else "minimum"
+    return Check(check, {"type": "number", lowest: low, "maximum": high})
 
 
 def string(max_chars: int | None = None, empty: bool = True) -> Check:
@@ -92,7 +110,12 @@ def string(max_chars: int | None = None, empty: bool = True) -> Check:
             raise reject(param, "contains a lone surrogate, which is not text") from None
         return str(value)
 
-    return check
+    schema: dict[str, Any] = {"type": "string"}
+    if not empty:
+        schema["minLength"] = 1
+    if max_chars is not None:
+        schema["maxLength"] = max_chars
+    return Check(check, schema)
 
 
 def list_of(item: Check, max_items: int, min_items: int = 0) -> Check:
@@ -107,13 +130,49 @@ def list_of(item: Check, max_items: int, min_items: int = 0) -> Check:
             raise reject(param, f"must have at most {max_items} entries")
         return [item(f"{param}[{index}]", entry) for index, entry in enumerate(value)]
 
-    return check
+    schema = {"type": "array", "items": item.schema, "maxItems": max_items}
+    return Check(check, {**schema, "minItems": min_items} if min_items else schema)
 
 
-def json_object(param: str, value: Any) -> dict[str, Any]:
+def fields(known: dict[str, Check], required: tuple[str, ...] = ()) -> Check:
+    """An object with these fields and no other; null counts as not given."""
+
+    def check(param: str, value: Any) -> dict[str, Any]:
+        given = _json_object(param, value)
+        checked = {}
+        for name, entry in given.items():
+            if name not in known:
+                hint = near_names(name[:64], known)
+                raise reject(param or "the body", f"has an unknown field{hint}")
+            if entry is not None:
+                checked[name] = known[name](f"{param}.{name}" if param else name, entry)
+        for name in required:
+            if name not in checked:
+                raise reject(f"{param}.{name}" if param else name, "is required")
+        return checked
+
+    return Check(check, object_schema({n: c.schema for n, c in known.items()}, required))
+
+
+def object_schema(
+    properties: dict[str, dict[str, Any]], required: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """JSON schema of an object in which null counts as not given."""
+    nullable = {
+        name: schema if name in required or not schema else {"anyOf": [schema, {"type": "null"}]}
+        for name, schema in properties.items()
+    }
+    found = {"type": "object", "properties": nullable, "additionalProperties": False}
+    return {**found, "required": list(required)} if required else found
+
+
+def _json_object(param: str, value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise reject(param, f"must be an object, not {type_name(value)}")
     return dict(value)
+
+
+json_object = Check(_json_object, {"type": "object"})
 
 
 def _range_text(start: str, low: int, high: int) -> str:

@@ -9,10 +9,18 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
-from minisgl.core import FinishReason, InvalidRequest, Overloaded, RequestError
+from minisgl.core import (
+    DeadlineExceeded,
+    FinishReason,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+)
 from minisgl.message import (
     AbortReq,
     AddReq,
@@ -20,16 +28,41 @@ from minisgl.message import (
     StepText,
     TextUpdate,
     Tokenized,
+    TokenText,
     ToScheduler,
     ToTokenizer,
 )
 from minisgl.server.errors import EngineFailure
 
-__all__ = ["Choice", "EngineClient", "Generation", "TokenArray"]
+__all__ = ["Choice", "EngineClient", "Extras", "Generation", "TokenArray"]
 
 logger = logging.getLogger(__name__)
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in 3.11
+
+
+# What a scheduler may refuse a request for, by the name that its Finished carries.
+_REFUSALS: Mapping[str, type[RequestError]] = MappingProxyType(
+    {c.__name__: c for c in (DeadlineExceeded, InvalidRequest, Overloaded, PromptTooLong)}
+)
+
+
+class Extras:
+    """What some clients want beside text, as far as it has not been taken yet."""
+
+    __slots__ = ("logprobs", "prompt_logprobs", "reasoning", "token_ids")
+
+    def __init__(self) -> None:
+        self.reasoning = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenText] = []
+        self.prompt_logprobs: list[TokenText] = []
+
+    def add(self, update: TextUpdate) -> None:
+        self.reasoning += update.reasoning
+        self.token_ids += update.token_ids
+        self.logprobs += update.logprobs
+        self.prompt_logprobs += update.prompt_logprobs
 
 
 class _Outbox(Protocol):
@@ -48,10 +81,12 @@ class Choice:
         "cached_tokens",
         "completion_tokens",
         "error",
+        "extras",
         "finish",
         "index",
         "opened",
         "prompt_tokens",
+        "reasoning_tokens",
         "submitted",
         "text",
         "uid",
@@ -64,6 +99,8 @@ class Choice:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.extras: Extras | None = None
         self.finish: FinishReason | None = None
         self.error: RequestError | None = None
         self.opened = False
@@ -76,6 +113,11 @@ class Choice:
         self.text.clear()
         return text
 
+    def take_extras(self) -> Extras | None:
+        """The same for what came beside the text; None: nothing."""
+        extras, self.extras = self.extras, None
+        return extras
+
     def apply(self, update: TextUpdate) -> None:
         self.opened = True
         if update.text:
@@ -83,9 +125,14 @@ class Choice:
         self.prompt_tokens = update.prompt_tokens
         self.cached_tokens = update.cached_tokens
         self.completion_tokens = update.completion_tokens
+        if update.reasoning or update.token_ids or update.logprobs or update.prompt_logprobs:
+            self.extras = self.extras or Extras()
+            self.extras.add(update)
+            self.reasoning_tokens = update.reasoning_tokens
         self.finish = update.finish
         if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
-            self.error = EngineFailure(update.error or "the engine ended this request")
+            kind = _REFUSALS.get(update.error_kind, EngineFailure)
+            self.error = kind(update.error or "the engine ended this request")
         self._generation.changed.set()
 
     def fail(self, error: RequestError) -> None:
@@ -99,9 +146,10 @@ class Generation:
     """All choices of one HTTP call. `changed` is set when any of them has news.
 
     beat: woken without news, so that an idle stream shows that it lives.
+    echoes, prompt_ids: per prompt, when the answer repeats them.
     """
 
-    __slots__ = ("beat", "changed", "choices", "request_id", "started_s")
+    __slots__ = ("beat", "changed", "choices", "echoes", "prompt_ids", "request_id", "started_s")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -109,6 +157,14 @@ class Generation:
         self.choices: list[Choice] = []
         self.changed = asyncio.Event()
         self.beat = False
+        self.echoes: list[str] = []
+        self.prompt_ids: list[list[int]] = []
+
+    def echo(self, choice: Choice) -> str:
+        """The prompt that the text of this choice begins with; "" without echo."""
+        return (
+            self.echoes[choice.index * len(self.echoes) // len(self.choices)] if self.echoes else ""
+        )
 
     @property
     def finished(self) -> bool:

@@ -3,6 +3,7 @@
 import msgspec
 
 from minisgl.core import EngineConfig, SchedulerConfig
+from minisgl.core.sampling import MAX_LOGPROBS
 
 __all__ = ["SERVING_MARKER", "ChildSpec", "Limits", "ServerConfig"]
 
@@ -16,7 +17,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_chars      of one prompt, before it is tokenized; None: 32 per token of context.
     max_prompts           in one completions call.
     max_choices           prompts x n of one call.
-    max_stop_strings, max_stop_chars, max_stop_token_ids, max_messages   per request.
+    max_stop_strings, max_stop_chars, max_stop_token_ids, max_messages, max_logprobs,
+    max_logit_bias        per request.
     max_queued_reqs       generations accepted and still without a first token, over all clients.
     template_timeout_s    that rendering one chat may take.
     retry_after_s         told to clients with each 503.
@@ -31,6 +33,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_chars: int = 256
     max_stop_token_ids: int = 128
     max_messages: int = 8192
+    max_logprobs: int = MAX_LOGPROBS
+    max_logit_bias: int = 1024
     max_queued_reqs: int = 1024
     template_timeout_s: float = 5.0
     retry_after_s: int = 1

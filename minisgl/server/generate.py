@@ -12,6 +12,7 @@ from minisgl.core import Cancelled, InvalidRequest, ModelFacts, PromptTooLong, S
 from minisgl.core.sampling import MAX_SEED
 from minisgl.message import AddReq, DecodeIds, TextSpec, TokenizeChat, TokenizeText, ToTokenizer
 from minisgl.server.client import EngineClient, Generation, TokenArray
+from minisgl.server.params import GENERATE
 from minisgl.server.requests import ChatPrompt, GenerateRequest, IdsPrompt, Prompt
 
 __all__ = ["PROMPT_TAIL_TOKENS", "fit_max_tokens", "start", "unless_disconnected"]
@@ -25,11 +26,11 @@ Receive = Callable[[], Awaitable[Any]]
 
 async def start(
     client: EngineClient, request: GenerateRequest, facts: ModelFacts, request_id: str = ""
-) -> tuple[Generation, list[str]]:
+) -> Generation:
     """Admit, tokenize and submit; returns when the first output is there.
 
-    Second: the text to echo per prompt ("" without echo). Raises RequestError before any output;
-    then nothing of the call is left. Otherwise the caller must close the generation.
+    Raises RequestError before any output; then nothing of the call is left. Otherwise the caller
+    must close the generation.
     """
     generation = client.open(request.num_choices, request_id)
     try:
@@ -44,7 +45,11 @@ async def start(
                 choice = generation.choices[index * request.n + sibling]
                 seeded = _sibling_seed(sampling, sibling)
                 client.submit(choice, _add_req(choice.uid, token_ids, seeded, request))
-        echoes = [await _echo(client, request, p, i) for p, i in _zip(request, prompts)]
+        if request.return_token_ids:
+            generation.prompt_ids = [token_ids.tolist() for token_ids in prompts]
+        if request.echo:
+            pairs = zip(request.prompts, prompts, strict=True)
+            generation.echoes = [await _echo(client, request, *pair) for pair in pairs]
         while not generation.opened and generation.error is None:
             await generation.news()
         if generation.error is not None:
@@ -53,7 +58,7 @@ async def start(
         client.close(generation)
         raise
     generation.changed.set()  # the first output has not been looked at yet
-    return generation, echoes
+    return generation
 
 
 def fit_max_tokens(
@@ -121,15 +126,9 @@ async def _tokenize(client: EngineClient, prompt: Prompt, param: str) -> TokenAr
     return await client.tokenize(message, param)
 
 
-def _zip(request: GenerateRequest, ids: list[TokenArray]) -> list[tuple[Prompt, TokenArray]]:
-    return list(zip(request.prompts, ids, strict=True))
-
-
 async def _echo(
     client: EngineClient, request: GenerateRequest, prompt: Prompt, token_ids: TokenArray
 ) -> str:
-    if not request.echo:
-        return ""
     if not isinstance(prompt, IdsPrompt):
         return getattr(prompt, "text", "")
     return await client.decode(
@@ -150,8 +149,18 @@ def _add_req(
         skip_special_tokens=request.skip_special_tokens,
         include_stop=request.include_stop,
         min_tokens=sampling.min_tokens,
+        prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
+        token_ids=request.return_token_ids,
+        reasoning=request.reasoning,
+        silent=request.silent,
     )
-    return AddReq(uid=uid, token_ids=token_ids.tobytes(), sampling=sampling, text=text)
+    return AddReq(
+        uid=uid,
+        token_ids=token_ids.tobytes(),
+        sampling=sampling,
+        text=text,
+        cache_salt=request.cache_salt,
+    )
 
 
 def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
@@ -173,4 +182,6 @@ def _with(sampling: SamplingParams, **changes: Any) -> SamplingParams:
 def _param_of(request: GenerateRequest, index: int) -> str:
     if isinstance(request.prompts[index], ChatPrompt):
         return "messages"
+    if request.route == GENERATE:
+        return "input_ids"
     return "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"

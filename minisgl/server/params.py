@@ -1,22 +1,34 @@
-"""The parameters of /v1/chat/completions and /v1/completions: one table, one validator.
+"""The parameters of chat, completions and /generate: one table, one validator.
 
 A parameter is offered (checked and obeyed), harmless (ignored: it does not change the answer), or
 not offered (refused unless it has its neutral value). Everything else is unknown, hence refused.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from minisgl.core import InvalidRequest, Unsupported
 from minisgl.server import checks
+from minisgl.server.chat import messages_schema
 from minisgl.server.checks import Check
 from minisgl.server.config import Limits
 from minisgl.utils import near_names
 
-__all__ = ["CHAT", "COMPLETIONS", "HARMLESS", "NOT_OFFERED", "TEMPLATE_OPTIONS", "ParamTable"]
+__all__ = [
+    "CHAT",
+    "COMPLETIONS",
+    "GENERATE",
+    "HARMLESS",
+    "NOT_OFFERED",
+    "TEMPLATE_KWARGS",
+    "TEMPLATE_OPTIONS",
+    "ParamTable",
+]
 
 CHAT = "chat"
 COMPLETIONS = "completions"
+GENERATE = "generate"
+_INT32 = 2**31 - 1
 
 HARMLESS = frozenset(
     {
@@ -45,28 +57,19 @@ TEMPLATE_OPTIONS: dict[str, Check] = {
 }
 
 
-class _NotOffered(NamedTuple):
-    """Understood, but refused unless `neutral` says that it asks for nothing."""
+class NotOffered(NamedTuple):
+    """Understood, but refused unless the value is a neutral one, which asks for nothing."""
 
-    neutral: Callable[[Any], bool]
+    neutral: tuple[Any, ...]
     why: str = "is not supported"
 
-
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    # `1 == True`, and a client that says so does not mean the number.
-    return lambda value: any(type(value) is type(v) and value == v for v in values)
-
-
-def _zero(value: Any) -> bool:
-    return type(value) in (int, float) and value == 0
+    def is_neutral(self, value: Any) -> bool:
+        # `1 == True`, and a client that says so does not mean the number.
+        return value is None or any(value == v and _kind(value) is _kind(v) for v in self.neutral)
 
 
-def _one(value: Any) -> bool:
-    return type(value) in (int, float) and value == 1
-
-
-def _never(value: Any) -> bool:
-    return False
+def _kind(value: Any) -> type:
+    return float if type(value) is int else type(value)
 
 
 _NEVER = [
@@ -84,34 +87,30 @@ _NEVER = [
     "truncate_prompt_tokens",
     "web_search_options",
 ]
-_IF_FALSE = [
-    "continue_final_message",
-    "logprobs",
-    "return_token_ids",
-    "separate_reasoning",
-    "use_beam_search",
-]
-_IF_ZERO = ["frequency_penalty", "presence_penalty", "priority", "top_logprobs"]
-_IF_ONE = ["best_of", "length_penalty", "repetition_penalty"]
-_IF_EMPTY_LIST = ["allowed_token_ids", "bad_words", "documents", "functions"]
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "use_beam_search": (False,),
+}
 
-NOT_OFFERED: dict[str, _NotOffered] = {
-    **dict.fromkeys(_NEVER, _NotOffered(_never)),
-    **dict.fromkeys(_IF_FALSE, _NotOffered(_one_of(False))),
-    **dict.fromkeys(_IF_ZERO, _NotOffered(_zero)),
-    **dict.fromkeys(_IF_ONE, _NotOffered(_one)),
-    **dict.fromkeys(_IF_EMPTY_LIST, _NotOffered(_one_of([]))),
-    "add_generation_prompt": _NotOffered(_one_of(True)),
-    "cache_salt": _NotOffered(_one_of("")),
-    "chat_template": _NotOffered(_never, "cannot be set by a request"),
-    "function_call": _NotOffered(_one_of("none")),
-    "logit_bias": _NotOffered(_one_of({})),
-    "modalities": _NotOffered(_one_of(["text"])),
-    "reasoning_effort": _NotOffered(_never, "is not supported; see chat_template_kwargs"),
-    "response_format": _NotOffered(_one_of({"type": "text"})),
-    "suffix": _NotOffered(_one_of("")),
-    "tool_choice": _NotOffered(_one_of("none", "auto")),
-    "tools": _NotOffered(_one_of([]), 'is supported with "tool_choice": "none" only'),
+NOT_OFFERED: dict[str, NotOffered] = {
+    **dict.fromkeys(_NEVER, NotOffered(())),
+    **{name: NotOffered(values) for name, values in _NEUTRAL.items()},
+    "chat_template": NotOffered((), "cannot be set by a request"),
+    "reasoning_effort": NotOffered((), "is not supported; see chat_template_kwargs"),
+    "tools": NotOffered(([],), 'is supported with "tool_choice": "none" only'),
 }
 
 
@@ -122,18 +121,37 @@ def _stop(limits: Limits) -> Check:
     def check(param: str, value: Any) -> list[str]:
         return [one(param, value)] if isinstance(value, str) else list(many(param, value))
 
-    return check
+    return Check(check, {"anyOf": [one.schema, many.schema]})
 
 
-def _stream_options(param: str, value: Any) -> dict[str, bool]:
-    options = checks.json_object(param, value)
-    for name, flag in options.items():
-        if name not in ("include_usage", "include_obfuscation"):
-            raise InvalidRequest(
-                f"{param} has an unknown entry{near_names(name, ['include_usage'])}", param=param
-            )
-        checks.boolean(f"{param}.{name}", flag)
-    return options
+def _stream_options() -> Check:
+    known = dict.fromkeys(("include_usage", "include_obfuscation"), checks.boolean)
+    return checks.fields(known)
+
+
+def _logit_bias(limits: Limits) -> Check:
+    value_of = checks.number(-100, 100)
+
+    def check(param: str, value: Any) -> dict[int, float]:
+        given = checks.json_object(param, value)
+        if len(given) > limits.max_logit_bias:
+            raise checks.reject(param, f"must have at most {limits.max_logit_bias} entries")
+        bias: dict[int, float] = {}
+        for name, entry in given.items():
+            if not (name.isascii() and name.isdigit() and len(name) < 10):
+                raise checks.reject(param, "must have token ids as keys")
+            bias[int(name)] = value_of(f"{param}.{name}", entry)
+        return bias
+
+    return Check(
+        check,
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": value_of.schema,
+            "maxProperties": limits.max_logit_bias,
+        },
+    )
 
 
 def _template_kwargs(param: str, value: Any) -> dict[str, Any]:
@@ -151,52 +169,76 @@ def _template_kwargs(param: str, value: Any) -> dict[str, Any]:
     return checked
 
 
+TEMPLATE_KWARGS = Check(
+    _template_kwargs,
+    {
+        "type": "object",
+        "properties": {name: check.schema for name, check in TEMPLATE_OPTIONS.items()},
+        "additionalProperties": False,
+    },
+)
+TEXT_PROMPT = {"type": "string", "minLength": 1}
+IDS_PROMPT = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
 class ParamTable:
     """The offered parameters with their checks under these limits, and the validator."""
 
     def __init__(self, limits: Limits, allow_unknown: bool = False) -> None:
         self._allow_unknown = allow_unknown
-        tokens = checks.integer(1, 2**31 - 1)
+        tokens, penalty = checks.integer(1, _INT32), checks.number(-2, 2)
+        most_logprobs = checks.integer(0, limits.max_logprobs)
         shared: dict[str, Check] = {
             "model": checks.string(max_chars=512),
             "max_tokens": tokens,
             "temperature": checks.number(0, 2),
             "top_p": checks.number(0, 1, above=True),
-            "top_k": checks.integer(-1, 2**31 - 1),
+            "top_k": checks.integer(-1, _INT32),
             "min_p": checks.number(0, 1),
             "seed": checks.integer(),
             "n": checks.integer(1, limits.max_n),
             "stop": _stop(limits),
-            "stop_token_ids": checks.list_of(
-                checks.integer(0, 2**31 - 1), limits.max_stop_token_ids
-            ),
-            "min_tokens": checks.integer(0, 2**31 - 1),
+            "stop_token_ids": checks.list_of(checks.integer(0, _INT32), limits.max_stop_token_ids),
+            "min_tokens": checks.integer(0, _INT32),
             "ignore_eos": checks.boolean,
+            "frequency_penalty": penalty,
+            "presence_penalty": penalty,
+            "repetition_penalty": checks.number(0, 10, above=True),
+            "logit_bias": _logit_bias(limits),
             "stream": checks.boolean,
-            "stream_options": _stream_options,
+            "stream_options": _stream_options(),
             "skip_special_tokens": checks.boolean,
             "include_stop_str_in_output": checks.boolean,
+            "return_token_ids": checks.boolean,
+            "cache_salt": checks.string(max_chars=128),
         }
-        self._offered: dict[str, dict[str, Check]] = {
+        plain = {**shared, "max_tokens": checks.integer(0, _INT32), "logprobs": most_logprobs}
+        plain["echo"] = checks.boolean
+        # Messages and prompts have a reader of their own, in `requests` and `chat`.
+        self.offered: dict[str, dict[str, Check]] = {
             CHAT: {
                 **shared,
-                "messages": _as_it_is,
+                "messages": Check(_as_it_is, messages_schema(limits.max_messages)),
                 "max_completion_tokens": tokens,
-                "chat_template_kwargs": _template_kwargs,
+                "chat_template_kwargs": TEMPLATE_KWARGS,
+                "logprobs": checks.boolean,
+                "top_logprobs": most_logprobs,
+                "separate_reasoning": checks.boolean,
             },
-            COMPLETIONS: {**shared, "prompt": _as_it_is, "echo": checks.boolean},
+            COMPLETIONS: {**plain, "prompt": Check(_as_it_is, _prompt_schema(limits.max_prompts))},
+            GENERATE: {**plain, "input_ids": Check(_as_it_is, IDS_PROMPT)},
         }
 
     def names(self, route: str) -> frozenset[str]:
         """The parameters that this route obeys."""
-        return frozenset(self._offered[route])
+        return frozenset(self.offered[route])
 
     def validate(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The offered parameters that were given, checked one by one; null counts as not given.
 
         Raises InvalidRequest or Unsupported that names the parameter.
         """
-        offered = self._offered[route]
+        offered = self.offered[route]
         given: dict[str, Any] = {}
         for name, value in body.items():
             check = offered.get(name)
@@ -216,7 +258,7 @@ class ParamTable:
             raise Unsupported(f"{name} {rule.why}", param=name)
         if self._allow_unknown:
             return
-        known = {*self._offered[route], *HARMLESS, *NOT_OFFERED}
+        known = {*self.offered[route], *HARMLESS, *NOT_OFFERED}
         shown = name[:64].encode("utf-8", "replace").decode()
         raise InvalidRequest(
             f"unknown parameter '{shown}'{near_names(shown, known)}",
@@ -231,9 +273,14 @@ class ParamTable:
             return False
         if name == "tools" and body.get("tool_choice") == "none":
             return isinstance(value, list)
-        return value is None or rule.neutral(value)
+        return rule.is_neutral(value)
 
 
 def _as_it_is(param: str, value: Any) -> Any:
-    """Messages and prompts have a reader of their own."""
     return value
+
+
+def _prompt_schema(max_prompts: int) -> dict[str, Any]:
+    one = [TEXT_PROMPT, IDS_PROMPT]
+    many = {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": max_prompts}
+    return {"anyOf": [*one, many]}

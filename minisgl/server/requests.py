@@ -9,7 +9,7 @@ from minisgl.server import checks
 from minisgl.server.chat import read_messages
 from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ModelNotFound
-from minisgl.server.params import CHAT, COMPLETIONS, ParamTable
+from minisgl.server.params import CHAT, GENERATE, ParamTable
 
 __all__ = ["ChatPrompt", "GenerateRequest", "IdsPrompt", "RequestReader", "TextPrompt"]
 
@@ -42,6 +42,7 @@ Prompt = ChatPrompt | TextPrompt | IdsPrompt
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One HTTP call, complete: every default filled in, every limit checked that needs no tokens.
 
+    silent: no answer is wanted (max_tokens 0), only the echo with its log-probabilities.
     explicit_max_tokens: the client asked for sampling.max_tokens, so a prompt that leaves less
     room is refused; otherwise the number shrinks to the room.
     """
@@ -58,6 +59,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    silent: bool = False
+    return_token_ids: bool = False
+    reasoning: bool = False
+    cache_salt: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -78,6 +83,11 @@ class RequestReader:
         if name not in self._served_names:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
+    @property
+    def table(self) -> ParamTable:
+        """What each route offers."""
+        return self._table
+
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
         """Raises RequestError of the class and with the param that the client should see."""
         given = self._table.validate(route, parse_body(raw))
@@ -86,28 +96,36 @@ class RequestReader:
         self.check_model(given["model"])
         limits = self._limits
         if route == CHAT:
-            prompts: tuple[Prompt, ...] = (self._chat_prompt(given, facts),)
+            prompts: tuple[Prompt, ...] = (self.chat_prompt(given, facts),)
         else:
-            prompts = self._prompts(given.get("prompt"), facts)
+            prompts = self._prompts(route, given, facts)
         n = given.get("n", 1)
         if len(prompts) * n > limits.max_choices:
             raise checks.reject("n", f"times prompts must be at most {limits.max_choices}")
         if "stream_options" in given and not given.get("stream"):
             raise checks.reject("stream_options", "is allowed only with stream set to true")
         max_tokens = given.get("max_completion_tokens", given.get("max_tokens"))
+        echo = given.get("echo", False)
+        silent = max_tokens == 0
+        if silent and not echo:
+            raise checks.reject("max_tokens", "must be at least 1 without echo")
         return GenerateRequest(
             route=route,
             model=given["model"],
             prompts=prompts,
             n=n,
-            sampling=self._sampling(route, given, max_tokens, facts),
+            sampling=self._sampling(route, given, 1 if silent else max_tokens, facts),
             explicit_max_tokens=max_tokens is not None,
             stop=tuple(given.get("stop", ())),
             include_stop=given.get("include_stop_str_in_output", False),
             skip_special_tokens=given.get("skip_special_tokens", True),
             stream=given.get("stream", False),
             include_usage=given.get("stream_options", {}).get("include_usage", False),
-            echo=given.get("echo", False),
+            echo=echo,
+            silent=silent,
+            return_token_ids=route == GENERATE or given.get("return_token_ids", False),
+            reasoning=route == CHAT and given.get("separate_reasoning", True),
+            cache_salt=given.get("cache_salt", ""),
         )
 
     def _sampling(
@@ -119,9 +137,10 @@ class RequestReader:
             use = self._use_model_defaults and of_model is not None
             return of_model if use else otherwise
 
-        for index, token_id in enumerate(given.get("stop_token_ids", ())):
-            if token_id >= facts.vocab_size:
-                raise checks.reject(f"stop_token_ids[{index}]", f"must be below {facts.vocab_size}")
+        for name in ("stop_token_ids", "logit_bias"):
+            if any(token_id >= facts.vocab_size for token_id in given.get(name, ())):
+                raise checks.reject(name, f"must have token ids below {facts.vocab_size}")
+        logprobs = _logprobs(route, given)
         sampling = SamplingParams(
             temperature=pick("temperature", facts.default_temperature, 1.0),
             top_k=pick("top_k", facts.default_top_k, -1),
@@ -129,11 +148,17 @@ class RequestReader:
             min_p=pick("min_p", facts.default_min_p, 0.0),
             seed=given.get("seed"),
             max_tokens=COMPLETIONS_MAX_TOKENS
-            if max_tokens is None and route == COMPLETIONS
+            if max_tokens is None and route != CHAT
             else max_tokens,
             min_tokens=given.get("min_tokens", 0),
             ignore_eos=given.get("ignore_eos", False),
             stop_token_ids=tuple(given.get("stop_token_ids", ())),
+            frequency_penalty=given.get("frequency_penalty", 0.0),
+            presence_penalty=given.get("presence_penalty", 0.0),
+            repetition_penalty=pick("repetition_penalty", facts.default_repetition_penalty, 1.0),
+            logit_bias=given.get("logit_bias", {}),
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if given.get("echo") else None,
         )
         sampling.validate()
         return sampling
@@ -149,7 +174,8 @@ class RequestReader:
                 param=param,
             )
 
-    def _chat_prompt(self, given: dict[str, Any], facts: ModelFacts) -> ChatPrompt:
+    def chat_prompt(self, given: dict[str, Any], facts: ModelFacts) -> ChatPrompt:
+        """The checked messages and chat_template_kwargs of a body."""
         messages, chars = read_messages(given.get("messages"), self._limits.max_messages)
         self._check_chars("messages", chars, facts)
         return ChatPrompt(
@@ -157,19 +183,26 @@ class RequestReader:
             msgspec.json.encode(given.get("chat_template_kwargs", {})),
         )
 
-    def _prompts(self, value: Any, facts: ModelFacts) -> tuple[Prompt, ...]:
-        """A prompt is text, a list of ids, or a list of either."""
+    def _prompts(self, route: str, given: dict[str, Any], facts: ModelFacts) -> tuple[Prompt, ...]:
+        """A prompt is text, a list of ids, or a list of either; input_ids is one list of ids."""
+        name = "input_ids" if route == GENERATE else "prompt"
+        value = given.get(name)
         if value is None:
-            raise InvalidRequest("prompt is required", param="prompt")
+            raise InvalidRequest(f"{name} is required", param=name)
+        if route == GENERATE:
+            if isinstance(value, str):
+                raise checks.reject(name, "must be an array of token ids, not a string")
+            return (self.one_prompt(name, value, facts),)
         if isinstance(value, list) and value and not isinstance(value[0], int):
             if len(value) > self._limits.max_prompts:
                 raise checks.reject("prompt", f"must have at most {self._limits.max_prompts} items")
             named = [(f"prompt[{index}]", item) for index, item in enumerate(value)]
         else:
             named = [("prompt", value)]
-        return tuple(self._one_prompt(param, item, facts) for param, item in named)
+        return tuple(self.one_prompt(param, item, facts) for param, item in named)
 
-    def _one_prompt(self, param: str, value: Any, facts: ModelFacts) -> Prompt:
+    def one_prompt(self, param: str, value: Any, facts: ModelFacts) -> Prompt:
+        """Text or ids, checked."""
         if isinstance(value, str):
             text = checks.string(empty=False)(param, value)
             self._check_chars(param, len(text), facts)
@@ -187,6 +220,17 @@ class RequestReader:
             )
         check = checks.integer(0, facts.vocab_size - 1)
         return IdsPrompt(tuple(check(f"{param}[{i}]", item) for i, item in enumerate(value)))
+
+
+def _logprobs(route: str, given: dict[str, Any]) -> int | None:
+    """How many most likely tokens to report, None for no report at all."""
+    if route != CHAT:
+        return given.get("logprobs")
+    if given.get("logprobs"):
+        return int(given.get("top_logprobs", 0))
+    if given.get("top_logprobs"):
+        raise checks.reject("top_logprobs", "is allowed only with logprobs set to true")
+    return None
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:

@@ -8,13 +8,20 @@ import msgspec
 
 import minisgl
 from minisgl.core import FinishReason
-from minisgl.server.client import Choice, Generation
-from minisgl.server.params import CHAT
+from minisgl.message import TokenText
+from minisgl.server.client import Choice, Extras, Generation
+from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import GenerateRequest
 
 __all__ = ["DONE", "Shape", "sse"]
 
 DONE = b"data: [DONE]\n\n"
+_LOWEST_LOGPROB = -9999.0
+_KINDS = {
+    CHAT: ("chatcmpl-", "chat.completion"),
+    COMPLETIONS: ("cmpl-", "text_completion"),
+    GENERATE: ("gen-", "generation"),
+}
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -29,9 +36,9 @@ class Shape:
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._is_chat = request.route == CHAT
-        kind = "chat.completion" if self._is_chat else "text_completion"
+        prefix, kind = _KINDS[request.route]
         self._head: dict[str, Any] = {
-            "id": ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex,
+            "id": prefix + uuid.uuid4().hex,
             "object": kind,
             "created": int(time.time()),
             "model": request.model,
@@ -46,32 +53,38 @@ class Shape:
         self._after = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
         self._usage_before = b"data: " + head + b',"choices":[],"usage":'
 
-    def whole(self, generation: Generation, texts: list[str]) -> bytes:
-        """The answer of a call without stream."""
-        choices = [
-            self._whole_choice(choice, text)
-            for choice, text in zip(generation.choices, texts, strict=True)
-        ]
-        return msgspec.json.encode(
-            {**self._head, "choices": choices, "usage": self._usage(generation)}
-        )
+    def whole(self, generation: Generation) -> bytes:
+        """The answer of a call without stream, once all of it has come."""
+        choices = [self._whole_choice(choice, generation) for choice in generation.choices]
+        body = {**self._head, "choices": choices, "usage": self._usage(generation)}
+        if self._is_chat and generation.prompt_ids:
+            body["prompt_token_ids"] = generation.prompt_ids[0]
+        return msgspec.json.encode(body)
 
-    def _whole_choice(self, choice: Choice, text: str) -> dict[str, Any]:
+    def _whole_choice(self, choice: Choice, generation: Generation) -> dict[str, Any]:
+        extras = choice.take_extras() or Extras()
         body: dict[str, Any] = {"index": choice.index}
+        text = generation.echo(choice) + choice.take_text()
         if self._is_chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
+            if extras.reasoning:
+                body["message"]["reasoning_content"] = extras.reasoning
         else:
             body["text"] = text
-        body["logprobs"] = None
+        body["logprobs"] = self._logprobs(extras)
         body["finish_reason"] = _finish_name(choice)
+        self._add_ids(body, choice, extras, generation)
         return body
 
-    def first_chunk(self, index: int, echo: str) -> bytes:
-        """What comes before any generated text: the role of a chat, the echo of a completion."""
-        if self._is_chat:
-            delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":'
-            return b"%s%d%snull}]%s" % (self._before, index, delta, self._after)
-        return self.text_chunk(index, echo) if echo else b""
+    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
+        """What comes before any generated text: the role of a chat."""
+        if not self._is_chat:
+            return b""
+        ids = b""
+        if generation.prompt_ids:
+            ids = b',"prompt_token_ids":' + msgspec.json.encode(generation.prompt_ids[0])
+        delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        return b"%s%d%s%s%s" % (self._before, choice.index, delta, ids, self._after)
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """New text of one choice."""
@@ -83,6 +96,43 @@ class Shape:
             body,
             self._after,
         )
+
+    def rich_chunk(
+        self, choice: Choice, text: str, extras: Extras, generation: Generation | None
+    ) -> bytes:
+        """New text with what comes beside it. generation: given with the choice's first chunk."""
+        body: dict[str, Any] = {}
+        if self._is_chat:
+            body["delta"] = delta = {"content": text} if text or not extras.reasoning else {}
+            if extras.reasoning:
+                delta["reasoning_content"] = extras.reasoning
+        else:
+            body["text"] = text
+        body["logprobs"] = self._logprobs(extras)
+        body["finish_reason"] = None
+        self._add_ids(body, choice, extras, generation)
+        fields = msgspec.json.encode(body)[1:-1]
+        return b"%s%d,%s}]%s" % (self._before, choice.index, fields, self._after)
+
+    def _add_ids(
+        self,
+        body: dict[str, Any],
+        choice: Choice,
+        extras: Extras,
+        generation: Generation | None,
+    ) -> None:
+        if not self._request.return_token_ids:
+            return
+        body["token_ids"] = extras.token_ids
+        if generation is not None and not self._is_chat:
+            body["prompt_token_ids"] = generation.prompt_ids[choice.index // self._request.n]
+
+    def _logprobs(self, extras: Extras) -> dict[str, Any] | None:
+        if self._request.sampling.logprobs is None:
+            return None
+        if self._is_chat:
+            return {"content": [_chat_logprob(entry) for entry in extras.logprobs], "refusal": None}
+        return _completion_logprobs([*extras.prompt_logprobs, *extras.logprobs])
 
     def last_chunk(self, choice: Choice) -> bytes:
         """The finish reason of one choice."""
@@ -109,10 +159,56 @@ class Shape:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(c.reasoning_tokens for c in generation.choices)
+            },
         }
 
 
 def _finish_name(choice: Choice) -> str:
     assert choice.finish in _FINISH, f"an answer ended by {choice.finish}; this is a bug"
     return _FINISH[choice.finish]
+
+
+def _number(logprob: float) -> float:
+    """JSON has no infinity and no NaN; -9999 is what others write."""
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
+
+
+def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
+    """bytes: exactly the token's; many tokens are not whole characters."""
+    text = data.decode("utf-8", "replace")
+    return {"token": text, "logprob": _number(logprob), "bytes": list(data)}
+
+
+def _chat_logprob(entry: TokenText) -> dict[str, Any]:
+    assert entry.logprob is not None, "a generated token has a log-probability: this is a bug"
+    top = [_chat_token(data, logprob) for data, logprob in entry.top]
+    return {**_chat_token(entry.data, entry.logprob), "top_logprobs": top}
+
+
+def _completion_token(data: bytes) -> str:
+    """As OpenAI writes it: what is no whole character, byte by byte."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _completion_logprobs(entries: list[TokenText]) -> dict[str, Any]:
+    """Four parallel lists. The token itself is among the most likely ones, or beside them."""
+    tops: list[dict[str, float] | None] = []
+    for entry in entries:
+        if entry.logprob is None:
+            tops.append(None)
+            continue
+        top: dict[str, float] = {}
+        for data, logprob in [*entry.top, (entry.data, entry.logprob)]:
+            top.setdefault(_completion_token(data), _number(logprob))
+        tops.append(top)
+    return {
+        "tokens": [_completion_token(entry.data) for entry in entries],
+        "token_logprobs": [None if e.logprob is None else _number(e.logprob) for e in entries],
+        "top_logprobs": tops,
+        "text_offset": [entry.offset for entry in entries],
+    }

@@ -13,38 +13,43 @@ from minisgl.server.generate import unless_disconnected
 from minisgl.server.requests import GenerateRequest
 from minisgl.server.shapes import DONE, Shape, sse
 
-__all__ = ["EventStream", "collect", "events"]
+__all__ = ["EventStream", "events", "finished"]
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: proxies see traffic, clients see nothing
 
 
-async def collect(generation: Generation, echoes: list[str], n: int) -> list[str]:
-    """Each choice's whole text once all have ended. Raises the first error of any choice."""
+async def finished(generation: Generation) -> None:
+    """Wait until all choices have ended. Raises the first error of any."""
     while not generation.finished:
         await generation.news()
         if generation.error is not None:
             break
     if generation.error is not None:
         raise generation.error
-    return [echoes[c.index // n] + c.take_text() for c in generation.choices]
 
 
 async def events(
-    generation: Generation, echoes: list[str], request: GenerateRequest, shape: Shape
+    generation: Generation, request: GenerateRequest, shape: Shape
 ) -> AsyncIterator[bytes]:
     """All events of a stream. What came in one wake-up leaves as one piece."""
-    firsts = [shape.first_chunk(c.index, echoes[c.index // request.n]) for c in generation.choices]
-    pending = b"".join(firsts)
     running = list(generation.choices)
+    begun: set[int] = set()
     while running:
         await generation.news()
-        parts = [pending]
-        pending = b""
+        parts = []
         for choice in running:
-            text = choice.take_text()
-            if text:
+            text, extras = choice.take_text(), choice.take_extras()
+            first = None
+            if choice.opened and choice.index not in begun:
+                begun.add(choice.index)
+                first = generation
+                text = generation.echo(choice) + text
+                parts.append(shape.first_chunk(choice, generation))
+            if extras is not None:
+                parts.append(shape.rich_chunk(choice, text, extras, first))
+            elif text:
                 parts.append(shape.text_chunk(choice.index, text))
             if choice.error is not None:
                 yield b"".join(parts) + sse(error_reply(choice.error).json()) + DONE
@@ -75,7 +80,6 @@ class EventStream(Response):
         request: GenerateRequest,
         shape: Shape,
         generation: Generation,
-        echoes: list[str],
     ) -> None:
         # X-Accel-Buffering: nginx would otherwise hold events back.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -83,7 +87,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._client = client
         self._generation = generation
-        self._events = events(generation, echoes, request, shape)
+        self._events = events(generation, request, shape)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -12,7 +12,7 @@ from minisgl.server.generate import start, unless_disconnected
 from minisgl.server.params import COMPLETIONS
 from minisgl.server.requests import GenerateRequest, RequestReader
 from minisgl.server.shapes import Shape
-from minisgl.server.stream import KEEP_ALIVE, collect, events
+from minisgl.server.stream import KEEP_ALIVE, events, finished
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
@@ -45,9 +45,10 @@ def test_answered_request_leaves_nothing() -> None:
         (add,) = world.scheduler.sent
         assert isinstance(add, AddReq)
         world.update(add.uid, "he")
-        generation, echoes = await task
+        generation = await task
         world.update(add.uid, "llo", finish=FinishReason.LENGTH)
-        assert await collect(generation, echoes, 1) == ["hello"]
+        await finished(generation)
+        assert generation.choices[0].take_text() == "hello"
         world.client.close(generation)
         world.client.close(generation)
         assert world.scheduler.sent == [add], "a finished request is not aborted"
@@ -65,7 +66,7 @@ def test_cancelled_request_leaves_nothing_and_is_aborted_once(stage: str) -> Non
             await settle()
         if stage == "decoding":
             world.update(world.scheduler.sent[0].uid, "he")
-            generation, _ = await task
+            generation = await task
             world.client.close(generation)
         else:
             task.cancel()
@@ -88,7 +89,7 @@ def test_stop_string_is_told_to_the_scheduler() -> None:
         await settle()
         uid = world.scheduler.sent[0].uid
         world.update(uid, "x", finish=FinishReason.STOP, stopped=True)
-        generation, _ = await task
+        generation = await task
         world.client.close(generation)
         assert world.scheduler.sent[1:] == [AbortReq(uid=uid, reason=FinishReason.STOP)]
 
@@ -205,7 +206,7 @@ def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
     async def main(world: World) -> None:
         call = request(b'{"model":"m","prompt":"hi","stream":true}')
         generation = world.client.open(1)
-        stream = events(generation, [""], call, Shape(call))
+        stream = events(generation, call, Shape(call))
         world.client.beat()
         assert await anext(stream) == KEEP_ALIVE
         world.client.beat()

@@ -1,0 +1,186 @@
+"""What the parameters do, over HTTP, with a real engine behind; its arithmetic: tests/parity."""
+
+import math
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.process.harness import DEADLINE_S, ServerProcess
+
+pytestmark = pytest.mark.process
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on."
+
+
+def post(server: ServerProcess, path: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=DEADLINE_S)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def complete(server: ServerProcess, **body: Any) -> dict[str, Any]:
+    """The first choice of a greedy completion."""
+    given = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, **body}
+    return dict(post(server, "/v1/completions", **given)["choices"][0])
+
+
+def test_chat_logprobs_have_bytes_and_as_many_top_tokens_as_asked(
+    real_server: ServerProcess,
+) -> None:
+    answer = real_server.client().chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        logprobs=True,
+        top_logprobs=3,
+        temperature=0,
+        max_tokens=8,
+        extra_body={"ignore_eos": True},
+    )
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    entries = choice.logprobs.content or []
+    joined = b"".join(bytes(entry.bytes or []) for entry in entries)
+    assert joined.decode("utf-8", "replace") == choice.message.content
+    for entry in entries:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == max(top.logprob for top in entry.top_logprobs) <= 0
+
+
+def test_streamed_logprobs_are_those_of_the_whole_answer(real_server: ServerProcess) -> None:
+    client = real_server.client()
+    params: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 9, "seed": 5}
+    whole = client.completions.create(**params, logprobs=2).choices[0]
+    assert whole.logprobs is not None
+    tokens: list[str] = []
+    values: list[float | None] = []
+    offsets: list[int] = []
+    text = ""
+    for chunk in client.completions.create(**params, logprobs=2, stream=True):
+        (choice,) = chunk.choices
+        text += choice.text
+        if choice.logprobs:
+            tokens += choice.logprobs.tokens or []
+            values += choice.logprobs.token_logprobs or []
+            offsets += choice.logprobs.text_offset or []
+    assert (text, tokens) == (whole.text, whole.logprobs.tokens)
+    assert values == pytest.approx(whole.logprobs.token_logprobs, abs=1e-4)
+    assert offsets == whole.logprobs.text_offset
+
+
+def test_logprobs_end_where_a_stop_string_cuts_the_text(real_server: ServerProcess) -> None:
+    whole = complete(real_server, max_tokens=12, logprobs=0, ignore_eos=True)
+    tokens = whole["logprobs"]["tokens"]
+    cut = complete(real_server, max_tokens=12, logprobs=0, ignore_eos=True, stop=[tokens[4]])
+    assert cut["finish_reason"] == "stop"
+    assert "".join(cut["logprobs"]["tokens"]) == cut["text"]
+    kept = complete(
+        real_server,
+        max_tokens=12,
+        logprobs=0,
+        ignore_eos=True,
+        stop=[tokens[4]],
+        include_stop_str_in_output=True,
+    )
+    assert kept["text"] == cut["text"] + tokens[4] == "".join(kept["logprobs"]["tokens"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_with_logprobs_scores_the_prompt(
+    real_server: ServerProcess, max_tokens: int, stream: bool
+) -> None:
+    """lm-eval's loglikelihood; the same with and without the prompt in the cache."""
+    complete(real_server)  # now it is
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0}
+    client = real_server.client()
+    answers = []
+    for salt in ("", "fresh"):
+        extra = {"cache_salt": salt}
+        if stream:
+            chunks = list(
+                client.completions.create(
+                    **body, echo=True, logprobs=1, stream=True, extra_body=extra
+                )
+            )
+            parts = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+            text = "".join(chunk.choices[0].text for chunk in chunks)
+            tokens = [token for part in parts for token in part.tokens or []]
+            values = [value for part in parts for value in part.token_logprobs or []]
+            tops = [top for part in parts for top in part.top_logprobs or []]
+        else:
+            whole = client.completions.create(**body, echo=True, logprobs=1, extra_body=extra)
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == max_tokens
+            (choice,) = whole.choices
+            assert choice.finish_reason == "length"
+            assert choice.logprobs is not None
+            text, tokens = choice.text, choice.logprobs.tokens or []
+            values, tops = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
+            assert choice.logprobs.text_offset == [
+                sum(map(len, tokens[:i])) for i in range(len(tokens))
+            ]
+        assert "".join(tokens) == text
+        assert text.startswith(PROMPT)
+        assert (values[0], tops[0]) == (None, None)
+        assert all(
+            value <= max(top.values()) for value, top in zip(values[1:], tops[1:], strict=False)
+        )
+        answers.append((tokens, values[1:]))
+    assert answers[0][0] == answers[1][0]
+    assert answers[0][1] == pytest.approx(answers[1][1], abs=1e-4)
+
+
+def test_logit_bias_forces_and_forbids(real_server: ServerProcess) -> None:
+    forced = complete(real_server, logit_bias={"40": 100}, return_token_ids=True)
+    assert forced["token_ids"] == [40] * 6
+    plain = complete(real_server, return_token_ids=True, ignore_eos=True)
+    first = plain["token_ids"][0]
+    other = complete(real_server, logit_bias={str(first): -100}, return_token_ids=True)
+    assert first not in other["token_ids"]
+
+
+def test_penalties_end_a_repetition(real_server: ServerProcess) -> None:
+    body = {"logit_bias": {"40": 12, "41": 11.5, "42": 11}, "return_token_ids": True}
+    plain = complete(real_server, **body)["token_ids"]
+    for name, value in (("presence_penalty", 2), ("frequency_penalty", 2)):
+        assert len(set(complete(real_server, **body, **{name: value})["token_ids"])) > len(
+            set(plain)
+        )
+
+
+def test_min_tokens_holds_off_stop_ids(real_server: ServerProcess) -> None:
+    body = {"logit_bias": {"40": 100}, "stop_token_ids": [40], "return_token_ids": True}
+    assert complete(real_server, **body)["token_ids"] == [40]
+    late = complete(real_server, **body, min_tokens=3)
+    assert len(late["token_ids"]) == 4
+    assert late["token_ids"][-1] == 40
+    assert late["finish_reason"] == "stop"
+
+
+def test_ids_go_in_and_out(real_server: ServerProcess) -> None:
+    answer = post(
+        real_server, "/generate", input_ids=[5, 6, 7], max_tokens=4, temperature=0, ignore_eos=True
+    )
+    (choice,) = answer["choices"]
+    assert choice["prompt_token_ids"] == [5, 6, 7]
+    assert len(choice["token_ids"]) == 4 == answer["usage"]["completion_tokens"]
+    again = complete(real_server, prompt=[5, 6, 7], max_tokens=4, ignore_eos=True)
+    assert again["text"] == choice["text"]
+
+
+def test_cache_salt_separates_what_is_cached(real_server: ServerProcess) -> None:
+    def cached(salt: str) -> int:
+        prompt = [3 + i % 50 for i in range(80)]
+        body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+        usage = post(real_server, "/v1/completions", **body)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached("one"), cached("two"), cached("one")] == [0, 0, 64]
+
+
+def test_no_number_of_an_answer_is_infinite(real_server: ServerProcess) -> None:
+    found = complete(real_server, logit_bias={"40": 100}, logprobs=20, echo=True)["logprobs"]
+    values = [v for top in found["top_logprobs"][1:] for v in top.values()]
+    assert all(math.isfinite(value) for value in values)
+    assert all(20 <= len(top) <= 21 for top in found["top_logprobs"][1:])

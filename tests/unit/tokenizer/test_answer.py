@@ -1,0 +1,107 @@
+"""What is told beside the text: reasoning, ids, log-probabilities, and none of what is cut."""
+
+import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.core import FinishReason
+from minisgl.message import Finished, Opened, PromptLogprobs, TextSpec, TextUpdate, TokenLogprobs
+from minisgl.tokenizer import Vocabulary
+from minisgl.tokenizer.answer import OpenAnswer
+
+BEGIN, END, EOS = 256, 257, 258
+TABLE = [bytes([byte]) for byte in range(256)] + [b"<think>", b"</think>", b"<eos>"]
+THINKS = Vocabulary(TABLE, frozenset({EOS}), (BEGIN, END))
+PLAIN = Vocabulary(TABLE, frozenset({EOS}))
+
+
+def told(
+    vocabulary: Vocabulary, tokens: list[int], spec: TextSpec, one_by_one: bool = True
+) -> list[TextUpdate]:
+    opened = Opened(uid=1, prompt_tokens=1, cached_tokens=0, text=spec)
+    answer = OpenAnswer(vocabulary, opened)
+    updates = []
+    for token_id in tokens:
+        found = TokenLogprobs(uid=1, logprob=-0.5, top_ids=[token_id], top_logprobs=[-0.5])
+        answer.push(token_id, True, found)
+        if one_by_one or answer.stream.stopped:
+            updates.append(answer.take(None))
+        if answer.stream.stopped:
+            break
+    else:
+        updates.append(answer.take(Finished(uid=1, reason=FinishReason.LENGTH)))
+    return [update for update in updates if update is not None]
+
+
+def texts(updates: list[TextUpdate]) -> tuple[str, str]:
+    return "".join(u.reasoning for u in updates), "".join(u.text for u in updates)
+
+
+def test_reasoning_is_told_apart_wherever_it_begins() -> None:
+    tokens = [*b"\nwhy", END, *b"\n\nyes\n"]
+    begun = told(THINKS, tokens, TextSpec(prompt_tail=[BEGIN, 10], reasoning=True))
+    assert texts(begun) == ("why", "yes\n")
+    assert begun[-1].reasoning_tokens == 5
+    assert begun[-1].completion_tokens == len(tokens)
+    own = told(THINKS, [BEGIN, *tokens], TextSpec(prompt_tail=[], reasoning=True))
+    assert texts(own) == ("why", "yes\n")
+    ended = told(THINKS, [*b"yes"], TextSpec(prompt_tail=[BEGIN, 10, END, 10], reasoning=True))
+    assert texts(ended) == ("", "yes")
+
+
+def test_reasoning_stays_text_when_not_wanted_or_not_known() -> None:
+    tokens = [BEGIN, *b"a", END, *b"b"]
+    for vocabulary, spec in [
+        (THINKS, TextSpec(prompt_tail=[])),
+        (PLAIN, TextSpec(prompt_tail=[], reasoning=True)),
+    ]:
+        assert texts(told(vocabulary, tokens, spec)) == ("", "<think>a</think>b")
+
+
+def test_text_withheld_for_a_stop_string_stays_on_its_side_of_the_border() -> None:
+    spec = TextSpec(prompt_tail=[BEGIN], stop=["xy"], reasoning=True)
+    assert texts(told(THINKS, [*b"ax", END, *b"yb"], spec)) == ("ax", "yb")
+
+
+@given(
+    st.lists(st.sampled_from([*b"abc", *"€é".encode()]), max_size=12),
+    st.lists(st.sampled_from(["b", "ca", "€a"]), max_size=2),
+    st.booleans(),
+    st.booleans(),
+)
+def test_logprobs_are_told_of_exactly_the_tokens_whose_text_is(
+    tokens: list[int], stops: list[str], include_stop: bool, one_by_one: bool
+) -> None:
+    spec = TextSpec(prompt_tail=[], stop=stops, include_stop=include_stop)
+    updates = told(PLAIN, tokens, spec, one_by_one)
+    entries = [entry for update in updates for entry in update.logprobs]
+    text = texts(updates)[1]
+    kept = b"".join(entry.data for entry in entries).decode("utf-8", "replace")
+    assert kept == text
+    assert all(entry.offset <= len(text) for entry in entries)
+    seen = 0
+    for update in updates:  # never told before its text has begun to come out
+        seen += len(update.text)
+        assert all(entry.offset < seen for entry in update.logprobs)
+
+
+def test_silent_answer_tells_the_prompt_only() -> None:
+    ids = [*"é!".encode()]
+    spec = TextSpec(prompt_tail=[], prompt_ids=array.array("i", ids).tobytes(), silent=True)
+    answer = OpenAnswer(PLAIN, Opened(uid=1, prompt_tokens=3, cached_tokens=0, text=spec))
+    answer.push_prompt(
+        PromptLogprobs(
+            uid=1,
+            position=1,
+            logprobs=[-1.0, -2.0],
+            top_ids=[[65], [66]],
+            top_logprobs=[[-0.1], [-0.2]],
+        )
+    )
+    answer.push(65, True, None)
+    update = answer.take(Finished(uid=1, reason=FinishReason.STOP))
+    assert update is not None
+    assert (update.text, update.completion_tokens, update.finish) == ("", 0, FinishReason.LENGTH)
+    assert [(e.logprob, e.offset) for e in update.prompt_logprobs] == [(None, 0), (-1, 0), (-2, 1)]
+    assert update.prompt_logprobs[1].top == [(b"A", -0.1)]
