@@ -1,6 +1,7 @@
 """Starts servers as users do, and waits for conditions with a deadline, never for luck."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -41,7 +42,9 @@ class ServerProcess:
         self._out = folder / "out"
         self._err = folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(command, stdout=out, stderr=err)
+            # a killed launcher cannot remove its socket directory: it goes with the folder
+            environment = {**os.environ, "TMPDIR": str(folder)}
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
 
     @property
     def stdout(self) -> str:
