@@ -4,7 +4,9 @@ Each function has the signature and the meaning of its reference, which its docs
 Triton is imported with the first CUDA tensor, so that machines without it never need it.
 """
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from minisgl.kernel import elementwise, rotary, sampling, step
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
@@ -13,6 +15,7 @@ __all__ = [
     "add_rms_norm",
     "gather_embedding",
     "kv_metadata",
+    "linear",
     "put_tokens",
     "qk_norm_rope_store",
     "rms_norm",
@@ -93,6 +96,32 @@ def qk_norm_rope_store(
         kv_heads,
         head_dim,
     )
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, arrived: Tensor | None = None
+) -> Tensor:
+    """torch.nn.functional.linear; small bfloat16 steps on Hopper take a kernel where it wins.
+
+    x: [..., K]; weight: [N, K]; bias: [N]. arrived: int32 zeros [N / 32] or more, which calls in
+    flight together must not share; without it torch is used. Graph-capturable.
+    """
+    if (
+        arrived is None
+        or bias is not None
+        or x.dim() != 2
+        or x.shape[0] > 32
+        or x.stride(1) != 1
+        or not (x.dtype == weight.dtype == torch.bfloat16)
+        or not (x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0))
+    ):
+        return functional.linear(x, weight, bias)
+    from minisgl.kernel.triton import linear as kernels
+
+    tiling = kernels.tiling_for(x.shape[0], *weight.shape)
+    if tiling is None:
+        return functional.linear(x, weight)
+    return kernels.small_linear(x, weight, arrived, tiling)
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:

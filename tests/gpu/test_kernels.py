@@ -125,6 +125,38 @@ def test_qk_norm_rope_store(
     assert torch.equal(ours[1, slots.long()], theirs[1, slots.long()])
 
 
+@pytest.mark.parametrize(
+    "tiling", [(64, 128, 1, 6), (64, 128, 6, 4), (32, 256, 4, 4), (64, 256, 3, 3)], ids=str
+)
+@pytest.mark.parametrize("rows", [1, 3, 16, 32])
+def test_small_linear(tiling: tuple[int, ...], rows: int) -> None:
+    """Twice with the same counters: each call leaves them as it found them."""
+    if INTERPRETED:
+        pytest.skip("the interpreter multiplies the bits of bfloat16 matrices")
+    from minisgl.kernel.triton import linear
+
+    x, weight = normal(rows, 3072, dtype=torch.bfloat16), normal(256, 3072, dtype=torch.bfloat16)
+    arrived = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    outs = [linear.small_linear(x, weight, arrived, linear.Tiling(*tiling)) for _ in range(2)]
+    assert error(outs[0], x.double() @ weight.double().T) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(*outs)
+    assert not arrived.any()
+
+
+def test_tilings_fit_their_shapes() -> None:
+    from minisgl.kernel.triton import linear
+
+    for height, width in ((1024, 3072), (4096, 12288), (5120, 17408)):
+        for rows in (1, 16, 17, 32):
+            tiling = linear.tiling_for(rows, height, width)
+            if tiling is not None:
+                assert height % tiling.rows == 0
+                assert width % (tiling.columns * tiling.splits) == 0
+    assert linear.tiling_for(33, 1024, 3072) is None
+    assert linear.tiling_for(1, 24576, 4096) is None
+    assert linear.tiling_for(1, 1000, 3072) is None
+
+
 def packed_step() -> tuple[StepLayout, Tensor, Tensor, Tensor]:
     """3 decode reqs, chunks of 5, 1 and 300 tokens, 2 padded reqs; tables without equal entries."""
     layout = StepLayout(max_reqs=8, max_updates=4, max_chunk_tokens=400)

@@ -1,0 +1,81 @@
+"""The references of step metadata and of the fused projection, against plain loops."""
+
+import torch
+
+from minisgl.kernel import (
+    StepLayout,
+    kv_metadata,
+    linear,
+    put_tokens,
+    qk_norm_rope_store,
+    rms_norm,
+    rope,
+    stage_tokens,
+    update_pages,
+)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_packed_views_cover_the_buffer_without_overlap() -> None:
+    layout = StepLayout(max_reqs=4, max_updates=2, max_chunk_tokens=5)
+    buffer = torch.zeros(layout.size, dtype=torch.int32)
+    for number, view in enumerate(layout.views(buffer), start=1):
+        view.copy_(torch.full_like(view, number))
+    for number, view in enumerate(layout.views(buffer), start=1):
+        assert set(view.tolist()) == {number}
+    assert layout.views(buffer).seed.dtype == torch.int64
+
+
+def test_stage_tokens_of_a_mixed_step() -> None:
+    page_table = torch.arange(12, dtype=torch.int32).view(3, 4)
+    update_pages(page_table, int32(1), int32(1), int32(50))
+    token_pool = torch.arange(100, 148, dtype=torch.int32).view(3, 16)
+    ids, positions, slots = torch.full((3, 5), -1, dtype=torch.int32)
+    stage_tokens(
+        *(int32(1, 2), int32(6, 3), int32(0, 1)),
+        *(int32(7, 8, 9, 10), 1, page_table, token_pool, 4, ids, positions, slots),
+    )
+    assert ids.tolist() == [122, 7, 8, 9, 10]
+    assert positions.tolist() == [6, 3, 4, 5, 6]
+    assert slots.tolist() == [50 * 4 + 2, 8 * 4 + 3, 9 * 4, 9 * 4 + 1, 9 * 4 + 2]
+
+
+def test_kv_metadata_counts_the_last_page() -> None:
+    page_table = torch.arange(12, dtype=torch.int32).view(3, 4)
+    indptr, last = torch.full((4,), -1, dtype=torch.int32), torch.full((3,), -1, dtype=torch.int32)
+    indices = torch.full((9,), -1, dtype=torch.int32)
+    kv_metadata(
+        int32(2, 0, 1), int32(3, 4, 0), int32(1, 1, 1), page_table, 4, indptr, indices, last
+    )
+    assert indptr.tolist() == [0, 1, 3, 4]
+    assert indices.tolist() == [8, 0, 1, 4, -1, -1, -1, -1, -1]
+    assert last.tolist() == [4, 1, 1]
+
+
+def test_put_tokens_skips_reqs_that_do_not_sample() -> None:
+    pool = torch.zeros(2, 4, dtype=torch.int32)
+    put_tokens(pool, int32(1, 0), int32(2, 0), int32(1, 2), int32(1, 0), int32(9, 9))
+    assert pool.tolist() == [[0, 0, 0, 0], [0, 0, 0, 9]]
+
+
+def test_fused_projection_is_its_parts() -> None:
+    qkv = torch.randn(3, 4 * 8)  # two query heads, one KV head
+    weights = torch.rand(2, 8)
+    cos_sin, positions, slots = torch.rand(6, 8), int32(5, 0, 2), int32(3, 1, 0)
+    pools = torch.zeros(2, 2, 2, 1, 8)
+    given = qkv, weights[0], weights[1], 1e-6, cos_sin, positions, slots, pools[0], pools[1]
+    out = qk_norm_rope_store(*given, 2, 1, 8)
+    heads = qkv.view(3, 4, 8)
+    q, k = rms_norm(heads[:, :2], weights[0], 1e-6), rms_norm(heads[:, 2:3], weights[1], 1e-6)
+    q, k = rope(q, k, positions, cos_sin)
+    assert torch.equal(out, q)
+    assert torch.equal(pools[0].flatten(0, 1)[slots.long()], k)
+    assert torch.equal(pools[1].flatten(0, 1)[slots.long()], heads[:, 3:])
+
+
+def test_linear_on_cpu_is_torch() -> None:
+    x, weight, bias = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3)
+    torch.testing.assert_close(linear(x, weight, bias), x @ weight.T + bias)
