@@ -7,6 +7,7 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 _HELP = {
+    "kernels": "each GPU kernel beside the time its bytes take",
     "scheduler": "CPU time of the scheduler alone, with a model that does no work",
 }
 
@@ -23,4 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = parser.parse_args(arguments[:1]).name
     if name == "scheduler":
         from minisgl.benchmark.scheduler import main as run
+    else:
+        from minisgl.benchmark.kernels import main as run
     return run(arguments[1:])

@@ -22,6 +22,12 @@ _CALLS = 32  # captured in one graph
 _REPLAYS = 15
 _ROTATED_BYTES = 256 << 20
 _VOCAB = 151_936
+# (N, K) of qkv, o, gate and up, down.
+_LINEARS = (
+    *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),  # Qwen3-0.6B
+    *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),  # 8B
+    *((7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408)),  # 14B
+)
 
 
 class Case(NamedTuple):
@@ -71,13 +77,16 @@ def _event() -> torch.cuda.Event:
 
 def copy_bandwidth() -> float:
     """Bytes a second of a device-to-device copy, reads and writes counted."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / graph_seconds([lambda: target.copy_(source)])
+    return 2 * source.nbytes / graph_seconds([lambda: torch.neg(source, out=target)])
 
 
 def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
-    """Layer kernels for each number of tokens, samplers for each number of rows."""
+    """Layer kernels for each number of tokens, samplers and metadata for each number of rows."""
+    for count in (1, 16, 32):
+        for shape in _LINEARS:
+            yield from (_linear(count, *shape, ours) for ours in (False, True))
     for count in tokens:
         for hidden, q_heads, kv_heads, inner in ((1024, 16, 8, 3072), (4096, 32, 8, 12288)):
             yield _add_rms_norm(count, hidden)
@@ -95,6 +104,16 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
 
 def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def _linear(rows: int, height: int, width: int, ours: bool) -> Case:
+    def make() -> Callable[[], object]:
+        x, weight = _normal(rows, width), _normal(height, width)
+        arrived = _integers(1, height) if ours else None
+        return lambda: kernel.linear(x, weight, None, arrived)
+
+    name = f"linear {rows} x {height} x {width}, {'ours where faster' if ours else 'torch'}"
+    return Case(name, 2 * height * width, make)
 
 
 def _integers(high: int, count: int) -> Tensor:
@@ -199,7 +218,7 @@ def _step(reqs: int) -> Case:
 
 def measure(case: Case, bandwidth: float) -> Figure:
     """Time one case; input sets are freed before it returns."""
-    sets = min(max(_ROTATED_BYTES // max(case.bytes_moved, 1), 1), 8)
+    sets = min(max(_ROTATED_BYTES // max(case.bytes_moved, 1), 2), 24)
     median = graph_seconds([case.make() for _ in range(sets)])
     return Figure(case.name, case.bytes_moved, case.bytes_moved / bandwidth, median)
 
