@@ -5,6 +5,7 @@
 #   make check   lint, format, types, import contracts, repository rules
 #   make fmt     repair what lint and format can repair
 #   make proof   the tests that take minutes each
+#   make chart   write the chart's schema and dashboards anew
 #   make lock    write constraints.txt anew
 #   make clean   back to a fresh clone
 #
@@ -42,7 +43,7 @@ define add_torch
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fmt proof lock clean
+.PHONY: help serve test check fmt proof chart lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -79,6 +80,9 @@ $(VENV)/.dev: $(VENV)/.serve
 	$(call pip,$(VENV)) install -q -c constraints.txt --no-build-isolation -e '.[test,dev,chart]'
 	@touch $@
 
+chart: $(VENV)/.dev
+	$(BIN)/python -m tools.chart
+
 # Locked with the oldest Python that is supported: what it can install, the newer one can too.
 # CUDA packages stay out: each CUDA build of torch names its own, exactly.
 LOCK := build/lock
@@ -91,7 +95,7 @@ lock:
 	  $(call pip,$(LOCK)) freeze --all --exclude-editable \
 	    | sed -E '/^(pip|wheel|triton|nvidia-.*|cuda-.*)==/Id; s/^(torch==[^+]*)\+.*/\1/'; \
 	} > $(LOCK).txt
-	@if grep -vE '^(#.*|[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!]*)$$' $(LOCK).txt; then \
+	@if grep -vE '^(#.*|[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*)$$' $(LOCK).txt; then \
 	  echo "make lock: the lines above are not plain pins, constraints.txt is left as it was" >&2; exit 1; fi
 	mv $(LOCK).txt constraints.txt
 	rm -rf $(LOCK)

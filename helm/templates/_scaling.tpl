@@ -1,4 +1,4 @@
-{{/* One GPU pod more or less at a time: a start takes minutes, and a removal throws a warm cache away. */}}
+{{/* At most twice the pods a minute, and one away a minute: a removal throws a warm cache away. */}}
 {{- define "minisgl.scalingBehavior" -}}
 scaleUp:
   stabilizationWindowSeconds: {{ .Values.autoscaling.scaleUpWindowSeconds }}

@@ -26,6 +26,9 @@ single value may be is in values.schema.json.
 {{- if and $model.path (not (include "minisgl.modelVolume" .)) -}}
 {{- fail "model.path is set, but there is no volume that it could be in: set model.existingClaim, model.hostPath or model.image." -}}
 {{- end -}}
+{{- if and $model.id .Values.huggingface.offline (not .Values.cache.enabled) (not .Values.initContainers) -}}
+{{- fail "huggingface.offline is true, but each pod starts with an empty cache: set cache.enabled with a filled cache.existingClaim, or use model.existingClaim." -}}
+{{- end -}}
 {{- if and .Values.huggingface.existingSecret .Values.huggingface.token -}}
 {{- fail "huggingface.existingSecret and huggingface.token are both set: keep existingSecret and remove token." -}}
 {{- end -}}

@@ -30,6 +30,11 @@
 {{- if and .Values.metrics.podMonitor.enabled .Values.metrics.serviceMonitor.enabled -}}
 {{- fail "metrics.podMonitor.enabled and metrics.serviceMonitor.enabled are both true, and every sample would count twice: keep podMonitor." -}}
 {{- end -}}
+{{- $downloads := and .Values.model.id (not .Values.huggingface.offline) -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- if and $downloads $policy.enabled (not $policy.allowHTTPS) (not $policy.extraEgress) -}}
+{{- fail "networkPolicy.allowHTTPS is false, so model.id could not be downloaded: set networkPolicy.extraEgress to a mirror, or huggingface.offline with a filled cache." -}}
+{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.enabled is true without a host: set ingress.hosts." -}}
 {{- end -}}

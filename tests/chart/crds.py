@@ -72,6 +72,7 @@ _TRIGGER = _object(
         serverAddress=_STRING,
         query=_STRING,
         threshold={"type": "string", "pattern": "^[0-9.]+$"},
+        ignoreNullValues={"enum": ["true", "false"]},
     ),
     authenticationRef=_object("name", name=_STRING),
 )

@@ -84,7 +84,7 @@ def test_dashboards_are_as_generated():
     written = write_dashboards()
     assert sorted(written) == DASHBOARDS
     for path, text in written.items():
-        assert path.read_text() == text, "run: python -m tools.chart"
+        assert path.read_text() == text, "run: make chart"
 
 
 def test_every_metric_worth_watching_is_on_a_dashboard_or_in_an_alert(render):

@@ -75,7 +75,8 @@ def test_offline_is_said_to_the_hub_library(render):
     assert env_of(render())["HF_HUB_OFFLINE"] == {"value": "1"}
     model = {"model": {"id": "Qwen/Qwen3-8B"}}
     assert "HF_HUB_OFFLINE" not in env_of(render(model))
-    assert "HF_HUB_OFFLINE" in env_of(render({**model, "huggingface": {"offline": True}}))
+    offline = {**model, "huggingface": {"offline": True}, "cache": {"enabled": True}}
+    assert "HF_HUB_OFFLINE" in env_of(render(offline))
 
 
 def test_one_pod_has_no_disruption_budget(render):
@@ -104,9 +105,10 @@ def test_keda_asks_for_this_release_only(render):
     queries = [t["metadata"]["query"] for t in spec["triggers"]]
     selector = '{namespace="llm",pod=~"chat-minisgl-[a-z0-9]+-[a-z0-9]+"}'
     assert queries == [
-        f"sum(minisgl_requests_running{selector}) or vector(0)",
-        f"sum(minisgl_requests_waiting{selector}) or vector(0)",
+        f"sum(minisgl_requests_running{selector})",
+        f"sum(minisgl_requests_waiting{selector})",
     ]
+    assert {t["metadata"]["ignoreNullValues"] for t in spec["triggers"]} == {"false"}
     assert all(t["authenticationRef"] == {"name": "auth"} for t in spec["triggers"])
 
 

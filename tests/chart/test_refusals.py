@@ -21,6 +21,14 @@ CONTRADICTIONS = {
     "two sources": ({"model": {"id": "a/b", "image": "r/m"}}, "model.id and model.image"),
     "revision without id": ({"model": {"revision": "main"}}, "set model.id or remove it"),
     "path without volume": ({"model": {"path": "x"}}, "set model.existingClaim"),
+    "offline without a cache": (
+        {"model": {"id": "a/b"}, "huggingface": {"offline": True}},
+        "set cache.enabled with a filled cache.existingClaim",
+    ),
+    "download behind a wall": (
+        {"model": {"id": "a/b"}, "networkPolicy": {"enabled": True, "allowHTTPS": False}},
+        "set networkPolicy.extraEgress to a mirror",
+    ),
     "two hub tokens": ({"huggingface": {"token": "t", "existingSecret": "s"}}, "remove token"),
     "two API keys": ({"auth": {"apiKey": "k", "existingSecret": "s"}}, "remove apiKey"),
     "too few GPUs": (
@@ -140,7 +148,7 @@ def test_large_numbers_stay_plain(helm):
 
 def test_schema_is_as_generated():
     for path, text in write_schema().items():
-        assert path.read_text() == text, "run: python -m tools.chart"
+        assert path.read_text() == text, "run: make chart"
 
 
 def test_schema_is_strict_and_accepts_the_defaults():
