@@ -67,6 +67,13 @@
       name: {{ . }}
       key: {{ $.Values.auth.key }}
 {{- end }}
+{{- with .Values.auth.adminSecret }}
+- name: MINISGL_ADMIN_API_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $.Values.auth.adminSecretKey }}
+{{- end }}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
 {{- end }}

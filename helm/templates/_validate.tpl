@@ -51,11 +51,11 @@ single value may be is in values.schema.json.
 {{- if and $gpu.enabled (not $gpu.resourceName) (not .Values.resourceClaims) -}}
 {{- fail "gpu.resourceName is empty and there are no resourceClaims, so the pod would get no GPU: set one of the two, or gpu.enabled=false." -}}
 {{- end -}}
-{{- $owners := dict "--model" "model.id" "--model-path" "model.id" "--revision" "model.revision" "--served-model-name" "model.servedNames" "--device" "gpu.enabled" "--tensor-parallel-size" "tensorParallelSize" "--tp-size" "tensorParallelSize" "--tp" "tensorParallelSize" "--memory-ratio" "server.memoryRatio" "--max-seq-len-override" "server.maxSeqLen" "--max-running-requests" "server.maxRunningRequests" "--max-queued-requests" "server.maxQueuedRequests" "--num-tokenizer" "server.tokenizers" "--tokenizer-count" "server.tokenizers" "--log-level" "server.logLevel" "--host" "server.host" "--port" "service.port" "--drain-grace" "drain.graceSeconds" "--drain-timeout" "drain.timeoutSeconds" "--api-key-file" "auth.existingSecret" "--api-key" "auth.existingSecret" -}}
+{{- $owners := dict "--model" "model.id" "--model-path" "model.id" "--revision" "model.revision" "--served-model-name" "model.servedNames" "--device" "gpu.enabled" "--tensor-parallel-size" "tensorParallelSize" "--tp-size" "tensorParallelSize" "--tp" "tensorParallelSize" "--memory-ratio" "server.memoryRatio" "--max-seq-len-override" "server.maxSeqLen" "--max-running-requests" "server.maxRunningRequests" "--max-queued-requests" "server.maxQueuedRequests" "--num-tokenizer" "server.tokenizers" "--tokenizer-count" "server.tokenizers" "--log-level" "server.logLevel" "--host" "server.host" "--port" "service.port" "--drain-grace" "drain.graceSeconds" "--drain-timeout" "drain.timeoutSeconds" "--api-key-file" "auth.existingSecret" "--api-key" "auth.existingSecret" "--admin-api-key" "auth.adminSecret" "--admin-api-key-file" "auth.adminSecret" "--ssl-certfile" "ingress.tls" "--ssl-keyfile" "ingress.tls" -}}
 {{- range .Values.extraArgs -}}
 {{- $flag := splitList "=" (toString .) | first -}}
 {{- if hasKey $owners $flag -}}
-{{- fail (printf "extraArgs gives %s, which the chart renders from a value of its own: set %s instead." $flag (index $owners $flag)) -}}
+{{- fail (printf "extraArgs gives %s, which belongs to a value of the chart: set %s instead." $flag (index $owners $flag)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -14,7 +14,8 @@ def kinds(objects: list[Object]) -> list[str]:
 
 
 def env_of(objects: list[Object]) -> dict[str, Object]:
-    return {entry.pop("name"): entry for entry in container_of(objects)["env"]}
+    entries = container_of(objects)["env"]
+    return {e["name"]: {k: v for k, v in e.items() if k != "name"} for e in entries}
 
 
 def test_secret_values_are_in_secrets_only(helm):
@@ -42,12 +43,17 @@ def test_made_secrets_are_referred_to_by_name_and_key(render):
 def test_existing_secrets_are_used_and_none_is_made(render):
     values = {
         "huggingface": {"existingSecret": "hub", "key": "t"},
-        "auth": {"existingSecret": "clients", "key": "k"},
+        "auth": {"existingSecret": "clients", "key": "k", "adminSecret": "admins"},
     }
     objects = render(values)
     assert "Secret" not in kinds(objects)
-    references = [env_of(objects)[n] for n in ("HF_TOKEN",)]
-    assert references == [{"valueFrom": {"secretKeyRef": {"name": "hub", "key": "t"}}}]
+    variables = ("HF_TOKEN", "MINISGL_API_KEY", "MINISGL_ADMIN_API_KEY")
+    references = [env_of(objects)[n]["valueFrom"]["secretKeyRef"] for n in variables]
+    assert references == [
+        {"name": "hub", "key": "t"},
+        {"name": "clients", "key": "k"},
+        {"name": "admins", "key": "admin-api-key"},
+    ]
 
 
 def test_pods_restart_when_a_made_secret_changes(render):

@@ -7,7 +7,7 @@ import pytest
 
 from minisgl import __version__
 from minisgl.server.args import build_parser
-from tests.chart.helm import CHART, KUBE_VERSION, Object, pick
+from tests.chart.helm import CHART, KUBE_VERSION, ChartError, Object, pick
 
 
 def pod_of(objects: list[Object]) -> Object:
@@ -127,6 +127,22 @@ def test_every_flag_is_known_to_the_server(render, ci_values):
     args = container_of(render(ci_values))["args"]
     options = build_parser().parse_strictly(args)
     assert options.port == 1919
+
+
+def test_flags_of_the_chart_are_refused_as_extra_ones_under_every_name(render):
+    values = {"model": {"id": "a/b", "revision": "c", "servedNames": ["d"]}}
+    sized = {**values, "server": {"maxSeqLen": 1}}
+    rendered = {flag for flag in flags_of(render(sized)) if flag.startswith("--")}
+    aliases = {
+        alias
+        for action in build_parser()._actions
+        if rendered & set(action.option_strings)
+        for alias in action.option_strings
+    }
+    assert len(aliases) > len(rendered)
+    for alias in sorted(aliases):
+        with pytest.raises(ChartError, match=f"extraArgs gives {alias}, which belongs"):
+            render({"extraArgs": [f"{alias}=1"]})
 
 
 def test_model_flags_name_the_source(render):

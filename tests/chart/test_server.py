@@ -1,0 +1,38 @@
+"""The real server takes what the chart renders for it: flags, environment, probes, drain."""
+
+import os
+import signal
+
+import pytest
+
+from tests.chart.helm import Object
+from tests.chart.test_pod import container_of, pod_of
+from tests.process.harness import run_server
+
+pytestmark = pytest.mark.process
+VALUES = {
+    "gpu": {"enabled": False},
+    "server": {"maxRunningRequests": 8},
+    "drain": {"graceSeconds": 0, "timeoutSeconds": 5},
+}
+
+
+@pytest.fixture
+def pod(render, monkeypatch, tmp_path) -> Object:
+    """The CPU pod; its environment is this process's, with /cache in a folder of the test."""
+    pod = pod_of(render(VALUES))
+    for entry in container_of(render(VALUES))["env"]:
+        monkeypatch.setenv(entry["name"], entry["value"].replace("/cache", str(tmp_path), 1))
+    assert os.environ["HOME"] == str(tmp_path)
+    return pod
+
+
+def test_rendered_container_serves_and_ends_within_its_grace_period(pod):
+    container = pod["containers"][0]
+    with run_server(*container["args"]) as server:
+        server.wait_ready()
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert server.status(container[probe]["httpGet"]["path"]) == 200
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(timeout=pod["terminationGracePeriodSeconds"]) == 0
+        assert "unknown environment variable" not in server.stderr
