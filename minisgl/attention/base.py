@@ -7,36 +7,64 @@ from torch import Tensor
 
 from minisgl.core import Int32Array
 
-__all__ = ["AttentionBackend", "AttentionStep", "StepAttention"]
+__all__ = ["AttentionBackend", "AttentionStep", "DecodeGraphAttention", "StepAttention"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionStep:
     """What a backend may use to plan one step: B reqs, the first num_decode of them decode reqs.
 
-    rows, start, lengths  int32 [B] on the host, as in core.Batch.
-    host_page_table       int32 [rows, max_pages] on the host, this step's updates applied.
-    page_table            the same on the device; entries past a req's last page mean nothing.
-    slots                 int32 [T] on the device; where each token's key and value go.
+    start, lengths   int32 [B] on the host, as in core.Batch; contexts are start + lengths.
+    device_rows, device_start, device_lengths
+                     int32 [B] on the device: the req's line in the page table, and the same two.
+    page_table       int32 [rows, max_pages] on the device, this step's updates applied; entries
+                     past a req's last page mean nothing.
     """
 
     num_decode: int
-    rows: Int32Array
     start: Int32Array
     lengths: Int32Array
-    host_page_table: Int32Array
+    device_rows: Tensor
+    device_start: Tensor
+    device_lengths: Tensor
     page_table: Tensor
-    slots: Tensor
+
+    def part(self, first: int, end: int) -> "AttentionStep":
+        """The step of reqs first..end alone."""
+        return AttentionStep(
+            num_decode=min(self.num_decode, end) - min(self.num_decode, first),
+            start=self.start[first:end],
+            lengths=self.lengths[first:end],
+            device_rows=self.device_rows[first:end],
+            device_start=self.device_start[first:end],
+            device_lengths=self.device_lengths[first:end],
+            page_table=self.page_table,
+        )
 
 
 class StepAttention(Protocol):
     """Attention of one prepared step: its metadata, ready on the device, and the way to use it."""
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store this step's k and v, then attend causally over each req's whole context.
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attend causally over each req's whole context; this step's KV is in the pool already.
 
-        q: [T, Hq, D]; k, v: [T, Hkv, D] of the pool's dtype. Returns [T, Hq, D]. No host sync.
+        q: [T, Hq, D] of the pool's dtype. out: [T, Hq, D], overwritten. No host sync.
         """
+        ...
+
+
+class DecodeGraphAttention(StepAttention, Protocol):
+    """Attention of a decode step of fixed size over fixed tensors, to be captured in a graph."""
+
+    def plan(self, start: Int32Array) -> None:
+        """Prepare for contexts start + 1 (int32 [size]): before the capture and each replay.
+
+        Queued on the current stream; may wait for the copies of the plan before, never for more.
+        """
+        ...
+
+    def describe(self) -> None:
+        """Compute the metadata on the device; the first operation of the captured part."""
         ...
 
 
@@ -45,4 +73,11 @@ class AttentionBackend(Protocol):
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """Plan a step, once for all layers. The result refers to the device until it is done."""
+        ...
+
+    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
+        """Attention for decode steps of `size` reqs over the tensors of `step`, which stay.
+
+        None where this backend cannot run inside a CUDA graph.
+        """
         ...

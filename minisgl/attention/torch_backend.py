@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from minisgl.attention.base import AttentionStep, StepAttention
-from minisgl.kernel import store_kv
+from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
 from minisgl.kvcache.pool import KVPool
 
 __all__ = ["TorchAttention"]
@@ -49,19 +48,22 @@ class TorchAttention:
         decode = self._prepare_decode(step, contexts[:n]) if n else None
         ends = np.cumsum(step.lengths)
         chunks = []
-        for i in range(n, len(step.rows)):
-            slots = self._slots(step.page_table[int(step.rows[i])], int(contexts[i]))
+        for i in range(n, len(step.start)):
+            pages = step.page_table.index_select(0, step.device_rows[i : i + 1])[0]
+            slots = self._slots(pages, int(contexts[i]))
             first = int(ends[i] - step.lengths[i])
             chunks.append(_Chunk(first, int(ends[i]), int(step.start[i]), slots))
-        return _TorchStep(self._pool, step.slots, decode, tuple(chunks))
+        return _TorchStep(self._pool, decode, tuple(chunks))
+
+    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
+        """None: the sizes of its tensors follow the longest context."""
+        return None
 
     def _prepare_decode(self, step: AttentionStep, contexts: np.ndarray) -> _Decode:
-        device = self._pool.device
-        rows = torch.from_numpy(step.rows[: len(contexts)]).to(device)
-        ends = torch.from_numpy(contexts).to(device).unsqueeze(1)
-        longest = int(contexts.max())
-        mask = torch.arange(longest, device=device) < ends
-        slots = self._slots(step.page_table[rows], longest)
+        n, longest = step.num_decode, int(contexts.max())
+        ends = (step.device_start[:n] + step.device_lengths[:n]).unsqueeze(1)
+        mask = torch.arange(longest, device=ends.device) < ends
+        slots = self._slots(step.page_table[step.device_rows[:n]], longest)
         # Masking alone would not do: zero weight times another req's NaN is NaN.
         slots = torch.where(mask, slots, self._pool.dummy_slot)
         return _Decode(slots, mask[:, None, None, :])
@@ -77,15 +79,11 @@ class TorchAttention:
 @dataclass(frozen=True, slots=True, eq=False)
 class _TorchStep:
     pool: KVPool
-    slots: Tensor
     decode: _Decode | None
     chunks: tuple[_Chunk, ...]
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_pool, v_pool = self.pool.keys(layer), self.pool.values(layer)
-        store_kv(k_pool, v_pool, k, v, self.slots)
-        k_flat, v_flat = k_pool.flatten(0, 1), v_pool.flatten(0, 1)
-        out = torch.empty_like(q)
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        k_flat, v_flat = self.pool.keys(layer).flatten(0, 1), self.pool.values(layer).flatten(0, 1)
         if self.decode is not None:
             n = len(self.decode.slots)
             out[:n] = _attend_decode(q[:n], k_flat, v_flat, self.decode)
@@ -93,7 +91,6 @@ class _TorchStep:
             out[chunk.first : chunk.last] = _attend_chunk(
                 q[chunk.first : chunk.last], k_flat[chunk.slots], v_flat[chunk.slots], chunk.start
             )
-        return out
 
 
 def _attend_decode(q: Tensor, k_flat: Tensor, v_flat: Tensor, decode: _Decode) -> Tensor:

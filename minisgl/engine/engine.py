@@ -3,18 +3,21 @@
 It does what a Batch says and knows nothing of queues, prefixes or ownership.
 """
 
+import contextlib
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention import AttentionStep, create_attention_backend
+from minisgl.attention import create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
 from minisgl.distributed import Communicator, TPInfo
 from minisgl.engine import probe
 from minisgl.engine.extras import apply_history, edited, start_logprobs
-from minisgl.engine.inputs import StepInputs, stage
+from minisgl.engine.graphs import DecodeGraph, DecodeGraphs, graph_sizes
+from minisgl.engine.inputs import StepInputs, pack
 from minisgl.engine.pending import LaunchedStep
 from minisgl.engine.settings import (
     cpu_threads,
@@ -23,89 +26,84 @@ from minisgl.engine.settings import (
     resolve_max_seq_len,
     resolve_num_pages,
 )
-from minisgl.kernel import SampledTokens, sample
+from minisgl.engine.state import DeviceState
+from minisgl.kernel import StepViews, update_pages
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers import rope_table
-from minisgl.models import ForwardContext, build_model, load_model_config, local_kv_heads
+from minisgl.models import build_model, load_model_config, local_kv_heads
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_CAPTURED = 256  # reqs, where the settings do not say
+
 
 class Engine:
     """Runs steps in the order in which they are launched; implements core.EngineLike.
 
-    page_table  int32 [max_running_reqs + 1, max_pages] on the device, with a twin on the host;
-                the last row is for padding and points at the dummy page.
-    token_pool  int32 [max_running_reqs + 1, max_seq_len + 1]; (row, position) is the id of the
-                token at that position once it has been sampled. The next step's decode reqs read
-                their ids here, so that the host need not know them.
+    On a GPU everything is queued on one stream of its own, and launch waits for nothing but the
+    copies of the step before last.
     """
 
-    def __init__(self, config: EngineConfig, tp: TPInfo, comm: Communicator) -> None:
-        """Load the model and allocate everything. Raises ConfigError or OutOfMemory."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        tp: TPInfo,
+        comm: Communicator,
+        max_chunk_tokens: int = 8192,
+    ) -> None:
+        """Load the model and allocate everything. Raises ConfigError or OutOfMemory.
+
+        max_chunk_tokens: prompt tokens of one step at most; the memory left to KV depends on it.
+        """
         self._config = config
         self._comm = comm
         self._model_config = load_model_config(config.model_path)
         self._device = resolve_device(config, tp)
-        dtype = resolve_dtype(config, self._model_config, self._device)
+        self._dtype = resolve_dtype(config, self._model_config, self._device)
         self._max_seq_len = resolve_max_seq_len(config, self._model_config)
-        if self._device.type == "cpu" and (threads := cpu_threads(tp.size)) is not None:
+        self._show_progress = tp.rank == 0
+        self._graphs: DecodeGraphs | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        elif (threads := cpu_threads(tp.size)) is not None:
             torch.set_num_threads(threads)
-        free_before = self._free_bytes()
-        self._model = build_model(
-            self._model_config,
-            config.model_path,
-            device=self._device,
-            dtype=dtype,
-            comm=comm,
-            moe_backend=config.moe_backend,
-            dummy_weight=config.dummy_weight,
-            show_progress=tp.rank == 0,
-        )
-        self._num_pages = resolve_num_pages(
-            config,
-            self._model_config,
-            comm,
-            dtype=dtype,
-            max_seq_len=self._max_seq_len,
-            available_bytes=self._kv_bytes(free_before),
-        )
-        self._pool = KVPool(
-            num_layers=self._model_config.num_layers,
-            num_pages=self._num_pages,
-            page_size=config.page_size,
-            kv_heads=local_kv_heads(self._model_config, comm),
-            head_dim=self._model_config.head_dim,
-            dtype=dtype,
-            device=self._device,
-        )
-        self._attention = create_attention_backend(
-            config.attention_backend, self._pool, self._device
-        )
-        self._cos_sin = rope_table(
-            self._model_config.rope_theta,
-            self._model_config.head_dim,
-            self._model_config.rope_scaling,
-            self._max_seq_len,
-            self._device,
-        )
-        rows, max_pages = config.max_running_reqs + 1, -(-self._max_seq_len // config.page_size)
-        self._host_page_table = np.full((rows, max_pages), self._pool.dummy_page, dtype=np.int32)
-        self._page_table = torch.from_numpy(self._host_page_table.copy()).to(self._device)
-        self._token_pool = torch.zeros(
-            (rows, self._max_seq_len + 1), dtype=torch.int32, device=self._device
-        )
-        self._dtype = dtype
+        with self._on_stream():
+            free_before = self._free_bytes()
+            self._model = build_model(
+                self._model_config,
+                config.model_path,
+                device=self._device,
+                dtype=self._dtype,
+                comm=comm,
+                moe_backend=config.moe_backend,
+                dummy_weight=config.dummy_weight,
+                show_progress=self._show_progress,
+            )
+            self._num_pages = resolve_num_pages(
+                config,
+                self._model_config,
+                comm,
+                dtype=self._dtype,
+                max_seq_len=self._max_seq_len,
+                available_bytes=self._kv_bytes(free_before, max_chunk_tokens),
+            )
+            self._state = self._assemble(self._num_pages)
+            self._capture(graph_sizes(self._largest_graph()))
         logger.info(
-            "engine loaded device=%s dtype=%s pages=%d page_size=%d kv_bytes=%d max_seq_len=%d",
+            "engine loaded device=%s dtype=%s pages=%d page_size=%d kv_bytes=%d max_seq_len=%d "
+            "graphs=%d left_bytes=%d",
             self._device,
-            dtype,
+            self._dtype,
             self._num_pages,
             config.page_size,
-            self._pool.num_bytes,
+            self._state.pool.num_bytes,
             self._max_seq_len,
+            0 if self._graphs is None else len(self._graphs.graphs),
+            self._free_bytes(),
         )
 
     @property
@@ -127,47 +125,67 @@ class Engine:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On CPU it is done on return; on a GPU it is queued on the stream."""
-        inputs = stage(batch, self._host_page_table, self.page_size, self._device)
-        self._page_table[inputs.page_rows, inputs.page_cols] = inputs.page_ids
-        if batch.extras is not None:
-            apply_history(batch.extras, self._token_pool)
-        hidden = self._forward(batch, inputs)
-        logits, sampled = self._sample(hidden, batch, inputs)
-        tokens = None if sampled is None else sampled.tokens
-        logprobs = start_logprobs(self._model, hidden, logits, tokens, batch, inputs)
-        return LaunchedStep(batch.num_reqs, inputs, sampled, logprobs)
+        with self._on_stream():
+            state = self._state
+            graph = None if self._graphs is None else self._graphs.pick(batch)
+            size = batch.num_reqs if graph is None else graph.size
+            inputs = pack(batch, size, state.dummy_row, pinned=self._stream is not None)
+            views = self._send(inputs, graph)
+            update_pages(state.page_table, views.page_rows, views.page_cols, views.page_ids)
+            if batch.extras is not None:
+                apply_history(batch.extras, state.token_pool)
+            hidden, logits = self._forward(batch, inputs, views, graph)
+            if batch.extras is not None:
+                return self._finish_extras(batch, inputs, views, hidden, logits)
+            chosen = None
+            if logits is not None:
+                draws, filters = _kinds(batch)
+                if graph is not None:
+                    chosen = graph.run_sampler(filters)
+                else:
+                    chosen = state.choose(logits, views, draws, filters)
+            return LaunchedStep(batch, inputs, chosen)
 
-    def _forward(self, batch: Batch, inputs: StepInputs) -> Tensor:
-        """Hidden states [T, H]; keys and values of the T tokens are in the pool afterwards."""
-        decode_ids = self._token_pool[inputs.decode_rows, inputs.decode_cols]
-        attention = self._attention.prepare(
-            AttentionStep(
-                num_decode=batch.num_decode,
-                rows=batch.rows,
-                start=batch.start,
-                lengths=batch.lengths,
-                host_page_table=self._host_page_table,
-                page_table=self._page_table,
-                slots=inputs.slots,
-            )
-        )
-        context = ForwardContext(inputs.positions, self._cos_sin, attention)
-        hidden: Tensor = self._model(torch.cat((decode_ids, inputs.chunk_ids)), context)
-        return hidden
+    def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews:
+        """One copy to the device: for a graph to where it reads."""
+        if graph is None or self._graphs is None:
+            return inputs.layout.views(inputs.packed.to(self._device, non_blocking=True))
+        buffer = self._graphs.buffer[: inputs.layout.size]
+        return inputs.layout.views(buffer.copy_(inputs.packed, non_blocking=True))
 
-    def _sample(
-        self, hidden: Tensor, batch: Batch, inputs: StepInputs
-    ) -> tuple[Tensor | None, SampledTokens | None]:
-        """Choose the next tokens where a req samples, and put them where the next step reads.
+    def _forward(
+        self, batch: Batch, inputs: StepInputs, views: StepViews, graph: DecodeGraph | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Hidden states [T, H], None from a graph, and logits [N, V], None when nobody samples."""
+        if graph is not None:
+            return None, graph.run_forward(inputs.start)
+        state, n = self._state, batch.num_decode
+        num_tokens = n + batch.num_prefill_tokens
+        tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=self._device)
+        step = state.attention_step(views, n, inputs.start, inputs.lengths)
+        hidden = state.forward(views, n, tokens, state.attention.prepare(step))
+        if not batch.samples.any():
+            return hidden, None
+        return hidden, state.model.logits(hidden[views.first + views.lengths - 1])
 
-        Returns the unedited logits [N, V] and the choice; None when nobody samples.
-        """
-        if inputs.sampling is None:
-            return None, None
-        logits = self._model.logits(hidden[inputs.last_tokens])
-        sampled = sample(edited(logits, batch, inputs, self._token_pool), inputs.sampling)
-        self._token_pool[inputs.write_rows, inputs.write_cols] = sampled.tokens
-        return logits, sampled
+    def _finish_extras(
+        self,
+        batch: Batch,
+        inputs: StepInputs,
+        views: StepViews,
+        hidden: Tensor | None,
+        logits: Tensor | None,
+    ) -> LaunchedStep:
+        """Sample from edited logits, and start what else batch.extras asks for."""
+        state, reqs = self._state, batch.num_reqs
+        chosen = tokens = None
+        if logits is not None:
+            logits = logits.float()
+            changed = edited(logits, batch, inputs, state.token_pool)
+            chosen = state.choose(changed, views, *_kinds(batch))
+            logits, tokens = logits[:reqs], chosen[0, :reqs]
+        logprobs = start_logprobs(state.model, hidden, logits, tokens, batch, inputs)
+        return LaunchedStep(batch, inputs, chosen, logprobs)
 
     def facts(self) -> ModelFacts:
         """What the front end must know."""
@@ -189,8 +207,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run every kind of step once, on the dummy page, so that nothing compiles later."""
-        probe.warm_up(self, self._pool.dummy_page)
-        self._pool.clear_dummy()
+        probe.warm_up(self, self._state.pool.dummy_page)
+        self._clear_dummy()
 
     def calibrate(self) -> StepCost:
         """Time a few steps on the dummy page and fit the cost formula; the same on all ranks."""
@@ -198,16 +216,107 @@ class Engine:
         def slowest_ns(own: int) -> int:
             return -self._comm.agree_min(-own)
 
-        cost = probe.calibrate(self, self._pool.dummy_page, slowest_ns)
-        self._pool.clear_dummy()
-        logger.info("step cost calibrated %s", cost)
+        cost = probe.calibrate(self, self._state.pool.dummy_page, slowest_ns)
+        self._clear_dummy()
         return cost
 
     def close(self) -> None:
         """Give the memory back. The communicator stays open: it belongs to the caller."""
-        del self._model, self._pool, self._attention, self._page_table, self._token_pool
+        self._synchronize()
+        self._graphs = None
+        del self._model, self._state
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    # --- building -------------------------------------------------------------------------------
+
+    def _assemble(self, num_pages: int) -> DeviceState:
+        """Everything on the device but the graphs, over a pool of so many pages."""
+        config, model = self._config, self._model_config
+        pool = KVPool(
+            num_layers=model.num_layers,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            kv_heads=local_kv_heads(model, self._comm),
+            head_dim=model.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        rows, max_pages = config.max_running_reqs + 1, -(-self._max_seq_len // config.page_size)
+        return DeviceState(
+            model=self._model,
+            pool=pool,
+            attention=create_attention_backend(
+                config.attention_backend, pool, model.q_heads // self._comm.tp.size
+            ),
+            cos_sin=rope_table(
+                model.rope_theta,
+                model.head_dim,
+                model.rope_scaling,
+                self._max_seq_len,
+                self._device,
+            ),
+            page_table=torch.full(
+                (rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device
+            ),
+            token_pool=torch.zeros(
+                (rows, self._max_seq_len + 1), dtype=torch.int32, device=self._device
+            ),
+        )
+
+    @torch.inference_mode()
+    def _capture(self, sizes: Sequence[int]) -> None:
+        """Capture decode graphs of these sizes, on a GPU."""
+        if self._device.type == "cuda" and sizes:
+            self._graphs = DecodeGraphs(
+                self._state, sizes, self._model_config.vocab_size, self._show_progress
+            )
+            self._clear_dummy()
+
+    def _largest_graph(self) -> int:
+        asked, rows = self._config.cuda_graph_max_bs, self._config.max_running_reqs
+        return min(rows, _MOST_CAPTURED) if asked is None else min(asked, rows)
+
+    def _kv_bytes(self, free_before: int, max_chunk_tokens: int) -> int:
+        """Bytes for KV pages: a setting on CPU; on a GPU what is left of the share beside weights
+        and what steps and graphs take, which is found out by running and capturing the largest."""
+        if self._device.type == "cpu":
+            return self._config.cpu_kv_bytes
+        if self._config.num_pages is not None:
+            return 0
+        torch.cuda.synchronize(self._device)
+        loaded = self._free_bytes()
+        self._state = self._assemble(num_pages=1)
+        probe.largest_step(self, self._state.pool.dummy_page, max_chunk_tokens)
+        overhead = loaded - self._free_bytes() + self._graph_bytes()
+        del self._state
+        torch.cuda.empty_cache()
+        logger.info("memory beside weights and KV steps_and_graphs_bytes=%d", overhead)
+        return int(self._config.memory_ratio * free_before) - (free_before - loaded) - overhead
+
+    def _graph_bytes(self) -> int:
+        """What all graphs take: the two largest tried, the others like the second of them."""
+        sizes = graph_sizes(self._largest_graph())
+        taken: list[int] = []
+        for count in (1, 2):
+            torch.cuda.empty_cache()
+            before = self._free_bytes()
+            self._capture(sizes[-count:])
+            taken.append(before - self._free_bytes())
+            self._graphs = None
+        return taken[1] + max(taken[1] - taken[0], 0) * max(len(sizes) - 2, 0)
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _clear_dummy(self) -> None:
+        with self._on_stream():
+            self._state.pool.clear_dummy()
+            self._synchronize()
 
     def _free_bytes(self) -> int:
         if self._device.type == "cpu":
@@ -215,9 +324,10 @@ class Engine:
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free)
 
-    def _kv_bytes(self, free_before: int) -> int:
-        """Bytes for KV pages: a setting on CPU; on a GPU what the weights leave of the share."""
-        if self._device.type == "cpu":
-            return self._config.cpu_kv_bytes
-        used = free_before - self._free_bytes()
-        return int(self._config.memory_ratio * free_before) - used
+
+def _kinds(batch: Batch) -> tuple[bool, bool]:
+    """Whether some req draws at random, and whether some such req filters first."""
+    asked = batch.sampling
+    drawn: np.ndarray = asked.temperature > 0
+    filters = drawn & ((asked.top_k > 0) | (asked.top_p < 1) | (asked.min_p > 0))
+    return bool(drawn.any()), bool(filters.any())

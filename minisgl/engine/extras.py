@@ -31,7 +31,7 @@ class PendingLogprobs:
     """Log-probabilities of a step, copied to the host without waiting; read after the step."""
 
     num_reqs: int
-    sampled_reqs: "np.ndarray[tuple[int], np.dtype[np.intp]]"
+    order: "np.ndarray[tuple[int], np.dtype[np.intp]]"
     sampled: TopLogprobs | None
     prompts: list[_PendingPrompt]
 
@@ -42,9 +42,9 @@ class PendingLogprobs:
         ids = np.zeros((self.num_reqs, width), dtype=np.int32)
         values = np.zeros((self.num_reqs, width), dtype=np.float32)
         if self.sampled is not None:
-            chosen[self.sampled_reqs] = self.sampled.chosen.numpy()
-            ids[self.sampled_reqs] = self.sampled.ids.numpy()
-            values[self.sampled_reqs] = self.sampled.values.numpy()
+            chosen[self.order] = self.sampled.chosen.numpy()
+            ids[self.order] = self.sampled.ids.numpy()
+            values[self.order] = self.sampled.values.numpy()
         prompt = {
             pending.batch_index: PromptLogprobs(
                 *(np.concatenate([part[i].numpy() for part in pending.parts]) for i in range(3))
@@ -67,7 +67,7 @@ def apply_history(extras: StepExtras, token_pool: Tensor) -> None:
 
 
 def edited(logits: Tensor, batch: Batch, inputs: StepInputs, token_pool: Tensor) -> Tensor:
-    """The logits to sample from: float32 [N, V], a copy when some req edits them."""
+    """The logits to sample from: float32 [B, V], a copy when some req edits them."""
     extras = batch.extras
     if extras is None or extras.edits is None:
         return logits
@@ -80,16 +80,17 @@ def _edit_tensors(
 ) -> EditTensors:
     """Positions in the batch become rows of the logits."""
     position = (batch.start + batch.lengths)[edits.index]
+    places = inputs.places.astype(np.int32)
     sent = upload(
         {
-            "index": np.searchsorted(inputs.sampled_reqs, edits.index).astype(np.int32),
+            "index": places[edits.index],
             "rows": batch.rows[edits.index],
             "position": position,
             "prompt_len": edits.prompt_len,
             "frequency": edits.frequency,
             "presence": edits.presence,
             "repetition": edits.repetition,
-            "bias_index": np.searchsorted(inputs.sampled_reqs, edits.bias_index).astype(np.int32),
+            "bias_index": places[edits.bias_index],
             "bias_ids": edits.bias_ids,
             "bias_values": edits.bias_values,
         },
@@ -100,13 +101,17 @@ def _edit_tensors(
 
 def start_logprobs(
     model: CausalLM,
-    hidden: Tensor,
+    hidden: Tensor | None,
     logits: Tensor | None,
     tokens: Tensor | None,
     batch: Batch,
     inputs: StepInputs,
 ) -> PendingLogprobs | None:
-    """Launch what batch.extras asks for. logits: the unedited ones of the N sampling reqs."""
+    """Launch what batch.extras asks for.
+
+    hidden: [T, H], None when the step has no chunks. logits, tokens: the unedited float32 [B, V]
+    and what was sampled from them, in the inputs' order.
+    """
     extras = batch.extras
     if extras is None:
         return None
@@ -114,10 +119,10 @@ def start_logprobs(
     most = int(extras.logprobs.max(initial=-1))
     if most >= 0 and logits is not None and tokens is not None:
         sampled = _to_host(top_logprobs(logits, tokens, most))
-    prompts = _start_prompts(model, hidden, batch, extras)
+    prompts = [] if hidden is None else _start_prompts(model, hidden, batch, extras)
     if sampled is None and not prompts:
         return None
-    return PendingLogprobs(batch.num_reqs, inputs.sampled_reqs, sampled, prompts)
+    return PendingLogprobs(batch.num_reqs, inputs.order, sampled, prompts)
 
 
 def _start_prompts(
@@ -136,7 +141,7 @@ def _start_prompts(
         for offset in range(0, length, _PROMPT_ROWS):
             rows = slice(begin + offset, begin + min(offset + _PROMPT_ROWS, length))
             chosen = on_device[offset : offset + _PROMPT_ROWS]
-            parts.append(_to_host(top_logprobs(model.logits(hidden[rows]), chosen, count)))
+            parts.append(_to_host(top_logprobs(model.logits(hidden[rows]).float(), chosen, count)))
         pending.append(_PendingPrompt(index, parts))
     return pending
 

@@ -9,106 +9,80 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import Batch, Int32Array
-from minisgl.kernel import SamplingTensors
+from minisgl.kernel import StepLayout, StepViews
 
-__all__ = ["StepInputs", "stage", "upload"]
+__all__ = ["StepInputs", "pack", "pad", "place_reqs", "upload"]
 
 _ALIGNMENT = 8  # bytes; the widest element sent is int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """One step's inputs on the device; N reqs sample. All integers are int32.
+    """One step on its way to the device. Its reqs stand in the order of place_reqs.
 
-    page_rows, page_cols, page_ids  [U] as in Batch.
-    decode_rows, decode_cols        [num_decode]; where the decode reqs' ids lie in the token pool.
-    chunk_ids                       [T - num_decode].
-    positions, slots                [T].
-    sampled_reqs                    on the host: which of the B reqs the N are.
-    last_tokens                     [N]; index among the T of each sampling req's last token.
-    write_rows, write_cols          [N]; where its next token goes in the token pool.
-    sampling                        None when N is 0.
+    order     intp [B] on the host; order[i] is the index in the batch of the req at place i.
+    start, lengths   int32 [N] on the host, in that order; N is B plus padding.
+    packed    int32 on the host, pinned for a GPU; layout says where things are in it.
     """
 
-    page_rows: Tensor
-    page_cols: Tensor
-    page_ids: Tensor
-    decode_rows: Tensor
-    decode_cols: Tensor
-    chunk_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    sampled_reqs: NDArray[np.intp]
-    last_tokens: Tensor
-    write_rows: Tensor
-    write_cols: Tensor
-    sampling: SamplingTensors | None
+    order: NDArray[np.intp]
+    start: Int32Array
+    lengths: Int32Array
+    layout: StepLayout
+    packed: Tensor
+
+    @property
+    def places(self) -> NDArray[np.intp]:
+        """intp [B]: the place of each req of the batch."""
+        return np.argsort(self.order)
 
 
-def stage(
-    batch: Batch, host_page_table: Int32Array, page_size: int, device: torch.device
-) -> StepInputs:
-    """Apply the batch's page updates to the host page table, and send what the device needs."""
-    host_page_table[batch.page_rows, batch.page_cols] = batch.page_ids
-    n = batch.num_decode
-    ends = np.cumsum(batch.lengths, dtype=np.int32)
-    req_of_token = np.repeat(np.arange(batch.num_reqs, dtype=np.int32), batch.lengths)
-    tokens = np.arange(len(req_of_token), dtype=np.int32)
-    positions = tokens + (batch.start - ends + batch.lengths)[req_of_token]
-    pages = host_page_table[batch.rows[req_of_token], positions // page_size]
-    sampled = np.flatnonzero(batch.samples)
-    sent = upload(
-        {
-            "seed": batch.sampling.seed[sampled],
-            "page_rows": batch.page_rows,
-            "page_cols": batch.page_cols,
-            "page_ids": batch.page_ids,
-            "decode_rows": batch.rows[:n],
-            "decode_cols": batch.start[:n],
-            "chunk_ids": batch.chunk_ids,
-            "positions": positions,
-            "slots": pages * page_size + positions % page_size,
-            "last_tokens": (ends - 1)[sampled],
-            "write_rows": batch.rows[sampled],
-            "write_cols": (batch.start + batch.lengths)[sampled],
-            "temperature": batch.sampling.temperature[sampled],
-            "top_k": batch.sampling.top_k[sampled],
-            "top_p": batch.sampling.top_p[sampled],
-            "min_p": batch.sampling.min_p[sampled],
-        },
-        device,
-    )
-    return StepInputs(
-        page_rows=sent["page_rows"],
-        page_cols=sent["page_cols"],
-        page_ids=sent["page_ids"],
-        decode_rows=sent["decode_rows"],
-        decode_cols=sent["decode_cols"],
-        chunk_ids=sent["chunk_ids"],
-        positions=sent["positions"],
-        slots=sent["slots"],
-        sampled_reqs=sampled,
-        last_tokens=sent["last_tokens"],
-        write_rows=sent["write_rows"],
-        write_cols=sent["write_cols"],
-        sampling=_sampling(batch, sampled, sent) if len(sampled) else None,
-    )
+def place_reqs(batch: Batch) -> NDArray[np.intp]:
+    """Decode reqs by falling context, so that the blocks of attention that start last are short
+    and all multiprocessors end together; chunks as they come."""
+    order = np.arange(batch.num_reqs)
+    order[: batch.num_decode] = np.argsort(-batch.start[: batch.num_decode], kind="stable")
+    return order
 
 
-def _sampling(batch: Batch, sampled: NDArray[np.intp], sent: dict[str, Tensor]) -> SamplingTensors:
-    asked = batch.sampling
-    drawn = sampled[asked.temperature[sampled] > 0]
-    filters = (asked.top_k[drawn] > 0) | (asked.top_p[drawn] < 1) | (asked.min_p[drawn] > 0)
-    return SamplingTensors(
-        temperature=sent["temperature"],
-        top_k=sent["top_k"],
-        top_p=sent["top_p"],
-        min_p=sent["min_p"],
-        seed=sent["seed"],
-        position=sent["write_cols"],
-        draws=bool(len(drawn)),
-        filters=bool(filters.any()),
-    )
+def pack(batch: Batch, size: int, dummy_row: int, pinned: bool) -> StepInputs:
+    """Lay the batch out for one copy, padded to `size` reqs with the dummy row."""
+    reqs, order = batch.num_reqs, place_reqs(batch)
+    layout = StepLayout(size, len(batch.page_ids), len(batch.chunk_ids))
+    packed = torch.empty(layout.size, dtype=torch.int32, pin_memory=pinned)
+    host: Any = StepViews._make(view.numpy() for view in layout.views(packed))
+    start, lengths, asked = host.start, host.lengths, batch.sampling
+    host.rows[:reqs] = batch.rows[order]
+    start[:reqs] = batch.start[order]
+    lengths[:reqs] = batch.lengths[order]
+    host.samples[:reqs] = batch.samples[order]
+    host.seed[:reqs] = asked.seed[order]
+    host.temperature[:reqs] = asked.temperature[order]
+    host.top_k[:reqs] = asked.top_k[order]
+    host.top_p[:reqs] = asked.top_p[order]
+    host.min_p[:reqs] = asked.min_p[order]
+    pad(host, reqs, dummy_row)
+    host.page_rows[:] = batch.page_rows
+    host.page_cols[:] = batch.page_cols
+    host.page_ids[:] = batch.page_ids
+    host.chunk_ids[:] = batch.chunk_ids
+    return StepInputs(order, start, lengths, layout, packed)
+
+
+def pad(host: Any, first: int, dummy_row: int) -> None:
+    """Make the reqs from place `first` on harmless, and fill host.first.
+
+    host: StepViews of numpy arrays. A padded req computes one token on the dummy page, samples
+    greedily and writes nothing.
+    """
+    host.rows[first:] = dummy_row
+    host.start[first:] = 0
+    host.lengths[first:] = 1
+    for field in (host.samples, host.seed, host.temperature, host.top_k, host.min_p):
+        field[first:] = 0
+    host.top_p[first:] = 1
+    host.first[0] = 0
+    np.cumsum(host.lengths[:-1], out=host.first[1:])
 
 
 def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:

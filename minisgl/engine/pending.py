@@ -5,10 +5,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import StepResult
+from minisgl.core import Batch, StepResult
 from minisgl.engine.extras import PendingLogprobs
 from minisgl.engine.inputs import StepInputs
-from minisgl.kernel import SampledTokens
 
 __all__ = ["LaunchedStep"]
 
@@ -16,25 +15,25 @@ __all__ = ["LaunchedStep"]
 class LaunchedStep:
     """Result of one step, on its way to the host; implements core.PendingStep.
 
-    Holds the step's inputs, so that no device memory of it is reused before it is done.
+    Holds the batch and what was packed from it until the step is done (device memory needs no
+    holding: torch hands it out again in the order of the stream).
     """
 
     def __init__(
         self,
-        num_reqs: int,
+        batch: Batch,
         inputs: StepInputs,
-        sampled: SampledTokens | None,
+        chosen: Tensor | None,
         logprobs: PendingLogprobs | None = None,
     ) -> None:
-        self._logprobs = logprobs
-        self._num_reqs = num_reqs
+        """chosen: int32 [2, N or more] as DeviceState.choose, in the inputs' order; None when
+        nobody samples. Queues its copy on the current stream."""
+        self._batch = batch
         self._inputs = inputs
-        self._host: Tensor | None = None
+        self._logprobs = logprobs
+        self._host = None if chosen is None else chosen.to("cpu", non_blocking=True)
         self._done: torch.cuda.Event | None = None
-        if sampled is not None:
-            both = torch.stack((sampled.tokens, sampled.finite.int()))
-            self._host = both.to("cpu", non_blocking=True)
-        if inputs.positions.is_cuda:
+        if inputs.packed.is_pinned():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
@@ -42,11 +41,14 @@ class LaunchedStep:
         """Block until the step is done. Tokens of reqs that did not sample are 0, and finite."""
         if self._done is not None:
             self._done.synchronize()
-        tokens = np.zeros(self._num_reqs, dtype=np.int32)
-        finite: NDArray[np.bool_] = np.ones(self._num_reqs, dtype=np.bool_)
+        reqs = self._batch.num_reqs
+        tokens = np.zeros(reqs, dtype=np.int32)
+        finite: NDArray[np.bool_] = np.ones(reqs, dtype=np.bool_)
         if self._host is not None:
-            sampled = self._host.numpy()
-            tokens[self._inputs.sampled_reqs] = sampled[0]
-            finite[self._inputs.sampled_reqs] = sampled[1] != 0
+            chosen = self._host.numpy()[:, :reqs]
+            tokens[self._inputs.order] = chosen[0]
+            finite[self._inputs.order] = chosen[1] != 0
+            tokens[~self._batch.samples] = 0
+            finite |= ~self._batch.samples
         logprobs = None if self._logprobs is None else self._logprobs.read()
         return StepResult(tokens, finite, logprobs)

@@ -11,14 +11,15 @@ import numpy as np
 
 from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost
 
-__all__ = ["calibrate", "fit", "probe_batch", "warm_up"]
+__all__ = ["calibrate", "fit", "largest_step", "probe_batch", "warm_up"]
 
 _TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
 _REPEATS = 3
 
 
 class Shape(NamedTuple):
-    """num_decode reqs with `context` tokens each, and one chunk after `context` cached tokens."""
+    """num_decode reqs with `context` tokens each, and `chunk` prompt tokens after `context` cached
+    ones, cut into several prompts where one would be too long."""
 
     num_decode: int
     chunk: int
@@ -40,6 +41,17 @@ def warm_up(engine: EngineLike, dummy_page: int) -> None:
             batch = probe_batch(engine, dummy_page, shape, temperature=temperature, top_k=top_k)
             if batch is not None:
                 engine.launch(batch).wait()
+
+
+def largest_step(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
+    """The step that takes the most memory: all rows in use, the longest chunk, all samplers."""
+    chunks = -(-max_chunk_tokens // engine.max_seq_len)
+    num_decode = max(engine.max_running_reqs - chunks, 0)
+    most = (engine.max_running_reqs - num_decode) * engine.max_seq_len
+    shape = Shape(num_decode, min(max_chunk_tokens, most), 0)
+    batch = probe_batch(engine, dummy_page, shape, temperature=1.0, top_k=2)
+    assert batch is not None, "the largest step fits by construction: this is a bug"
+    engine.launch(batch).wait()
 
 
 def calibrate(engine: EngineLike, dummy_page: int, slowest_ns: Callable[[int], int]) -> StepCost:
@@ -100,14 +112,16 @@ def probe_batch(
     top_k: int = 0,
 ) -> Batch | None:
     """A batch of that shape, or None where the engine has too few rows or too short a context."""
-    num_reqs = shape.num_decode + (shape.chunk > 0)
-    longest = shape.context + max(shape.chunk, 1)
-    if num_reqs > engine.max_running_reqs or longest > engine.max_seq_len:
+    longest = max(engine.max_seq_len - shape.context, 1)
+    num_chunks = -(-shape.chunk // longest)
+    num_reqs = shape.num_decode + num_chunks
+    if num_reqs > engine.max_running_reqs or shape.context >= engine.max_seq_len:
         return None
-    pages = -(-longest // engine.page_size)
     lengths = np.ones(num_reqs, dtype=np.int32)
-    if shape.chunk:
-        lengths[-1] = shape.chunk
+    lengths[shape.num_decode :] = longest
+    if num_chunks:
+        lengths[-1] = shape.chunk - (num_chunks - 1) * longest
+    pages = -(-(shape.context + int(lengths.max())) // engine.page_size)
     rows = np.arange(num_reqs, dtype=np.int32)
     return Batch(
         step_id=0,

@@ -38,14 +38,21 @@ class KVPool:
         self.dummy_slot = num_pages * page_size
         shape = (num_layers, 2, num_pages + 1, page_size, kv_heads, head_dim)
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self._layers: list[tuple[Tensor, Tensor]] = [
+            (self._storage[layer, 0], self._storage[layer, 1]) for layer in range(num_layers)
+        ]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of one layer's keys and values, each [P + 1, S, Hkv, D] and contiguous."""
+        return self._layers[layer]
 
     def keys(self, layer: int) -> Tensor:
         """View [P + 1, S, Hkv, D] of one layer's keys."""
-        return self._storage[layer, 0]
+        return self._layers[layer][0]
 
     def values(self, layer: int) -> Tensor:
         """View [P + 1, S, Hkv, D] of one layer's values."""
-        return self._storage[layer, 1]
+        return self._layers[layer][1]
 
     def clear_dummy(self) -> None:
         """Zero the dummy page again, after steps that wrote to it on purpose."""
@@ -54,6 +61,19 @@ class KVPool:
     @property
     def device(self) -> torch.device:
         return self._storage.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._storage.dtype
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self._storage.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        return self._storage.shape[-1]
 
     @property
     def num_bytes(self) -> int:

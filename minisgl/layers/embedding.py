@@ -29,9 +29,16 @@ class VocabMatrix(nn.Module):
         """ids: integers [T] below V. Returns [T, H]."""
         return self.comm.all_reduce(gather_embedding(ids, self.weight, self.part.begin))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [N, H]. Returns float32 [N, V], the same on every rank."""
-        return self.comm.all_gather(linear(hidden, self.weight))[:, : self.part.full].float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [N, H]. Returns [N, V] of its dtype, the same on every rank.
+
+        out: [N, V] to be overwritten and returned.
+        """
+        if out is None:
+            return self.comm.all_gather(linear(hidden, self.weight))[:, : self.part.full]
+        if self.comm.tp.size == 1:
+            return torch.mm(hidden, self.weight.t(), out=out)
+        return out.copy_(self.logits(hidden))
 
     def placements(self, name: str) -> Iterator[Placement]:
         part = self.part

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from minisgl.attention import StepAttention
 from minisgl.core import ConfigError
 from minisgl.distributed import Communicator
-from minisgl.kernel import rope, silu_and_mul
+from minisgl.kernel import qk_norm_rope_store, silu_and_mul
+from minisgl.kvcache.pool import KVPool
 from minisgl.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -27,11 +29,14 @@ __all__ = ["CausalLM", "ForwardContext", "local_kv_heads"]
 class ForwardContext:
     """What all layers of one forward share.
 
-    positions: integers [T]; cos_sin: float32 [max_seq_len, D]; attention: of this step.
+    positions, slots: int32 [T], where each token stands and where its KV goes in the pool;
+    cos_sin: float32 [max_seq_len, D]; attention: of this step, over the pool.
     """
 
     positions: Tensor
+    slots: Tensor
     cos_sin: Tensor
+    pool: KVPool
     attention: StepAttention
 
 
@@ -49,7 +54,7 @@ class Attention(nn.Module):
         k = split_heads("k_proj", config.kv_heads, dim, rank, size)
         self.layer = layer
         self.head_dim = dim
-        self.sizes = [q.local, k.local, k.local]
+        self.q_heads, self.kv_heads = q.local // dim, k.local // dim
         parts = (q, k, k._replace(name="v_proj"))
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.qkv_bias)
         self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, comm)
@@ -58,14 +63,22 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(dim, config.norm_eps) if normed else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim))
-            for part in self.qkv_proj(x).split(self.sizes, dim=-1)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        q = qk_norm_rope_store(
+            self.qkv_proj(x),
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            context.cos_sin,
+            context.positions,
+            context.slots,
+            *context.pool.layer(self.layer),
+            self.q_heads,
+            self.kv_heads,
+            self.head_dim,
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope(q, k, context.positions, context.cos_sin)
-        attended = context.attention.forward(self.layer, q, k, v)
+        attended = torch.empty_like(q)
+        context.attention.forward(self.layer, q, attended)
         out: Tensor = self.o_proj(attended.flatten(1))
         return out
 
@@ -146,10 +159,13 @@ class CausalLM(nn.Module):
         hidden: Tensor = self.model(ids, context)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [N, H] of the tokens that are sampled after. Returns float32 [N, V]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [N, H] of the tokens that are sampled after. Returns [N, V] of the same dtype.
+
+        out: [N, V] to be overwritten and returned.
+        """
         head = self.model.embed_tokens if self.config.tied_embeddings else self.lm_head
-        return head.logits(hidden)
+        return head.logits(hidden, out)
 
 
 def local_kv_heads(config: ModelConfig, comm: Communicator) -> int:

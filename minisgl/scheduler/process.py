@@ -52,7 +52,7 @@ def run_scheduler(
     inbox = _inbox(tp, socket_dir)
     rendezvous = str(Path(socket_dir) / "rendezvous")
     comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
-    engine = Engine(engine_config, tp, comm)
+    engine = Engine(engine_config, tp, comm, scheduler_config.prefill_budget_tokens)
     api: Sender[Ready | SchedulerStats] = Sender(endpoint(socket_dir, "api"))
     outbox: Outbox = SilentOutbox()
     if tp.rank == 0:

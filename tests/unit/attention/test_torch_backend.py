@@ -24,6 +24,25 @@ def make_pool(page_size: int, num_pages: int = 600) -> KVPool:
     )
 
 
+def make_step(
+    num_decode: int,
+    rows: "np.ndarray[tuple[int], np.dtype[np.int32]]",
+    start: list[int],
+    lengths: list[int],
+    table: "np.ndarray[tuple[int, int], np.dtype[np.int32]]",
+) -> AttentionStep:
+    firsts, counts = np.array(start, dtype=np.int32), np.array(lengths, dtype=np.int32)
+    return AttentionStep(
+        num_decode=num_decode,
+        start=firsts,
+        lengths=counts,
+        device_rows=torch.from_numpy(rows),
+        device_start=torch.from_numpy(firsts),
+        device_lengths=torch.from_numpy(counts),
+        page_table=torch.from_numpy(table),
+    )
+
+
 def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> torch.Tensor:
     """One query [Hq, D] over keys and values [C, Hkv, D] up to its position, in float64."""
     group = Q_HEADS // KV_HEADS
@@ -53,42 +72,30 @@ def test_equals_attention_written_out(
     generator = torch.Generator().manual_seed(1)
     rng = np.random.default_rng(1)
     pool = make_pool(page_size)
-    backend = create_attention_backend("torch", pool, CPU)
+    backend = create_attention_backend("torch", pool, Q_HEADS)
     rows = rng.permutation(8)[: len(start)].astype(np.int32)
     table = np.full((8, 128 // page_size), pool.dummy_page, dtype=np.int32)
     order = rng.permutation(pool.num_pages).astype(np.int32)
-    queries, slots, contexts = [], [], []
+    queries, contexts = [], []
     for row, first, length in zip(rows, start, lengths, strict=True):
         pages, order = np.split(order, [-(-(first + length) // page_size)])
         table[row, : len(pages)] = pages
         k, v = torch.randn(2, first + length, KV_HEADS, HEAD_DIM, generator=generator)
         positions = np.arange(first + length)
         own = torch.from_numpy(pages[positions // page_size] * page_size + positions % page_size)
-        pool.keys(1).flatten(0, 1)[own[:first]] = k[:first]
-        pool.values(1).flatten(0, 1)[own[:first]] = v[:first]
+        pool.keys(1).flatten(0, 1)[own] = k
+        pool.values(1).flatten(0, 1)[own] = v
         queries.append(torch.randn(length, Q_HEADS, HEAD_DIM, generator=generator))
-        slots.append(own[first:])
         contexts.append((k, v, first))
-    step = AttentionStep(
-        num_decode=num_decode,
-        rows=rows,
-        start=np.array(start, dtype=np.int32),
-        lengths=np.array(lengths, dtype=np.int32),
-        host_page_table=table,
-        page_table=torch.from_numpy(table),
-        slots=torch.cat(slots),
-    )
-    fresh_k = torch.cat([k[first:] for k, _, first in contexts])
-    fresh_v = torch.cat([v[first:] for _, v, first in contexts])
-    out = backend.prepare(step).forward(1, torch.cat(queries), fresh_k, fresh_v)
+    q = torch.cat(queries)
+    out = torch.full_like(q, torch.nan)
+    backend.prepare(make_step(num_decode, rows, start, lengths, table)).forward(1, q, out)
     expected = [
         written_out(q, k, v, first + i)
         for query, (k, v, first) in zip(queries, contexts, strict=True)
         for i, q in enumerate(query)
     ]
     torch.testing.assert_close(out, torch.stack(expected), atol=1e-5, rtol=1e-5)
-    assert not pool.keys(0).any(), "another layer was written"
-    assert not pool.keys(1)[pool.dummy_page].any()
 
 
 def test_long_chunk_is_cut_into_blocks() -> None:
@@ -98,27 +105,28 @@ def test_long_chunk_is_cut_into_blocks() -> None:
     first, length = 40, 1100
     table = np.arange(80, dtype=np.int32)[None]
     k, v = torch.randn(2, first + length, KV_HEADS, HEAD_DIM, generator=generator)
-    pool.keys(0).flatten(0, 1)[:first] = k[:first]
-    pool.values(0).flatten(0, 1)[:first] = v[:first]
-    step = AttentionStep(
-        num_decode=0,
-        rows=np.zeros(1, dtype=np.int32),
-        start=np.array([first], dtype=np.int32),
-        lengths=np.array([length], dtype=np.int32),
-        host_page_table=table,
-        page_table=torch.from_numpy(table),
-        slots=torch.arange(first, first + length),
-    )
+    pool.keys(0).flatten(0, 1)[: first + length] = k
+    pool.values(0).flatten(0, 1)[: first + length] = v
+    step = make_step(0, np.zeros(1, dtype=np.int32), [first], [length], table)
     q = torch.randn(length, Q_HEADS, HEAD_DIM, generator=generator)
-    prepared = create_attention_backend("auto", pool, CPU).prepare(step)
-    out = prepared.forward(0, q, k[first:], v[first:])
+    out = torch.full_like(q, torch.nan)
+    create_attention_backend("auto", pool, Q_HEADS).prepare(step).forward(0, q, out)
     for i in (0, 1, 1023, 1024, 1099):
         torch.testing.assert_close(out[i], written_out(q[i], k, v, first + i), atol=1e-5, rtol=1e-5)
 
 
-def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'fast' is not known; known: auto, torch"):
-        create_attention_backend("fast", make_pool(4), CPU)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fast", "'fast' is not known; known: auto, torch, flashinfer"),
+        ("torch,flashinfer-fa3", "'flashinfer-fa3' is not known; known: auto, torch, flashinfer$"),
+        ("flashinfer", "'flashinfer' cannot be used: it needs a CUDA device, not cpu"),
+        ("flashinfer,torch", "'flashinfer' cannot be used"),
+    ],
+)
+def test_backend_that_cannot_be_used_is_refused(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        create_attention_backend(name, make_pool(4), Q_HEADS)
 
 
 def test_pool_is_as_large_as_its_pages_say() -> None:

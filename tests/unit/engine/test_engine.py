@@ -63,7 +63,7 @@ def test_token_pool_holds_what_was_sampled_and_nothing_else(path: str) -> None:
     engine = make_engine(path)
     driver = Driver(engine)
     result = driver.step(Work(2, 0, [5, 6, 7]), Work(4, 0, [8, 9], samples=False))
-    pool = engine._token_pool
+    pool = engine._state.token_pool
     assert int(pool[2, 3]) == result.tokens[0]
     assert pool.count_nonzero() <= 1
     assert result.tokens[1] == 0
@@ -74,7 +74,7 @@ def test_last_position_of_the_context_can_be_computed(path: str) -> None:
     driver = Driver(engine)
     driver.step(Work(0, 0, list(range(11))))
     result = driver.step(Work(0, 11))
-    assert int(engine._token_pool[0, 12]) == result.tokens[0]
+    assert int(engine._state.token_pool[0, 12]) == result.tokens[0]
 
 
 def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
@@ -83,7 +83,7 @@ def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
     def refuse(hidden: torch.Tensor) -> torch.Tensor:
         raise AssertionError("logits were computed")
 
-    engine._model.logits = refuse  # type: ignore[method-assign]
+    engine._state.model.logits = refuse  # type: ignore[method-assign]
     result = Driver(engine).step(Work(0, 0, [1, 2, 3], samples=False))
     assert result.tokens.tolist() == [0]
     assert result.finite.tolist() == [True]
@@ -95,7 +95,7 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
     engine = make_engine(path)
     engine.warm_up()
     cost = engine.calibrate()
-    assert not engine._pool.keys(0).any()
+    assert not engine._state.pool.keys(0).any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 0, 100) > 0
     assert cost.predict_s(0, 512, 512 * 256) >= cost.predict_s(0, 16, 16 * 8)
@@ -167,4 +167,4 @@ def test_close_gives_the_memory_back(path: str) -> None:
     comm = SingleCommunicator()
     engine = Engine(EngineConfig(model_path=path, num_pages=8), comm.tp, comm)
     engine.close()
-    assert not hasattr(engine, "_pool")
+    assert not hasattr(engine, "_state")

@@ -1,0 +1,154 @@
+"""Attention on CUDA by FlashInfer's paged wrappers, over the pool as it lies (NHD).
+
+Prefill runs the fa3 kernels on Hopper and the fa2 kernels elsewhere, decode the tensor-core path
+(fa2). flashinfer is imported here alone, and only when one of these backends is made.
+"""
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
+from minisgl.attention.flashinfer_graph import SplitDecode, WholeDecode
+from minisgl.core import Int32Array
+from minisgl.kernel import kv_metadata
+from minisgl.kvcache.pool import KVPool
+
+__all__ = ["FlashInferAttention", "default_prefill_variant", "why_not_flashinfer"]
+
+_HEAD_DIMS = (64, 128, 256)
+_MIN_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
+_MOST_QUERY_ROWS = 128  # of one block of the fa2 kernels
+_BLOCKS_PER_MULTIPROCESSOR = 2  # for which FlashInfer plans
+
+
+def why_not_flashinfer(pool: KVPool) -> str | None:
+    """What keeps FlashInfer from working on this pool; None when nothing does."""
+    if pool.device.type != "cuda":
+        return f"it needs a CUDA device, not {pool.device.type}"
+    if pool.dtype not in (torch.bfloat16, torch.float16):
+        return f"it supports bfloat16 and float16, not {str(pool.dtype).removeprefix('torch.')}"
+    if pool.head_dim not in _HEAD_DIMS:
+        return f"it supports head_dim {_HEAD_DIMS}, not {pool.head_dim}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer is not installed (pip install minisgl[gpu])"
+    return None
+
+
+def default_prefill_variant(device: torch.device) -> str:
+    """fa3 on Hopper, fa2 elsewhere."""
+    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+
+
+class _Pages(NamedTuple):
+    """Where n reqs' contexts lie: kv_indptr [n + 1] and last_page_len [n] on the host, and the
+    page ids of all of them on the device."""
+
+    indptr: Tensor
+    last: Tensor
+    indices: Tensor
+
+
+class _Planner:
+    """One wrapper that is planned anew for each step.
+
+    I1  A plan writes into pinned memory, which is copied to the device behind earlier steps. So
+        the next plan waits for that copy: at most for the step before the one planned last.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self._copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def plan(self, *args: object, **kwargs: object) -> None:
+        self._copied.synchronize()
+        self.wrapper.plan(*args, **kwargs)
+        self._copied.record()
+
+
+class FlashInferAttention:
+    """Both phases; they share the float workspace, since a step's kernels run one by one."""
+
+    def __init__(self, pool: KVPool, q_heads: int, variant: str) -> None:
+        import flashinfer
+
+        self._flashinfer: Any = flashinfer
+        self._pool = pool
+        self._shape = (q_heads, pool.kv_heads, pool.head_dim, pool.page_size)
+        self._types = {"q_data_type": pool.dtype, "kv_data_type": pool.dtype}
+        properties = torch.cuda.get_device_properties(pool.device)
+        self._blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
+        # parts of split contexts: no more than `blocks` over the KV heads, in float32
+        parts = self._blocks * (q_heads // pool.kv_heads) * _MOST_QUERY_ROWS
+        size = max(_MIN_WORKSPACE_BYTES, parts * (pool.head_dim + 1) * 4)
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
+        self._prefill = _Planner(
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=variant)
+        )
+        self._decode = _Planner(
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace, "NHD", use_tensor_cores=True
+            )
+        )
+        self._graph_indices: Tensor | None = None
+
+    def prepare(self, step: AttentionStep) -> StepAttention:
+        """A step of one phase only (PhasedAttention splits)."""
+        pages = self._pages(step)
+        if step.num_decode:
+            planner = self._decode
+            planner.plan(pages.indptr, pages.indices, pages.last, *self._shape, **self._types)
+        else:
+            planner = self._prefill
+            qo_indptr = _cumulated(step.lengths)
+            planner.plan(
+                qo_indptr,
+                pages.indptr,
+                pages.indices,
+                pages.last,
+                *self._shape,
+                causal=True,
+                **self._types,
+            )
+        return _Planned(self._pool, planner.wrapper)
+
+    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
+        """The first size asked for is the largest; the page ids' buffer is shared by all."""
+        if self._graph_indices is None:
+            entries = size * step.page_table.shape[1]
+            self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=self._pool.device)
+        kind = SplitDecode if size * self._pool.kv_heads <= self._blocks else WholeDecode
+        arguments = (self._flashinfer, self._pool, self._workspace, self._graph_indices)
+        return kind(*arguments, step, self._shape, self._types)
+
+    def _pages(self, step: AttentionStep) -> _Pages:
+        contexts, size = step.start + step.lengths, self._pool.page_size
+        pages = (contexts + (size - 1)) // size
+        indptr = _cumulated(pages)
+        n, total = len(contexts), int(indptr[-1])
+        scratch = torch.empty(2 * n + 1 + total, dtype=torch.int32, device=self._pool.device)
+        on_device, last, indices = scratch[: n + 1], scratch[n + 1 : 2 * n + 1], scratch[-total:]
+        rows, start, lengths = step.device_rows, step.device_start, step.device_lengths
+        kv_metadata(rows, start, lengths, step.page_table, size, on_device, indices, last)
+        return _Pages(indptr, torch.from_numpy(contexts - (pages - 1) * size), indices)
+
+
+class _Planned:
+    """Implements StepAttention by a planned wrapper."""
+
+    def __init__(self, pool: KVPool, wrapper: Any) -> None:
+        self._pool = pool
+        self._wrapper = wrapper
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        self._wrapper.run(q, self._pool.layer(layer), out=out)
+
+
+def _cumulated(counts: Int32Array) -> Tensor:
+    """int32 [n + 1] on the host: the exclusive sum, and the total."""
+    sums = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=sums[1:])
+    return torch.from_numpy(sums)

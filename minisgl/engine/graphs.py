@@ -1,0 +1,144 @@
+"""CUDA graphs of decode steps: one for token gather to logits and two for the sampler, by size.
+
+All share one memory pool and run one after the other on the engine's stream.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minisgl.attention import DecodeGraphAttention
+from minisgl.core import Batch, Int32Array
+from minisgl.engine.inputs import pad
+from minisgl.engine.state import DeviceState
+from minisgl.kernel import StepLayout, StepViews
+
+__all__ = ["DecodeGraph", "DecodeGraphs", "graph_sizes"]
+
+_STEP = 16  # distance of sizes; matrix kernels work on tiles of 16 rows or more
+_MOST_PAGE_UPDATES = 4096  # of one decode step that runs as a graph; usual is one a req, or none
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """Batch sizes to capture, up to `largest`: 1, 2, 4, 8, then multiples of 16."""
+    sizes = [size for size in (1, 2, 4, 8) if size < largest]
+    return [*sizes, *range(_STEP, largest, _STEP), largest] if largest > 0 else []
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeGraph:
+    """A decode step of `size` reqs over fixed tensors. What it reads lies in `views`.
+
+    logits  [size, V] of the model's dtype; chosen int32 [2, size], as DeviceState.choose.
+    """
+
+    size: int
+    views: StepViews
+    attention: DecodeGraphAttention
+    forward: torch.cuda.CUDAGraph
+    logits: Tensor
+    plain: torch.cuda.CUDAGraph
+    filtered: torch.cuda.CUDAGraph
+    chosen: Tensor
+
+    def run_forward(self, start: Int32Array) -> Tensor:
+        """start: int32 [size] on the host, as in `views`. Returns logits."""
+        self.attention.plan(start)
+        self.forward.replay()
+        return self.logits
+
+    def run_sampler(self, filters: bool) -> Tensor:
+        """Sample from `logits`. Returns chosen."""
+        (self.filtered if filters else self.plain).replay()
+        return self.chosen
+
+
+class DecodeGraphs:
+    """Graphs of several sizes over one set of fixed buffers.
+
+    buffer  int32 on the device; a decode step's packed inputs go to its beginning.
+    graphs  by rising size; empty where the attention backend cannot be captured.
+    """
+
+    def __init__(
+        self, state: DeviceState, sizes: Sequence[int], vocab_size: int, show_progress: bool
+    ) -> None:
+        self._state = state
+        largest = max(sizes, default=0)
+        device = state.device
+        capacity = StepLayout(largest, _MOST_PAGE_UPDATES, 0).size
+        self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=device)
+        self._logits = torch.zeros((largest, vocab_size), dtype=state.pool.dtype, device=device)
+        self._chosen = torch.zeros(2 * largest, dtype=torch.int32, device=device)
+        self._memory = torch.cuda.graph_pool_handle()
+        self.graphs: list[DecodeGraph] = []
+        bar = tqdm(
+            sorted(sizes, reverse=True),
+            desc="capturing graphs",
+            disable=None if show_progress else True,
+        )
+        for size in bar:
+            graph = self._make(size)
+            if graph is None:
+                break
+            self.graphs.insert(0, graph)
+
+    def pick(self, batch: Batch) -> DecodeGraph | None:
+        """The smallest graph that can run this step, if it is a decode step."""
+        if batch.num_decode < batch.num_reqs or len(batch.page_ids) > _MOST_PAGE_UPDATES:
+            return None
+        index = bisect_left(self.graphs, batch.num_reqs, key=lambda graph: graph.size)
+        return self.graphs[index] if index < len(self.graphs) else None
+
+    def _make(self, size: int) -> DecodeGraph | None:
+        """On the current stream. Blocks the host."""
+        state = self._state
+        layout = StepLayout(size, 0, 0)
+        views = layout.views(self.buffer[: layout.size])
+        host = torch.zeros(layout.size, dtype=torch.int32)
+        fields: Any = StepViews._make(view.numpy() for view in layout.views(host))
+        pad(fields, 0, state.dummy_row)
+        self.buffer[: layout.size].copy_(host)
+        start = np.zeros(size, dtype=np.int32)
+        step = state.attention_step(views, size, start, start + np.int32(1))
+        attention = state.attention.decode_graph(size, step)
+        if attention is None:
+            return None
+        tokens = torch.as_strided(self._tokens, (3, size), (size, 1))
+        logits, chosen = self._logits[:size], self._chosen[: 2 * size].view(2, size)
+
+        def forward() -> None:
+            attention.describe()
+            hidden = state.forward(views, size, tokens, attention)
+            state.model.logits(hidden, out=logits)
+
+        def sampler(filters: bool) -> Callable[[], object]:
+            return lambda: chosen.copy_(state.choose(logits, views, draws=True, filters=filters))
+
+        attention.plan(start)
+        return DecodeGraph(
+            size=size,
+            views=views,
+            attention=attention,
+            forward=self._capture(forward),
+            logits=logits,
+            plain=self._capture(sampler(filters=False)),
+            filtered=self._capture(sampler(filters=True)),
+            chosen=chosen,
+        )
+
+    def _capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        run()  # compiles, and lets libraries choose their algorithms and get their workspaces
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        run()
+        graph.capture_end()
+        return graph
