@@ -90,7 +90,8 @@ class LLM:
             overlap=overlap,
         )
         self.tokenizer = TextTokenizer.load(path)
-        self._engine = Engine(engine_config, TPInfo(0, 1), SingleCommunicator())
+        comm = SingleCommunicator()
+        self._engine = Engine(engine_config, TPInfo(0, 1), comm, prefill_budget_tokens)
         self._inbox, self._outbox = LocalInbox(), LocalOutbox()
         self.scheduler = build_scheduler(self._engine, scheduler_config, self._inbox, self._outbox)
         self.facts: ModelFacts = self._engine.facts()
@@ -183,7 +184,7 @@ class LLM:
     ) -> list[Completion]:
         results: list[Completion | None] = [None] * len(prompts)
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
-            for piece in self._stream(prompts, sampling, stop):
+            for piece in self._stream(prompts, sampling, stop, whole=not stop):
                 if piece.completion is not None:
                     results[piece.index] = piece.completion
                     bar.update()
@@ -195,7 +196,9 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         stop: Sequence[str],
+        whole: bool = False,
     ) -> Iterator[Piece]:
+        """whole: nobody looks before the end, so text is made once, when a generation is done."""
         if self._closed:
             raise ConfigError("this LLM is closed")
         running: dict[int, Generation] = {}
@@ -203,7 +206,7 @@ class LLM:
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             ids = self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
             uid, self._next_uid = self._next_uid, self._next_uid + 1
-            running[uid] = Generation.start(index, self.tokenizer.vocabulary, ids, stop)
+            running[uid] = Generation.start(index, self.tokenizer.vocabulary, ids, stop, whole)
             self._inbox.messages.append(AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
         try:
             while running:

@@ -37,10 +37,11 @@ class Piece:
 
 @dataclass(slots=True)
 class Generation:
-    """One generation in the making."""
+    """One generation in the making. whole: its text is made when it is done, not piece by piece."""
 
     index: int
     stream: TextStream
+    whole: bool
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -49,10 +50,15 @@ class Generation:
 
     @classmethod
     def start(
-        cls, index: int, vocabulary: Vocabulary, prompt: Sequence[int], stop: Sequence[str]
+        cls,
+        index: int,
+        vocabulary: Vocabulary,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        whole: bool,
     ) -> "Generation":
         """A generation that has produced nothing. prompt: its ids, for the text's left border."""
-        return cls(index, TextStream(vocabulary, prompt[-8:], stop))
+        return cls(index, TextStream(vocabulary, prompt[-8:], stop), whole)
 
     def open(self, opened: Opened) -> None:
         """Its first output is about to come."""
@@ -63,6 +69,8 @@ class Generation:
         if self.completion is not None:
             return None  # a stop string ended it; the scheduler has not heard of it yet
         self.token_ids.append(token_id)
+        if self.whole:
+            return None
         text = self.stream.push(token_id, is_text=not ends_by_stop)
         self.parts.append(text)
         if self.stream.stopped:
@@ -73,6 +81,10 @@ class Generation:
         """The terminal message; the text that was withheld comes out."""
         if self.completion is not None:
             return None
+        if self.whole:
+            ends_by_stop = finished.reason is FinishReason.STOP
+            texts = self.token_ids[:-1] if ends_by_stop else self.token_ids
+            self.parts = [self.stream.push(token_id) for token_id in texts]
         text = self.stream.finish()
         self.parts.append(text)
         reason = FinishReason.STOP if self.stream.stopped else finished.reason
