@@ -7,8 +7,11 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 _HELP = {
+    "floor": "the least time that a workload can take, from bytes and operations",
     "kernels": "each GPU kernel beside the time its bytes take",
+    "offline": "throughput of the offline engine, as a fraction of the floor",
     "scheduler": "CPU time of the scheduler alone, with a model that does no work",
+    "step": "one decode step on the GPU, kernel by kernel",
 }
 
 
@@ -24,6 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = parser.parse_args(arguments[:1]).name
     if name == "scheduler":
         from minisgl.benchmark.scheduler import main as run
-    else:
+    elif name == "kernels":
         from minisgl.benchmark.kernels import main as run
+    elif name == "offline":
+        from minisgl.benchmark.offline import main as run
+    elif name == "step":
+        from minisgl.benchmark.step_profile import main as run
+    else:
+        from minisgl.benchmark.floor import main as run
     return run(arguments[1:])

@@ -1,0 +1,68 @@
+"""Model folders for benchmarks with random weights: a config, a tiny tokenizer, no weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from safetensors.numpy import save_file
+
+from minisgl.core import ConfigError
+
+__all__ = ["SHAPES", "write_model"]
+
+_COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+
+
+def _shape(
+    hidden_size: int, layers: int, heads: int, intermediate_size: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate_size,
+        "tie_word_embeddings": tied,
+    }
+
+
+# The published figures of the dense Qwen3 models.
+SHAPES = {
+    "qwen3-0.6b": _shape(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _shape(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _shape(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _shape(4096, 36, 32, 12288, tied=False),
+    "qwen3-14b": _shape(5120, 40, 40, 17408, tied=False),
+    "qwen3-32b": _shape(5120, 64, 64, 25600, tied=False),
+}
+
+
+def write_model(name: str, folder: Path) -> str:
+    """Write what an engine with dummy weights needs to `folder`. Raises ConfigError.
+
+    The checkpoint holds no tensors; folders without one are refused.
+    """
+    if name not in SHAPES:
+        raise ConfigError(f"benchmark model {name!r} is not known; known: {', '.join(SHAPES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_COMMON | SHAPES[name]), encoding="utf-8")
+    save_file({}, folder / "model.safetensors")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: index for index, text in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)

@@ -1,0 +1,88 @@
+"""Throughput of the offline engine on a fixed workload, as a fraction of its floor."""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from minisgl.benchmark.floor import Ceilings, floor_of, load_shape
+from minisgl.benchmark.models import SHAPES
+from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
+from minisgl.core import SamplingParams
+from minisgl.llm import LLM
+
+__all__ = ["main", "run_workload"]
+
+
+def run_workload(llm: LLM, workload: Workload, temperature: float, progress: bool) -> float:
+    """Generate all of it; the seconds it took. Asserts that every token was generated."""
+    sampling = [
+        SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=index)
+        for index, count in enumerate(workload.max_tokens)
+    ]
+    begin = time.perf_counter()
+    completions = llm.generate(workload.prompts, sampling, progress=progress)
+    seconds = time.perf_counter() - begin
+    assert isinstance(completions, list), "many prompts give a list: this is a bug"
+    generated = [len(completion.token_ids) for completion in completions]
+    assert generated == workload.max_tokens, "some req ended early: this is a bug"
+    return seconds
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it, print a table and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="minisgl bench offline", description=__doc__)
+    parser.add_argument(
+        "--model",
+        default="qwen3-0.6b",
+        help=f"{', '.join(SHAPES)} (random weights), or a model folder",
+    )
+    add_workload_flags(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument("--temperature", type=float, default=0.6)
+    group.add_argument("--page-size", type=int, default=16)
+    group.add_argument("--attention-backend", default="auto")
+    group.add_argument("--max-prefill-length", type=int, default=8192, help="tokens a step (8192)")
+    group.add_argument("--max-running-requests", type=int, default=256)
+    group.add_argument("--cuda-graph-max-bs", type=int, default=None)
+    group.add_argument("--repeat", type=int, default=2, help="timed runs after one to warm up (2)")
+    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    options = parser.parse_args(argv)
+    workload = workload_from(options)
+    with tempfile.TemporaryDirectory() as folder:
+        path, config = load_shape(options.model, Path(folder))
+        begin = time.perf_counter()
+        llm = LLM(
+            path,
+            dummy_weight=options.model in SHAPES,
+            device=options.device,
+            page_size=options.page_size,
+            attention_backend=options.attention_backend,
+            max_running_reqs=options.max_running_requests,
+            cuda_graph_max_bs=options.cuda_graph_max_bs,
+            prefill_budget_tokens=options.max_prefill_length,
+            # every run computes all prompts, unless sharing is what is measured
+            cache_type="radix" if options.shared_prefix else "naive",
+        )
+        ready_s = time.perf_counter() - begin
+    floor = floor_of(config, workload, Ceilings(), options.max_prefill_length)
+    outputs = sum(workload.max_tokens)
+    print(f"{options.model}: ready in {ready_s:.1f} s; floor {floor.total_s:.2f} s")
+    print(f"{'run':<8} {'seconds':>8} {'tokens/s':>10} {'of the floor':>13}")
+    runs: list[dict[str, Any]] = []
+    with llm:
+        short = Workload(workload.prompts[:8], [8] * len(workload.prompts[:8]))
+        run_workload(llm, short, options.temperature, progress=False)
+        for index in range(options.repeat):
+            seconds = run_workload(llm, workload, options.temperature, progress=True)
+            rate, fraction = outputs / seconds, floor.total_s / seconds
+            print(f"{index + 1:<8} {seconds:>8.2f} {rate:>10,.0f} {fraction:>13.1%}", flush=True)
+            runs.append({"seconds": seconds, "tokens_per_s": rate, "of_floor": fraction})
+    prompt_tokens = int(workload.prompt_lengths().sum())
+    summary = {"model": options.model, "ready_s": ready_s, "floor_s": floor.total_s}
+    totals = {"prompt_tokens": prompt_tokens, "output_tokens": outputs}
+    print(json.dumps({**summary, **totals, "runs": runs}))
+    return 0

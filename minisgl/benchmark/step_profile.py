@@ -1,0 +1,149 @@
+"""One decode step, kernel by kernel: what it takes, and what its bytes should take."""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from minisgl.benchmark.floor import Ceilings, cost_of, load_shape
+from minisgl.benchmark.models import SHAPES
+from minisgl.core import Batch, ConfigError, EngineConfig, SamplingArrays
+from minisgl.distributed import SingleCommunicator
+from minisgl.engine import Engine
+
+__all__ = ["KernelTime", "decode_batch", "main"]
+
+_WARM_UP, _STEPS, _PROFILED = 5, 50, 4
+
+
+class KernelTime(NamedTuple):
+    """Of one step: how often the kernel runs, and microseconds of all its runs."""
+
+    name: str
+    calls: float
+    microseconds: float
+
+
+def decode_batch(engine: Engine, num_reqs: int, context: int, step: int) -> Batch:
+    """Decode step number `step` of num_reqs reqs with `context` tokens each, every page its own."""
+    pages = -(-(context + _WARM_UP + _STEPS + _PROFILED + 1) // engine.page_size)
+    if num_reqs * pages > engine.num_pages:
+        raise ConfigError(f"{num_reqs} x {pages} pages are needed, there are {engine.num_pages}")
+    rows = np.arange(num_reqs, dtype=np.int32)
+    first = step == 0
+    order = np.random.default_rng(0).permutation(engine.num_pages)[: num_reqs * pages]
+    nothing = np.zeros(0, dtype=np.int32)
+    return Batch(
+        step_id=step,
+        num_decode=num_reqs,
+        rows=rows,
+        start=np.full(num_reqs, context + step, dtype=np.int32),
+        lengths=np.ones(num_reqs, dtype=np.int32),
+        samples=np.ones(num_reqs, dtype=np.bool_),
+        chunk_ids=nothing,
+        page_rows=np.repeat(rows, pages) if first else nothing,
+        page_cols=np.tile(np.arange(pages, dtype=np.int32), num_reqs) if first else nothing,
+        page_ids=order.astype(np.int32) if first else nothing,
+        sampling=SamplingArrays(
+            temperature=np.full(num_reqs, 0.6, dtype=np.float32),
+            top_k=np.zeros(num_reqs, dtype=np.int32),
+            top_p=np.ones(num_reqs, dtype=np.float32),
+            min_p=np.zeros(num_reqs, dtype=np.float32),
+            seed=np.arange(num_reqs, dtype=np.int64),
+        ),
+    )
+
+
+def run_steps(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
+    """Seconds of one step with the next one always queued, and of the CPU in one launch."""
+    launches: list[float] = []
+    begin = time.perf_counter()
+    pending = None
+    for batch in batches:
+        before = time.perf_counter()
+        launched = engine.launch(batch)
+        launches.append(time.perf_counter() - before)
+        if pending is not None:
+            pending.wait()
+        pending = launched
+    if pending is not None:
+        pending.wait()
+    return (time.perf_counter() - begin) / len(batches), statistics.median(launches)
+
+
+def kernel_times(engine: Engine, batches: Sequence[Batch]) -> list[KernelTime]:
+    """Kernels and copies on the GPU of one step, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run_steps(engine, batches)
+    calls: dict[str, int] = defaultdict(int)
+    total: dict[str, float] = defaultdict(float)
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA":
+            calls[event.name] += 1
+            total[event.name] += event.device_time
+    steps = len(batches)
+    times = [KernelTime(name, calls[name] / steps, total[name] / steps) for name in total]
+    return sorted(times, key=lambda time: -time.microseconds)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the step's times and its kernels, and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="minisgl bench step", description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", help=", ".join(SHAPES))
+    parser.add_argument("--batch", type=int, default=256, help="decoding requests (256)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each (1024)")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--kernels", type=int, default=25, help="lines of the table (25)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    options = parser.parse_args(argv)
+    comm = SingleCommunicator()
+    pages = options.batch * -(-(options.context + 128) // options.page_size)
+    with tempfile.TemporaryDirectory() as folder:
+        path, model = load_shape(options.model, Path(folder))
+        config = EngineConfig(
+            model_path=path,
+            device=options.device,
+            page_size=options.page_size,
+            num_pages=pages,
+            max_running_reqs=options.batch,
+            dummy_weight=options.model in SHAPES,
+        )
+        engine = Engine(config, comm.tp, comm)
+    total = _WARM_UP + _STEPS + _PROFILED
+    batches = [decode_batch(engine, options.batch, options.context, i) for i in range(total)]
+    run_steps(engine, batches[:_WARM_UP])
+    step_s, launch_s = run_steps(engine, batches[_WARM_UP : _WARM_UP + _STEPS])
+    cost, ceilings = cost_of(model), Ceilings()
+    weights_s = cost.weight_bytes / ceilings.bytes_per_s
+    kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
+    arithmetic_s = options.batch * cost.operations / ceilings.operations_per_s
+    floor_s = max(weights_s, arithmetic_s) + kv_s
+    print(f"{options.model}, {options.batch} requests at {options.context} tokens of context")
+    print(
+        f"step {step_s * 1e6:,.0f} µs, launch {launch_s * 1e6:,.0f} µs of CPU; floor "
+        f"{floor_s * 1e6:,.0f} µs ({floor_s / step_s:.1%}): weights {weights_s * 1e6:,.0f} µs, "
+        f"arithmetic {arithmetic_s * 1e6:,.0f} µs, KV {kv_s * 1e6:,.0f} µs"
+    )
+    kernels: list[KernelTime] = []
+    if torch.cuda.is_available():
+        kernels = kernel_times(engine, batches[_WARM_UP + _STEPS :])
+        print(f"{'kernel':<72} {'calls':>7} {'µs/step':>9}")
+        for kernel in kernels[: options.kernels]:
+            print(f"{kernel.name[:72]:<72} {kernel.calls:>7.1f} {kernel.microseconds:>9.1f}")
+        busy = sum(kernel.microseconds for kernel in kernels)
+        print(f"{'all kernels and copies':<72} {'':>7} {busy:>9.1f}")
+    engine.close()
+    summary = {"model": options.model, "batch": options.batch, "context": options.context}
+    times = {"step_s": step_s, "launch_s": launch_s, "floor_s": floor_s}
+    print(json.dumps({**summary, **times, "kernels": [kernel._asdict() for kernel in kernels]}))
+    return 0
