@@ -24,7 +24,7 @@ BASE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 64,
+    "head_dim": 128,
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
     "eos_token_id": 2,

@@ -1,0 +1,133 @@
+"""FlashInfer against attention in float64, eager and captured, over scattered pages."""
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.attention import AttentionStep, create_attention_backend
+from minisgl.kvcache.pool import KVPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DIM = 128
+ROWS = 80
+
+
+class Scene:
+    """A pool full of noise, NaN in the pages of nobody, and reqs with random contexts."""
+
+    def __init__(self, page_size: int, group: int, contexts: list[int], seed: int) -> None:
+        self.kv_heads, self.q_heads = 2, 2 * group
+        rng = np.random.default_rng(seed)
+        device = torch.device("cuda")
+        need = [-(-c // page_size) for c in contexts]
+        self.pool = KVPool(
+            num_layers=2,
+            num_pages=sum(need) + 7,
+            page_size=page_size,
+            kv_heads=self.kv_heads,
+            head_dim=DIM,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        table = np.full((ROWS + 1, max(need)), self.pool.dummy_page, dtype=np.int32)
+        order = rng.permutation(self.pool.num_pages).astype(np.int32)
+        self.rows = rng.permutation(ROWS)[: len(contexts)].astype(np.int32)
+        keys, values = self.pool.layer(1)
+        keys.fill_(torch.nan)
+        values.fill_(torch.nan)
+        keys[self.pool.dummy_page], values[self.pool.dummy_page] = 0, 0
+        self.kv = []
+        for row, context, count in zip(self.rows, contexts, need, strict=True):
+            pages, order = order[:count], order[count:]
+            table[row, :count] = pages
+            where = torch.arange(context, device=device)
+            slots = torch.from_numpy(pages).to(device)[where // page_size] * page_size
+            slots = slots + where % page_size
+            k, v = torch.randn(2, context, self.kv_heads, DIM, device=device).bfloat16()
+            keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = k, v
+            self.kv.append((k, v))
+        self.table = torch.from_numpy(table).to(device)
+        self.backend = create_attention_backend("auto", self.pool, self.q_heads)
+
+    def step(self, num_decode: int, start: list[int], lengths: list[int]) -> AttentionStep:
+        first, count = np.array(start, dtype=np.int32), np.array(lengths, dtype=np.int32)
+        return AttentionStep(
+            num_decode=num_decode,
+            start=first,
+            lengths=count,
+            device_rows=torch.from_numpy(self.rows).cuda(),
+            device_start=torch.from_numpy(first).cuda(),
+            device_lengths=torch.from_numpy(count).cuda(),
+            page_table=self.table,
+        )
+
+    def expected(self, q: torch.Tensor, start: list[int], lengths: list[int]) -> torch.Tensor:
+        parts, offset = [], 0
+        for (k, v), first, length in zip(self.kv, start, lengths, strict=True):
+            query = q[offset : offset + length].double().view(length, self.kv_heads, -1, DIM)
+            offset += length
+            scores = torch.einsum("qhgd,khd->hgqk", query, k.double()) / DIM**0.5
+            at = first + torch.arange(length, device=q.device)
+            hidden = torch.arange(len(k), device=q.device) > at.unsqueeze(1)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            parts.append(torch.einsum("hgqk,khd->qhgd", weights, v.double()).flatten(1, 2))
+        return torch.cat(parts)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+@pytest.mark.parametrize("group", [2, 5])
+def test_mixed_steps(page_size: int, group: int) -> None:
+    start = [0, 700, 15, 16, 0, 33, 300]
+    lengths = [1, 1, 1, 1, 200, 1, 130]
+    contexts = [a + b for a, b in zip(start, lengths, strict=True)]
+    scene = Scene(page_size, group, contexts, seed=page_size)
+    q = torch.randn(sum(lengths), scene.q_heads, DIM, device="cuda").bfloat16()
+    out = torch.full_like(q, torch.nan)
+    scene.backend.prepare(scene.step(4, start, lengths)).forward(1, q, out)
+    assert error(out, scene.expected(q, start, lengths)) < 5e-3
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("size", [3, 24, 70], ids=["few", "some", "many"])
+@pytest.mark.parametrize("group", [2, 8])
+def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: int) -> None:
+    """Captured for contexts of one token, replayed for long ones, twice."""
+    rng = np.random.default_rng(size)
+    longest = rng.integers(2, 1200, size).tolist()
+    scene = Scene(page_size, group, longest, seed=size)
+    zeros = [0] * size
+    step = scene.step(size, zeros, [1] * size)
+    q = torch.randn(size, scene.q_heads, DIM, device="cuda").bfloat16()
+    out = torch.full_like(q, torch.nan)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        captured = scene.backend.decode_graph(size, step)
+        assert captured is not None
+        captured.plan(step.start)
+        for _ in range(2):
+            captured.describe()
+            captured.forward(1, q, out)
+        graph = torch.cuda.CUDAGraph()
+        stream.synchronize()
+        graph.capture_begin()
+        captured.describe()
+        captured.forward(1, q, out)
+        graph.capture_end()
+        for cut in (1, 2):
+            start = [length // cut - 1 for length in longest]
+            host = np.array(start, dtype=np.int32)
+            step.device_start.copy_(torch.from_numpy(host))
+            captured.plan(host)
+            q.normal_()
+            out.fill_(torch.nan)
+            graph.replay()
+            stream.synchronize()
+            scene.kv = [(k[: s + 1], v[: s + 1]) for (k, v), s in zip(scene.kv, start, strict=True)]
+            assert error(out, scene.expected(q, start, [1] * size)) < 5e-3
