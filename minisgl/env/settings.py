@@ -6,7 +6,7 @@ Service named minisgl; those are never settings and are passed over in silence.
 
 import logging
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["EnvError", "EnvSettings", "read_env"]
 
@@ -28,16 +28,19 @@ class EnvSettings(NamedTuple):
     disable_overlap_scheduling  plan step n+1 only after the result of step n is read.
     check_plans                 tensor-parallel ranks compare a hash of each plan and stop if one
                                 differs; for debugging.
+    api_key, admin_api_key      as the flags of these names, for those who keep keys in Secrets.
     """
 
     disable_overlap_scheduling: bool = False
     check_plans: bool = False
+    api_key: str | None = None
+    admin_api_key: str | None = None
 
 
 def read_env(environ: Mapping[str, str]) -> EnvSettings:
     """Parse all MINISGL_* variables. Unknown ones warn; a bad value raises EnvError."""
     known = {f"{_PREFIX}{field.upper()}": field for field in EnvSettings._fields}
-    values: dict[str, bool] = {}
+    values: dict[str, Any] = {}
     for name, text in environ.items():
         if not name.startswith(_PREFIX) or name.startswith(_INJECTED):
             continue
@@ -47,7 +50,8 @@ def read_env(environ: Mapping[str, str]) -> EnvSettings:
                 "unknown environment variable ignored name=%s known=%s", name, ",".join(known)
             )
             continue
-        values[field] = _parse_bool(name, text)
+        is_text = EnvSettings._field_defaults[field] is None
+        values[field] = text if is_text else _parse_bool(name, text)
     return EnvSettings(**values)
 
 

@@ -14,33 +14,6 @@ import msgspec
 
 from minisgl.core import FinishReason, ModelFacts, SamplingParams
 
-__all__ = [
-    "AbortReq",
-    "AddReq",
-    "DecodeIds",
-    "Decoded",
-    "Finished",
-    "FlushCache",
-    "LeaderStep",
-    "Opened",
-    "PromptLogprobs",
-    "Ready",
-    "SchedulerStats",
-    "Shutdown",
-    "StepOutput",
-    "StepText",
-    "TextSpec",
-    "TextUpdate",
-    "ToApi",
-    "ToScheduler",
-    "ToTokenizer",
-    "TokenLogprobs",
-    "TokenText",
-    "TokenizeChat",
-    "TokenizeText",
-    "Tokenized",
-]
-
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages: immutable, tagged with its class name, strict."""
@@ -54,6 +27,7 @@ class TokenizeText(Message, frozen=True, kw_only=True):
 
     uid: int
     text: str
+    add_special: bool = True
 
 
 class TokenizeChat(Message, frozen=True, kw_only=True):

@@ -31,6 +31,7 @@ from minisgl.message import (
 from minisgl.server.app import build_app
 from minisgl.server.client import EngineClient
 from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
+from minisgl.server.connection import limited_protocol
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Progress
 
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 _WATCH_INTERVAL_S = 0.5
 _STUCK_NOTICE_S = 2.0  # livez answers 503 for so long before a hang ends the service
 _KEEP_ALIVE_S = 15.0
+_SEND_BUFFER_BYTES = 128 * 2**10
 _LAST_WORDS_S = 2.0  # for error chunks to leave once everything has failed
 
 
@@ -63,7 +65,7 @@ class ApiServer:
         self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
         tokenizers: list[Sender[ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
-        self.client = EngineClient(tokenizers, self._scheduler, config.limits.max_queued_reqs)
+        self.client = EngineClient(tokenizers, self._scheduler, config.limits)
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: SchedulerStats | None = None
@@ -93,8 +95,11 @@ class ApiServer:
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                http="httptools",
+                http=limited_protocol(self.config.limits),
+                ws="none",
                 loop="uvloop",
+                ssl_certfile=self.config.ssl_certfile,
+                ssl_keyfile=self.config.ssl_keyfile,
                 timeout_graceful_shutdown=5,
             )
         )
@@ -164,6 +169,7 @@ class ApiServer:
         """End the service when the scheduler hangs; first let livez say so for a moment."""
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
+            self.client.end_overdue(time.monotonic())
             if self.stuck():
                 logger.error("scheduler hangs step_timeout_s=%g", self.config.step_timeout_s)
                 await asyncio.sleep(_STUCK_NOTICE_S)
@@ -225,6 +231,10 @@ def run_api(spec: ChildSpec) -> None:
     listener = socket.socket(fileno=spec.listen_fd)
     # Events are small and must leave at once (Nagle); accepted sockets inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # What a client does not read waits in buffers of bounded size, and only for so long.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    timeout_ms = round(spec.config.limits.read_timeout_s * 1000)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
     async def main() -> None:
         await ApiServer(spec).run(listener)

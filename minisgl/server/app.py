@@ -3,46 +3,35 @@
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import minisgl
 from minisgl.core import Cancelled, RequestError
-from minisgl.server.client import EngineClient
-from minisgl.server.config import ServerConfig
+from minisgl.server.auth import OPEN_PATHS, Auth
 from minisgl.server.errors import (
     ErrorReply,
     MethodNotAllowed,
     RouteNotFound,
     error_reply,
 )
-from minisgl.server.generate import start, unless_disconnected
-from minisgl.server.lifecycle import Lifecycle, Phase
-from minisgl.server.middleware import App, BodyLimit, RequestId
+from minisgl.server.generate import read_body, start, unless_disconnected
+from minisgl.server.lifecycle import Phase
+from minisgl.server.middleware import App, BodyLimit, RequestId, RequestLimit
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import RequestReader
+from minisgl.server.routes import add_admin_routes, add_token_routes
+from minisgl.server.service import Service
 from minisgl.server.shapes import Shape
 from minisgl.server.stream import EventStream, finished
 
-__all__ = ["Service", "build_app"]
+__all__ = ["build_app"]
 
 logger = logging.getLogger(__name__)
-
-
-class Service(Protocol):
-    """What the routes need of the process that serves them."""
-
-    config: ServerConfig
-    client: EngineClient
-    lifecycle: Lifecycle
-
-    def stuck(self) -> bool:
-        """The scheduler hangs."""
-        ...
 
 
 def build_app(service: Service) -> App:
@@ -59,6 +48,8 @@ def build_app(service: Service) -> App:
     _add_error_handlers(app, limits.retry_after_s)
     _add_probes(app, service)
     _add_models(app, service, reader)
+    add_token_routes(app, service, reader)
+    add_admin_routes(app, service)
 
     def generating(route: str) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
@@ -70,19 +61,27 @@ def build_app(service: Service) -> App:
     app.post("/v1/completions", response_model=None)(generating(COMPLETIONS))
     app.post("/generate", response_model=None)(generating(GENERATE))
     # Around the app and not by add_middleware, so that the answer to a bug has its id too.
-    return RequestId(BodyLimit(app, limits.max_body_bytes))
+    config = service.config
+    bounded = RequestLimit(
+        BodyLimit(app, limits.max_body_bytes), limits.max_connections, OPEN_PATHS
+    )
+    guarded: App = Auth(bounded, config.api_key_hashes, config.admin_key_hashes)
+    if config.allowed_origins:  # outside, since a browser's preflight carries no key
+        guarded = CORSMiddleware(
+            guarded,
+            config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    return RequestId(guarded)
 
 
 async def _generate(
     service: Service, reader: RequestReader, route: str, request: Request
 ) -> Response:
     """Chat and completions, streaming and not: one path until the answer is written."""
-    service.lifecycle.require_accepting()
-    try:
-        raw = await request.body()
-    except ClientDisconnect:
-        raise Cancelled("the client closed the connection") from None
-    facts = service.lifecycle.require_accepting()
+    raw, facts = await read_body(service.lifecycle, request)
     call = reader.read(route, raw, facts)
     shape = Shape(call)
     client = service.client

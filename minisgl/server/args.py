@@ -1,21 +1,29 @@
 """The command line: grouped flags with units and defaults, resolved into one `ServerConfig`."""
 
 import argparse
+import math
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import msgspec
 
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.env import EnvError, read_env
+from minisgl.server.auth import key_hashes
 from minisgl.server.config import Limits, ServerConfig
-from minisgl.server.flags import FLAGS, Flag
 from minisgl.utils import near_names
 
 __all__ = ["ArgumentParser", "build_parser", "resolve"]
 
 _DEMO_NAME = "minisgl-demo"
+_SECTIONS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
+    {"engine": EngineConfig, "scheduler": SchedulerConfig, "limits": Limits, "server": ServerConfig}
+)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -44,7 +52,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def build_parser() -> ArgumentParser:
-    """All flags of `minisgl`, grouped as in the table."""
+    """All flags of `minisgl`, grouped as in flags.toml."""
     parser = ArgumentParser(
         prog="minisgl",
         description="Serve a language model over the OpenAI API. Without --model: a demo model.",
@@ -53,28 +61,58 @@ def build_parser() -> ArgumentParser:
         formatter_class=_HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"minisgl {minisgl.__version__}")
-    for title, flags in FLAGS.items():
+    for title, flags in _read_flags().items():
         group = parser.add_argument_group(title)
-        for flag in flags:
-            _add(group, flag)
+        for names, flag in flags.items():
+            group.add_argument(*names.split(), **_argument(flag))
     return parser
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    names = flag.names.split()
-    if flag.kind is None:
-        group.add_argument(*names, action="store_true", help=flag.help)
-    elif isinstance(flag.kind, tuple):
-        group.add_argument(*names, choices=flag.kind, default=flag.default, help=flag.help)
-    else:
-        group.add_argument(
-            *names,
-            type=flag.kind,
-            default=flag.default,
-            metavar=flag.unit,
-            nargs="+" if flag.many else None,
-            help=flag.help,
-        )
+def _read_flags() -> dict[str, dict[str, dict[str, Any]]]:
+    return tomllib.loads(Path(__file__).with_name("flags.toml").read_text())
+
+
+def _argument(flag: dict[str, Any]) -> dict[str, Any]:
+    """What argparse must know of one flag."""
+    argument: dict[str, Any] = {"help": flag["help"], "default": None}
+    if "to" in flag:
+        section, field = flag["to"].split(".")
+        argument["default"] = _default(_SECTIONS[section], field)
+    if "choices" in flag:
+        return argument | {"choices": flag["choices"]}
+    if "type" not in flag:
+        return {**argument, "action": "store_true", "default": False}
+    if flag["type"] in ("int", "float"):
+        kind = int if flag["type"] == "int" else float
+        argument["type"] = _bounded(kind, flag["low"], flag.get("high", math.inf))
+    elif flag["type"] == "power_of_two":
+        argument["type"] = _power_of_two
+    return {**argument, "metavar": flag["unit"], "nargs": "+" if flag.get("many") else None}
+
+
+def _default(kind: type[msgspec.Struct], field: str) -> Any:
+    return next(f.default for f in msgspec.structs.fields(kind) if f.name == field)
+
+
+def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            what = "an integer" if kind is int else "a number"
+            upper = "" if high == math.inf else f" and at most {high:g}"
+            raise argparse.ArgumentTypeError(f"must be {what} of at least {low:g}{upper}")
+        return value
+
+    return parse
+
+
+def _power_of_two(text: str) -> int:
+    if not text.isdigit() or int(text) < 1 or int(text) & (int(text) - 1):
+        raise argparse.ArgumentTypeError("must be a power of two")
+    return int(text)
 
 
 def resolve(
@@ -92,52 +130,38 @@ def resolve(
         settings = read_env(environ)
     except EnvError as error:
         raise ConfigError(str(error)) from None
+    if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
+        raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
+    if options.shell and options.ssl_certfile:
+        raise ConfigError("--shell speaks no HTTPS; leave --ssl-certfile away")
     if options.model is None:
         folder = str(demo_path())
     else:
         folder = resolve_model(options.model, options.revision)
-    engine = EngineConfig(
-        model_path=folder,
-        dtype=options.dtype,
-        device=options.device,
-        tp_size=options.tensor_parallel_size,
-        page_size=options.page_size,
-        num_pages=options.num_pages,
-        memory_ratio=options.memory_ratio,
-        max_running_reqs=options.max_running_requests,
-        max_seq_len=options.max_seq_len_override,
-        attention_backend=options.attention_backend,
-        moe_backend=options.moe_backend,
-        cuda_graph_max_bs=options.cuda_graph_max_bs,
-        dummy_weight=options.dummy_weight,
-    )
-    scheduler = SchedulerConfig(
-        prefill_budget_tokens=options.max_prefill_length,
-        target_step_ms=options.target_step_ms or None,
-        cache_type=options.cache_type,
-        overlap=not settings.disable_overlap_scheduling,
-        check_plans=settings.check_plans,
-    )
-    limits = Limits(
-        max_body_bytes=options.max_body_bytes,
-        max_prompt_chars=options.max_prompt_chars,
-        max_queued_reqs=options.max_queued_requests,
-    )
+    given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for flags in _read_flags().values():
+        for names, flag in flags.items():
+            if "to" in flag:
+                section, field = flag["to"].split(".")
+                value = getattr(options, names.split()[0][2:].replace("-", "_"))
+                given[section][field] = tuple(value) if isinstance(value, list) else value
+    scheduler = given["scheduler"]
+    scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
     return ServerConfig(
-        engine=engine,
-        scheduler=scheduler,
+        engine=EngineConfig(model_path=folder, **given["engine"]),
+        scheduler=SchedulerConfig(
+            **scheduler,
+            overlap=not settings.disable_overlap_scheduling,
+            check_plans=settings.check_plans,
+        ),
+        limits=Limits(**given["limits"]),
         served_names=tuple(options.served_model_name or [_served_name(options.model)]),
-        host=options.host,
-        port=options.port,
-        num_tokenizers=options.num_tokenizer,
-        limits=limits,
         log_level=options.log_level or ("warning" if options.shell else "info"),
-        shell=options.shell,
-        ignore_generation_config=options.ignore_generation_config,
-        allow_unknown_params=options.allow_unknown_params,
-        drain_grace_s=options.drain_grace,
-        drain_timeout_s=options.drain_timeout,
-        step_timeout_s=options.step_timeout,
+        api_key_hashes=key_hashes([options.api_key, settings.api_key], options.api_key_file),
+        admin_key_hashes=key_hashes(
+            [options.admin_api_key, settings.admin_api_key], options.admin_api_key_file
+        ),
+        **given["server"],
     )
 
 

@@ -10,8 +10,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from minisgl.core import (
     DeadlineExceeded,
@@ -25,6 +26,7 @@ from minisgl.message import (
     AbortReq,
     AddReq,
     Decoded,
+    FlushCache,
     StepText,
     TextUpdate,
     Tokenized,
@@ -32,9 +34,12 @@ from minisgl.message import (
     ToScheduler,
     ToTokenizer,
 )
-from minisgl.server.errors import EngineFailure
+from minisgl.server.config import Limits
+from minisgl.server.errors import EngineFailure, RanTooLong
 
 __all__ = ["Choice", "EngineClient", "Extras", "Generation", "TokenArray"]
+
+T = TypeVar("T", contravariant=True)
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +52,14 @@ _REFUSALS: Mapping[str, type[RequestError]] = MappingProxyType(
 )
 
 
+@dataclass(eq=False, slots=True)
 class Extras:
     """What some clients want beside text, as far as it has not been taken yet."""
 
-    __slots__ = ("logprobs", "prompt_logprobs", "reasoning", "token_ids")
-
-    def __init__(self) -> None:
-        self.reasoning = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenText] = []
-        self.prompt_logprobs: list[TokenText] = []
+    reasoning: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenText] = field(default_factory=list)
+    prompt_logprobs: list[TokenText] = field(default_factory=list)
 
     def add(self, update: TextUpdate) -> None:
         self.reasoning += update.reasoning
@@ -65,47 +68,28 @@ class Extras:
         self.prompt_logprobs += update.prompt_logprobs
 
 
-class _Outbox(Protocol):
-    def send(self, message: ToScheduler, /) -> None: ...
+class _Outbox(Protocol[T]):
+    def send(self, message: T, /) -> None: ...
 
 
-class _TokenizerOutbox(Protocol):
-    def send(self, message: ToTokenizer, /) -> None: ...
-
-
+@dataclass(eq=False, slots=True)
 class Choice:
     """One answer under way: a uid in the engine, and the text that the client has not got yet."""
 
-    __slots__ = (
-        "_generation",
-        "cached_tokens",
-        "completion_tokens",
-        "error",
-        "extras",
-        "finish",
-        "index",
-        "opened",
-        "prompt_tokens",
-        "reasoning_tokens",
-        "submitted",
-        "text",
-        "uid",
-    )
-
-    def __init__(self, uid: int, index: int, generation: "Generation") -> None:
-        self.uid = uid
-        self.index = index
-        self.text: list[str] = []
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0
-        self.extras: Extras | None = None
-        self.finish: FinishReason | None = None
-        self.error: RequestError | None = None
-        self.opened = False
-        self.submitted = False
-        self._generation = generation
+    uid: int
+    index: int
+    _changed: asyncio.Event
+    text: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    extras: Extras | None = None
+    finish: FinishReason | None = None
+    error: RequestError | None = None
+    opened: bool = False
+    submitted: bool = False
+    queued_tokens: int = 0
 
     def take_text(self) -> str:
         """What has arrived since the last call."""
@@ -133,15 +117,16 @@ class Choice:
         if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
             kind = _REFUSALS.get(update.error_kind, EngineFailure)
             self.error = kind(update.error or "the engine ended this request")
-        self._generation.changed.set()
+        self._changed.set()
 
     def fail(self, error: RequestError) -> None:
         if self.finish is None:
             self.finish = FinishReason.ERROR
             self.error = error
-            self._generation.changed.set()
+            self._changed.set()
 
 
+@dataclass(eq=False, slots=True)
 class Generation:
     """All choices of one HTTP call. `changed` is set when any of them has news.
 
@@ -149,16 +134,13 @@ class Generation:
     echoes, prompt_ids: per prompt, when the answer repeats them.
     """
 
-    __slots__ = ("beat", "changed", "choices", "echoes", "prompt_ids", "request_id", "started_s")
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.started_s = time.monotonic()
-        self.choices: list[Choice] = []
-        self.changed = asyncio.Event()
-        self.beat = False
-        self.echoes: list[str] = []
-        self.prompt_ids: list[list[int]] = []
+    request_id: str
+    started_s: float = field(default_factory=time.monotonic)
+    choices: list[Choice] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    beat: bool = False
+    echoes: list[str] = field(default_factory=list)
+    prompt_ids: list[list[int]] = field(default_factory=list)
 
     def echo(self, choice: Choice) -> str:
         """The prompt that the text of this choice begins with; "" without echo."""
@@ -202,25 +184,26 @@ class EngineClient:
 
     I1  `_choices` holds exactly the choices that the engine has not ended and nobody has closed.
     I2  a uid that was submitted and is closed before its end is aborted, once.
-    I3  `queued` counts the choices in `_choices` without any output yet, and stays bounded.
+    I3  `queued` counts the choices in `_choices` without any output yet, `queued_tokens` the prompt
+        tokens that they have submitted (siblings share theirs); both stay bounded.
     """
 
     def __init__(
         self,
-        tokenizers: Sequence[_TokenizerOutbox],
-        scheduler: _Outbox,
-        max_queued_reqs: int,
+        tokenizers: Sequence[_Outbox[ToTokenizer]],
+        scheduler: _Outbox[ToScheduler],
+        limits: Limits,
     ) -> None:
         self._tokenizers = tokenizers
         self._scheduler = scheduler
-        self._max_queued_reqs = max_queued_reqs
+        self.limits = limits
         self._uids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
         self._answers: dict[int, asyncio.Future[Tokenized | Decoded]] = {}
         self._worker_of: dict[int, int] = {}
         self._outstanding = [0] * len(tokenizers)
         self._generations: set[Generation] = set()
-        self.queued = 0
+        self.queued = self.queued_tokens = 0
 
     @property
     def open_generations(self) -> int:
@@ -236,11 +219,11 @@ class EngineClient:
 
     def open(self, num_choices: int, request_id: str = "") -> Generation:
         """Admit a call. Raises Overloaded at once when the queue is full."""
-        if self.queued + num_choices > self._max_queued_reqs:
+        if self.queued + num_choices > self.limits.max_queued_reqs:
             raise Overloaded("the request queue is full; try again later")
         generation = Generation(request_id)
         for index in range(num_choices):
-            choice = Choice(next(self._uids), index, generation)
+            choice = Choice(next(self._uids), index, generation.changed)
             generation.choices.append(choice)
             self._choices[choice.uid] = choice
         self.queued += num_choices
@@ -253,15 +236,46 @@ class EngineClient:
             return
         self._generations.remove(generation)
         logger.info("call ended %s", generation.summary())
-        for choice in generation.choices:
-            if self._forget(choice) and choice.submitted:
-                self._scheduler.send(AbortReq(uid=choice.uid))
+        self._abort(generation)
 
-    def submit(self, choice: Choice, request: AddReq) -> None:
-        """Hand one choice to the scheduler, unless it has been ended meanwhile."""
-        if choice.uid in self._choices:
-            choice.submitted = True
-            self._scheduler.send(request)
+    def end(self, generation: Generation, error: RequestError) -> None:
+        """End an open call with this error; its handler then closes it."""
+        unfinished = [choice for choice in generation.choices if choice.finish is None]
+        self._abort(generation)
+        for choice in unfinished:
+            choice.fail(error)
+
+    def end_by_id(self, request_id: str, error: RequestError) -> int:
+        """End the calls of exactly this request id; how many there were."""
+        found = [g for g in self._generations if g.request_id == request_id]
+        for generation in found:
+            self.end(generation, error)
+        return len(found)
+
+    def end_overdue(self, now_s: float) -> None:
+        """End what has run for longer than max_total_s."""
+        for generation in self._generations:
+            if now_s - generation.started_s > self.limits.max_total_s:
+                most = f"the answer took longer than {self.limits.max_total_s:g} s"
+                self.end(generation, RanTooLong(most))
+
+    def submit(self, choice: Choice, request: AddReq, tokens: int) -> None:
+        """Hand one choice to the scheduler, unless it has been ended meanwhile.
+
+        tokens: what its prompt adds to the queue. Raises Overloaded when that holds enough.
+        """
+        if choice.uid not in self._choices:
+            return
+        if self.queued_tokens and self.queued_tokens + tokens > self.limits.max_queued_tokens:
+            raise Overloaded("too many prompt tokens are queued; try again later")
+        choice.submitted = True
+        choice.queued_tokens = tokens
+        self.queued_tokens += tokens
+        self._scheduler.send(request)
+
+    def flush_cache(self) -> None:
+        """Make the engine forget its cached prefixes, in order with all requests."""
+        self._scheduler.send(FlushCache())
 
     async def tokenize(self, message: Callable[[int], ToTokenizer], param: str) -> TokenArray:
         """Ids of the text or chat given as `param`. Raises what the worker found wrong."""
@@ -292,14 +306,15 @@ class EngineClient:
         finally:
             del self._answers[uid]
 
-    def receive_answer(self, message: Tokenized | Decoded) -> None:
-        """A worker has answered; nobody may be waiting any more."""
+    def receive_answer(self, message: Tokenized | Decoded) -> int | None:
+        """A worker has answered; nobody may be waiting any more. Which worker it was."""
         worker = self._worker_of.pop(message.uid, None)
         if worker is not None:
             self._outstanding[worker] -= 1
         answer = self._answers.get(message.uid)
         if answer is not None and not answer.done():
             answer.set_result(message)
+        return worker
 
     def receive_text(self, message: StepText) -> None:
         """Give the texts of one step to their choices; updates of forgotten uids are late."""
@@ -310,7 +325,7 @@ class EngineClient:
             if choice is None:
                 continue
             if not choice.opened:
-                self.queued -= 1
+                self._leave_queue(choice)
             choice.apply(update)
             if choice.finish is not None:
                 del self._choices[update.uid]
@@ -334,5 +349,14 @@ class EngineClient:
         if self._choices.pop(choice.uid, None) is None:
             return False
         if not choice.opened:
-            self.queued -= 1
+            self._leave_queue(choice)
         return True
+
+    def _leave_queue(self, choice: Choice) -> None:
+        self.queued -= 1
+        self.queued_tokens -= choice.queued_tokens
+
+    def _abort(self, generation: Generation) -> None:
+        for choice in generation.choices:
+            if self._forget(choice) and choice.submitted:
+                self._scheduler.send(AbortReq(uid=choice.uid))

@@ -20,6 +20,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_strings, max_stop_chars, max_stop_token_ids, max_messages, max_logprobs,
     max_logit_bias        per request.
     max_queued_reqs       generations accepted and still without a first token, over all clients.
+    max_queued_tokens     their prompt tokens; a single prompt is never too many.
+    max_wait_s, max_total_s   of one call: until its first token, and in all.
+    max_connections       requests at a time; max_head_bytes: of request line and headers, which
+                          must have come within head_timeout_s.
+    read_timeout_s        a client that takes no data for so long is disconnected.
     template_timeout_s    that rendering one chat may take.
     retry_after_s         told to clients with each 503.
     """
@@ -36,6 +41,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = MAX_LOGPROBS
     max_logit_bias: int = 1024
     max_queued_reqs: int = 1024
+    max_queued_tokens: int = 4 * 2**20
+    max_wait_s: float = 300.0
+    max_total_s: float = 3600.0
+    max_connections: int = 4096
+    max_head_bytes: int = 64 * 2**10
+    head_timeout_s: float = 30.0
+    read_timeout_s: float = 60.0
     template_timeout_s: float = 5.0
     retry_after_s: int = 1
 
@@ -46,6 +58,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_names        names that `model` may have; the first one is told to clients.
     drain_grace_s       after SIGTERM, new requests are still accepted for so long.
     drain_timeout_s     after SIGTERM, running requests are ended after so long.
+    api_key_hashes, admin_key_hashes   SHA-256 in hex; the keys themselves stay with the launcher.
+    allowed_origins     of web pages that may call (CORS); none by default.
     step_timeout_s      work pending and no step for so long counts as a hang; 0: never.
     """
 
@@ -60,6 +74,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shell: bool = False
     ignore_generation_config: bool = False
     allow_unknown_params: bool = False
+    api_key_hashes: tuple[str, ...] = ()
+    admin_key_hashes: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    allowed_origins: tuple[str, ...] = ()
     drain_grace_s: float = 5.0
     drain_timeout_s: float = 60.0
     step_timeout_s: float = 60.0

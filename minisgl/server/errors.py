@@ -18,12 +18,16 @@ from minisgl.core import (
 )
 
 __all__ = [
+    "AdminOnly",
     "BodyTooLarge",
     "EngineFailure",
     "ErrorReply",
+    "HeadTooLarge",
     "MethodNotAllowed",
     "ModelNotFound",
+    "NotAuthenticated",
     "NotReady",
+    "RanTooLong",
     "RouteNotFound",
     "error_body",
     "error_reply",
@@ -42,6 +46,22 @@ class RouteNotFound(RequestError):
 
 class MethodNotAllowed(RequestError):
     """The path exists, with another method."""
+
+
+class NotAuthenticated(RequestError):
+    """No key, or a wrong one."""
+
+
+class AdminOnly(RequestError):
+    """This path is closed: no admin key is set."""
+
+
+class HeadTooLarge(RequestError):
+    """Request line and headers exceed max_head_bytes."""
+
+
+class RanTooLong(RequestError):
+    """The answer took longer than max_total_s; what came so far has been sent if it streams."""
 
 
 class BodyTooLarge(RequestError):
@@ -75,6 +95,10 @@ _TABLE: dict[type[BaseException], _Kind] = {
     RouteNotFound: _Kind(404, _INVALID, "not_found"),
     MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),
     BodyTooLarge: _Kind(413, _INVALID, "body_too_large"),
+    HeadTooLarge: _Kind(431, _INVALID, "head_too_large"),
+    NotAuthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
+    AdminOnly: _Kind(403, "permission_error", "admin_only"),
+    RanTooLong: _Kind(504, _SERVER, "ran_too_long"),
     Overloaded: _Kind(503, _SERVER, "overloaded", retry=True),
     NotReady: _Kind(503, _SERVER, "not_ready", retry=True),
     DeadlineExceeded: _Kind(503, _SERVER, "deadline_exceeded", retry=True),
@@ -115,6 +139,8 @@ def error_reply(error: BaseException, retry_after_s: int = 1) -> ErrorReply:
     """What to answer. A 500 tells clients not to repeat what would fail the same way."""
     kind = _kind_of(error)
     headers: dict[str, str] = {}
+    if kind.status == 401:
+        headers["www-authenticate"] = "Bearer"
     if kind.retry:
         headers["retry-after"] = str(retry_after_s)
         if isinstance(error, NotReady):  # the next try should find another replica

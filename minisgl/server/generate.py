@@ -7,15 +7,31 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 
-from minisgl.core import Cancelled, InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
+from minisgl.core import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelFacts,
+    PromptTooLong,
+    SamplingParams,
+)
 from minisgl.core.sampling import MAX_SEED
 from minisgl.message import AddReq, DecodeIds, TextSpec, TokenizeChat, TokenizeText, ToTokenizer
 from minisgl.server.client import EngineClient, Generation, TokenArray
+from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.params import GENERATE
 from minisgl.server.requests import ChatPrompt, GenerateRequest, IdsPrompt, Prompt
 
-__all__ = ["PROMPT_TAIL_TOKENS", "fit_max_tokens", "start", "unless_disconnected"]
+__all__ = [
+    "PROMPT_TAIL_TOKENS",
+    "fit_max_tokens",
+    "read_body",
+    "start",
+    "tokenize",
+    "unless_disconnected",
+]
 
 # A character has at most four bytes, so at most three tokens of it can lie in the prompt.
 PROMPT_TAIL_TOKENS = 4
@@ -33,32 +49,44 @@ async def start(
     must close the generation.
     """
     generation = client.open(request.num_choices, request_id)
+    most_s = client.limits.max_wait_s
     try:
-        prompts = [
-            await _tokenize(client, prompt, _param_of(request, index))
-            for index, prompt in enumerate(request.prompts)
-        ]
-        for index, token_ids in enumerate(prompts):
-            name = _param_of(request, index)
-            sampling = fit_max_tokens(request, token_ids, facts, name)
-            for sibling in range(request.n):
-                choice = generation.choices[index * request.n + sibling]
-                seeded = _sibling_seed(sampling, sibling)
-                client.submit(choice, _add_req(choice.uid, token_ids, seeded, request))
-        if request.return_token_ids:
-            generation.prompt_ids = [token_ids.tolist() for token_ids in prompts]
-        if request.echo:
-            pairs = zip(request.prompts, prompts, strict=True)
-            generation.echoes = [await _echo(client, request, *pair) for pair in pairs]
-        while not generation.opened and generation.error is None:
-            await generation.news()
+        async with asyncio.timeout(most_s):
+            await _until_first_output(client, generation, request, facts)
         if generation.error is not None:
             raise generation.error
+    except TimeoutError:
+        client.close(generation)
+        raise DeadlineExceeded(f"the request waited longer than {most_s:g} s") from None
     except BaseException:
         client.close(generation)
         raise
     generation.changed.set()  # the first output has not been looked at yet
     return generation
+
+
+async def _until_first_output(
+    client: EngineClient, generation: Generation, request: GenerateRequest, facts: ModelFacts
+) -> None:
+    prompts = [
+        await tokenize(client, prompt, _param_of(request, index))
+        for index, prompt in enumerate(request.prompts)
+    ]
+    for index, token_ids in enumerate(prompts):
+        name = _param_of(request, index)
+        sampling = fit_max_tokens(request, token_ids, facts, name)
+        for sibling in range(request.n):
+            choice = generation.choices[index * request.n + sibling]
+            seeded = _sibling_seed(sampling, sibling)
+            adds = len(token_ids) if sibling == 0 else 0
+            client.submit(choice, _add_req(choice.uid, token_ids, seeded, request), adds)
+    if request.return_token_ids:
+        generation.prompt_ids = [token_ids.tolist() for token_ids in prompts]
+    if request.echo:
+        pairs = zip(request.prompts, prompts, strict=True)
+        generation.echoes = [await _echo(client, request, *pair) for pair in pairs]
+    while not generation.opened and generation.error is None:
+        await generation.news()
 
 
 def fit_max_tokens(
@@ -90,6 +118,16 @@ def fit_max_tokens(
     return _with(sampling, max_tokens=context - size)
 
 
+async def read_body(lifecycle: Lifecycle, request: Request) -> tuple[bytes, ModelFacts]:
+    """The body, and the facts of the model. Raises NotReady, also if it drains meanwhile."""
+    lifecycle.require_accepting()
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise Cancelled("the client closed the connection") from None
+    return raw, lifecycle.require_accepting()
+
+
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`; when the client goes away first, cancel it and raise Cancelled."""
     worker = asyncio.ensure_future(work)
@@ -110,7 +148,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _tokenize(client: EngineClient, prompt: Prompt, param: str) -> TokenArray:
+async def tokenize(client: EngineClient, prompt: Prompt, param: str) -> TokenArray:
+    """The ids of a prompt; `param` is its name in errors."""
     if isinstance(prompt, IdsPrompt):
         return array.array("i", prompt.token_ids)
 
@@ -121,7 +160,7 @@ async def _tokenize(client: EngineClient, prompt: Prompt, param: str) -> TokenAr
                 messages_json=prompt.messages_json,
                 template_kwargs_json=prompt.template_kwargs_json,
             )
-        return TokenizeText(uid=uid, text=prompt.text)
+        return TokenizeText(uid=uid, text=prompt.text, add_special=prompt.add_special)
 
     return await client.tokenize(message, param)
 

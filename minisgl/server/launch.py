@@ -7,6 +7,7 @@ It loads no torch and holds no state of requests; it may run as PID 1.
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from minisgl.core import ConfigError
+from minisgl.server.auth import key_hashes
 from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
 from minisgl.utils import CONFIG_EXIT, Child, ChildExit, Supervisor, describe_exit
 
@@ -39,6 +41,10 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = _CHILD_COMMA
 
     Raises ConfigError when the port cannot be had.
     """
+    shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
+    if shell_key is not None:
+        hashes = (*config.api_key_hashes, *key_hashes([shell_key], None))
+        config = msgspec.structs.replace(config, api_key_hashes=hashes)
     listener = _bind(config.host, config.port)
     port = listener.getsockname()[1]
     socket_dir = _make_socket_dir()
@@ -52,9 +58,9 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = _CHILD_COMMA
                 socket_dir=socket_dir,
                 reason_fd=reason_write,
                 config=config,
-                url=_url(config.host, port),
+                url=_url(config.host, port, "https" if config.ssl_certfile else "http"),
             )
-            service = _Service(supervisor, template, reason_read, scheduler_command)
+            service = _Service(supervisor, template, reason_read, scheduler_command, shell_key)
             service.start(listener)
             return service.supervise()
     finally:
@@ -72,12 +78,14 @@ class _Service:
         template: ChildSpec,
         reason_fd: int,
         scheduler_command: Sequence[str],
+        shell_key: str | None,
     ) -> None:
         self._supervisor = supervisor
         self._template = template
         self._config = template.config
         self._reason_fd = reason_fd
         self._scheduler_command = scheduler_command
+        self._shell_key = shell_key
         self._stopping = False
         self._stop_asked_s = 0.0
         self._api: Child
@@ -108,7 +116,8 @@ class _Service:
     def _start_shell(self) -> subprocess.Popen[bytes]:
         """The shell stays in our process group: it owns the terminal and sees its Ctrl-C."""
         command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
-        return subprocess.Popen([*command, "--model", self._config.served_names[0]])
+        environ = os.environ | ({"MINISGL_API_KEY": self._shell_key} if self._shell_key else {})
+        return subprocess.Popen([*command, "--model", self._config.served_names[0]], env=environ)
 
     def supervise(self) -> int:
         """Handle events until everything has ended; the exit code."""
@@ -208,13 +217,11 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(host: str, port: int) -> str:
+def _url(host: str, port: int, scheme: str) -> str:
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
-    return (
-        f"http://{shown}:{port}"
-        if shown[0] == "[" or ":" not in shown
-        else (f"http://[{shown}]:{port}")
-    )
+    if ":" in shown and shown[0] != "[":
+        shown = f"[{shown}]"
+    return f"{scheme}://{shown}:{port}"
 
 
 def _make_socket_dir() -> str:

@@ -5,9 +5,19 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from minisgl.server.errors import BodyTooLarge, error_reply
+from minisgl.core import Overloaded
+from minisgl.server.errors import BodyTooLarge, ErrorReply, error_reply
 
-__all__ = ["App", "BodyLimit", "RequestId"]
+__all__ = [
+    "App",
+    "BodyLimit",
+    "Receive",
+    "RequestId",
+    "RequestLimit",
+    "Scope",
+    "Send",
+    "send_reply",
+]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -48,6 +58,40 @@ def _given_id(scope: Scope) -> bytes | None:
     return None
 
 
+async def send_reply(send: Send, reply: ErrorReply, close: bool = False) -> None:
+    """An error as the whole answer."""
+    headers = [(b"content-type", b"application/json")]
+    headers += [(name.encode(), value.encode()) for name, value in reply.headers.items()]
+    if close:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.json()})
+
+
+class RequestLimit:
+    """Refuses requests above `most` at a time; probes and metrics are always heard."""
+
+    def __init__(self, app: App, most: int, always: frozenset[str]) -> None:
+        self._app = app
+        self._most = most
+        self._always = always
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
+        if scope["type"] != "http" or scope["path"] in self._always:
+            await self._app(scope, receive, send)
+            return
+        if self._open >= self._most:
+            error = Overloaded("too many open connections; try again later")
+            await send_reply(send, error_reply(error), close=True)
+            return
+        self._open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= 1
+
+
 class BodyLimit:
     """Refuses bodies above `max_bytes`, by Content-Length at once and by counting otherwise."""
 
@@ -61,7 +105,7 @@ class BodyLimit:
             return
         declared = next((v for n, v in scope["headers"] if n == b"content-length"), b"0")
         if declared.isdigit() and int(declared[:20]) > self._max_bytes:
-            await self._refuse(send)
+            await send_reply(send, error_reply(self._error()), close=True)
             return
         received = 0
 
@@ -77,9 +121,3 @@ class BodyLimit:
 
     def _error(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body exceeds {self._max_bytes} bytes")
-
-    async def _refuse(self, send: Send) -> None:
-        reply = error_reply(self._error())
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": reply.json()})

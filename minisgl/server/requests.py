@@ -11,7 +11,15 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.params import CHAT, GENERATE, ParamTable
 
-__all__ = ["ChatPrompt", "GenerateRequest", "IdsPrompt", "RequestReader", "TextPrompt"]
+__all__ = [
+    "ChatPrompt",
+    "GenerateRequest",
+    "IdsPrompt",
+    "Prompt",
+    "RequestReader",
+    "TextPrompt",
+    "parse_body",
+]
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the legacy route; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
@@ -25,9 +33,10 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
-    """Plain text."""
+    """Plain text. add_special: with the BOS that the tokenizer may set before it."""
 
     text: str
+    add_special: bool = True
 
 
 class IdsPrompt(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -25,6 +26,8 @@ class ChatClient:
         self._port = parts.port or 80
         self._model = model
         self._timeout_s = timeout_s
+        key = os.environ.get("MINISGL_API_KEY")
+        self._credentials = {"authorization": f"Bearer {key}"} if key else {}
 
     def wait_ready(self, poll_s: float = 0.2) -> None:
         """Return once /readyz says 200. Raises ServerError when the server is not there."""
@@ -45,7 +48,7 @@ class ChatClient:
         connection = self._connect()
         try:
             body = {"model": self._model, "messages": messages, "stream": True}
-            headers = {"content-type": "application/json"}
+            headers = {"content-type": "application/json", **self._credentials}
             connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:

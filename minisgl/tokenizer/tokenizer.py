@@ -65,10 +65,12 @@ class TextTokenizer:
                 raise ConfigError(f"{folder} has a broken chat template: {error}") from None
         return cls(tokenizer, template, special)
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of plain text. A BOS spelled out at its beginning is not doubled."""
         doubled = self._prepends_bos and text.startswith(self._bos_token)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not doubled).ids
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=add_special and not doubled
+        ).ids
         return ids
 
     def encode_chat(

@@ -44,7 +44,7 @@ def handle(
             ids = array.array("i", message.token_ids).tolist()
             return Decoded(uid=message.uid, text=tokenizer.decode(ids, message.skip_special))
         if isinstance(message, TokenizeText):
-            ids = tokenizer.encode_text(message.text)
+            ids = tokenizer.encode_text(message.text, message.add_special)
         else:
             ids = _encode_chat(tokenizer, message, timeout_s)
         return Tokenized(uid=message.uid, token_ids=array.array("i", ids).tobytes())

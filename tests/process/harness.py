@@ -19,7 +19,7 @@ import psutil
 __all__ = ["DEADLINE_S", "ServerProcess", "run_server", "wait_for"]
 
 DEADLINE_S = 90.0
-_URL = re.compile(r"listening on (http://\S+)")
+_URL = re.compile(r"listening on (https?://\S+)")
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message import StepText, TextUpdate, Tokenized
-from minisgl.server import ServerConfig
+from minisgl.server import Limits, ServerConfig
 from minisgl.server.client import EngineClient
 
 FACTS = ModelFacts(
@@ -32,10 +32,11 @@ class Outbox:
 class World:
     """A client between fake tokenizers and a fake scheduler."""
 
-    def __init__(self, tokenizers: int = 1, max_queued_reqs: int = 100) -> None:
+    def __init__(self, tokenizers: int = 1, **limits_changed: object) -> None:
+        limits = Limits(**{"max_queued_reqs": 100, **limits_changed})
         self.tokenizers = [Outbox() for _ in range(tokenizers)]
         self.scheduler = Outbox()
-        self.client = EngineClient(self.tokenizers, self.scheduler, max_queued_reqs)
+        self.client = EngineClient(self.tokenizers, self.scheduler, limits)
 
     def answer(self, ids: bytes = b"\x01\0\0\0", error: str | None = None) -> None:
         """All questions to the tokenizers."""
@@ -61,4 +62,5 @@ class World:
             and not client.open_choices
             and not client.pending_answers
             and client.queued == 0
+            and client.queued_tokens == 0
         )

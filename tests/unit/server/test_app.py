@@ -27,6 +27,7 @@ class FakeService:
         self.lifecycle = Lifecycle(frozenset({"scheduler"}))
         self.lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
         self.hangs = False
+        self.stats = None
 
     def stuck(self) -> bool:
         return self.hangs

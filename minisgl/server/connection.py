@@ -1,0 +1,74 @@
+"""uvicorn's HTTP protocol with what it leaves open: limits on heads, idle and all connections."""
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from minisgl.core import InvalidRequest
+from minisgl.server.config import Limits
+from minisgl.server.errors import ErrorReply, HeadTooLarge, error_reply
+
+__all__ = ["limited_protocol"]
+
+# Beyond max_connections requests get an answer that says so; this many more can still be heard.
+_SPARE_CONNECTIONS = 128
+_REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
+
+
+def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
+    """A protocol class for `uvicorn.Config(http=...)`."""
+
+    class LimitedProtocol(HttpToolsProtocol):
+        """Counts the bytes of a head, and drops who sends none in time."""
+
+        _head_bytes = 0
+        _in_head = True
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > limits.max_connections + _SPARE_CONNECTIONS:
+                transport.abort()
+                return
+            self._timer = self.loop.call_later(limits.head_timeout_s, self._give_up)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data)
+            super().data_received(data)
+            if self._in_head and self._head_bytes > limits.max_head_bytes:
+                most = limits.max_head_bytes
+                self._refuse(error_reply(HeadTooLarge(f"the head exceeds {most} bytes")))
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self._in_head, self._head_bytes = True, 0
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(error_reply(InvalidRequest("this is not HTTP", code="invalid_http")))
+
+        def _give_up(self) -> None:
+            if self._in_head:
+                self.transport.abort()
+
+        def _refuse(self, reply: ErrorReply) -> None:
+            if self.transport.is_closing():
+                return
+            body = reply.json()
+            head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            start = head % (reply.status, _REASONS[reply.status], len(body))
+            self.transport.write(start + b"connection: close\r\n\r\n" + body)
+            self.transport.close()
+
+    return LimitedProtocol

@@ -1,0 +1,123 @@
+"""The routes beside generation: text to ids and back, and what an operator asks for."""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+
+import minisgl
+from minisgl.core import Cancelled, InvalidRequest, ModelFacts
+from minisgl.message import DecodeIds, ToTokenizer
+from minisgl.server import checks
+from minisgl.server.generate import read_body, tokenize, unless_disconnected
+from minisgl.server.params import IDS_PROMPT, TEMPLATE_KWARGS, TEXT_PROMPT
+from minisgl.server.requests import IdsPrompt, Prompt, RequestReader, TextPrompt, parse_body
+from minisgl.server.service import Service
+
+__all__ = ["ABORT", "DETOKENIZE", "TOKENIZE", "add_admin_routes", "add_token_routes"]
+
+_MODEL = checks.string(max_chars=512)
+TOKENIZE = checks.fields(
+    {
+        "model": _MODEL,
+        "prompt": checks.Check(lambda param, value: value, TEXT_PROMPT),
+        "messages": checks.Check(lambda param, value: value, {"type": "array", "minItems": 1}),
+        "chat_template_kwargs": TEMPLATE_KWARGS,
+        "add_special_tokens": checks.boolean,
+    }
+)
+DETOKENIZE = checks.fields(
+    {
+        "model": _MODEL,
+        "tokens": checks.Check(lambda param, value: value, IDS_PROMPT),
+        "skip_special_tokens": checks.boolean,
+    },
+    required=("tokens",),
+)
+ABORT = checks.fields(
+    {"request_id": checks.string(max_chars=128, empty=False)}, required=("request_id",)
+)
+
+
+def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> None:
+    """/tokenize and /detokenize, in the shapes that vLLM gives them."""
+
+    async def read(request: Request, check: checks.Check) -> tuple[dict[str, Any], ModelFacts]:
+        raw, facts = await read_body(service.lifecycle, request)
+        given = check("", parse_body(raw))
+        if "model" in given:
+            reader.check_model(given["model"])
+        return given, facts
+
+    async def to_ids(request: Request) -> dict[str, Any]:
+        given, facts = await read(request, TOKENIZE)
+        if ("prompt" in given) == ("messages" in given):
+            raise InvalidRequest("either prompt or messages is required", param="prompt")
+        if "messages" in given:
+            name = "messages"
+            prompt: Prompt = reader.chat_prompt(given, facts)
+        elif isinstance(given["prompt"], str):
+            name = "prompt"
+            prompt = reader.one_prompt(name, given["prompt"], facts)
+        else:
+            raise checks.reject("prompt", "must be a string")
+        if isinstance(prompt, TextPrompt):
+            prompt = msgspec.structs.replace(
+                prompt, add_special=given.get("add_special_tokens", True)
+            )
+        work = tokenize(service.client, prompt, name)
+        ids = await unless_disconnected(request.receive, work)
+        return {"count": len(ids), "max_model_len": facts.max_seq_len, "tokens": ids.tolist()}
+
+    async def to_text(request: Request) -> dict[str, Any]:
+        given, facts = await read(request, DETOKENIZE)
+        if isinstance(given["tokens"], str):
+            raise checks.reject("tokens", "must be an array of token ids, not a string")
+        prompt = reader.one_prompt("tokens", given["tokens"], facts)
+        assert isinstance(prompt, IdsPrompt), "ids were read as text; this is a bug"
+        ids = await tokenize(service.client, prompt, "tokens")
+        skip_special = given.get("skip_special_tokens", False)
+
+        def message(uid: int) -> ToTokenizer:
+            return DecodeIds(uid=uid, token_ids=ids.tobytes(), skip_special=skip_special)
+
+        return {
+            "prompt": await unless_disconnected(request.receive, service.client.decode(message))
+        }
+
+    app.post("/tokenize")(to_ids)
+    app.post("/detokenize")(to_text)
+
+
+def add_admin_routes(app: FastAPI, service: Service) -> None:
+    """/server_info, /abort, /flush_cache. `Auth` lets only admins come here."""
+
+    async def info() -> dict[str, Any]:
+        """No paths and no secrets."""
+        config, facts, stats = service.config, service.lifecycle.facts, service.stats
+        return {
+            "version": minisgl.__version__,
+            "phase": service.lifecycle.phase.value,
+            "served_names": config.served_names,
+            "open_requests": service.client.open_generations,
+            "limits": msgspec.to_builtins(config.limits),
+            "scheduler": msgspec.to_builtins(config.scheduler),
+            "model": None if facts is None else msgspec.to_builtins(facts),
+            "stats": None if stats is None else msgspec.to_builtins(stats),
+        }
+
+    async def abort(request: Request) -> dict[str, Any]:
+        raw, _ = await read_body(service.lifecycle, request)
+        given = ABORT("", parse_body(raw))
+        error = Cancelled("this request was aborted by an operator")
+        return {"aborted": service.client.end_by_id(given["request_id"], error)}
+
+    async def flush() -> dict[str, Any]:
+        """Requests that come after the answer find an empty cache (but for running prefixes)."""
+        service.lifecycle.require_accepting()
+        service.client.flush_cache()
+        return {"status": "ok"}
+
+    app.get("/server_info")(info)
+    app.post("/abort")(abort)
+    app.post("/flush_cache")(flush)

@@ -1,0 +1,168 @@
+"""The edges of the real server: HTTPS, keys, heads, connections, readers that do not read."""
+
+import json
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+
+pytestmark = pytest.mark.process
+
+LIMITS = ("--max-header-bytes", "4096", "--read-timeout", "1", "--max-connections", "3")
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny_model: Path):
+    flags = ("--api-key", "sesame", "--admin-api-key", "root", "--num-pages", "512")
+    with run_server("--model", str(tiny_model), *flags, *LIMITS) as server:
+        yield server.wait_ready()
+
+
+def client(server: ServerProcess, key: str = "sesame") -> httpx.Client:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=server.url, headers=headers, timeout=DEADLINE_S)
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    parts = urlsplit(server.url)
+    return socket.create_connection((parts.hostname, parts.port), timeout=DEADLINE_S)
+
+
+def received(connection: socket.socket) -> bytes:
+    data = b""
+    while part := connection.recv(65536):
+        data += part
+    return data
+
+
+def test_openai_client_with_and_without_the_key(keyed: ServerProcess) -> None:
+    base = keyed.url + "/v1"
+    assert openai.OpenAI(base_url=base, api_key="sesame").models.list().data
+    with pytest.raises(openai.AuthenticationError) as refused:
+        openai.OpenAI(base_url=base, api_key="wrong", max_retries=0).models.list()
+    assert refused.value.code == "invalid_api_key"
+    assert keyed.status("/livez") == 200
+
+
+def test_admin_sees_aborts_and_flushes(keyed: ServerProcess) -> None:
+    admin, user = client(keyed, "root"), client(keyed)
+    assert user.get("/server_info").status_code == 401
+    body = {"model": "tiny", "prompt": [1 + i % 30 for i in range(64)], "max_tokens": 1}
+
+    def cached() -> int:
+        usage = user.post("/v1/completions", json=body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    assert admin.post("/flush_cache").json() == {"status": "ok"}
+    assert cached() == 0
+    long = {**body, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    headers = {"x-request-id": "mine"}
+    with user.stream("POST", "/v1/completions", json=long, headers=headers) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert admin.post("/abort", json={"request_id": "min"}).json() == {"aborted": 0}
+        assert admin.post("/abort", json={"request_id": "mine"}).json() == {"aborted": 1}
+        events = [line.removeprefix("data: ") for line in lines if line]
+    assert json.loads(events[-2])["error"]["code"] == "cancelled"
+    assert events[-1] == "[DONE]"
+
+
+def test_ids_and_text_are_each_others_inverse(keyed: ServerProcess) -> None:
+    user = client(keyed)
+    ids = user.post("/tokenize", json={"prompt": "hello wörld"}).json()
+    assert ids["count"] == len(ids["tokens"]) > 0
+    assert user.post("/detokenize", json={"tokens": ids["tokens"]}).json() == {
+        "prompt": "hello wörld"
+    }
+    chat = user.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert chat["max_model_len"] == ids["max_model_len"]
+    assert "hi" in user.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+    for path, body in [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": [1]}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": "a"}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [1], "more": 1}),
+    ]:
+        assert user.post(path, json=body).status_code == 400, (path, body)
+
+
+@pytest.mark.parametrize("head", [b"x" * 9000, b"GET / HTTP/1.1\r\nx: " + b"y" * 9000])
+def test_endless_head_is_a_431_or_no_http_at_all(keyed: ServerProcess, head: bytes) -> None:
+    with connect(keyed) as connection:
+        connection.sendall(head)
+        answer = received(connection)
+    assert answer.split(b"\r\n")[0].split()[1] in (b"431", b"400")
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"]
+
+
+def test_requests_beyond_the_limit_are_refused_and_probes_are_not(keyed: ServerProcess) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with client(keyed) as user:
+        streams = [user.stream("POST", "/v1/completions", json=body) for _ in range(3)]
+        answers = [stream.__enter__() for stream in streams]
+        refused = user.get("/v1/models")
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert keyed.status("/livez") == 200
+        for answer in answers:
+            answer.close()
+    wait_for(lambda: client(keyed).get("/v1/models").status_code == 200, "the end of the streams")
+
+
+def test_client_that_does_not_read_is_disconnected(keyed: ServerProcess) -> None:
+    body = {"model": "tiny", "prompt": ["a"] * 8, "max_tokens": 1900, "ignore_eos": True}
+    text = json.dumps({**body, "stream": True, "logprobs": 20}).encode()
+    parts = urlsplit(keyed.url)
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect((parts.hostname, parts.port))
+        deaf.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sesame\r\n"
+            b"content-length: %d\r\n\r\n%s" % (len(text), text)
+        )
+        admin = client(keyed, "root")
+
+        def open_requests() -> int:
+            return int(admin.get("/server_info").json()["open_requests"])
+
+        wait_for(lambda: open_requests() == 1, "the request")
+        wait_for(lambda: open_requests() == 0, "the end of the request")
+    assert "finish=abort" in keyed.stderr
+
+
+def test_https(tiny_model: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    made += ["-nodes", "-days", "1", "-subj", "/CN=localhost", "-keyout", str(key)]
+    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(certificate)]
+    try:
+        subprocess.run(made, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    flags = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(verify=context, base_url=server.url) as user:
+            wait_for(lambda: _ready(user), "readiness")
+            body = {"model": "tiny", "prompt": "one two", "max_tokens": 3}
+            assert user.post("/v1/completions", json=body).status_code == 200
+
+
+def _ready(user: httpx.Client) -> bool:
+    try:
+        return user.get("/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
