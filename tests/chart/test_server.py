@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.chart.helm import Object
+from tests.chart.helm import CHART, Object
 from tests.chart.test_pod import container_of, pod_of
 from tests.process.harness import run_server
 
@@ -36,3 +36,14 @@ def test_rendered_container_serves_and_ends_within_its_grace_period(pod):
         server.signal(signal.SIGTERM)
         assert server.process.wait(timeout=pod["terminationGracePeriodSeconds"]) == 0
         assert "unknown environment variable" not in server.stderr
+
+
+def test_environment_of_the_chart_is_known_to_the_server():
+    """A misspelt MINISGL_ variable would be a warning in a log that nobody reads."""
+    from minisgl.env import EnvSettings
+
+    known = {f"MINISGL_{field.upper()}" for field in EnvSettings._fields}
+    text = (CHART / "templates" / "_args.tpl").read_text()
+    used = {word for word in text.split() if word.startswith("MINISGL_")}
+    assert used
+    assert used <= known
