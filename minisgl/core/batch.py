@@ -81,11 +81,12 @@ class Batch:
 
 class StepResult(NamedTuple):
     """tokens int32 [B], meaningful where batch.samples; finite bool [B], False for NaN or inf;
-    logprobs where batch.extras asks for them."""
+    logprobs where batch.extras asks for them; by_graph: a CUDA graph ran the step."""
 
     tokens: Int32Array
     finite: NDArray[np.bool_]
     logprobs: StepLogprobs | None = None
+    by_graph: bool = False
 
 
 class PendingStep(Protocol):

@@ -5,6 +5,7 @@ It does what a Batch says and knows nothing of queues, prefixes or ownership.
 
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,7 +44,7 @@ class Engine:
     """Runs steps in the order in which they are launched; implements core.EngineLike.
 
     On a GPU everything is queued on one stream of its own, and launch waits for nothing but the
-    copies of the step before last.
+    copies of the step before last. startup_s: how long which phase of the construction took.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Engine:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := cpu_threads(tp.size)) is not None:
             torch.set_num_threads(threads)
+        began_s = time.monotonic()
         with self._on_stream():
             free_before = self._free_bytes()
             self._model = build_model(
@@ -91,8 +93,15 @@ class Engine:
                 max_seq_len=self._max_seq_len,
                 available_bytes=self._kv_bytes(free_before, max_chunk_tokens),
             )
+            loaded_s = time.monotonic()
             self._state = self._assemble(self._num_pages)
+            assembled_s = time.monotonic()
             self._capture(graph_sizes(self._largest_graph()))
+        self.startup_s = {
+            "load": loaded_s - began_s,
+            "kv_alloc": assembled_s - loaded_s,
+            "cuda_graph": time.monotonic() - assembled_s,
+        }
         logger.info(
             "engine loaded device=%s dtype=%s pages=%d page_size=%d kv_bytes=%d max_seq_len=%d "
             "graphs=%d left_bytes=%d",
@@ -144,7 +153,7 @@ class Engine:
                     chosen = graph.run_sampler(filters)
                 else:
                     chosen = state.choose(logits, views, draws, filters)
-            return LaunchedStep(batch, inputs, chosen)
+            return LaunchedStep(batch, inputs, chosen, by_graph=graph is not None)
 
     def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews:
         """One copy to the device: for a graph to where it reads."""
@@ -185,7 +194,8 @@ class Engine:
             chosen = state.choose(changed, views, *_kinds(batch))
             logits, tokens = logits[:reqs], chosen[0, :reqs]
         logprobs = start_logprobs(state.model, hidden, logits, tokens, batch, inputs)
-        return LaunchedStep(batch, inputs, chosen, logprobs)
+        by_graph = logits is not None and hidden is None
+        return LaunchedStep(batch, inputs, chosen, logprobs, by_graph)
 
     def facts(self) -> ModelFacts:
         """What the front end must know."""

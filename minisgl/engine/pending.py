@@ -25,12 +25,14 @@ class LaunchedStep:
         inputs: StepInputs,
         chosen: Tensor | None,
         logprobs: PendingLogprobs | None = None,
+        by_graph: bool = False,
     ) -> None:
         """chosen: int32 [2, N or more] as DeviceState.choose, in the inputs' order; None when
         nobody samples. Queues its copy on the current stream."""
         self._batch = batch
         self._inputs = inputs
         self._logprobs = logprobs
+        self._by_graph = by_graph
         self._host = None if chosen is None else chosen.to("cpu", non_blocking=True)
         self._done: torch.cuda.Event | None = None
         if inputs.packed.is_pinned():
@@ -51,4 +53,4 @@ class LaunchedStep:
             tokens[~self._batch.samples] = 0
             finite |= ~self._batch.samples
         logprobs = None if self._logprobs is None else self._logprobs.read()
-        return StepResult(tokens, finite, logprobs)
+        return StepResult(tokens, finite, logprobs, self._by_graph)

@@ -2,6 +2,8 @@
 
 from minisgl.message.queues import AsyncReceiver, Receiver, Sender, endpoint
 from minisgl.message.wire import (
+    BATCH_SIZE_BOUNDS,
+    BATCH_TOKENS_BOUNDS,
     AbortReq,
     AddReq,
     Decoded,
@@ -10,6 +12,7 @@ from minisgl.message.wire import (
     FlushCache,
     LeaderStep,
     Opened,
+    PhaseStats,
     PromptLogprobs,
     Ready,
     SchedulerStats,
@@ -29,6 +32,8 @@ from minisgl.message.wire import (
 )
 
 __all__ = [
+    "BATCH_SIZE_BOUNDS",
+    "BATCH_TOKENS_BOUNDS",
     "AbortReq",
     "AddReq",
     "AsyncReceiver",
@@ -38,6 +43,7 @@ __all__ = [
     "FlushCache",
     "LeaderStep",
     "Opened",
+    "PhaseStats",
     "PromptLogprobs",
     "Ready",
     "Receiver",

@@ -123,12 +123,17 @@ class LeaderStep(Message, frozen=True, kw_only=True):
 
 
 class Opened(Message, frozen=True, kw_only=True):
-    """Comes with a req's first output (or its end without one)."""
+    """Comes with a req's first output (or its end without one).
+
+    admitted_s: CLOCK_MONOTONIC of its first admission, which all processes of a host share; 0:
+    it never ran.
+    """
 
     uid: int
     prompt_tokens: int
     cached_tokens: int
     text: TextSpec | None
+    admitted_s: float = 0.0
 
 
 class Finished(Message, frozen=True, kw_only=True):
@@ -218,6 +223,7 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     between <think> and </think>, whose text is `reasoning` and not in `text`.
     prompt_logprobs, logprobs: of prompt and text, when asked for.
     stopped: a stop string was matched here, so the scheduler has yet to be told.
+    admitted_s: as in Opened.
     """
 
     uid: int
@@ -234,6 +240,7 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     error_kind: str = ""
     stopped: bool = False
+    admitted_s: float = 0.0
 
 
 class StepText(Message, frozen=True, kw_only=True):
@@ -243,16 +250,42 @@ class StepText(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """A process has loaded and warmed up. Rank 0 of the scheduler sends the model's facts."""
+    """A process has loaded and warmed up. Rank 0 of the scheduler sends the model's facts.
+
+    startup_s: how long which phase of the loading took.
+    """
 
     role: str
     facts: ModelFacts | None = None
+    startup_s: dict[str, float] = {}
+
+
+BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+BATCH_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class PhaseStats(Message, frozen=True, kw_only=True):
+    """Totals since the start over the steps of one phase.
+
+    seconds: spent in steps; overlapped time counts once. reqs_counts[i]: steps of at most
+    BATCH_SIZE_BOUNDS[i] reqs and more than the bound before, the last one above all;
+    tokens_counts: the same of BATCH_TOKENS_BOUNDS.
+    """
+
+    eager_steps: int
+    graph_steps: int
+    seconds: float
+    reqs: int
+    tokens: int
+    reqs_counts: list[int]
+    tokens_counts: list[int]
 
 
 class SchedulerStats(Message, frozen=True, kw_only=True):
-    """Gauges and running totals of rank 0, sent at most every 0.5 s and when something changes.
+    """Gauges and running totals of rank 0, sent every 50 ms while busy and when it becomes idle.
 
     step_id, busy: progress, from which livez judges a hang. *_total count since the start.
+    phases: of steps that prefill, decode, or do both (mixed).
     """
 
     step_id: int
@@ -271,6 +304,7 @@ class SchedulerStats(Message, frozen=True, kw_only=True):
     overlapped_steps_total: int
     evicted_pages_total: int
     nonfinite_rows_total: int
+    phases: dict[str, PhaseStats] = {}
 
 
 ToApi = Tokenized | Decoded | StepText | Ready | SchedulerStats

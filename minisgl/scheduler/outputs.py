@@ -50,6 +50,7 @@ class OutputBuilder:
                 prompt_tokens=req.prompt_len,
                 cached_tokens=req.cached_tokens,
                 text=req.text,
+                admitted_s=req.admitted_s,
             )
         )
         self._prompt_logprobs += self._held.pop(req.uid, ())

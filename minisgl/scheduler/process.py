@@ -33,7 +33,7 @@ __all__ = ["build_scheduler", "run_scheduler"]
 
 logger = logging.getLogger(__name__)
 
-STATS_INTERVAL_S = 0.5
+STATS_INTERVAL_S = 0.05  # endpoint pickers look as often
 
 
 def run_scheduler(
@@ -58,11 +58,14 @@ def run_scheduler(
     if tp.rank == 0:
         detokenizer: Sender[StepOutput] = Sender(endpoint(socket_dir, "detokenizer"))
         outbox = QueueOutbox(detokenizer, api)
+    constructed_s = time.monotonic()
     scheduler = build_scheduler(engine, scheduler_config, inbox, outbox)
     gc.collect()
     gc.freeze()  # what is loaded stays; collections look at requests only
     name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
-    api.send(Ready(role=name, facts=engine.facts() if tp.rank == 0 else None))
+    startup_s = {**engine.startup_s, "warm_up": time.monotonic() - constructed_s}
+    facts = engine.facts() if tp.rank == 0 else None
+    api.send(Ready(role=name, facts=facts, startup_s=startup_s))
     _loop(scheduler, outbox)
     comm.close()
     logger.info("scheduler stopped")

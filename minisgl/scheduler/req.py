@@ -43,6 +43,7 @@ class Req:
     cache_salt     reqs of another salt do not share its prefix.
     prompt_reported  prompt tokens whose log-probabilities have been sent.
     cached_tokens  prefix hit of the first admission, which is what the client is told.
+    admitted_s     when that was, as in Opened; 0 before.
     """
 
     uid: int
@@ -60,6 +61,7 @@ class Req:
     tree_pages: int = 0
     cached_tokens: int = 0
     admitted: bool = False
+    admitted_s: float = 0.0
     opened: bool = False
     ending: Ending | None = None
     prompt_reported: int = 0

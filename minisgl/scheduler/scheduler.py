@@ -26,6 +26,7 @@ from minisgl.message import AbortReq, AddReq, FlushCache, SchedulerStats, Shutdo
 from minisgl.scheduler.intake import Intake
 from minisgl.scheduler.io import Inbox, Outbox
 from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.meter import StepMeter
 from minisgl.scheduler.outputs import OutputBuilder, Totals
 from minisgl.scheduler.planner import Planner
 from minisgl.scheduler.req import Ending, Req, ReqState
@@ -75,6 +76,7 @@ class Scheduler:
             pool_tokens=engine.num_pages * engine.page_size,
         )
         self._outputs = OutputBuilder()
+        self._meter = StepMeter()
         self._reqs: dict[int, Req] = {}
         self._leaving: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
@@ -125,6 +127,7 @@ class Scheduler:
             - cache.evictable_pages,
             total_pages=pool.num_pages,
             evicted_pages_total=self.memory.evicted_pages_total,
+            phases=self._meter.stats(),
             **msgspec.structs.asdict(self.totals),
         )
 
@@ -198,6 +201,8 @@ class Scheduler:
         plan = self.planner.plan(self._launched_step + 1, in_flight=bool(self._in_flight))
         if plan.batch is not None:
             self.totals.overlapped_steps_total += bool(self._in_flight)
+            self._stamp_admissions()
+            self._meter.launched()
             pending = self._engine.launch(plan.batch)
             self._in_flight.append((plan.batch, pending))
             self._launched_step = plan.batch.step_id
@@ -213,6 +218,7 @@ class Scheduler:
 
     def _resolve(self, batch: Batch, pending: PendingStep) -> None:
         result = pending.wait()
+        self._meter.resolved(batch, result.by_graph)
         self._resolved_step = batch.step_id
         self.memory.resolve(batch.step_id)
         self.table.resolve(batch.step_id)
@@ -235,6 +241,11 @@ class Scheduler:
                 self._carry_out(req)
             else:
                 self._leaving.append(req)
+
+    def _stamp_admissions(self) -> None:
+        for req in self.planner.prefilling:
+            if not req.admitted_s:
+                req.admitted_s = self._meter.clock()
 
     def _chunk_reqs(self, batch: Batch) -> list[Req]:
         """The reqs whose prompt this step completed."""

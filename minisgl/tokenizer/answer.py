@@ -116,6 +116,7 @@ class OpenAnswer:
             error=finished.error if finished is not None else None,
             error_kind=finished.error_kind if finished is not None else "",
             stopped=stopped and finished is None,
+            admitted_s=self._opened.admitted_s,
         )
         self._text = self._reasoning = ""
         self._token_ids, self._prompt_logprobs = [], []

@@ -109,7 +109,9 @@ class StubScheduler:
 
     def _stats(self) -> SchedulerStats:
         zeros = {
-            name: 0 for name in SchedulerStats.__struct_fields__ if name not in ("step_id", "busy")
+            name: 0
+            for name in SchedulerStats.__struct_fields__
+            if name not in ("step_id", "busy", "phases")
         }
         zeros["running_reqs"] = len(self._reqs)
         return SchedulerStats(step_id=self._step_id, busy=bool(self._reqs), **zeros)

@@ -1,0 +1,72 @@
+"""What the forward steps held and how long they took, as running totals for SchedulerStats."""
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+
+from minisgl.core import Batch
+from minisgl.message import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
+
+__all__ = ["StepMeter"]
+
+PHASES = ("prefill", "decode", "mixed")
+
+
+class _Phase:
+    __slots__ = ("reqs", "reqs_counts", "seconds", "steps", "tokens", "tokens_counts")
+
+    def __init__(self) -> None:
+        self.steps = [0, 0]  # eager, by a CUDA graph
+        self.seconds = 0.0
+        self.reqs = self.tokens = 0
+        self.reqs_counts = [0] * (len(BATCH_SIZE_BOUNDS) + 1)
+        self.tokens_counts = [0] * (len(BATCH_TOKENS_BOUNDS) + 1)
+
+
+class StepMeter:
+    """Told of each launch and of each result, in the same order; costs under 1 us per step.
+
+    A step's time runs from its launch, or from the end of the step before where they overlap, to
+    its result: the sum is the time in which the device had work.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._phases = {phase: _Phase() for phase in PHASES}
+        self._launched_s: deque[float] = deque()
+        self._ended_s = 0.0
+
+    def launched(self) -> None:
+        """The next step begins."""
+        self._launched_s.append(self.clock())
+
+    def resolved(self, batch: Batch, by_graph: bool) -> None:
+        """The oldest step that was launched has ended."""
+        now_s, started_s = self.clock(), max(self._launched_s.popleft(), self._ended_s)
+        self._ended_s = now_s
+        reqs, chunk_tokens = batch.num_reqs, batch.num_prefill_tokens
+        tokens = batch.num_decode + chunk_tokens
+        name = "decode" if not chunk_tokens else "mixed" if batch.num_decode else "prefill"
+        phase = self._phases[name]
+        phase.steps[by_graph] += 1
+        phase.seconds += now_s - started_s
+        phase.reqs += reqs
+        phase.tokens += tokens
+        phase.reqs_counts[bisect_left(BATCH_SIZE_BOUNDS, reqs)] += 1
+        phase.tokens_counts[bisect_left(BATCH_TOKENS_BOUNDS, tokens)] += 1
+
+    def stats(self) -> dict[str, PhaseStats]:
+        """The totals as of now, by phase."""
+        return {
+            name: PhaseStats(
+                eager_steps=phase.steps[False],
+                graph_steps=phase.steps[True],
+                seconds=phase.seconds,
+                reqs=phase.reqs,
+                tokens=phase.tokens,
+                reqs_counts=list(phase.reqs_counts),
+                tokens_counts=list(phase.tokens_counts),
+            )
+            for name, phase in self._phases.items()
+        }

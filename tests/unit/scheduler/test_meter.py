@@ -1,0 +1,92 @@
+"""What the forward steps are counted as, and how their times add up."""
+
+import numpy as np
+
+from minisgl.core import Batch, SamplingArrays
+from minisgl.message import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
+from minisgl.scheduler.meter import StepMeter
+from tests.unit.scheduler.fake_engine import FakeEngine
+from tests.unit.scheduler.harness import Harness
+
+
+def batch(decode: int, chunks: tuple[int, ...] = ()) -> Batch:
+    nothing = np.empty(0, dtype=np.int32)
+    count = decode + len(chunks)
+    floats, counts = np.zeros(count, dtype=np.float32), np.zeros(count, dtype=np.int32)
+    return Batch(
+        step_id=1,
+        num_decode=decode,
+        rows=np.arange(count, dtype=np.int32),
+        start=np.zeros(count, dtype=np.int32),
+        lengths=np.array([1] * decode + list(chunks), dtype=np.int32),
+        samples=np.ones(count, dtype=np.bool_),
+        chunk_ids=np.zeros(sum(chunks), dtype=np.int32),
+        page_rows=nothing,
+        page_cols=nothing,
+        page_ids=nothing,
+        sampling=SamplingArrays(floats, counts, floats, floats, counts.astype(np.int64)),
+    )
+
+
+def test_steps_are_counted_by_phase_size_and_graph() -> None:
+    meter = StepMeter()
+    steps = [
+        (batch(0, (5, 20)), False),
+        (batch(3, (7,)), False),
+        (batch(2), True),
+        (batch(2), True),
+    ]
+    for step, by_graph in steps:
+        meter.launched()
+        meter.resolved(step, by_graph)
+    prefill, decode, mixed = (meter.stats()[name] for name in ("prefill", "decode", "mixed"))
+    assert (prefill.eager_steps, prefill.graph_steps) == (1, 0)
+    assert (prefill.reqs, prefill.tokens) == (2, 25)
+    assert (mixed.eager_steps, mixed.reqs, mixed.tokens) == (1, 4, 10)
+    assert (decode.eager_steps, decode.graph_steps, decode.reqs, decode.tokens) == (0, 2, 4, 4)
+    assert decode.reqs_counts[BATCH_SIZE_BOUNDS.index(2)] == 2, "a bound belongs to its bucket"
+    assert prefill.tokens_counts[BATCH_TOKENS_BOUNDS.index(32)] == 1
+    assert sum(decode.reqs_counts) == sum(decode.tokens_counts) == 2
+
+
+def test_a_step_above_all_bounds_is_in_the_last_bucket() -> None:
+    meter = StepMeter()
+    meter.launched()
+    meter.resolved(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), False)
+    assert meter.stats()["prefill"].tokens_counts[-1] == 1
+
+
+def test_overlapped_time_counts_once() -> None:
+    """Launched at 0 and 2, ended at 5 and 9; then idle; launched at 20, ended at 21."""
+    times = iter([0.0, 2.0, 5.0, 9.0, 20.0, 21.0])
+    meter = StepMeter(clock=lambda: next(times))
+    meter.launched()
+    meter.launched()
+    for _ in range(2):
+        meter.resolved(batch(1), False)
+    assert meter.stats()["decode"].seconds == 9.0
+    meter.launched()
+    meter.resolved(batch(1), False)
+    assert meter.stats()["decode"].seconds == 10.0
+
+
+def test_scheduler_stats_hold_every_step_and_every_token() -> None:
+    """A prompt of 20 and seven more steps for eight tokens; the last step's result ends it."""
+    harness = Harness(FakeEngine(num_pages=64, page_size=4))
+    harness.add(list(range(1, 21)), max_tokens=8, ignore_eos=True)
+    while not harness.scheduler.idle or harness.inbox.messages:
+        harness.step()
+    phases = harness.scheduler.stats().phases
+    assert (phases["prefill"].eager_steps, phases["prefill"].tokens) == (1, 20)
+    assert (phases["decode"].eager_steps, phases["decode"].tokens) == (7, 7)
+    assert phases["mixed"].eager_steps == 0
+    assert all(phase.graph_steps == 0 for phase in phases.values())
+
+
+def test_opened_tells_when_a_req_was_admitted() -> None:
+    harness = Harness(FakeEngine(num_pages=64, page_size=4))
+    harness.add([1, 2, 3], max_tokens=1)
+    harness.scheduler.iterate()
+    harness.scheduler.drain_in_flight()
+    (opened,) = [o for output in harness.outbox.outputs for o in output.opened]
+    assert opened.admitted_s > 0
