@@ -104,7 +104,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("frequency_penalty", "presence_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, "must be from -2 to 2")
         _require(
-            0 < self.repetition_penalty <= 10, "repetition_penalty", "must be above 0, up to 10"
+            # much smaller ones would make logits infinite
+            0.01 <= self.repetition_penalty <= 100,
+            "repetition_penalty",
+            "must be from 0.01 to 100",
         )
         for token_id, bias in self.logit_bias.items():
             _require(token_id >= 0, "logit_bias", "must have token ids as keys")

@@ -6,7 +6,7 @@ beyond: a struct is only decoded by the decoder of its own direction.
     API server  -> tokenizer    ToTokenizer
     API server  -> scheduler    ToScheduler   (one FIFO: an abort never overtakes its request)
     leader      -> other ranks  LeaderStep
-    scheduler   -> detokenizer  StepOutput    (one message per step, columnar)
+    scheduler   -> detokenizer  ToDetokenizer (one StepOutput per step, columnar)
     everything  -> API server   ToApi
 """
 
@@ -50,7 +50,11 @@ class DecodeIds(Message, frozen=True, kw_only=True):
     skip_special: bool = True
 
 
-ToTokenizer = TokenizeText | TokenizeChat | DecodeIds
+class Ping(Message, frozen=True, kw_only=True):
+    """Answered by Alive after all that was sent before it."""
+
+
+ToTokenizer = TokenizeText | TokenizeChat | DecodeIds | Ping
 
 
 # --- API server -> scheduler ------------------------------------------------------------------
@@ -182,6 +186,9 @@ class StepOutput(Message, frozen=True, kw_only=True):
     prompt_logprobs: list[PromptLogprobs] = []
 
 
+ToDetokenizer = StepOutput | Ping
+
+
 # --- to the API server ------------------------------------------------------------------------
 
 
@@ -281,6 +288,12 @@ class PhaseStats(Message, frozen=True, kw_only=True):
     tokens_counts: list[int]
 
 
+class Alive(Message, frozen=True, kw_only=True):
+    """The answer to Ping."""
+
+    role: str
+
+
 class SchedulerStats(Message, frozen=True, kw_only=True):
     """Gauges and running totals of rank 0, sent every 50 ms while busy and when it becomes idle.
 
@@ -307,4 +320,4 @@ class SchedulerStats(Message, frozen=True, kw_only=True):
     phases: dict[str, PhaseStats] = {}
 
 
-ToApi = Tokenized | Decoded | StepText | Ready | SchedulerStats
+ToApi = Tokenized | Decoded | StepText | Ready | Alive | SchedulerStats

@@ -15,8 +15,10 @@ import uvicorn
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
 from minisgl.message import (
+    Alive,
     AsyncReceiver,
     Decoded,
+    Ping,
     Ready,
     SchedulerStats,
     Sender,
@@ -33,7 +35,7 @@ from minisgl.server.client import EngineClient
 from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
 from minisgl.server.connection import limited_protocol
 from minisgl.server.errors import EngineFailure
-from minisgl.server.lifecycle import Lifecycle, Phase, Progress
+from minisgl.server.lifecycle import Lifecycle, Phase, Progress, Pulse
 
 __all__ = ["run_api"]
 
@@ -70,6 +72,10 @@ class ApiServer:
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: SchedulerStats | None = None
         self._progress = Progress(config.step_timeout_s)
+        self._pulse = Pulse(config.step_timeout_s)
+        detokenizer: Sender[Ping] = Sender(endpoint(directory, "detokenizer"))
+        self._workers = dict(zip(names, tokenizers, strict=True)) | {"detokenizer": detokenizer}
+        self._tokenizer_names = names
         self._url = spec.url
         self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
         self._drain_asked = asyncio.Event()
@@ -77,10 +83,16 @@ class ApiServer:
         self._fail_asked = asyncio.Event()
 
     def stuck(self) -> bool:
-        """Work is pending and no step has ended for step_timeout_s."""
+        """Some process has work and has done none of it for step_timeout_s."""
+        return self._hanging() is not None
+
+    def _hanging(self) -> str | None:
         if self.lifecycle.phase is Phase.LOADING:
-            return False
-        return self._progress.hangs(self.client.open_choices > 0, time.monotonic())
+            return None
+        now_s = time.monotonic()
+        if self._progress.hangs(self.client.open_choices > 0, now_s):
+            return "scheduler"
+        return self._pulse.hanging(now_s)
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot go on."""
@@ -133,9 +145,14 @@ class ApiServer:
             message = await self._messages.recv()
             if isinstance(message, StepText):
                 self._progress.on_output(time.monotonic())
+                self._pulse.heard("detokenizer", time.monotonic())
                 self.client.receive_text(message)
             elif isinstance(message, Tokenized | Decoded):
-                self.client.receive_answer(message)
+                worker = self.client.receive_answer(message)
+                if worker is not None:
+                    self._pulse.heard(self._tokenizer_names[worker], time.monotonic())
+            elif isinstance(message, Alive):
+                self._pulse.heard(message.role, time.monotonic(), answer=True)
             elif isinstance(message, SchedulerStats):
                 self._progress.on_stats(message, time.monotonic())
                 self.stats = message
@@ -166,17 +183,22 @@ class ApiServer:
         sys.stdout.flush()
 
     async def _watch(self) -> None:
-        """End the service when the scheduler hangs; first let livez say so for a moment."""
+        """End the service when a process hangs; first let livez say so for a moment."""
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             self.client.end_overdue(time.monotonic())
-            if self.stuck():
-                logger.error("scheduler hangs step_timeout_s=%g", self.config.step_timeout_s)
+            if self.lifecycle.phase is not Phase.LOADING:
+                for role, sender in self._workers.items():
+                    if self._pulse.ask(role, time.monotonic()):
+                        sender.send(Ping())
+            hanging = self._hanging()
+            if hanging is not None:
+                most_s = self.config.step_timeout_s
+                logger.error("%s hangs step_timeout_s=%g", hanging, most_s)
                 await asyncio.sleep(_STUCK_NOTICE_S)
-                if self.stuck():
+                if self._hanging() == hanging:
                     raise WorkerDied(
-                        "the scheduler made no progress for more than "
-                        f"{self.config.step_timeout_s:g} s (--step-timeout)"
+                        f"the {hanging} made no progress for more than {most_s:g} s (--step-timeout)"
                     )
 
     async def _beat(self) -> None:

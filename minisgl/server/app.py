@@ -22,6 +22,7 @@ from minisgl.server.errors import (
 from minisgl.server.generate import read_body, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
 from minisgl.server.middleware import App, BodyLimit, RequestId, RequestLimit
+from minisgl.server.openapi import document
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import RequestReader
 from minisgl.server.routes import add_admin_routes, add_token_routes
@@ -50,6 +51,10 @@ def build_app(service: Service) -> App:
     _add_models(app, service, reader)
     add_token_routes(app, service, reader)
     add_admin_routes(app, service)
+    described = document(
+        reader.table, service.config.served_names, bool(service.config.api_key_hashes)
+    )
+    app.openapi = lambda: described  # type: ignore[method-assign]
 
     def generating(route: str) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:

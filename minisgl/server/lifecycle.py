@@ -9,7 +9,7 @@ from minisgl.core import ModelFacts
 from minisgl.message import Ready, SchedulerStats
 from minisgl.server.errors import NotReady
 
-__all__ = ["Lifecycle", "Phase", "Progress"]
+__all__ = ["Lifecycle", "Phase", "Progress", "Pulse"]
 
 
 class Phase(StrEnum):
@@ -57,6 +57,35 @@ class Lifecycle:
         if self.phase is Phase.FAILED:
             raise NotReady("the service has failed and is restarting")
         raise NotReady("the server is shutting down")
+
+
+class Pulse:
+    """Tells a worker that hangs (asked, and nothing heard for `timeout_s`) from a busy one."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._asked_s: dict[str, float] = {}
+
+    def ask(self, role: str, now_s: float) -> bool:
+        """True when `role` is to be asked now: it has answered the last time."""
+        if role in self._asked_s:
+            return False
+        self._asked_s[role] = now_s
+        return True
+
+    def heard(self, role: str, now_s: float, answer: bool = False) -> None:
+        """Something came from `role`, if not yet the answer: it lives, and may have much to do."""
+        if answer:
+            self._asked_s.pop(role, None)
+        elif role in self._asked_s:
+            self._asked_s[role] = now_s
+
+    def hanging(self, now_s: float) -> str | None:
+        """A role that hangs; None while none does."""
+        if not self._timeout_s:
+            return None
+        late = (r for r, asked_s in self._asked_s.items() if now_s - asked_s > self._timeout_s)
+        return next(late, None)
 
 
 class Progress:

@@ -203,7 +203,7 @@ class ParamTable:
             "ignore_eos": checks.boolean,
             "frequency_penalty": penalty,
             "presence_penalty": penalty,
-            "repetition_penalty": checks.number(0, 10, above=True),
+            "repetition_penalty": checks.number(0.01, 100),
             "logit_bias": _logit_bias(limits),
             "stream": checks.boolean,
             "stream_options": _stream_options(),

@@ -9,6 +9,7 @@ import minisgl
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts
 from minisgl.message import DecodeIds, ToTokenizer
 from minisgl.server import checks
+from minisgl.server.chat import messages_schema
 from minisgl.server.generate import read_body, tokenize, unless_disconnected
 from minisgl.server.params import IDS_PROMPT, TEMPLATE_KWARGS, TEXT_PROMPT
 from minisgl.server.requests import IdsPrompt, Prompt, RequestReader, TextPrompt, parse_body
@@ -17,14 +18,24 @@ from minisgl.server.service import Service
 __all__ = ["ABORT", "DETOKENIZE", "TOKENIZE", "add_admin_routes", "add_token_routes"]
 
 _MODEL = checks.string(max_chars=512)
-TOKENIZE = checks.fields(
+_TOKENIZE = checks.fields(
     {
         "model": _MODEL,
         "prompt": checks.Check(lambda param, value: value, TEXT_PROMPT),
-        "messages": checks.Check(lambda param, value: value, {"type": "array", "minItems": 1}),
+        "messages": checks.Check(lambda param, value: value, messages_schema(8192)),
         "chat_template_kwargs": TEMPLATE_KWARGS,
         "add_special_tokens": checks.boolean,
     }
+)
+TOKENIZE = checks.Check(
+    _TOKENIZE.run,
+    {
+        **_TOKENIZE.schema,
+        "oneOf": [
+            {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+            for name in ("prompt", "messages")
+        ],
+    },
 )
 DETOKENIZE = checks.fields(
     {

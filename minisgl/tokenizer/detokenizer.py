@@ -4,12 +4,15 @@ import logging
 
 from minisgl.core import FinishReason
 from minisgl.message import (
+    Alive,
+    Ping,
     Ready,
     Receiver,
     Sender,
     StepOutput,
     StepText,
     ToApi,
+    ToDetokenizer,
     TokenLogprobs,
     endpoint,
 )
@@ -71,12 +74,16 @@ class Detokenizer:
 def run_detokenizer(model_path: str, socket_dir: str) -> None:
     """Serve `detokenizer` for ever."""
     detokenizer = Detokenizer(TextTokenizer.load(model_path).vocabulary)
-    receiver: Receiver[StepOutput] = Receiver(endpoint(socket_dir, "detokenizer"), StepOutput)
+    address = endpoint(socket_dir, "detokenizer")
+    receiver: Receiver[ToDetokenizer] = Receiver(address, ToDetokenizer)
     api: Sender[ToApi] = Sender(endpoint(socket_dir, "api"))
     api.send(Ready(role="detokenizer"))
     while True:
         receiver.poll(None)
         for output in receiver.drain():
+            if isinstance(output, Ping):
+                api.send(Alive(role="detokenizer"))
+                continue
             try:
                 text = detokenizer.step(output)
             # The gate of this pump: a step that makes no sense is dropped, the others go on (W35).

@@ -8,8 +8,10 @@ import os
 import msgspec
 
 from minisgl.message import (
+    Alive,
     Decoded,
     DecodeIds,
+    Ping,
     Ready,
     Receiver,
     Sender,
@@ -36,7 +38,9 @@ class TokenizerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def handle(
-    tokenizer: TextTokenizer, message: ToTokenizer, timeout_s: float | None
+    tokenizer: TextTokenizer,
+    message: TokenizeText | TokenizeChat | DecodeIds,
+    timeout_s: float | None,
 ) -> Tokenized | Decoded:
     """Answer one message; what goes wrong becomes the answer's `error`."""
     try:
@@ -78,4 +82,7 @@ def run_tokenizer(index: int, model_path: str, socket_dir: str, limits: Tokenize
     while True:
         receiver.poll(None)
         for message in receiver.drain():
+            if isinstance(message, Ping):
+                api.send(Alive(role=name))
+                continue
             api.send(handle(tokenizer, message, limits.template_timeout_s))

@@ -1,6 +1,7 @@
 """Whatever dies, everything ends, within seconds, with one line that says what died (W12, W30)."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -190,3 +191,15 @@ def test_killed_second_rank_ends_the_service(tiny_model: Path) -> None:
         assert server.wait_exit() == 1
         _assert_all_gone(pids)
         assert "error: scheduler-1 (pid" in server.stderr or "error: scheduler" in server.stderr
+
+
+@pytest.mark.parametrize("role", ["tokenizer-0", "detokenizer"])
+def test_stopped_worker_is_a_hang(tiny_model: Path, role: str) -> None:
+    """A stopped process is alive for the launcher; only its silence gives it away."""
+    flags = ("--model", str(tiny_model), "--step-timeout", "1")
+    with run_server(*flags, stub="echo") as server:
+        server.wait_ready()
+        os.kill(server.child_pid(role), signal.SIGSTOP)
+        wait_for(lambda: server.status("/livez") == 503, "livez to tell")
+        assert server.wait_exit() == 1
+        assert f"the {role} made no progress" in server.stderr

@@ -4,7 +4,7 @@ import pytest
 
 from minisgl.message import Ready, SchedulerStats
 from minisgl.server.errors import NotReady
-from minisgl.server.lifecycle import Lifecycle, Phase, Progress
+from minisgl.server.lifecycle import Lifecycle, Phase, Progress, Pulse
 from tests.unit.server.fakes import FACTS
 
 
@@ -59,3 +59,18 @@ def test_zero_switches_the_watch_off() -> None:
     progress = Progress(timeout_s=0)
     progress.on_stats(stats(1, busy=True), now_s=0)
     assert not progress.hangs(pending=True, now_s=10**6)
+
+
+def test_worker_hangs_when_asked_and_silent_but_not_while_it_works_or_idles() -> None:
+    pulse = Pulse(10.0)
+    assert pulse.ask("tokenizer-0", 0.0)
+    assert not pulse.ask("tokenizer-0", 1.0), "one question at a time"
+    pulse.heard("tokenizer-0", 9.0)  # an answer to something before the ping
+    assert pulse.hanging(18.0) is None
+    assert pulse.hanging(19.5) == "tokenizer-0"
+    pulse.heard("tokenizer-0", 20.0, answer=True)
+    assert pulse.hanging(1000.0) is None
+    assert pulse.ask("tokenizer-0", 1000.0)
+    never = Pulse(0.0)
+    never.ask("detokenizer", 0.0)
+    assert never.hanging(1e9) is None
