@@ -215,12 +215,14 @@ class TokenText(msgspec.Struct, frozen=True, array_like=True):
     """One token of a text with its log-probability (None: the first of a prompt).
 
     offset: characters of the text before it. top: bytes and log-probability of the most likely.
+    ends: it ended the text and is no part of it.
     """
 
     data: bytes
     logprob: float | None
     offset: int
     top: list[tuple[bytes, float]]
+    ends: bool = False
 
 
 class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -198,7 +198,8 @@ class ApiServer:
                 await asyncio.sleep(_STUCK_NOTICE_S)
                 if self._hanging() == hanging:
                     raise WorkerDied(
-                        f"the {hanging} made no progress for more than {most_s:g} s (--step-timeout)"
+                        f"the {hanging} made no progress for more than {most_s:g} s "
+                        "(--step-timeout)"
                     )
 
     async def _beat(self) -> None:

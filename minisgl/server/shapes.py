@@ -131,7 +131,8 @@ class Shape:
         if self._request.sampling.logprobs is None:
             return None
         if self._is_chat:
-            return {"content": [_chat_logprob(entry) for entry in extras.logprobs], "refusal": None}
+            kept = [entry for entry in extras.logprobs if not entry.ends]  # as OpenAI has it
+            return {"content": [_chat_logprob(entry) for entry in kept], "refusal": None}
         return _completion_logprobs([*extras.prompt_logprobs, *extras.logprobs])
 
     def last_chunk(self, choice: Choice) -> bytes:

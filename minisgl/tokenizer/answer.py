@@ -23,7 +23,7 @@ class OpenAnswer:
     """State of one open req; `take` gives what is new.
 
     The log-probability of a token is told with the first character of its text, so that none is
-    told of a token that a stop string cuts off; the token that ends a text has none.
+    told of a token that a stop string cuts off.
     """
 
     def __init__(self, vocabulary: Vocabulary, opened: Opened) -> None:
@@ -71,10 +71,10 @@ class OpenAnswer:
             self._reasons, self._at_border = token_id == self._think_ids[0], True
             return
         self._add(stream.push(token_id, is_text))
-        if found is not None and is_text:
-            self._logprobs.append(
-                self._token_text(token_id, found.logprob, offset, self._top(found))
-            )
+        if found is not None:
+            top = list(zip(found.top_ids, found.top_logprobs, strict=True))
+            entry = self._token_text(token_id, found.logprob, offset, top, not is_text)
+            self._logprobs.append(entry)
 
     def push_prompt(self, found: PromptLogprobs) -> None:
         """Log-probabilities of prompt tokens, in order."""
@@ -148,12 +148,13 @@ class OpenAnswer:
         shown = self._vocabulary.token_bytes(token_id, self._spec.skip_special_tokens)
         self._prompt_chars += len(self._prompt_characters.decode(shown))
 
-    @staticmethod
-    def _top(found: TokenLogprobs) -> list[tuple[int, float]]:
-        return list(zip(found.top_ids, found.top_logprobs, strict=True))
-
     def _token_text(
-        self, token_id: int, logprob: float | None, offset: int, top: list[tuple[int, float]]
+        self,
+        token_id: int,
+        logprob: float | None,
+        offset: int,
+        top: list[tuple[int, float]],
+        ends: bool = False,
     ) -> TokenText:
         data = self._vocabulary.token_bytes
         return TokenText(
@@ -161,4 +162,5 @@ class OpenAnswer:
             logprob=logprob,
             offset=offset,
             top=[(data(i, False), value) for i, value in top],
+            ends=ends,
         )

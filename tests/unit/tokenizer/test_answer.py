@@ -110,3 +110,12 @@ def test_silent_answer_tells_the_prompt_only() -> None:
     assert (update.text, update.completion_tokens, update.finish) == ("", 0, FinishReason.LENGTH)
     assert [(e.logprob, e.offset) for e in update.prompt_logprobs] == [(None, 0), (-1, 0), (-2, 1)]
     assert update.prompt_logprobs[1].top == [(b"A", -0.1)]
+
+
+def test_token_that_ends_the_text_has_a_logprob_and_no_text() -> None:
+    """lm-eval drops the last entry as the generated one, be it EOS or not."""
+    answer = OpenAnswer(PLAIN, Opened(uid=1, prompt_tokens=1, cached_tokens=0, text=None))
+    answer.push(EOS, False, TokenLogprobs(uid=1, logprob=-0.5, top_ids=[], top_logprobs=[]))
+    update = answer.take(Finished(uid=1, reason=FinishReason.STOP))
+    assert update is not None
+    assert (update.text, [entry.ends for entry in update.logprobs]) == ("", [True])

@@ -1,0 +1,66 @@
+"""Run with some version of `openai`: python openai_client.py URL MODEL. Ends with 0 if all is well.
+
+Only what all versions from 1.109 on have is used.
+"""
+
+import sys
+
+import openai
+
+url, model = sys.argv[1:]
+client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
+chat = [{"role": "user", "content": "What is 20 plus 2?"}]
+
+assert [m.id for m in client.models.list()] == [model]
+assert client.models.retrieve(model).id == model
+
+whole = client.chat.completions.create(
+    model=model, messages=chat, temperature=0, n=2, logprobs=True, top_logprobs=2
+)
+assert [c.message.content for c in whole.choices] == ["22", "22"]
+assert whole.choices[0].finish_reason == "stop"
+assert b"".join(bytes(e.bytes) for e in whole.choices[0].logprobs.content) == b"22"
+assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+chunks = list(
+    client.chat.completions.create(
+        model=model,
+        messages=chat,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+)
+assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "22"
+assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+with client.chat.completions.stream(model=model, messages=chat, temperature=0) as stream:
+    kinds = [event.type for event in stream]
+    final = stream.get_final_completion()
+assert "content.done" in kinds
+assert final.choices[0].message.content == "22"
+
+text = client.completions.create(
+    model=model, prompt=["a b", "c"], max_tokens=2, echo=True, logprobs=1, seed=1
+)
+assert [c.index for c in text.choices] == [0, 1]
+assert text.choices[0].logprobs.token_logprobs[0] is None
+
+raw = client.chat.completions.with_raw_response.create(model=model, messages=chat, max_tokens=1)
+assert raw.headers["x-request-id"]
+
+for wrong, kind, param in [
+    ({"temperature": 9}, openai.BadRequestError, "temperature"),
+    ({"model": "none"}, openai.NotFoundError, "model"),
+    ({"max_tokens": 10**6}, openai.BadRequestError, "messages"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+]:
+    try:
+        client.chat.completions.create(**{"model": model, "messages": chat, **wrong})
+        refused = None
+    except kind as error:
+        refused = error
+    assert refused is not None, wrong
+    assert refused.param == param, wrong
+    assert refused.request_id
+sys.stdout.write(f"openai {openai.__version__}\n")

@@ -1,0 +1,52 @@
+"""Software that no one here wrote, against the demo server; results: docs/api.md."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.process.harness import ServerProcess, run_server
+from tests.proof.venvs import make_venv
+
+pytestmark = pytest.mark.proof
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MODEL = "minisgl-demo"
+LIMIT_S = 900
+
+
+@pytest.mark.parametrize(
+    ("script", "requirements"),
+    [
+        ("openai_client.py", ["openai==1.109.1"]),
+        ("openai_client.py", ["openai==2.54.0"]),
+        ("openai_client.py", ["openai"]),
+        ("langchain_client.py", ["langchain-openai"]),
+        ("litellm_client.py", ["litellm"]),
+    ],
+    ids=["openai-1", "openai-2", "openai-newest", "langchain", "litellm"],
+)
+def test_client(
+    demo_server: ServerProcess, tmp_path: Path, script: str, requirements: list[str]
+) -> None:
+    python = make_venv(tmp_path / "venv", *requirements) / "python"
+    command = [str(python), str(SCRIPTS / script), demo_server.url, MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
+    """Each case that breaks the schema is refused, each answer is as described, and no 5xx."""
+    tool = make_venv(tmp_path / "venv", "schemathesis") / "schemathesis"
+    small = ("--max-seq-len-override", "160", "--max-n", "4", "--max-choices", "16")
+    with run_server("--num-pages", "1024", "--admin-api-key", "root", *small) as server:
+        server.wait_ready()
+        command = [str(tool), "run", server.url + "/openapi.json", "--continue-on-failure"]
+        command += ["--header", "Authorization: Bearer root", "--max-examples", "30"]
+        # A schema cannot say how long a prompt may be in tokens, nor what a template refuses.
+        command += ["--exclude-checks", "positive_data_acceptance", "--max-time", "180"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        assert server.status("/livez") == 200
