@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -36,6 +37,8 @@ from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
 from minisgl.server.connection import limited_protocol
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Progress, Pulse
+from minisgl.server.metrics import Metrics
+from minisgl.utils import logs_are_json, process_age_s
 
 __all__ = ["run_api"]
 
@@ -67,7 +70,8 @@ class ApiServer:
         self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
         tokenizers: list[Sender[ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
-        self.client = EngineClient(tokenizers, self._scheduler, config.limits)
+        metrics = Metrics(config.served_names[0])
+        self.client = EngineClient(tokenizers, self._scheduler, config.limits, metrics)
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: SchedulerStats | None = None
@@ -156,15 +160,18 @@ class ApiServer:
             elif isinstance(message, SchedulerStats):
                 self._progress.on_stats(message, time.monotonic())
                 self.stats = message
+                self.client.metrics.on_stats(message)
             else:
                 self._on_ready(message)
 
     def _on_ready(self, message: Ready) -> None:
         logger.info("ready role=%s still_loading=%s", message.role, self._still_loading(message))
+        self.client.metrics.on_ready(message, self.config.engine.tp_size)
         if self.lifecycle.on_ready(message) and self.lifecycle.facts is not None:
             # What lives now lives for good; the collector need not walk it again.
             gc.collect()
             gc.freeze()
+            self.client.metrics.on_started("total", process_age_s(os.getppid()))
             self._announce(self.lifecycle.facts)
 
     def _still_loading(self, message: Ready) -> str:
@@ -175,11 +182,15 @@ class ApiServer:
         (self._directory / SERVING_MARKER).touch()  # the launcher looks for it when it stops us
         if self.config.shell:
             return
-        sys.stdout.write(
+        line = (
             f"minisgl serves {self.config.served_names[0]} at {self._url}/v1 "
             f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
-            f"KV capacity {facts.kv_capacity_tokens:,} tokens)\n"
+            f"KV capacity {facts.kv_capacity_tokens:,} tokens)"
         )
+        if logs_are_json():
+            logger.info(line)
+            return
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
     async def _watch(self) -> None:

@@ -21,7 +21,8 @@ from minisgl.server.errors import (
 )
 from minisgl.server.generate import read_body, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
-from minisgl.server.middleware import App, BodyLimit, RequestId, RequestLimit
+from minisgl.server.metrics import Now
+from minisgl.server.middleware import App, BodyLimit, Counted, RequestId, RequestLimit
 from minisgl.server.openapi import document
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import RequestReader
@@ -29,6 +30,7 @@ from minisgl.server.routes import add_admin_routes, add_token_routes
 from minisgl.server.service import Service
 from minisgl.server.shapes import Shape
 from minisgl.server.stream import EventStream, finished
+from minisgl.utils import log_event
 
 __all__ = ["build_app"]
 
@@ -46,8 +48,14 @@ def build_app(service: Service) -> App:
     )
     limits = service.config.limits
     reader = RequestReader(service.config)
-    _add_error_handlers(app, limits.retry_after_s)
+    metrics = service.client.metrics
+
+    def refused(error: RequestError) -> None:
+        metrics.on_refused(error, service.lifecycle.phase)
+
+    _add_error_handlers(app, limits.retry_after_s, refused)
     _add_probes(app, service)
+    _add_metrics(app, service)
     _add_models(app, service, reader)
     add_token_routes(app, service, reader)
     add_admin_routes(app, service)
@@ -68,7 +76,7 @@ def build_app(service: Service) -> App:
     # Around the app and not by add_middleware, so that the answer to a bug has its id too.
     config = service.config
     bounded = RequestLimit(
-        BodyLimit(app, limits.max_body_bytes), limits.max_connections, OPEN_PATHS
+        BodyLimit(app, limits.max_body_bytes), limits.max_connections, OPEN_PATHS, refused
     )
     guarded: App = Auth(bounded, config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # outside, since a browser's preflight carries no key
@@ -79,7 +87,7 @@ def build_app(service: Service) -> App:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return RequestId(guarded)
+    return Counted(RequestId(guarded), metrics, OPEN_PATHS)
 
 
 async def _generate(
@@ -109,11 +117,23 @@ def _error_response(reply: ErrorReply) -> Response:
     return _json(reply.status, reply.json(), reply.headers)
 
 
-def _add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
+def _add_error_handlers(
+    app: FastAPI, retry_after_s: int, refused: Callable[[RequestError], None]
+) -> None:
     async def on_request_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, Cancelled | RequestError):
             raise error
-        return _error_response(error_reply(error, retry_after_s))
+        refused(error)
+        reply = error_reply(error, retry_after_s)
+        log_event(
+            logger,
+            logging.INFO,
+            "call refused",
+            request_id=request.scope["state"].get("request_id"),
+            status=reply.status,
+            reason=type(error).__name__,
+        )
+        return _error_response(reply)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -132,10 +152,12 @@ def _add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
 
     async def on_bug(request: Request, error: Exception) -> Response:
         # uvicorn logs the traceback; here is the request that it belongs to.
-        logger.error(
-            "request failed path=%s request_id=%s",
-            request.scope["path"],
-            request.scope["state"].get("request_id"),
+        log_event(
+            logger,
+            logging.ERROR,
+            "request failed",
+            request_id=request.scope["state"].get("request_id"),
+            path=request.scope["path"],
         )
         return _error_response(error_reply(error, retry_after_s))
 
@@ -160,6 +182,16 @@ def _add_probes(app: FastAPI, service: Service) -> None:
 
     for path, handler in (("/livez", live), ("/readyz", ready), ("/health", ready)):
         app.api_route(path, methods=["GET", "HEAD"], response_model=None)(handler)
+
+
+def _add_metrics(app: FastAPI, service: Service) -> None:
+    async def scrape(request: Request) -> Response:
+        client = service.client
+        now = Now(service.lifecycle.phase, service.stuck(), client.open_choices)
+        body, kind = client.metrics.render(request.headers.get("accept", ""), now)
+        return Response(body, headers={"content-type": kind})
+
+    app.get("/metrics", response_model=None)(scrape)
 
 
 def _add_models(app: FastAPI, service: Service, reader: RequestReader) -> None:

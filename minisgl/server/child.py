@@ -28,7 +28,7 @@ def main() -> None:
     bind_to_parent(spec.parent_pid, life_fd)
     # The API server drains on SIGINT; until it can, the signal simply ends it.
     signal.signal(signal.SIGINT, signal.SIG_DFL if spec.role == "api" else signal.SIG_IGN)
-    setup_logging(spec.name, spec.config.log_level)
+    setup_logging(spec.name, spec.config.log_level, spec.config.log_format)
     try:
         _run(spec)
     # The gate of the process. What minisgl raises on purpose is told in one line; anything else,

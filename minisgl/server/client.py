@@ -36,6 +36,8 @@ from minisgl.message import (
 )
 from minisgl.server.config import Limits
 from minisgl.server.errors import EngineFailure, RanTooLong
+from minisgl.server.metrics import Metrics
+from minisgl.utils import log_event
 
 __all__ = ["Choice", "EngineClient", "Extras", "Generation", "TokenArray"]
 
@@ -90,6 +92,9 @@ class Choice:
     opened: bool = False
     submitted: bool = False
     queued_tokens: int = 0
+    started_s: float = 0.0  # CLOCK_MONOTONIC, as the next two; first and last output, 0: none
+    first_s: float = 0.0
+    last_s: float = 0.0
 
     def take_text(self) -> str:
         """What has arrived since the last call."""
@@ -161,17 +166,20 @@ class Generation:
         """The first error of any choice."""
         return next((c.error for c in self.choices if c.error is not None), None)
 
-    def summary(self) -> str:
-        """One line for the log: never any text of prompt or answer."""
+    def summary(self) -> dict[str, object]:
+        """For the log: never any text of prompt or answer."""
         ends = {choice.finish or FinishReason.ABORT for choice in self.choices}
-        prompt_tokens = max(choice.prompt_tokens for choice in self.choices)
-        completion_tokens = sum(choice.completion_tokens for choice in self.choices)
-        return (
-            f"request_id={self.request_id} choices={len(self.choices)} "
-            f"finish={','.join(sorted(ends))} longest_prompt_tokens={prompt_tokens} "
-            f"completion_tokens={completion_tokens} "
-            f"duration_s={time.monotonic() - self.started_s:.3f}"
-        )
+        first_s = min((choice.first_s for choice in self.choices if choice.first_s), default=None)
+        return {
+            "request_id": self.request_id,
+            "choices": len(self.choices),
+            "finish": ",".join(sorted(ends)),
+            "longest_prompt_tokens": max(choice.prompt_tokens for choice in self.choices),
+            "cached_tokens": max(choice.cached_tokens for choice in self.choices),
+            "completion_tokens": sum(choice.completion_tokens for choice in self.choices),
+            "ttft_s": None if first_s is None else round(first_s - self.started_s, 3),
+            "duration_s": round(time.monotonic() - self.started_s, 3),
+        }
 
     async def news(self) -> None:
         """Wait until some choice has changed since the last call."""
@@ -193,10 +201,12 @@ class EngineClient:
         tokenizers: Sequence[_Outbox[ToTokenizer]],
         scheduler: _Outbox[ToScheduler],
         limits: Limits,
+        metrics: Metrics,
     ) -> None:
         self._tokenizers = tokenizers
         self._scheduler = scheduler
         self.limits = limits
+        self.metrics = metrics
         self._uids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
         self._answers: dict[int, asyncio.Future[Tokenized | Decoded]] = {}
@@ -224,6 +234,7 @@ class EngineClient:
         generation = Generation(request_id)
         for index in range(num_choices):
             choice = Choice(next(self._uids), index, generation.changed)
+            choice.started_s = generation.started_s
             generation.choices.append(choice)
             self._choices[choice.uid] = choice
         self.queued += num_choices
@@ -235,7 +246,7 @@ class EngineClient:
         if generation not in self._generations:
             return
         self._generations.remove(generation)
-        logger.info("call ended %s", generation.summary())
+        log_event(logger, logging.INFO, "call ended", **generation.summary())
         self._abort(generation)
 
     def end(self, generation: Generation, error: RequestError) -> None:
@@ -282,6 +293,8 @@ class EngineClient:
         answer = await self._ask(message)
         assert isinstance(answer, Tokenized), "a tokenizer answered with text; this is a bug"
         if answer.error is not None:
+            if answer.internal:
+                self.metrics.on_failed()
             kind = EngineFailure if answer.internal else InvalidRequest
             raise kind(answer.error, param=param)
         return array.array("i", answer.token_ids)
@@ -318,16 +331,19 @@ class EngineClient:
 
     def receive_text(self, message: StepText) -> None:
         """Give the texts of one step to their choices; updates of forgotten uids are late."""
+        now_s = time.monotonic()
         for update in message.updates:
             if update.stopped:
                 self._scheduler.send(AbortReq(uid=update.uid, reason=FinishReason.STOP))
             choice = self._choices.get(update.uid)
             if choice is None:
                 continue
+            self.metrics.on_update(choice, update, now_s)
             if not choice.opened:
                 self._leave_queue(choice)
             choice.apply(update)
             if choice.finish is not None:
+                self.metrics.on_end(choice)
                 del self._choices[update.uid]
 
     def beat(self) -> None:
@@ -359,4 +375,5 @@ class EngineClient:
     def _abort(self, generation: Generation) -> None:
         for choice in generation.choices:
             if self._forget(choice) and choice.submitted:
+                self.metrics.on_end(choice)
                 self._scheduler.send(AbortReq(uid=choice.uid))

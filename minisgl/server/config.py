@@ -71,6 +71,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_tokenizers: int = 1
     limits: Limits = Limits()
     log_level: str = "info"
+    log_format: str = "text"
     shell: bool = False
     ignore_generation_config: bool = False
     allow_unknown_params: bool = False

@@ -6,6 +6,7 @@ It loads no torch and holds no state of requests; it may run as PID 1.
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -22,9 +23,19 @@ import msgspec
 from minisgl.core import ConfigError
 from minisgl.server.auth import key_hashes
 from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
-from minisgl.utils import CONFIG_EXIT, Child, ChildExit, Supervisor, describe_exit
+from minisgl.utils import (
+    CONFIG_EXIT,
+    Child,
+    ChildExit,
+    Supervisor,
+    describe_exit,
+    logs_are_json,
+    setup_logging,
+)
 
 __all__ = ["launch"]
+
+logger = logging.getLogger(__name__)
 
 _CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.child")
 _FAILED_EXIT = 1
@@ -41,6 +52,7 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = _CHILD_COMMA
 
     Raises ConfigError when the port cannot be had.
     """
+    setup_logging("launcher", "info", config.log_format)
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
     if shell_key is not None:
         hashes = (*config.api_key_hashes, *key_hashes([shell_key], None))
@@ -233,6 +245,10 @@ def _make_socket_dir() -> str:
 
 
 def _say(text: str) -> None:
+    """To whoever started us; where logs are JSON, as one of them."""
+    if logs_are_json():
+        logger.log(logging.ERROR if text.startswith("error: ") else logging.INFO, text)
+        return
     stamp = time.strftime("%H:%M:%S")
     sys.stderr.write(f"{stamp} minisgl: {text}\n")
     sys.stderr.flush()

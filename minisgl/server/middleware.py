@@ -7,10 +7,12 @@ from typing import Any
 
 from minisgl.core import Overloaded
 from minisgl.server.errors import BodyTooLarge, ErrorReply, error_reply
+from minisgl.server.metrics import Metrics
 
 __all__ = [
     "App",
     "BodyLimit",
+    "Counted",
     "Receive",
     "RequestId",
     "RequestLimit",
@@ -26,6 +28,33 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MAX_ID_CHARS = 128
+
+
+class Counted:
+    """Counts answers by the pattern of their route, and requests under way but for `probes`."""
+
+    def __init__(self, app: App, metrics: Metrics, probes: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._probes = probes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "other")
+                self._metrics.on_http(route, scope["method"], message["status"])
+            await send(message)
+
+        weight = scope["path"] not in self._probes
+        self._metrics.on_http_open(weight)
+        try:
+            await self._app(scope, receive, counting)
+        finally:
+            self._metrics.on_http_open(-weight)
 
 
 class RequestId:
@@ -71,9 +100,12 @@ async def send_reply(send: Send, reply: ErrorReply, close: bool = False) -> None
 class RequestLimit:
     """Refuses requests above `most` at a time; probes and metrics are always heard."""
 
-    def __init__(self, app: App, most: int, always: frozenset[str]) -> None:
+    def __init__(
+        self, app: App, most: int, always: frozenset[str], refused: Callable[[Overloaded], None]
+    ) -> None:
         self._app = app
         self._most = most
+        self._refused = refused
         self._always = always
         self._open = 0
 
@@ -83,6 +115,7 @@ class RequestLimit:
             return
         if self._open >= self._most:
             error = Overloaded("too many open connections; try again later")
+            self._refused(error)
             await send_reply(send, error_reply(error), close=True)
             return
         self._open += 1

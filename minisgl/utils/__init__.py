@@ -1,7 +1,8 @@
 """Small helpers without a subject of their own. Nothing here loads torch."""
 
-from minisgl.utils.logging import setup_logging
+from minisgl.utils.logging import log_event, logs_are_json, setup_logging
 from minisgl.utils.naming import near_names
+from minisgl.utils.process import process_age_s
 from minisgl.utils.supervise import (
     CONFIG_EXIT,
     Child,
@@ -19,7 +20,10 @@ __all__ = [
     "Supervisor",
     "bind_to_parent",
     "describe_exit",
+    "log_event",
+    "logs_are_json",
     "near_names",
+    "process_age_s",
     "read_payload",
     "setup_logging",
 ]

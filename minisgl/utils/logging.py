@@ -1,10 +1,13 @@
-"""Logging of one process: stdlib, one line per record, on stderr. Called in process main only."""
+"""Logging of one process: stdlib, one line per record, on stderr. Set up in process main only."""
 
+import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
 
-__all__ = ["setup_logging"]
+__all__ = ["log_event", "logs_are_json", "setup_logging"]
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(role)s[%(process)d] %(name)s: %(message)s"
 
@@ -28,10 +31,33 @@ class _OneLine(logging.Formatter):
         return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")
 
 
-def setup_logging(role: str, level: str) -> None:
-    """Send all log records of this process to stderr, marked with role and pid."""
+class _Json(logging.Formatter):
+    """One JSON object per record, tracebacks inside; the fields of `log_event` are members."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = record.args if isinstance(record.args, Mapping) else {}
+        moment = datetime.fromtimestamp(record.created, UTC)
+        entry: dict[str, object] = {
+            **fields,
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "role": getattr(record, "role", ""),
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def setup_logging(role: str, level: str, log_format: str = "text") -> None:
+    """Send all log records of this process to stderr, marked with role and pid.
+
+    log_format: text, or json for one object per line.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(_FORMAT))
+    handler.setFormatter(_Json() if log_format == "json" else _OneLine(_FORMAT))
     handler.addFilter(_RoleFilter(role))
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -40,3 +66,14 @@ def setup_logging(role: str, level: str) -> None:
     for noisy in ("uvicorn", "asyncio", "httpx", "urllib3", "filelock"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
     logging.getLogger(__name__).debug("logging set up pid=%d level=%s", os.getpid(), level)
+
+
+def logs_are_json() -> bool:
+    """Whether this process was set up so."""
+    return any(isinstance(handler.formatter, _Json) for handler in logging.getLogger().handlers)
+
+
+def log_event(logger: logging.Logger, level: int, event: str, **fields: object) -> None:
+    """A phrase and key=value fields, which JSON logs hold as members."""
+    shown = "".join(f" {name}=%({name})s" for name in fields)
+    logger.log(level, f"{event}{shown}", fields)

@@ -15,7 +15,7 @@ import minisgl
 from tests.repo import rules
 
 ROOT = Path(__file__).resolve().parents[2]
-LINE_BUDGET = 10_500
+LINE_BUDGET = 10_900
 UNCOUNTED = ("minisgl/benchmark/", "minisgl/kernel/")
 PRINTING = ("minisgl/shell/", "minisgl/benchmark/")
 GENERATED = {".venv", ".git", "build", "dist", "__pycache__"}

@@ -4,6 +4,7 @@ from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message import StepText, TextUpdate, Tokenized
 from minisgl.server import Limits, ServerConfig
 from minisgl.server.client import EngineClient
+from minisgl.server.metrics import Metrics
 
 FACTS = ModelFacts(
     max_seq_len=100,
@@ -36,7 +37,7 @@ class World:
         limits = Limits(**{"max_queued_reqs": 100, **limits_changed})
         self.tokenizers = [Outbox() for _ in range(tokenizers)]
         self.scheduler = Outbox()
-        self.client = EngineClient(self.tokenizers, self.scheduler, limits)
+        self.client = EngineClient(self.tokenizers, self.scheduler, limits, Metrics("m"))
 
     def answer(self, ids: bytes = b"\x01\0\0\0", error: str | None = None) -> None:
         """All questions to the tokenizers."""

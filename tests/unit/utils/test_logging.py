@@ -1,12 +1,13 @@
 """One record is one line, marked with role and pid."""
 
 import io
+import json
 import logging
 import os
 
 import pytest
 
-from minisgl.utils import setup_logging
+from minisgl.utils import log_event, logs_are_json, setup_logging
 
 
 def test_record_is_one_line_with_role_and_pid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +26,38 @@ def test_record_is_one_line_with_role_and_pid(monkeypatch: pytest.MonkeyPatch) -
     (line,) = sink.getvalue().splitlines()
     assert f"tokenizer-0[{os.getpid()}]" in line
     assert "a\\nfake line" in line
+
+
+def test_json_record_is_one_object_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields are members; what a client chose can neither end the line nor replace our own."""
+    sink = io.StringIO()
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    monkeypatch.setattr("sys.stderr", sink)
+    logger = logging.getLogger("minisgl.x")
+    try:
+        setup_logging("api", "info", "json")
+        assert logs_are_json()
+        fields = {"request_id": 'a\n"level": "x', "message": "y", "tokens": 3}
+        log_event(logger, logging.INFO, "call ended", **fields)
+        try:
+            raise ValueError("z")
+        except ValueError:
+            logger.exception("process failed pid=%d", 7)
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    assert not logs_are_json()
+    ended, failed = (json.loads(line) for line in sink.getvalue().splitlines())
+    assert ended["request_id"] == fields["request_id"]
+    assert (ended["tokens"], ended["level"], ended["role"]) == (3, "info", "api")
+    assert ended["pid"] == os.getpid()
+    assert ended["message"].startswith("call ended request_id=a\n")
+    assert ended["time"].endswith("Z")
+    assert failed["message"] == "process failed pid=7"
+    assert failed["exception"].endswith("ValueError: z")
+
+
+def test_event_is_a_phrase_and_its_fields(caplog: pytest.LogCaptureFixture) -> None:
+    log_event(logging.getLogger("minisgl.x"), logging.WARNING, "slow", seconds=1.5, why="100 %s")
+    assert caplog.messages == ["slow seconds=1.5 why=100 %s"]

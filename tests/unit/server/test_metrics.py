@@ -1,0 +1,381 @@
+"""What is exported, in which form, and what each number counts."""
+
+import asyncio
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
+from minisgl.message import Ready, SchedulerStats, TextUpdate, Tokenized, TokenizeText
+from minisgl.server.app import build_app
+from minisgl.server.errors import EngineFailure, NotReady
+from minisgl.server.exposition import CONTENT_TYPE, OPENMETRICS, Distribution
+from minisgl.server.lifecycle import Lifecycle, Phase
+from minisgl.server.metrics import Metrics, Now, declared
+from tests.unit.server.fakes import CONFIG, FACTS, World
+
+TABLE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+ROW = re.compile(r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
+READY = Now(Phase.READY, stuck=False, open_choices=0)
+
+
+def values(families: Iterable[Metric]) -> dict[str, float]:
+    """Value by name and labels, as Prometheus writes them."""
+    found = {}
+    for family in families:
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+            name = f"{sample.name}{{{labels}}}"
+            assert name not in found, f"{name} is there twice"
+            found[name] = sample.value
+    return found
+
+
+def scraped(metrics: Metrics, now: Now = READY) -> dict[str, float]:
+    return values(parse_text(metrics.render("", now)[0].decode()))
+
+
+def filled() -> Metrics:
+    """Metrics with something in each kind of series, and a model's name that needs escapes."""
+    metrics = Metrics('a "quoted\\" name')
+    metrics.on_ready(Ready(role="scheduler", facts=FACTS, startup_s={"load": 1.5}), tp_size=2)
+    metrics.on_http("/v1/models/{model_id:path}", "GET", 404)
+    metrics.on_refused(NotReady("x"), Phase.LOADING)
+    return metrics
+
+
+# --- the form -----------------------------------------------------------------------------------
+
+
+def test_both_formats_hold_the_same_series_and_values() -> None:
+    metrics = filled()
+    text, text_type = metrics.render("*/*", READY)
+    wanted = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3"
+    modern, modern_type = metrics.render(wanted, READY)
+    assert (text_type, modern_type) == (CONTENT_TYPE, OPENMETRICS)
+    assert modern.endswith(b"# EOF\n")
+    assert values(parse_text(text.decode())) == values(parse_openmetrics(modern.decode()))
+
+
+def test_each_metric_has_type_and_help_and_follows_the_naming_rules() -> None:
+    families = list(parse_text(filled().render("", READY)[0].decode()))
+    assert len(families) == len(declared("m")) == len({spec.name for spec in declared("m")})
+    for family in families:
+        assert family.documentation.endswith(".")
+        assert family.type in ("counter", "gauge", "histogram")
+    for spec in declared("m"):
+        assert re.fullmatch(r"(minisgl|process)_[a-z0-9_]+", spec.name)
+        assert spec.name.endswith("_total") == (spec.kind == "counter"), spec.name
+        assert bool(spec.bounds) == (spec.kind == "histogram")
+        assert list(spec.bounds) == sorted(set(spec.bounds))
+
+
+def test_the_endpoint_picker_finds_one_series_of_each_from_the_start_on() -> None:
+    """It takes the first series of a family, and reads 0 where the type is unknown."""
+    families = {family.name: family for family in parse_text(_text(Metrics("m")))}
+    for name in (
+        "minisgl_requests_waiting",
+        "minisgl_requests_running",
+        "minisgl_kv_cache_usage_ratio",
+        "minisgl_kv_cache_page_size_tokens",
+        "minisgl_kv_cache_pages",
+    ):
+        assert families[name].type == "gauge"
+        assert [sample.labels for sample in families[name].samples] == [{"model_name": "m"}]
+
+
+def test_promtool_finds_nothing_wrong() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip(reason="promtool (Debian package prometheus) is not installed")
+    text = filled().render("", READY)[0]
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_documented_table_is_what_is_exported() -> None:
+    """docs/operations.md, which dashboards and alerts are made from. Labels: at least those."""
+    rows = ROW.findall(TABLE.read_text(encoding="utf-8"))
+    documented = {name: (kind, _labels(labels)) for name, kind, labels in rows}
+    exported = {spec.name: (spec.kind, set(spec.labels)) for spec in declared("m")}
+    assert {n: kind for n, (kind, _) in documented.items()} == {
+        n: kind for n, (kind, _) in exported.items()
+    }
+    for name, (_, labels) in documented.items():
+        assert labels <= exported[name][1], name
+
+
+def _labels(cell: str) -> set[str]:
+    given = {label.strip() for label in cell.split(",") if label.strip()}
+    return {"model_name" if label == "model" else label for label in given}
+
+
+def _text(metrics: Metrics) -> str:
+    return metrics.render("", READY)[0].decode()
+
+
+def test_a_bound_belongs_to_its_bucket() -> None:
+    series = Distribution((1, 2))
+    for amount in (0.5, 1, 2, 2.5):
+        series.observe(amount)
+    assert series.counts == [2, 1, 1]
+    assert series.numbers() == (2, 3, 4, 4, 6.0)
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+def run(scenario, **limits: object) -> dict[str, float]:
+    """Scrape after a scenario of a World, which is a coroutine function."""
+
+    async def main() -> dict[str, float]:
+        world = World(**limits)
+        await scenario(world)
+        now = READY._replace(open_choices=world.client.open_choices)
+        return scraped(world.client.metrics, now)
+
+    return asyncio.run(main())
+
+
+def submitted(world: World, count: int = 1, request_id: str = "r"):
+    generation = world.client.open(count, request_id)
+    for choice in generation.choices:
+        choice.submitted = True
+    return generation
+
+
+def outcomes(found: dict[str, float]) -> dict[str, float]:
+    """Those that are not 0."""
+    pattern = re.compile(r"minisgl_requests_total\{model_name=m,outcome=(\w+)\}")
+    return {m[1]: value for name, value in found.items() if (m := pattern.match(name)) and value}
+
+
+def test_tokens_and_times_of_one_request() -> None:
+    async def scenario(world: World) -> None:
+        metrics, generation = world.client.metrics, submitted(world)
+        (choice,) = generation.choices
+        choice.started_s = 100.0
+        common = {"prompt_tokens": 40, "cached_tokens": 32, "admitted_s": 100.2}
+
+        def update(tokens: int, now_s: float) -> None:
+            message = TextUpdate(uid=choice.uid, text="", completion_tokens=tokens, **common)
+            metrics.on_update(choice, message, now_s)
+            choice.apply(message)
+
+        update(1, 100.5)
+        update(2, 100.53)
+        update(4, 100.56)  # the text of the third was held back
+        choice.finish = FinishReason.LENGTH
+        metrics.on_end(choice)
+
+    found = run(scenario)
+
+    def one(name: str) -> float:
+        return found[f"minisgl_{name}{{model_name=m}}"]
+
+    assert (one("prompt_tokens_total"), one("generation_tokens_total")) == (40, 4)
+    assert one("time_to_first_token_seconds_sum") == pytest.approx(0.5)
+    assert one("request_queue_seconds_sum") == pytest.approx(0.2)
+    assert one("request_prefill_seconds_sum") == pytest.approx(0.3)
+    assert one("inter_token_latency_seconds_count") == 2
+    assert one("inter_token_latency_seconds_sum") == pytest.approx(0.06)
+    assert one("request_decode_seconds_sum") == pytest.approx(0.06)
+    assert one("time_per_output_token_seconds_sum") == pytest.approx(0.02)
+    assert one("request_duration_seconds_sum") == pytest.approx(0.56)
+    assert (one("request_prompt_tokens_sum"), one("request_generation_tokens_sum")) == (40, 4)
+    assert one("prefix_cache_hit_ratio") == 0.8
+    assert outcomes(found) == {"length": 1}
+
+
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR])
+def test_each_choice_counts_once_by_its_finish(finish: FinishReason) -> None:
+    async def scenario(world: World) -> None:
+        generation = submitted(world, 2)
+        for choice in generation.choices:
+            world.update(choice.uid)
+            world.finish(choice.uid, finish)
+        world.client.close(generation)
+        world.client.close(generation)
+
+    assert outcomes(run(scenario)) == {finish.value: 2}
+
+
+def test_a_call_that_is_given_up_is_aborted_once_and_in_no_latency() -> None:
+    async def scenario(world: World) -> None:
+        generation = submitted(world)
+        world.update(generation.choices[0].uid)
+        world.client.close(generation)
+
+    found = run(scenario)
+    assert outcomes(found) == {"abort": 1}
+    assert found["minisgl_request_duration_seconds_count{model_name=m}"] == 0
+    assert found["minisgl_time_to_first_token_seconds_count{model_name=m}"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(EngineFailure("x"), "error"), (Cancelled("x"), "abort")]
+)
+def test_calls_ended_by_the_server(error: RequestError, outcome: str) -> None:
+    async def scenario(world: World) -> None:
+        generation = submitted(world)
+        if outcome == "error":
+            world.client.fail_all(error)
+        else:
+            world.client.end(generation, error)
+        world.client.close(generation)
+
+    assert outcomes(run(scenario)) == {outcome: 1}
+
+
+def test_what_the_scheduler_refuses_as_the_clients_fault_is_no_error() -> None:
+    async def scenario(world: World) -> None:
+        (choice,) = submitted(world).choices
+        world.update(choice.uid, finish=FinishReason.ERROR, error="x", error_kind="PromptTooLong")
+
+    assert outcomes(run(scenario)) == {}
+
+
+def test_a_broken_tokenizer_is_an_error() -> None:
+    async def scenario(world: World) -> None:
+        def question(uid: int) -> TokenizeText:
+            return TokenizeText(uid=uid, text="x")
+
+        asking = asyncio.create_task(world.client.tokenize(question, "prompt"))
+        await asyncio.sleep(0)
+        (asked,) = world.tokenizers[0].sent
+        world.client.receive_answer(Tokenized(uid=asked.uid, error="x", internal=True))
+        with pytest.raises(EngineFailure):
+            await asking
+
+    assert outcomes(run(scenario)) == {"error": 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "reason"),
+    [
+        (Overloaded("x"), Phase.READY, "queue_full"),
+        (Overloaded("x"), Phase.GRACE, "queue_full"),
+        (NotReady("x"), Phase.LOADING, "loading"),
+        (NotReady("x"), Phase.DRAINING, "draining"),
+        (NotReady("x"), Phase.FAILED, "failed"),
+        (InvalidRequest("x"), Phase.READY, None),
+    ],
+)
+def test_refusals_count_by_reason(error: RequestError, phase: Phase, reason: str | None) -> None:
+    metrics = Metrics("m")
+    metrics.on_refused(error, phase)
+    found = scraped(metrics)
+    pattern = re.compile(r"minisgl_requests_rejected_total\{model_name=m,reason=(\w+)\}")
+    counted = {m[1] for name, value in found.items() if (m := pattern.match(name)) and value == 1}
+    assert counted == ({reason} if reason else set())
+    assert outcomes(found) == ({"rejected": 1} if reason else {})
+
+
+def test_hit_ratio_is_of_the_last_thousand_requests() -> None:
+    async def scenario(world: World) -> None:
+        for index in range(1500):
+            (choice,) = submitted(world).choices
+            cached = 0 if index < 1000 else 5
+            world.update(choice.uid, prompt_tokens=10, cached_tokens=cached, admitted_s=1.0)
+            world.finish(choice.uid)
+
+    found = run(scenario, max_queued_reqs=2000)
+    assert found["minisgl_prefix_cache_hit_ratio{model_name=m}"] == 0.25
+
+
+# --- engine and service -------------------------------------------------------------------------
+
+
+def stats(**fields: int) -> SchedulerStats:
+    zeros = {f: 0 for f in SchedulerStats.__struct_fields__ if f not in ("busy", "phases")}
+    return SchedulerStats(busy=True, **(zeros | fields))
+
+
+def test_a_request_waits_until_the_scheduler_says_that_it_runs() -> None:
+    metrics = Metrics("m")
+    now = READY._replace(open_choices=5)
+
+    def pair(now: Now) -> tuple[float, float]:
+        found = scraped(metrics, now)
+        names = ("minisgl_requests_running{model_name=m}", "minisgl_requests_waiting{model_name=m}")
+        return found[names[0]], found[names[1]]
+
+    assert pair(now) == (0, 5)
+    metrics.on_stats(stats(running_reqs=3))
+    assert pair(now) == (3, 2)
+    assert pair(now._replace(open_choices=1)) == (1, 0), "the rest has ended since"
+
+
+def test_kv_usage_counts_locked_tokens_only() -> None:
+    metrics = Metrics("m")
+    metrics.on_ready(Ready(role="scheduler", facts=FACTS), tp_size=1)
+    metrics.on_stats(stats(total_pages=10, locked_pages=1, evictable_pages=7, free_pages=2))
+    found = scraped(metrics)
+    assert found["minisgl_kv_cache_usage_ratio{model_name=m}"] == 0.1
+    states = [
+        found[f"minisgl_kv_cache_tokens{{model_name=m,state={state}}}"]
+        for state in ("used", "evictable", "free")
+    ]
+    assert states == [16, 112, 32]
+
+
+@pytest.mark.parametrize(
+    ("phase", "stuck", "ready", "draining"),
+    [
+        (Phase.LOADING, False, 0, 0),
+        (Phase.READY, False, 1, 0),
+        (Phase.READY, True, 0, 0),
+        (Phase.GRACE, False, 0, 1),
+        (Phase.DRAINING, False, 0, 1),
+    ],
+)
+def test_ready_and_draining(phase: Phase, stuck: bool, ready: int, draining: int) -> None:
+    found = scraped(Metrics("m"), Now(phase, stuck, 0))
+    assert (found["minisgl_ready{}"], found["minisgl_draining{}"]) == (ready, draining)
+
+
+class _Service:
+    def __init__(self) -> None:
+        self.config = CONFIG
+        self.client = World().client
+        self.lifecycle = Lifecycle(frozenset({"scheduler"}))
+        self.stats = None
+
+    def stuck(self) -> bool:
+        return False
+
+
+def test_http_answers_count_by_the_pattern_of_the_route_while_loading_too() -> None:
+    """A path, method or name that a client makes up adds no series of its own."""
+
+    async def main() -> dict[str, float]:
+        service = _Service()
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for name in ("a", "b"):
+                await client.get(f"/v1/models/{name}")
+                await client.request(f"X{name}", f"/{name}")
+            await client.get("/v1/completions")
+            await client.post("/v1/completions", json={})
+            answer = await client.get("/metrics")
+        assert answer.headers["content-type"] == CONTENT_TYPE
+        return values(parse_text(answer.text))
+
+    found = asyncio.run(main())
+    http = {n: v for n, v in found.items() if n.startswith("minisgl_http_requests_total")}
+    assert http == {
+        "minisgl_http_requests_total{code=404,method=GET,route=/v1/models/{model_id:path}}": 2,
+        "minisgl_http_requests_total{code=404,method=other,route=other}": 2,
+        "minisgl_http_requests_total{code=405,method=GET,route=/v1/completions}": 1,
+        "minisgl_http_requests_total{code=503,method=POST,route=/v1/completions}": 1,
+    }
+    assert found["minisgl_http_requests_in_flight{}"] == 0
+    assert found["minisgl_requests_rejected_total{model_name=m,reason=loading}"] == 1
