@@ -31,6 +31,7 @@ __all__ = [
     "RouteNotFound",
     "error_body",
     "error_reply",
+    "status_table",
 ]
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,12 @@ _TABLE: dict[type[BaseException], _Kind] = {
     MinisglError: _Kind(500, _SERVER, "internal_error"),
     BaseException: _Kind(500, _SERVER, "internal_error"),
 }
+
+
+def status_table() -> list[tuple[int, str, str]]:
+    """Status, code and the first sentence of each error that a client may see."""
+    kinds = [(cls, kind) for cls, kind in _TABLE.items() if issubclass(cls, RequestError)]
+    return sorted((k.status, k.code or "", (cls.__doc__ or "").split("\n")[0]) for cls, k in kinds)
 
 
 class ErrorReply(NamedTuple):
