@@ -1,0 +1,131 @@
+"""Mixed load with disconnects and aborts at random moments: nothing is lost, stuck or growing."""
+
+import random
+import threading
+import time
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.process.harness import ServerProcess, run_server, wait_for
+
+pytestmark = pytest.mark.process
+
+CLIENTS = 6
+GROWTH = 1.05
+TOTAL_PAGES = 512  # small enough for evictions and preemptions
+ADMIN = {"authorization": "Bearer root"}
+
+
+def request_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """Some call that the server takes, long or short."""
+    words = " ".join(draw.choice(["one", "two", "é€", "2 plus 2", "spell"]) for _ in range(60))
+    body: dict[str, Any] = {
+        "model": "minisgl-demo",
+        "max_tokens": draw.choice([1, 4, 30, 200]),
+        "ignore_eos": draw.random() < 0.3,
+        "n": draw.choice([1, 1, 3]),
+        "stream": draw.random() < 0.6,
+        "temperature": draw.choice([0, 1]),
+        "seed": draw.randrange(2**40),
+        "cache_salt": draw.choice(["", "", "other"]),
+        "frequency_penalty": draw.choice([0, 0, 1]),
+        "stop": draw.choice([[], ["e"]]),
+    }
+    if draw.random() < 0.5:
+        text = words[: draw.randrange(1, 300)]
+        return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
+    more = {"prompt": [words, words[:40]], "echo": draw.random() < 0.3}
+    return "/v1/completions", {**body, **more, "logprobs": draw.choice([None, 2])}
+
+
+class Load:
+    """Threads that call until told to stop; `done` counts whole answers, `bad` collects others."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._url = server.url
+        self._stop = threading.Event()
+        self.done = 0
+        self.bad: list[str] = []
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(CLIENTS)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in self._threads), "a call never ended"
+
+    def _run(self, seed: int) -> None:
+        draw = random.Random(seed)
+        with httpx.Client(base_url=self._url, timeout=60) as client:
+            while not self._stop.is_set():
+                try:
+                    self._one(client, draw)
+                except httpx.HTTPError as error:
+                    self.bad.append(repr(error))
+
+    def _one(self, client: httpx.Client, draw: random.Random) -> None:
+        path, body = request_of(draw)
+        name = f"soak-{draw.randrange(2**60)}"
+        fate = draw.random()
+        with client.stream("POST", path, json=body, headers={"x-request-id": name}) as answer:
+            if fate < 0.2:
+                return  # before anything is read
+            pieces = []
+            for piece in answer.iter_bytes():
+                pieces.append(piece)
+                if fate < 0.35:
+                    return
+                if fate < 0.45:
+                    client.post("/abort", json={"request_id": name}, headers=ADMIN)
+        if fate < 0.45:
+            return
+        text = b"".join(pieces).decode()
+        if answer.status_code != 200 or ("stream" in body and '"error"' in text):
+            self.bad.append(f"{answer.status_code} {text[-300:]}")
+        self.done += 1
+
+
+def memory_bytes(server: ServerProcess) -> dict[str, int]:
+    return {n: psutil.Process(pid).memory_info().rss for n, pid in server.child_pids().items()}
+
+
+def is_whole(server: ServerProcess) -> bool:
+    info = httpx.get(server.url + "/server_info", headers=ADMIN, timeout=30).json()
+    stats = info["stats"]
+    if info["open_requests"] or stats["busy"]:
+        return False
+    assert stats["locked_pages"] == 0
+    return stats["free_pages"] + stats["evictable_pages"] == stats["total_pages"] == TOTAL_PAGES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("duration_s", [75, pytest.param(1800, marks=pytest.mark.proof)])
+def test_soak(duration_s: int) -> None:
+    flags = ("--num-pages", str(TOTAL_PAGES), "--max-running-requests", "8")
+    with run_server(*flags, "--admin-api-key", "root") as server:
+        server.wait_ready()
+        end_s = time.monotonic() + duration_s
+        with Load(server) as load:
+            early: dict[str, int] = {}
+            while time.monotonic() < end_s:
+                time.sleep(1)
+                now = memory_bytes(server)
+                if end_s - time.monotonic() < 0.8 * duration_s:
+                    now = {}
+                for name, rss in now.items():
+                    early[name] = max(early.get(name, 0), rss)
+                assert server.status("/livez") == 200
+        assert not load.bad, load.bad[:3]
+        assert load.done > duration_s / 5
+        wait_for(lambda: is_whole(server), "every page back", deadline_s=20)
+        late = memory_bytes(server)
+        grown = {n: (early[n], late[n]) for n in early if late[n] > GROWTH * early[n]}
+        assert not grown, "bytes after the first fifth, and at the end"
