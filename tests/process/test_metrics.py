@@ -1,0 +1,242 @@
+"""The real demo server with known prompts: every counter's value is known, also to Prometheus."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from minisgl.demo import model_path
+from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+
+pytestmark = pytest.mark.process
+
+MODEL = "minisgl-demo"
+LONG = [10 + i % 50 for i in range(40)]  # two whole pages of 16 tokens and a half
+SHORT = [70 + i for i in range(10)]  # less than a page, so nothing of it is ever cached
+
+
+class Scrape(dict[str, float]):
+    """Values by what follows minisgl_, with the labels but for model_name."""
+
+    @classmethod
+    def of(cls, server: ServerProcess) -> "Scrape":
+        answer = httpx.get(server.url + "/metrics", timeout=DEADLINE_S)
+        answer.raise_for_status()
+        found = cls()
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+                shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+                found[sample.name.removeprefix("minisgl_") + (shown and f"{{{shown}}}")] = (
+                    sample.value
+                )
+        return found
+
+    def total(self, name: str) -> float:
+        """Over all labels."""
+        return sum(value for key, value in self.items() if key.split("{")[0] == name)
+
+    def outcomes(self) -> dict[str, float]:
+        return {o: self[f"requests_total{{outcome={o}}}"] for o in ("stop", "length", "abort")}
+
+
+def post(server: ServerProcess, **body: object) -> httpx.Response:
+    body = {"model": MODEL, "temperature": 0, **body}
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S)
+
+
+def complete(server: ServerProcess, prompt: list[int], max_tokens: int, **more: object) -> None:
+    options = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **more}
+    answer = post(server, **options)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture(scope="module")
+def used() -> Iterator[tuple[ServerProcess, Scrape]]:
+    """A server of its own that has had four answers to three calls, and was then left alone."""
+    with run_server("--num-pages", "256", "--max-queued-requests", "2") as server:
+        server.wait_ready()
+        complete(server, LONG, 5)
+        complete(server, LONG, 5, stream=True)
+        complete(server, SHORT, 3, n=2)
+
+        def settled() -> Scrape | None:
+            found = Scrape.of(server)
+            is_idle = not (found["kv_cache_usage_ratio"] or found["http_requests_in_flight"])
+            return found if is_idle and found["prefix_cache_query_tokens_total"] == 100 else None
+
+        yield server, wait_for(settled, "the scheduler's last stats")
+
+
+def test_tokens_of_known_prompts(used: tuple[ServerProcess, Scrape]) -> None:
+    _, found = used
+    assert found["prompt_tokens_total"] == 40 + 40 + 10 + 10
+    assert found["generation_tokens_total"] == 5 + 5 + 3 + 3
+    assert found["prefix_cache_hit_tokens_total"] == 32
+    assert found["prefix_cache_hit_ratio"] == 0.32
+    assert found["request_prompt_tokens_sum"] == 100
+    assert found["request_generation_tokens_bucket{le=5.0}"] == 4
+    assert found["request_generation_tokens_bucket{le=2.0}"] == 0
+
+
+def test_each_duration_was_observed_once_per_answer(used: tuple[ServerProcess, Scrape]) -> None:
+    _, found = used
+    for name in ("time_to_first_token", "request_queue", "request_prefill", "request_decode"):
+        assert found[f"{name}_seconds_count"] == 4, name
+    assert found["request_duration_seconds_count"] == 4
+    assert found["time_per_output_token_seconds_count"] == 4
+    parts = ("request_queue", "request_prefill", "request_decode")
+    whole = sum(found[f"{part}_seconds_sum"] for part in parts)
+    assert whole == pytest.approx(found["request_duration_seconds_sum"])
+    # Text of a token may be held back, so there are at most as many gaps as tokens.
+    assert 4 <= found["inter_token_latency_seconds_count"] <= 16 - 4
+
+
+def test_passes_of_known_prompts(used: tuple[ServerProcess, Scrape]) -> None:
+    """Computed: prompts but for the hits, and each generated token but the last of an answer."""
+    _, found = used
+    assert found.total("batch_tokens_sum") == 100 - 32 + 16 - 4
+    assert found.total("batch_size_sum") == 16
+    assert found.total("batch_size_count") == found.total("forward_passes_total")
+    by_graph = [found[key] for key in found if "cuda_graph=true" in key]
+    assert by_graph == [0, 0, 0], "no graphs on CPU"
+    assert found.total("forward_seconds_total") > 0
+
+
+def test_gauges_of_an_idle_server(used: tuple[ServerProcess, Scrape]) -> None:
+    _, found = used
+    assert (found["requests_running"], found["requests_waiting"]) == (0, 0)
+    assert (found["kv_cache_usage_ratio"], found["kv_cache_tokens{state=used}"]) == (0, 0)
+    assert (found["kv_cache_pages"], found["kv_cache_page_size_tokens"]) == (256, 16)
+    assert found.total("kv_cache_tokens") == 256 * 16
+    assert found["kv_cache_tokens{state=evictable}"] == 32, "two whole pages of the long prompt"
+    assert (found["ready"], found["draining"], found["http_requests_in_flight"]) == (1, 0, 0)
+    for name in ("preemptions_total", "nonfinite_rows_total", "prefix_cache_evicted_tokens_total"):
+        assert found[name] == 0
+    phases = ("load", "kv_alloc", "cuda_graph", "warm_up")
+    assert (
+        sum(found[f"startup_seconds{{phase={p}}}"] for p in phases)
+        < (found["startup_seconds{phase=total}"])
+    )
+    assert found["scheduler_last_step_timestamp_seconds"] > found["process_start_time_seconds"]
+
+
+def test_outcomes_and_refusals(used: tuple[ServerProcess, Scrape]) -> None:
+    """Ends by EOS, by the client, and three kinds of refusal, on top of what was before."""
+    server, found = used
+    assert found.outcomes() == {"stop": 0, "length": 4, "abort": 0}
+    eos = json.loads((model_path() / "config.json").read_text())["eos_token_id"]
+    eos = eos[0] if isinstance(eos, list) else eos
+    complete(server, SHORT, 5, ignore_eos=False, logit_bias={str(eos): 100})
+    assert post(server, prompt=SHORT, n=3).status_code == 503
+    assert post(server, prompt=SHORT, temperature=9).status_code == 400
+    assert post(server, prompt=SHORT, model="none").status_code == 404
+    body = {"model": MODEL, "prompt": SHORT, "max_tokens": 500, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body) as stream:
+        next(stream.iter_bytes())
+
+    def aborted() -> Scrape | None:
+        found = Scrape.of(server)
+        return found if found["requests_total{outcome=abort}"] else None
+
+    found = wait_for(aborted, "the abort")
+    assert found.outcomes() == {"stop": 1, "length": 4, "abort": 1}
+    assert found["requests_total{outcome=error}"] == 0
+    assert found["requests_total{outcome=rejected}"] == 1
+    assert found["requests_rejected_total{reason=queue_full}"] == 1
+    codes = {
+        key.split("code=")[1].split(",")[0]: value
+        for key, value in found.items()
+        if key.startswith("http_requests_total") and "/v1/completions" in key
+    }
+    assert codes == {"200": 5, "503": 1, "400": 1, "404": 1}
+    assert found["request_duration_seconds_count"] == 5, "an abort is in no latency"
+
+
+def test_metrics_are_answered_while_loading(tiny_model: Path) -> None:
+    with run_server("--model", str(tiny_model), stub="loading") as server:
+        wait_for(lambda: server.status("/livez") == 200, "the API server")
+        assert post(server, prompt="x").status_code == 503
+        found = Scrape.of(server)
+    assert (found["ready"], found["requests_rejected_total{reason=loading}"]) == (0, 1)
+
+
+QUERIES = {
+    "up": 1,
+    "minisgl_prompt_tokens_total - minisgl_prompt_tokens_total": 0,
+    'sum by (model_name) (minisgl_requests_total{outcome="length"})': 4,
+    "minisgl_prefix_cache_hit_tokens_total / minisgl_prefix_cache_query_tokens_total > 0": None,
+    "histogram_quantile(0.95, sum by (le) (minisgl_time_to_first_token_seconds_bucket))": None,
+    "minisgl_kv_cache_pages * minisgl_kv_cache_page_size_tokens": 4096,
+    "time() - process_start_time_seconds": None,
+}
+
+
+def test_prometheus_itself_scrapes_and_answers(
+    used: tuple[ServerProcess, Scrape], tmp_path: Path
+) -> None:
+    """Debian's Prometheus, which asks for OpenMetrics first; None: any finite number."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip(reason="prometheus (Debian package prometheus) is not installed")
+    target = used[0].url.removeprefix("http://")
+    job = {"job_name": "minisgl", "scrape_interval": "200ms", "scrape_timeout": "200ms"}
+    config = {"scrape_configs": [{**job, "static_configs": [{"targets": [target]}]}]}
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [program, f"--config.file={tmp_path / 'prometheus.yml'}"]
+    command += [f"--storage.tsdb.path={tmp_path}", f"--web.listen-address=127.0.0.1:{port}"]
+    with (tmp_path / "log").open("wb") as log:
+        prometheus = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+
+        def ask(query: str) -> list[float]:
+            try:
+                answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": query})
+            except httpx.TransportError:
+                assert prometheus.poll() is None, (tmp_path / "log").read_text()
+                return []
+            found = answer.json().get("data", {}).get("result", []) if answer.is_success else []
+            return [float(series["value"][1]) for series in found]
+
+        wait_for(lambda: ask("up == 1"), "a scrape by Prometheus")
+        for query, wanted in QUERIES.items():
+            (value,) = ask(query)
+            assert abs(value) < 1e12, query
+            assert wanted is None or value == wanted, query
+    finally:
+        prometheus.kill()
+        prometheus.wait()
+
+
+def test_json_logs_are_one_object_per_line_with_the_request_id() -> None:
+    secret = "xylophone"
+    with run_server("--log-format", "json", "--num-pages", "256") as server:
+        server.wait_ready()
+        header = {"x-request-id": "abc-1"}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": secret}], "max_tokens": 3}
+        for text in (body, {**body, "model": secret}):
+            httpx.post(
+                server.url + "/v1/chat/completions", json=text, headers=header, timeout=DEADLINE_S
+            )
+        server.signal(signal.SIGINT)
+        assert server.wait_exit() == 0
+        lines = [json.loads(line) for line in server.stderr.splitlines()]
+        assert server.stdout == ""
+        assert secret not in server.stderr
+    assert all({"time", "level", "role", "message"} <= line.keys() for line in lines)
+    ended, refused = (line for line in lines if line.get("request_id") == "abc-1")
+    assert ended["message"].startswith("call ended ")
+    assert 1 <= ended["completion_tokens"] <= 3
+    assert ended["finish"] in ("length", "stop")
+    assert ended["ttft_s"] <= ended["duration_s"]
+    assert (refused["status"], refused["reason"]) == (404, "ModelNotFound")
+    assert any("minisgl serves" in line["message"] for line in lines)
