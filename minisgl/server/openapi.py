@@ -59,6 +59,7 @@ def document(table: ParamTable, models: Sequence[str], has_keys: bool) -> Schema
         "/v1/models": _get(_object(object={"const": "list"}, data=_list(_MODEL))),
         "/v1/models/{model_id}": _get(_MODEL, path_parameter="model_id"),
         **{path: _probe() for path in ("/livez", "/readyz", "/health")},
+        "/metrics": {"get": {"responses": _METRICS}},
     }
     schemes: Schema = {}
     for path, operations in paths.items():
@@ -116,6 +117,16 @@ _MESSAGE = {
     "message": _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
 }
 _MESSAGE["message"]["properties"]["reasoning_content"] = _TEXT
+
+
+_METRICS = {
+    "200": {
+        "description": "For Prometheus.",
+        "content": {
+            kind: {"schema": _TEXT} for kind in ("text/plain", "application/openmetrics-text")
+        },
+    }
+}
 
 
 def _answer(kind: str, content: dict[str, Schema]) -> Schema:
