@@ -5,9 +5,16 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
+from minisgl.core import (
+    Cancelled,
+    DeadlineExceeded,
+    FinishReason,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+)
 from minisgl.message import AbortReq, AddReq
-from minisgl.server.errors import EngineFailure
+from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generate import start, unless_disconnected
 from minisgl.server.params import COMPLETIONS
 from minisgl.server.requests import GenerateRequest, RequestReader
@@ -20,7 +27,7 @@ def request(body: bytes = b'{"model":"m","prompt":"hi"}') -> GenerateRequest:
     return RequestReader(CONFIG).read(COMPLETIONS, body, FACTS)
 
 
-def run(main: Callable[[World], Coroutine[object, object, None]], **options: int) -> World:
+def run(main: Callable[[World], Coroutine[object, object, None]], **options: float) -> World:
     """Run one scenario in a fresh loop."""
 
     async def scenario() -> World:
@@ -217,3 +224,49 @@ def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
         world.client.close(generation)
 
     assert run(main).is_empty
+
+
+def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_never_is() -> None:
+    async def main(world: World) -> None:
+        first = asyncio.create_task(start(world.client, request(), FACTS))
+        await settle()
+        world.answer(b"\1\0\0\0" * 9)  # more than the limit, but nothing else is queued
+        await settle()
+        assert world.client.queued_tokens == 9
+        second = asyncio.create_task(start(world.client, request(), FACTS))
+        await settle()
+        world.answer()
+        with pytest.raises(Overloaded):
+            await second
+        world.finish(world.scheduler.sent[0].uid)
+        world.client.close(await first)
+
+    assert run(main, max_queued_tokens=4).is_empty
+
+
+def test_request_that_waits_too_long_is_refused() -> None:
+    async def main(world: World) -> None:
+        with pytest.raises(DeadlineExceeded):
+            await start(world.client, request(), FACTS)
+        world.answer()
+
+    assert run(main, max_wait_s=0.01).is_empty
+
+
+def test_request_that_runs_too_long_is_ended_and_aborted() -> None:
+    async def main(world: World) -> None:
+        running = asyncio.create_task(start(world.client, request(), FACTS))
+        await settle()
+        world.answer()
+        await settle()
+        uid = world.scheduler.sent[-1].uid
+        world.update(uid, "x")
+        generation = await running
+        world.client.end_overdue(generation.started_s + 4)
+        assert generation.error is None
+        world.client.end_overdue(generation.started_s + 6)
+        assert isinstance(generation.error, RanTooLong)
+        assert isinstance(world.scheduler.sent[-1], AbortReq)
+        world.client.close(generation)
+
+    assert run(main, max_total_s=5.0).is_empty
