@@ -5,6 +5,7 @@ from minisgl.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    share_counters,
 )
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope, rope_table
@@ -24,6 +25,7 @@ __all__ = [
     "VocabMatrix",
     "YarnRope",
     "rope_table",
+    "share_counters",
     "split_evenly",
     "split_heads",
 ]

@@ -4,17 +4,36 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from minisgl.distributed import Communicator
+from minisgl.kernel import linear
 from minisgl.layers.shards import Part, Placement
 
-__all__ = ["ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear"]
+__all__ = ["ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear", "share_counters"]
 
 
 def _sibling(name: str, part: str) -> str:
     """layers.0.self_attn.qkv_proj, q_proj -> layers.0.self_attn.q_proj"""
     return f"{name.rpartition('.')[0]}.{part}"
+
+
+_ROWS_PER_COUNTER = 32
+
+
+def share_counters(model: nn.Module, device: torch.device) -> None:
+    """Give all linears of a model one set of counters for split products.
+
+    Their kernels must then follow one another: all forwards of the model run on one stream.
+    """
+    linears = [
+        module
+        for module in model.modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    ]
+    most = max((module.weight.shape[0] for module in linears), default=0)
+    counters = torch.zeros(-(-most // _ROWS_PER_COUNTER), dtype=torch.int32, device=device)
+    for module in linears:
+        module.counters = counters
 
 
 class ColumnParallelLinear(nn.Module):
@@ -29,9 +48,10 @@ class ColumnParallelLinear(nn.Module):
         rows = sum(part.local for part in parts)
         self.weight = nn.Parameter(torch.empty(rows, in_features))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.counters: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.counters)
 
     def placements(self, name: str) -> Iterator[Placement]:
         offset = 0
@@ -58,9 +78,10 @@ class RowParallelLinear(nn.Module):
         self.comm = comm
         self.weight = nn.Parameter(torch.empty(out_features, part.local))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.counters: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.comm.all_reduce(linear(x, self.weight, self.bias))
+        return self.comm.all_reduce(linear(x, self.weight, self.bias, self.counters))
 
     def placements(self, name: str) -> Iterator[Placement]:
         part, out_features = self.part, self.weight.shape[0]

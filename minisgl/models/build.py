@@ -3,6 +3,7 @@
 import torch
 
 from minisgl.distributed import Communicator
+from minisgl.layers import share_counters
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import fill_random, load_weights, materialise
@@ -29,6 +30,7 @@ def build_model(
     with torch.device("meta"):
         model = CausalLM(config, comm, create_moe_backend(moe_backend))
     materialise(model, device, dtype)
+    share_counters(model, device)
     if dummy_weight:
         fill_random(model)
     else:
