@@ -64,6 +64,7 @@ class Engine:
         self._device = resolve_device(config, tp)
         self._dtype = resolve_dtype(config, self._model_config, self._device)
         self._max_seq_len = resolve_max_seq_len(config, self._model_config)
+        self._max_chunk_tokens = max_chunk_tokens
         self._show_progress = tp.rank == 0
         self._graphs: DecodeGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -91,7 +92,7 @@ class Engine:
                 comm,
                 dtype=self._dtype,
                 max_seq_len=self._max_seq_len,
-                available_bytes=self._kv_bytes(free_before, max_chunk_tokens),
+                available_bytes=self._kv_bytes(free_before),
             )
             loaded_s = time.monotonic()
             self._state = self._assemble(self._num_pages)
@@ -226,7 +227,9 @@ class Engine:
         def slowest_ns(own: int) -> int:
             return -self._comm.agree_min(-own)
 
-        cost = probe.calibrate(self, self._state.pool.dummy_page, slowest_ns)
+        cost = probe.calibrate(
+            self, self._state.pool.dummy_page, self._max_chunk_tokens, slowest_ns
+        )
         self._clear_dummy()
         return cost
 
@@ -287,7 +290,7 @@ class Engine:
         asked, rows = self._config.cuda_graph_max_bs, self._config.max_running_reqs
         return min(rows, _MOST_CAPTURED) if asked is None else min(asked, rows)
 
-    def _kv_bytes(self, free_before: int, max_chunk_tokens: int) -> int:
+    def _kv_bytes(self, free_before: int) -> int:
         """Bytes for KV pages: a setting on CPU; on a GPU what is left of the share beside weights
         and what steps and graphs take, which is found out by running and capturing the largest."""
         if self._device.type == "cpu":
@@ -297,7 +300,7 @@ class Engine:
         torch.cuda.synchronize(self._device)
         loaded = self._free_bytes()
         self._state = self._assemble(num_pages=1)
-        probe.largest_step(self, self._state.pool.dummy_page, max_chunk_tokens)
+        probe.largest_step(self, self._state.pool.dummy_page, self._max_chunk_tokens)
         overhead = loaded - self._free_bytes() + self._graph_bytes()
         del self._state
         torch.cuda.empty_cache()

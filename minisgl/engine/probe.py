@@ -15,6 +15,7 @@ __all__ = ["calibrate", "fit", "largest_step", "probe_batch", "warm_up"]
 
 _TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
 _REPEATS = 3
+_LONGEST_STEP_S = 0.15  # predicted; larger shapes are for machines that take them in their stride
 
 
 class Shape(NamedTuple):
@@ -54,8 +55,13 @@ def largest_step(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> 
     engine.launch(batch).wait()
 
 
-def calibrate(engine: EngineLike, dummy_page: int, slowest_ns: Callable[[int], int]) -> StepCost:
-    """Time growing steps until the time is up, smallest first.
+def calibrate(
+    engine: EngineLike,
+    dummy_page: int,
+    max_chunk_tokens: int,
+    slowest_ns: Callable[[int], int],
+) -> StepCost:
+    """Time growing steps, smallest first, until the time is up or a step would take long.
 
     slowest_ns(own) is the largest duration of all ranks. Only such agreed durations are used, so
     every rank runs the same steps (they hold collectives) and returns the same cost.
@@ -64,22 +70,27 @@ def calibrate(engine: EngineLike, dummy_page: int, slowest_ns: Callable[[int], i
     longest = min(engine.max_seq_len - 1, 2048)
     shapes = [Shape(1, 0, 1), Shape(0, 16, 0), Shape(8, 0, 1), Shape(8, 0, longest // 2)]
     shapes += [Shape(0, 128, 0), Shape(32, 0, longest // 2), Shape(0, 512, 0), Shape(1, 512, 256)]
+    shapes += [Shape(128, 0, longest // 2), Shape(0, 2048, 0), Shape(64, 1024, longest // 2)]
+    shapes += [Shape(0, 4096, 0), Shape(0, 8192, 0)]
     spent_ns = 0
     for shape in shapes:
         if len(timings) > 3 and spent_ns > _TIME_LIMIT_NS:
             break
         batch = probe_batch(engine, dummy_page, shape)
-        if batch is None:
+        if batch is None or shape.chunk > max_chunk_tokens:
             continue
+        lengths = batch.lengths.astype(np.int64)
+        attended = lengths * batch.start + lengths * (lengths + 1) // 2
+        tokens, pairs = int(lengths.sum()), int(attended.sum())
+        if len(timings) > 5 and fit(timings).predict_s(0, tokens, pairs) > _LONGEST_STEP_S:
+            break
         durations_ns: list[int] = []
         while not durations_ns or (len(durations_ns) < _REPEATS and spent_ns <= _TIME_LIMIT_NS):
             begin = time.perf_counter_ns()
             engine.launch(batch).wait()
             durations_ns.append(slowest_ns(time.perf_counter_ns() - begin))
             spent_ns += durations_ns[-1]
-        lengths = batch.lengths.astype(np.int64)
-        attended = lengths * batch.start + lengths * (lengths + 1) // 2
-        timings.append(Timing(int(lengths.sum()), int(attended.sum()), min(durations_ns) / 1e9))
+        timings.append(Timing(tokens, pairs, min(durations_ns) / 1e9))
     return fit(timings)
 
 
