@@ -10,8 +10,6 @@ from pathlib import Path
 from minisgl.core import ConfigError
 from minisgl.utils import CONFIG_EXIT, setup_logging
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. Errors of the user are one line on stderr."""

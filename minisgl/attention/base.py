@@ -7,8 +7,6 @@ from torch import Tensor
 
 from minisgl.core import Int32Array
 
-__all__ = ["AttentionBackend", "AttentionStep", "DecodeGraphAttention", "StepAttention"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionStep:

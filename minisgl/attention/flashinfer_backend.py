@@ -17,8 +17,6 @@ from minisgl.core import Int32Array
 from minisgl.kernel import kv_metadata
 from minisgl.kvcache.pool import KVPool
 
-__all__ = ["FlashInferAttention", "default_prefill_variant", "why_not_flashinfer"]
-
 _HEAD_DIMS = (64, 128, 256)
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
 _MOST_QUERY_ROWS = 128  # of one block of the fa2 kernels

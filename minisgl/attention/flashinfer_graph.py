@@ -16,8 +16,6 @@ from minisgl.core import Int32Array
 from minisgl.kernel import kv_metadata
 from minisgl.kvcache.pool import KVPool
 
-__all__ = ["SplitDecode", "WholeDecode"]
-
 _INT_WORKSPACE_BYTES = 2**20  # a plan holds a few int32 for each of some thousand blocks
 
 

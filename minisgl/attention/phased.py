@@ -11,8 +11,6 @@ from minisgl.attention.base import (
     StepAttention,
 )
 
-__all__ = ["PhasedAttention"]
-
 
 class PhasedAttention:
     """Splits each step between its two backends."""

@@ -13,8 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
 from minisgl.kvcache.pool import KVPool
 
-__all__ = ["TorchAttention"]
-
 _QUERY_BLOCK = 1024  # bounds a chunk's mask, and scores where torch has no fused kernel
 
 

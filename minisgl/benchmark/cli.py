@@ -4,8 +4,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
-
 _HELP = {
     "floor": "the least time that a workload can take, from bytes and operations",
     "kernels": "each GPU kernel beside the time its bytes take",

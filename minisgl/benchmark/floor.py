@@ -18,8 +18,6 @@ from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.models import ModelConfig, load_model_config
 
-__all__ = ["Ceilings", "Cost", "Floor", "floor_of", "load_shape", "main"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:

@@ -16,8 +16,6 @@ from tqdm import tqdm
 
 from minisgl import kernel
 
-__all__ = ["Case", "Figure", "cases", "copy_bandwidth", "graph_seconds", "main"]
-
 _CALLS = 32  # captured in one graph
 _REPLAYS = 15
 _ROTATED_BYTES = 256 << 20

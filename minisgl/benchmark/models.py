@@ -9,8 +9,6 @@ from safetensors.numpy import save_file
 
 from minisgl.core import ConfigError
 
-__all__ = ["SHAPES", "write_model"]
-
 _COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

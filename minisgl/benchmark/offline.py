@@ -14,8 +14,6 @@ from minisgl.benchmark.workload import Workload, add_workload_flags, workload_fr
 from minisgl.core import SamplingParams
 from minisgl.llm import LLM
 
-__all__ = ["main", "run_workload"]
-
 
 def run_workload(llm: LLM, workload: Workload, temperature: float, progress: bool) -> float:
     """Generate all of it; the seconds it took. Asserts that every token was generated."""

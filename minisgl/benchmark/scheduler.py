@@ -19,8 +19,6 @@ from minisgl.kvcache import RadixCache
 from minisgl.message import AddReq
 from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
 
-__all__ = ["main", "measure_admission", "measure_decode", "measure_eviction"]
-
 VOCAB = 32_000
 PAGE_SIZE = 16
 

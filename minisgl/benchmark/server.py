@@ -38,8 +38,6 @@ from minisgl.server.connection import limited_protocol
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
 
-__all__ = ["main"]
-
 _READER = """
 import socket, sys, threading
 port, streams, body = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()

@@ -19,8 +19,6 @@ from minisgl.core import Batch, ConfigError, EngineConfig, SamplingArrays
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
 
-__all__ = ["KernelTime", "decode_batch", "main"]
-
 _WARM_UP, _STEPS, _PROFILED = 5, 50, 4
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Workload", "add_workload_flags", "make_workload", "workload_from"]
-
 _LARGEST_ID = 10_000
 
 

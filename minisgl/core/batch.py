@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from minisgl.core.extras import StepExtras, StepLogprobs
 
-__all__ = ["Batch", "EngineLike", "Int32Array", "PendingStep", "SamplingArrays", "StepResult"]
-
 Int32Array = NDArray[np.int32]
 
 

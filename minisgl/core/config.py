@@ -2,8 +2,6 @@
 
 import msgspec
 
-__all__ = ["EngineConfig", "ModelFacts", "SchedulerConfig"]
-
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine (all of its tensor-parallel ranks share these values).

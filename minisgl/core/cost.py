@@ -2,8 +2,6 @@
 
 import msgspec
 
-__all__ = ["StepCost"]
-
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one forward step, fitted to steps that the engine timed at start.

@@ -15,22 +15,6 @@ MinisglError
     └── InvariantBroken      a bug in minisgl itself
 """
 
-__all__ = [
-    "Cancelled",
-    "ConfigError",
-    "DeadlineExceeded",
-    "EngineError",
-    "InvalidRequest",
-    "InvariantBroken",
-    "MinisglError",
-    "OutOfMemory",
-    "Overloaded",
-    "PromptTooLong",
-    "RequestError",
-    "Unsupported",
-    "WorkerDied",
-]
-
 
 class MinisglError(Exception):
     """Base of every error that minisgl raises on purpose."""

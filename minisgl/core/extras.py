@@ -6,8 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LogitEdits", "PromptLogprobs", "StepExtras", "StepLogprobs"]
-
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from minisgl.core.errors import ConfigError
 
-__all__ = ["resolve_model"]
-
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "vocab.*", "merges.txt"]
 # Other formats of the same weights: original/, onnx/, gguf/ and Mistral's own single file.
 _UNWANTED = ["*/*", "consolidated*"]

@@ -7,8 +7,6 @@ import msgspec
 
 from minisgl.core.errors import InvalidRequest
 
-__all__ = ["MAX_LOGPROBS", "MAX_SEED", "FinishReason", "SamplingParams"]
-
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20  # most likely tokens reported per token
 

@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import FileStore, Store
 
 from minisgl.core import ConfigError
 
-__all__ = ["Communicator", "GroupCommunicator", "SingleCommunicator", "TPInfo", "connect"]
-
 _LOOPBACK = "lo"
 
 

@@ -33,8 +33,6 @@ from minisgl.kvcache.pool import KVPool
 from minisgl.layers import rope_table
 from minisgl.models import build_model, load_model_config, local_kv_heads
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_CAPTURED = 256  # reqs, where the settings do not say

@@ -12,8 +12,6 @@ from minisgl.engine.inputs import StepInputs, upload
 from minisgl.kernel import EditTensors, TopLogprobs, edit_logits, top_logprobs
 from minisgl.models import CausalLM
 
-__all__ = ["PendingLogprobs", "apply_history", "edited", "start_logprobs"]
-
 _PROMPT_ROWS = (
     256  # logits of so many prompt positions at a time: 150 MB at a vocabulary of 150,000
 )

@@ -19,8 +19,6 @@ from minisgl.engine.inputs import pad
 from minisgl.engine.state import DeviceState
 from minisgl.kernel import StepLayout, StepViews
 
-__all__ = ["DecodeGraph", "DecodeGraphs", "graph_sizes"]
-
 _STEP = 16  # distance of sizes; matrix kernels work on tiles of 16 rows or more
 _MOST_PAGE_UPDATES = 4096  # of one decode step that runs as a graph; usual is one a req, or none
 

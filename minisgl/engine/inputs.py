@@ -11,8 +11,6 @@ from torch import Tensor
 from minisgl.core import Batch, Int32Array
 from minisgl.kernel import StepLayout, StepViews
 
-__all__ = ["StepInputs", "pack", "pad", "place_reqs", "upload"]
-
 _ALIGNMENT = 8  # bytes; the widest element sent is int64
 
 

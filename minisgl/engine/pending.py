@@ -9,8 +9,6 @@ from minisgl.core import Batch, StepResult
 from minisgl.engine.extras import PendingLogprobs
 from minisgl.engine.inputs import StepInputs
 
-__all__ = ["LaunchedStep"]
-
 
 class LaunchedStep:
     """Result of one step, on its way to the host; implements core.PendingStep.

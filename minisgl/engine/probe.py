@@ -11,8 +11,6 @@ import numpy as np
 
 from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost
 
-__all__ = ["calibrate", "fit", "largest_step", "probe_batch", "warm_up"]
-
 _TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
 _REPEATS = 3
 _LONGEST_STEP_S = 0.15  # predicted; larger shapes are for machines that take them in their stride

@@ -10,14 +10,6 @@ from minisgl.distributed import Communicator, TPInfo
 from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models import ModelConfig, local_kv_heads
 
-__all__ = [
-    "cpu_threads",
-    "resolve_device",
-    "resolve_dtype",
-    "resolve_max_seq_len",
-    "resolve_num_pages",
-]
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -14,8 +14,6 @@ from minisgl.kernel import SamplingTensors, StepViews, put_tokens, sample, stage
 from minisgl.kvcache.pool import KVPool
 from minisgl.models import CausalLM, ForwardContext
 
-__all__ = ["DeviceState"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceState:

@@ -8,8 +8,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["EnvError", "EnvSettings", "read_env"]
-
 logger = logging.getLogger(__name__)
 
 _PREFIX = "MINISGL_"

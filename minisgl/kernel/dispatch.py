@@ -11,20 +11,6 @@ from torch.nn import functional
 from minisgl.kernel import elementwise, rotary, sampling, step
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 
-__all__ = [
-    "add_rms_norm",
-    "gather_embedding",
-    "kv_metadata",
-    "linear",
-    "put_tokens",
-    "qk_norm_rope_store",
-    "rms_norm",
-    "sample",
-    "silu_and_mul",
-    "stage_tokens",
-    "update_pages",
-]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See minisgl.kernel.elementwise.rms_norm."""

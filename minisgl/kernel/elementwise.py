@@ -8,15 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = [
-    "add_rms_norm",
-    "gather_embedding",
-    "rms_norm",
-    "rope",
-    "silu_and_mul",
-    "store_kv",
-]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale x by the inverse root mean square of its last dimension, then by `weight`.

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["EditTensors", "TopLogprobs", "edit_logits", "top_logprobs"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EditTensors:

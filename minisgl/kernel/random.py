@@ -7,8 +7,6 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (P
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel_noise", "philox4x32"]
-
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # the round multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # the key increments: golden ratio and sqrt(3) - 1

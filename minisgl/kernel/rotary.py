@@ -4,8 +4,6 @@ from torch import Tensor
 
 from minisgl.kernel.elementwise import rms_norm, rope, store_kv
 
-__all__ = ["qk_norm_rope_store"]
-
 
 def qk_norm_rope_store(
     qkv: Tensor,

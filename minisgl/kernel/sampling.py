@@ -8,8 +8,6 @@ from torch import Tensor
 
 from minisgl.kernel.random import gumbel_noise
 
-__all__ = ["SampledTokens", "SamplingTensors", "sample"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingTensors:

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["StepLayout", "StepViews", "kv_metadata", "put_tokens", "stage_tokens", "update_pages"]
-
 
 class StepViews(NamedTuple):
     """Views of one packed buffer; R = max_reqs, U = max_updates, C = max_chunk_tokens.

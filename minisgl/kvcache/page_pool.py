@@ -4,8 +4,6 @@ import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
 
-__all__ = ["PagePool"]
-
 
 class PagePool:
     """Free pages, and pages given up that a step in flight may still touch.

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["KVPool", "kv_page_bytes"]
-
 
 def kv_page_bytes(
     num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype

@@ -6,8 +6,6 @@ import numpy as np
 
 from minisgl.core import Int32Array
 
-__all__ = ["CacheHandle", "Evicted", "Insertion", "Match", "NaiveCache", "PrefixCache"]
-
 
 class CacheHandle(Protocol):
     """A place in the cache that can be locked. Opaque to the scheduler."""

@@ -14,8 +14,6 @@ import numpy as np
 from minisgl.core import Int32Array, InvariantBroken
 from minisgl.kvcache.prefix import CacheHandle, Evicted, Insertion, Match
 
-__all__ = ["RadixCache", "RadixNode"]
-
 
 class RadixNode:
     """An edge of whole pages and what hangs below it.

@@ -10,8 +10,6 @@ from minisgl.distributed import Communicator
 from minisgl.kernel import gather_embedding
 from minisgl.layers.shards import Placement, split_evenly
 
-__all__ = ["VocabMatrix"]
-
 
 class VocabMatrix(nn.Module):
     """weight: [ceil(V / ranks), H]; rows past the vocabulary are zero and never seen outside.

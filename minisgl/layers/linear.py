@@ -9,8 +9,6 @@ from minisgl.distributed import Communicator
 from minisgl.kernel import linear
 from minisgl.layers.shards import Part, Placement
 
-__all__ = ["ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear", "share_counters"]
-
 
 def _sibling(name: str, part: str) -> str:
     """layers.0.self_attn.qkv_proj, q_proj -> layers.0.self_attn.q_proj"""

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from minisgl.kernel import add_rms_norm, rms_norm
 from minisgl.layers.shards import Placement
 
-__all__ = ["RMSNorm"]
-
 
 class RMSNorm(nn.Module):
     """weight: [size], whole on every rank."""

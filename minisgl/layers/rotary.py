@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LinearRope", "Llama3Rope", "RopeScaling", "YarnRope", "rope_table"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:

@@ -5,8 +5,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from minisgl.core import ConfigError
 
-__all__ = ["Part", "Placement", "Sharded", "split_evenly", "split_heads"]
-
 
 class Part(NamedTuple):
     """One of the checkpoint tensors that are merged into a parameter, and this rank's cut of it.

@@ -29,8 +29,6 @@ from minisgl.message import AbortReq, AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, LocalOutbox, build_scheduler
 from minisgl.tokenizer import TextTokenizer
 
-__all__ = ["LLM"]
-
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]

@@ -7,8 +7,6 @@ from minisgl.core import FinishReason
 from minisgl.message import Finished, Opened
 from minisgl.tokenizer import TextStream, Vocabulary
 
-__all__ = ["Completion", "Generation", "Piece"]
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:

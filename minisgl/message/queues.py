@@ -13,8 +13,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-__all__ = ["AsyncReceiver", "Receiver", "Sender", "endpoint"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

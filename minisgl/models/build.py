@@ -9,8 +9,6 @@ from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import fill_random, load_weights, materialise
 from minisgl.moe import create_moe_backend
 
-__all__ = ["build_model"]
-
 
 def build_model(
     config: ModelConfig,

@@ -16,8 +16,6 @@ from minisgl.models.generation import GenerationDefaults, eos_token_ids, read_ge
 from minisgl.models.registry import Family, family_of
 from minisgl.models.rope import rope_from
 
-__all__ = ["ModelConfig", "MoeConfig", "load_model_config", "model_config_from"]
-
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:

@@ -22,8 +22,6 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.moe import MoeBlock
 from minisgl.moe import MoeBackend
 
-__all__ = ["CausalLM", "ForwardContext", "local_kv_heads"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardContext:

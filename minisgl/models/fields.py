@@ -5,8 +5,6 @@ from typing import Any
 
 from minisgl.core import ConfigError
 
-__all__ = ["Fields"]
-
 
 class Fields:
     """A view of one JSON object. An absent or null field takes its default, or is an error."""

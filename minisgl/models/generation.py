@@ -7,8 +7,6 @@ from typing import Any
 from minisgl.core import ConfigError
 from minisgl.models.fields import Fields
 
-__all__ = ["GenerationDefaults", "eos_token_ids", "read_generation_defaults"]
-
 _FILE = "generation_config.json"
 
 

@@ -19,8 +19,6 @@ from tqdm import tqdm
 from minisgl.core import ConfigError
 from minisgl.layers import Placement, Sharded
 
-__all__ = ["fill_random", "load_weights", "materialise", "placements_of"]
-
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"

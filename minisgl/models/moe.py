@@ -10,8 +10,6 @@ from minisgl.layers import Placement, ReplicatedLinear, split_evenly
 from minisgl.models.config import MoeConfig
 from minisgl.moe import MoeBackend, route
 
-__all__ = ["MoeBlock"]
-
 
 class MoeBlock(nn.Module):
     """Every rank routes all tokens and holds a slice of each expert's intermediate dimension.

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from minisgl.core import ConfigError
 
-__all__ = ["FAMILIES", "Family", "family_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -12,8 +12,6 @@ from minisgl.core import ConfigError
 from minisgl.layers import LinearRope, Llama3Rope, RopeScaling, YarnRope
 from minisgl.models.fields import Fields
 
-__all__ = ["RopeSettings", "rope_from"]
-
 _DEFAULT_THETA = 10000.0
 _SUPPORTED = "default, linear, llama3, yarn"
 

@@ -4,8 +4,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["MoeBackend", "Routing", "route"]
-
 
 class Routing(NamedTuple):
     """weights: [T, K] in the activations' dtype; experts: int64 [T, K], distinct in a row."""

@@ -7,8 +7,6 @@ from torch.nn.functional import linear
 from minisgl.kernel import silu_and_mul
 from minisgl.moe.base import Routing
 
-__all__ = ["TorchMoe"]
-
 
 class TorchMoe:
     """Loops over the experts that got tokens; learning which ones synchronises with the device."""

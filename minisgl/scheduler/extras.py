@@ -7,8 +7,6 @@ from minisgl.core import Int32Array, LogitEdits, SamplingParams, StepExtras
 from minisgl.scheduler.req import Req
 from minisgl.scheduler.table import RequestTable
 
-__all__ = ["build_extras"]
-
 _NEVER = float("-inf")
 
 

@@ -6,8 +6,6 @@ from minisgl.core import InvalidRequest, PromptTooLong
 from minisgl.message import AddReq
 from minisgl.scheduler.req import Req
 
-__all__ = ["Intake"]
-
 
 class Intake:
     """Checks AddReq against the engine's real limits, as the edge has done before."""

@@ -15,18 +15,6 @@ from minisgl.message import (
     ToScheduler,
 )
 
-__all__ = [
-    "FollowerInbox",
-    "Inbox",
-    "LeaderInbox",
-    "LocalInbox",
-    "LocalOutbox",
-    "Outbox",
-    "QueueInbox",
-    "QueueOutbox",
-    "SilentOutbox",
-]
-
 
 class Inbox(Protocol):
     """The ordered input of one rank."""

@@ -7,8 +7,6 @@ from minisgl.kvcache import Match, PagePool, PrefixCache
 from minisgl.scheduler.req import Req
 from minisgl.scheduler.table import RequestTable
 
-__all__ = ["KVMemory"]
-
 
 class KVMemory:
     """Moves pages between page pool, prefix cache and rows.

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from minisgl.core import Batch
 from minisgl.message import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
 
-__all__ = ["StepMeter"]
-
 PHASES = ("prefill", "decode", "mixed")
 
 

@@ -10,8 +10,6 @@ from minisgl.message import AddReq, Finished, Opened, PromptLogprobs, StepOutput
 from minisgl.scheduler.req import Req
 from minisgl.scheduler.table import RequestTable
 
-__all__ = ["OutputBuilder", "Totals"]
-
 
 class Totals(msgspec.Struct):
     """Counts since the start; the names are those of SchedulerStats.

@@ -16,8 +16,6 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.req import Ending, Req, ReqState
 from minisgl.scheduler.table import RequestTable
 
-__all__ = ["MIN_CHUNK_TOKENS", "Chunk", "Plan", "Planner"]
-
 MAX_DEFERRED = 64  # waiting reqs looked past in one plan, so that its cost stays bounded
 MIN_SHARED_TOKENS = 64  # a shorter shared prefix is not worth a step of waiting
 MIN_CHUNK_TOKENS = 32  # prefill never stands still, even when decoding alone exceeds the target

@@ -29,8 +29,6 @@ from minisgl.scheduler.io import (
 )
 from minisgl.scheduler.scheduler import Scheduler
 
-__all__ = ["build_scheduler", "run_scheduler"]
-
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.05  # endpoint pickers look as often

@@ -7,8 +7,6 @@ from minisgl.core import FinishReason, Int32Array, SamplingParams
 from minisgl.kvcache import CacheHandle
 from minisgl.message import TextSpec
 
-__all__ = ["Ending", "Req", "ReqState"]
-
 
 class ReqState(StrEnum):
     """Where a req is. It moves down this list, except that preemption takes it back to WAITING."""

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from minisgl.core import Batch, FinishReason, Int32Array, StepResult
 from minisgl.scheduler.table import RequestTable
 
-__all__ = ["Outcome", "read_result"]
-
 
 class Outcome(NamedTuple):
     """rows int32 [N] that got the token tokens int32 [N]; ended: row -> reason, in row order."""

@@ -33,8 +33,6 @@ from minisgl.scheduler.req import Ending, Req, ReqState
 from minisgl.scheduler.results import read_result
 from minisgl.scheduler.table import RequestTable
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler:
     """Owns all reqs from admission to their one terminal message.

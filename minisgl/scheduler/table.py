@@ -5,8 +5,6 @@ import numpy as np
 from minisgl.core import Int32Array, InvariantBroken, SamplingArrays
 from minisgl.scheduler.req import Req
 
-__all__ = ["RequestTable"]
-
 
 class RequestTable:
     """Rows 0..R-1 and their columns. A row belongs to at most one req.

@@ -40,8 +40,6 @@ from minisgl.server.lifecycle import Lifecycle, Phase, Progress, Pulse
 from minisgl.server.metrics import Metrics
 from minisgl.utils import logs_are_json, process_age_s
 
-__all__ = ["run_api"]
-
 logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5

@@ -32,8 +32,6 @@ from minisgl.server.shapes import Shape
 from minisgl.server.stream import EventStream, finished
 from minisgl.utils import log_event
 
-__all__ = ["build_app"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from minisgl.server.auth import key_hashes
 from minisgl.server.config import Limits, ServerConfig
 from minisgl.utils import near_names
 
-__all__ = ["ArgumentParser", "build_parser", "resolve"]
-
 _DEMO_NAME = "minisgl-demo"
 _SECTIONS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
     {"engine": EngineConfig, "scheduler": SchedulerConfig, "limits": Limits, "server": ServerConfig}

@@ -9,8 +9,6 @@ from minisgl.core import ConfigError
 from minisgl.server.errors import AdminOnly, NotAuthenticated, error_reply
 from minisgl.server.middleware import App, Receive, Scope, Send, send_reply
 
-__all__ = ["ADMIN_PATHS", "OPEN_PATHS", "Auth", "key_hashes"]
-
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 

@@ -8,8 +8,6 @@ from minisgl.core import InvalidRequest, Unsupported
 from minisgl.server import checks
 from minisgl.utils import near_names
 
-__all__ = ["messages_schema", "read_messages"]
-
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 # A client that sends an earlier answer back also sends these, empty.

@@ -8,20 +8,6 @@ from typing import Any, NamedTuple
 from minisgl.core import InvalidRequest
 from minisgl.utils import near_names
 
-__all__ = [
-    "Check",
-    "boolean",
-    "fields",
-    "integer",
-    "json_object",
-    "list_of",
-    "number",
-    "object_schema",
-    "reject",
-    "string",
-    "type_name",
-]
-
 
 class Check(NamedTuple):
     """run(param, value): the checked value, or InvalidRequest. schema: of what it accepts."""

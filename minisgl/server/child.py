@@ -16,8 +16,6 @@ from minisgl.core import ConfigError, InvariantBroken, MinisglError
 from minisgl.server.config import ChildSpec
 from minisgl.utils import CONFIG_EXIT, bind_to_parent, read_payload, setup_logging
 
-__all__ = ["main"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -39,8 +39,6 @@ from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.metrics import Metrics
 from minisgl.utils import log_event
 
-__all__ = ["Choice", "EngineClient", "Extras", "Generation", "TokenArray"]
-
 T = TypeVar("T", contravariant=True)
 
 logger = logging.getLogger(__name__)

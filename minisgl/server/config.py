@@ -5,8 +5,6 @@ import msgspec
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_LOGPROBS
 
-__all__ = ["SERVING_MARKER", "ChildSpec", "Limits", "ServerConfig"]
-
 SERVING_MARKER = "serving"  # file in the socket directory, there once the service was ready
 
 

@@ -8,8 +8,6 @@ from minisgl.core import InvalidRequest
 from minisgl.server.config import Limits
 from minisgl.server.errors import ErrorReply, HeadTooLarge, error_reply
 
-__all__ = ["limited_protocol"]
-
 # Beyond max_connections requests get an answer that says so; this many more can still be heard.
 _SPARE_CONNECTIONS = 128
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}

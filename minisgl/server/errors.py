@@ -17,23 +17,6 @@ from minisgl.core import (
     Unsupported,
 )
 
-__all__ = [
-    "AdminOnly",
-    "BodyTooLarge",
-    "EngineFailure",
-    "ErrorReply",
-    "HeadTooLarge",
-    "MethodNotAllowed",
-    "ModelNotFound",
-    "NotAuthenticated",
-    "NotReady",
-    "RanTooLong",
-    "RouteNotFound",
-    "error_body",
-    "error_reply",
-    "status_table",
-]
-
 logger = logging.getLogger(__name__)
 
 

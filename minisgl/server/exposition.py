@@ -18,8 +18,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-__all__ = ["CONTENT_TYPE", "OPENMETRICS", "Distribution", "Exposition", "Spec", "Value"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = openmetrics.CONTENT_TYPE_LATEST
 

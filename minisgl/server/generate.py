@@ -24,15 +24,6 @@ from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.params import GENERATE
 from minisgl.server.requests import ChatPrompt, GenerateRequest, IdsPrompt, Prompt
 
-__all__ = [
-    "PROMPT_TAIL_TOKENS",
-    "fit_max_tokens",
-    "read_body",
-    "start",
-    "tokenize",
-    "unless_disconnected",
-]
-
 # A character has at most four bytes, so at most three tokens of it can lie in the prompt.
 PROMPT_TAIL_TOKENS = 4
 

@@ -33,8 +33,6 @@ from minisgl.utils import (
     setup_logging,
 )
 
-__all__ = ["launch"]
-
 logger = logging.getLogger(__name__)
 
 _CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.child")

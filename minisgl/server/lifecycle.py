@@ -9,8 +9,6 @@ from minisgl.core import ModelFacts
 from minisgl.message import Ready, SchedulerStats
 from minisgl.server.errors import NotReady
 
-__all__ = ["Lifecycle", "Phase", "Progress", "Pulse"]
-
 
 class Phase(StrEnum):
     """Where the service is; it only moves forward."""

@@ -25,8 +25,6 @@ from minisgl.server.lifecycle import Phase
 if TYPE_CHECKING:
     from minisgl.server.client import Choice
 
-__all__ = ["Metrics", "Now", "declared"]
-
 _WINDOW_REQS = 1000
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _REASONS = {Phase.LOADING: "loading", Phase.FAILED: "failed"}

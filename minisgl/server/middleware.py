@@ -9,18 +9,6 @@ from minisgl.core import Overloaded
 from minisgl.server.errors import BodyTooLarge, ErrorReply, error_reply
 from minisgl.server.metrics import Metrics
 
-__all__ = [
-    "App",
-    "BodyLimit",
-    "Counted",
-    "Receive",
-    "RequestId",
-    "RequestLimit",
-    "Scope",
-    "Send",
-    "send_reply",
-]
-
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

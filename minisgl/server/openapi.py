@@ -9,8 +9,6 @@ from minisgl.server.checks import object_schema
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
 from minisgl.server.routes import ABORT, DETOKENIZE, TOKENIZE
 
-__all__ = ["document", "request_schema"]
-
 Schema = dict[str, Any]
 _TEXT, _INT, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 _REQUIRED = {CHAT: "messages", COMPLETIONS: "prompt", GENERATE: "input_ids"}

@@ -14,17 +14,6 @@ from minisgl.server.checks import Check
 from minisgl.server.config import Limits
 from minisgl.utils import near_names
 
-__all__ = [
-    "CHAT",
-    "COMPLETIONS",
-    "GENERATE",
-    "HARMLESS",
-    "NOT_OFFERED",
-    "TEMPLATE_KWARGS",
-    "TEMPLATE_OPTIONS",
-    "ParamTable",
-]
-
 CHAT = "chat"
 COMPLETIONS = "completions"
 GENERATE = "generate"

@@ -11,16 +11,6 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.params import CHAT, GENERATE, ParamTable
 
-__all__ = [
-    "ChatPrompt",
-    "GenerateRequest",
-    "IdsPrompt",
-    "Prompt",
-    "RequestReader",
-    "TextPrompt",
-    "parse_body",
-]
-
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the legacy route; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
 

@@ -15,8 +15,6 @@ from minisgl.server.params import IDS_PROMPT, TEMPLATE_KWARGS, TEXT_PROMPT
 from minisgl.server.requests import IdsPrompt, Prompt, RequestReader, TextPrompt, parse_body
 from minisgl.server.service import Service
 
-__all__ = ["ABORT", "DETOKENIZE", "TOKENIZE", "add_admin_routes", "add_token_routes"]
-
 _MODEL = checks.string(max_chars=512)
 _TOKENIZE = checks.fields(
     {

@@ -7,8 +7,6 @@ from minisgl.server.client import EngineClient
 from minisgl.server.config import ServerConfig
 from minisgl.server.lifecycle import Lifecycle
 
-__all__ = ["Service"]
-
 
 class Service(Protocol):
     """The API server, or a test in its place."""

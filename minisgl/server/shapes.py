@@ -13,8 +13,6 @@ from minisgl.server.client import Choice, Extras, Generation
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import GenerateRequest
 
-__all__ = ["DONE", "Shape", "sse"]
-
 DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0
 _KINDS = {

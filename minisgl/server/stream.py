@@ -13,8 +13,6 @@ from minisgl.server.generate import unless_disconnected
 from minisgl.server.requests import GenerateRequest
 from minisgl.server.shapes import DONE, Shape, sse
 
-__all__ = ["EventStream", "events", "finished"]
-
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: proxies see traffic, clients see nothing

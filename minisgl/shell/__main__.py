@@ -10,8 +10,6 @@ from typing import NoReturn
 from minisgl.shell.client import ChatClient, ServerError
 from minisgl.shell.repl import COMMANDS, Shell
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Wait for the server, then chat; the exit code."""

@@ -8,8 +8,6 @@ from collections.abc import Generator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["ChatClient", "Message", "ServerError"]
-
 Message = dict[str, str]
 
 

@@ -7,8 +7,6 @@ from typing import Protocol
 from minisgl.shell.client import ChatClient, Message, ServerError
 from minisgl.utils import near_names
 
-__all__ = ["COMMANDS", "Shell"]
-
 COMMANDS = {
     "/help": "show this list",
     "/reset": "forget the conversation",

@@ -16,8 +16,6 @@ from minisgl.message import (
 from minisgl.tokenizer.stream import TextStream
 from minisgl.tokenizer.vocab import Vocabulary
 
-__all__ = ["OpenAnswer"]
-
 
 class OpenAnswer:
     """State of one open req; `take` gives what is new.

@@ -20,8 +20,6 @@ from minisgl.tokenizer.answer import OpenAnswer
 from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.tokenizer.vocab import Vocabulary
 
-__all__ = ["Detokenizer", "run_detokenizer"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from minisgl.tokenizer.vocab import Vocabulary
 
-__all__ = ["StopMatcher", "TextStream"]
-
 
 class _StopString:
     """Knuth-Morris-Pratt over one stop string: O(1) per character, whatever the text."""

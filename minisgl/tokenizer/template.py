@@ -18,8 +18,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["ChatTemplate", "TemplateError", "time_limit"]
-
 
 class TemplateError(Exception):
     """This chat cannot be rendered; the message is for the client."""

@@ -14,8 +14,6 @@ from minisgl.core import ConfigError
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
 
-__all__ = ["TextTokenizer"]
-
 MAX_TEMPLATE_OUTPUT_CHARS = 8 * 2**20
 
 

@@ -13,8 +13,6 @@ import tokenizers
 
 from minisgl.core import ConfigError
 
-__all__ = ["Vocabulary"]
-
 _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 

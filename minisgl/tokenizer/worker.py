@@ -25,8 +25,6 @@ from minisgl.message import (
 from minisgl.tokenizer.template import TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
 
-__all__ = ["TokenizerLimits", "handle", "run_tokenizer"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-__all__ = ["log_event", "logs_are_json", "setup_logging"]
-
 _FORMAT = "%(asctime)s %(levelname)-7s %(role)s[%(process)d] %(name)s: %(message)s"
 
 

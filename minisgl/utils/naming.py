@@ -3,8 +3,6 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["near_names"]
-
 
 def near_names(name: str, known: Iterable[str]) -> str:
     """A hint such as "; did you mean 'seed'?", or "" when nothing is near."""

@@ -4,8 +4,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["process_age_s"]
-
 _START_FIELD = 19  # of /proc/PID/stat, counted after the name, which may hold spaces
 
 

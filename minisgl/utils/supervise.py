@@ -18,16 +18,6 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self
 
-__all__ = [
-    "CONFIG_EXIT",
-    "Child",
-    "ChildExit",
-    "Supervisor",
-    "bind_to_parent",
-    "describe_exit",
-    "read_payload",
-]
-
 CONFIG_EXIT = 2  # a ConfigError has been reported; the same code as a wrong command line
 _PR_SET_PDEATHSIG = 1
 

@@ -6,8 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gather_embedding", "silu_and_mul"]
-
 _BLOCK = 1024
 
 

@@ -24,8 +24,6 @@ from minisgl.kernel.sampling import SamplingTensors
 from minisgl.kernel.triton.limits import draw_from_list, gaps, search_row, within
 from minisgl.kernel.triton.race import LOG2E, arrivals, asks_filter, exp2, log2
 
-__all__ = ["draw_filtered"]
-
 _LIST = 8192
 _SHORT_LIST = 2048
 _PART_BLOCK = 512  # _levels and _gather take four times as many tokens in an iteration

@@ -10,8 +10,6 @@ import triton.language as tl
 
 from minisgl.kernel.triton.race import LOG2E, arrivals, exp2, log2
 
-__all__ = ["draw_from_list", "gaps", "search_list", "search_row", "within"]
-
 
 @triton.jit
 def gaps(source, at, size, largest, inverse):

@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32
 
-__all__ = ["Tiling", "small_linear", "tiling_for"]
-
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])
 def _linear(

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "rms_norm"]
-
 _ELEMENTS_PER_THREAD = 8
 _SMALLEST_TILE = 1024
 

@@ -11,8 +11,6 @@ whatever T is, and no need to know the row's maximum beforehand.
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2E", "arrivals", "asks_filter", "draw_arrival", "exp2", "log2", "philox"]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 
 _M0 = tl.constexpr(0xD2511F53)

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["qk_norm_rope_store"]
-
 _TILE_ELEMENTS = 512  # of one half: 8 for each of 64 threads
 
 

@@ -20,8 +20,6 @@ from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 from minisgl.kernel.triton.filters import draw_filtered
 from minisgl.kernel.triton.race import LOG2E, asks_filter, draw_arrival, exp2, log2, philox
 
-__all__ = ["sample"]
-
 _GROUPS = 512  # Philox calls of one program and iteration; four tokens each
 _PROGRAMS = 800  # about six for each of an H200's 132 multiprocessors
 

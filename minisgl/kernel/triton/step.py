@@ -6,8 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["kv_metadata", "put_tokens", "stage_tokens", "update_pages"]
-
 _BLOCK = 256
 _REQ_FIELDS = ["rows", "start"]  # views into the packed buffer
 
