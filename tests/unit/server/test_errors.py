@@ -36,8 +36,9 @@ def test_status_and_code(error: Exception, status: int, code: str | None) -> Non
 
 
 def test_every_error_of_the_tree_has_an_answer() -> None:
-    for name in errors.__all__:
-        kind = getattr(errors, name)
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert MinisglError in kinds
+    for kind in kinds:
         assert issubclass(kind, MinisglError)
         assert 400 <= error_reply(kind("m")).status < 600
 
