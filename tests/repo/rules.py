@@ -18,11 +18,10 @@ UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpic
 UNSAFE_NAMES = {"eval", "exec"}
 UNSAFE_ATTRIBUTES = {"recv_pyobj", "send_pyobj"}
 
-MACHINE_PATH = re.compile(r"(?<![\w./:])/(?:work|farm|home|Users|root|opt/pypi|opt/wheels)/")
+MACHINE_PATH = re.compile(r"(?<![\w./:])/(?:work|farm|home|Users|root)/")
+_REGISTRIES = ("pypi", "pythonhosted", "npmjs", "yarnpkg", "debian", "ubuntu", "anaconda", "golang")
 REGISTRY_HOST = re.compile(
-    r"\bpypi\.org|\bpythonhosted\.org|\b(?:deb|security|snapshot)\.debian\.org"
-    r"|\b(?:archive|security|ports)\.ubuntu\.com|\bregistry\.(?:npmjs\.org|yarnpkg\.com)"
-    r"|\bconda\.anaconda\.org|\bcrates\.io|\bproxy\.golang\.org|\bmirrors?\.[\w-]+\.\w+",
+    rf"\b(?:{'|'.join(_REGISTRIES)})\.(?:org|com)\b|\bcrates\.io\b|\bmirrors?\.[\w-]+\.\w+",
     re.IGNORECASE,
 )
 TODO = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b(?!\(#\d+\):)")
