@@ -222,7 +222,8 @@ class ApiServer:
         raise EngineError("another process of the service has ended")
 
     def _fail(self, failure: BaseException) -> None:
-        level = logging.INFO if self.lifecycle.phase is Phase.LOADING else logging.ERROR
+        # while loading, the launcher's one line says why, and should be the last one
+        level = logging.DEBUG if self.lifecycle.phase is Phase.LOADING else logging.ERROR
         self.lifecycle.phase = Phase.FAILED
         logger.log(level, "service failed reason=%s", failure)
         self.client.fail_all(EngineFailure("the engine has failed; the service restarts"))
