@@ -18,7 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["bench"]:
             return _bench(arguments[1:])
         if arguments[:1] == ["compile"]:
-            raise ConfigError("minisgl compile builds GPU kernels, which this version has none of")
+            raise ConfigError(
+                "minisgl compile is not there yet: GPU kernels compile at the first start, "
+                "into the cache folders of FlashInfer and Triton"
+            )
         return _serve(arguments)
     except ConfigError as error:
         sys.stderr.write(f"minisgl: error: {error}\n")
