@@ -6,6 +6,7 @@
 #   make fmt     repair what lint and format can repair
 #   make proof   the tests that take minutes each
 #   make chart   write the chart's schema and dashboards anew
+#   make image   build the CUDA image; image-cpu: the demo      (BUILD_ARGS="--build-arg ...")
 #   make lock    write constraints.txt anew
 #   make clean   back to a fresh clone
 #
@@ -14,6 +15,7 @@
 # TORCH_INDEX=URL      where torch itself comes from, for example the CPU builds at
 #                      https://download.pytorch.org/whl/cpu; otherwise pip's own index
 # TEST_JOBS=2          how many pytest workers
+# IMAGE=NAME           what the images are called, ghcr.io/minisgl/minisgl by default
 
 SHELL := /bin/bash
 VENV := .venv
@@ -21,6 +23,8 @@ BIN := $(VENV)/bin
 ARGS ?=
 TORCH_INDEX ?=
 TEST_JOBS ?= 2
+IMAGE ?= ghcr.io/minisgl/minisgl
+BUILD_ARGS ?=
 # The one version that `make lock` does not choose by itself: which builds of torch an index
 # carries decides between 200 MB and 2.5 GB of download.
 TORCH_VERSION ?= 2.13.0
@@ -43,7 +47,7 @@ define add_torch
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fmt proof chart lock clean
+.PHONY: help serve test check fmt proof chart image image-cpu lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -82,6 +86,18 @@ $(VENV)/.dev: $(VENV)/.serve
 
 chart: $(VENV)/.dev
 	$(BIN)/python -m tools.chart
+
+# The tags are the chart's: its appVersion, and the one in helm/ci/cpu-demo-values.yaml.
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' minisgl/__init__.py)
+docker_build = DOCKER_BUILDKIT=1 docker build --build-arg VERSION=$(VERSION) \
+	--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+	$(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) $(BUILD_ARGS)
+
+image:
+	$(docker_build) -f docker/Dockerfile -t $(IMAGE):$(VERSION) .
+
+image-cpu:
+	$(docker_build) -f docker/Dockerfile.cpu -t $(IMAGE):$(VERSION)-cpu .
 
 # Locked with the oldest Python that is supported: what it can install, the newer one can too.
 # CUDA packages stay out: each CUDA build of torch names its own, exactly.

@@ -1,0 +1,97 @@
+"""What both Dockerfiles promise to the chart and to whoever builds them; no engine is needed."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import minisgl
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILES = ["docker/Dockerfile", "docker/Dockerfile.cpu"]
+VALUES = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """Instruction and argument, continued lines joined, comments left out."""
+    lines = (ROOT / name).read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("#")).replace("\\\n", " ")
+    return [(word, rest) for word, _, rest in (s.partition(" ") for s in text.splitlines() if s)]
+
+
+def last_stage(name: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for word, rest in instructions(name):
+        found = {} if word == "FROM" else found
+        found.setdefault(word, []).append(rest)
+    return found
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_base_image_is_an_argument_and_both_stages_use_it(name: str) -> None:
+    steps = instructions(name)
+    word, base = steps[0]
+    assert (word, base.split("=")[0]) == ("ARG", "PYTHON_IMAGE")
+    assert re.search(r":\d+\.\d+-slim-\w+$", base), "pinned by a tag that names its Debian"
+    bases = [rest.split()[0] for word, rest in steps if word == "FROM"]
+    assert bases == ["${PYTHON_IMAGE}"] * 2
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_settings_of_pip_stay_out_of_the_image(name: str) -> None:
+    assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"} <= {
+        rest for word, rest in instructions(name) if word == "ARG"
+    }
+    assert not any("PIP" in rest for rests in last_stage(name).values() for rest in rests)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_user_and_entry_point_are_what_the_chart_expects(name: str) -> None:
+    stage = last_stage(name)
+    user = VALUES["podSecurityContext"]
+    assert stage["USER"] == [f"{user['runAsUser']}:{user['runAsGroup']}"]
+    assert json.loads(stage["ENTRYPOINT"][0]) == ["minisgl"]
+    assert json.loads(stage["CMD"][0]) == ["--host", "0.0.0.0"]
+    healthcheck = stage["HEALTHCHECK"][0].split(" CMD ")[1]
+    assert json.loads(healthcheck)[:2] == ["python3", "-c"]
+    assert "/livez" in healthcheck
+    assert stage["EXPOSE"] == ["1919"]
+    assert f"VERSION={minisgl.__version__}" in stage["ARG"]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_caches_are_where_the_chart_puts_them(name: str) -> None:
+    template = (ROOT / "helm" / "templates" / "_args.tpl").read_text()
+    folders = re.search(r"dict ((?:\"\w+\" \"[/\w]*\" ?)+)\}\}", template)
+    assert folders
+    words = re.findall(r'"([^"]*)"', folders[1])
+    chart = {name: f"/cache{folder}" for name, folder in zip(words[::2], words[1::2], strict=True)}
+    settings = re.findall(r"(\w+)=(\S+)", " ".join(last_stage(name)["ENV"]))
+    image = {variable: value for variable, value in settings if value.startswith("/cache")}
+    assert image.items() <= chart.items()
+    assert name.endswith(".cpu") or image == chart
+
+
+def test_only_what_the_build_needs_is_sent_to_it() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    sent = {line[1:] for line in lines if line.startswith("!")}
+    copies = [
+        rest.split() for name in DOCKERFILES for word, rest in instructions(name) if word == "COPY"
+    ]
+    assert {s for words in copies for s in words[:-1] if not words[0].startswith("--")} == sent
+    assert all((ROOT / source).exists() for source in sent)
+
+
+@pytest.mark.parametrize(("target", "suffix"), [("image", ""), ("image-cpu", "-cpu")])
+def test_make_gives_the_images_the_names_that_the_chart_asks_for(target: str, suffix: str) -> None:
+    shown = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    app = yaml.safe_load((ROOT / "helm" / "Chart.yaml").read_text())["appVersion"]
+    assert f"-t {VALUES['image']['repository']}:{app}{suffix} ." in shown
+    cpu = yaml.safe_load((ROOT / "helm" / "ci" / "cpu-demo-values.yaml").read_text())
+    assert cpu["image"]["tag"] == f"{app}-cpu"
