@@ -5,6 +5,7 @@ idle, which FlashInfer plans on the host before each replay. Many: one block per
 a plan that does not depend on the contexts; it is made once, and a replay costs the host nothing.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from minisgl.kvcache.pool import KVPool
 _INT_WORKSPACE_BYTES = 2**20  # a plan holds a few int32 for each of some thousand blocks
 
 
-class _FixedDecode:
+class _FixedDecode(ABC):
     """Buffers and metadata common to both kinds; implements DecodeGraphAttention but for plan.
 
     indices: int32, room for the pages of all reqs; shared by the graphs of all sizes.
@@ -49,8 +50,9 @@ class _FixedDecode:
         own = torch.zeros(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self.wrapper.reset_workspace_buffer(workspace, own)
 
+    @abstractmethod
     def make_wrapper(self, workspace: Tensor) -> Any:
-        raise NotImplementedError
+        """FlashInfer's wrapper over the buffers of this graph."""
 
     def describe(self) -> None:
         step = self.step
