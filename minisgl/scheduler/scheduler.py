@@ -182,10 +182,11 @@ class Scheduler:
             self._leaving.append(req)
 
     def _carry_out(self, req: Req) -> None:
-        row = req.row
-        # the last token's KV may not be written yet, and what is written beyond it is junk
-        valid = min(int(self.table.computed[row]), int(self.table.known[row]) - 1)
-        self.memory.release(req, self.table, valid)
+        known = int(self.table.known[req.row])
+        # Until a prompt has given its first token nobody has seen finite logits of it, so none of
+        # it is cached. After that all but the last token: its KV may not be written yet.
+        seen_finite = known > int(self.table.prefill_end[req.row])
+        self.memory.release(req, self.table, known - 1 if seen_finite else 0)
         if req.ending is Ending.PREEMPT:
             req.ending = None
             self.totals.preemptions_total += 1

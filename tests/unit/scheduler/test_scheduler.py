@@ -228,6 +228,25 @@ def test_a_nonfinite_row_ends_alone_and_is_not_cached() -> None:
     assert harness.answers[again].cached_tokens == 0
 
 
+def test_chunks_of_an_aborted_prompt_are_not_cached() -> None:
+    """Their logits were never looked at: non-finite KV would be handed to others."""
+    engine = FakeEngine(64, 4)
+    engine.break_prompts_with = 63
+    harness = Harness(engine, config(prefill_budget_tokens=8))
+    prompt = [63, *prompt_of(30)]
+    aborted = harness.add(prompt, max_tokens=4)
+    for _ in range(3):
+        harness.step()
+    harness.abort(aborted)
+    harness.run()
+    assert harness.answers[aborted].tokens == []
+    engine.break_prompts_with = None
+    good = harness.add(prompt, max_tokens=4, ignore_eos=True)
+    harness.run()
+    assert harness.answers[good].cached_tokens == 0
+    assert harness.answers[good].tokens == expected_output(prompt, 4, ignore_eos=True)
+
+
 def test_stop_token_ids_and_min_tokens() -> None:
     prompt = prompt_of(6)
     plain = expected_output(prompt, 12, ignore_eos=True)
