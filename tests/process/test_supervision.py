@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -102,6 +103,39 @@ def test_killed_child_of_the_real_engine_ends_the_service(
         assert server.wait_exit() == 1
         _assert_all_gone(pids)
         assert f"error: {name} (pid" in server.stderr
+
+
+def _start_long_prefill(server: ServerProcess) -> threading.Thread:
+    """A prompt of 3,900 tokens in chunks of 16, of which some have run and most have not."""
+
+    def ask() -> None:
+        body = {"model": "minisgl-demo", "prompt": [5, 6, 7] * 1300, "max_tokens": 4}
+        with contextlib.suppress(httpx.TransportError):
+            httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S)
+
+    def prefilling() -> bool:
+        text = httpx.get(server.url + "/metrics").text
+        return bool(re.search(r'phase="prefill",cuda_graph="false"\} [1-9]', text))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(prefilling, "a chunk")
+    return asking
+
+
+@pytest.mark.parametrize("name", CHILDREN)
+def test_child_killed_in_prefill_ends_the_service(name: str) -> None:
+    with run_server("--max-prefill-length", "16", "--num-pages", "512") as server:
+        asking = _start_long_prefill(server.wait_ready())
+        first_tokens = "minisgl_time_to_first_token_seconds_count"
+        in_prefill = f'{first_tokens}{{model_name="minisgl-demo"}} 0'
+        assert in_prefill in httpx.get(server.url + "/metrics").text
+        pids = [server.child_pid(child) for child in CHILDREN]
+        psutil.Process(server.child_pid(name)).kill()
+        assert server.wait_exit() == 1
+        _assert_all_gone(pids)
+        assert f"error: {name} (pid" in server.stderr
+        asking.join()
 
 
 def test_child_that_fails_to_load_is_one_line(tiny_model: Path) -> None:
