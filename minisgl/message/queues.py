@@ -1,7 +1,7 @@
 """Typed one-way ZMQ queues over ipc sockets. The only module that imports zmq.
 
 High-water marks are off: admission bounds what can be under way, and a sender (above all the
-scheduler) never blocks. A message that does not decode is logged, counted and dropped.
+scheduler) never blocks. A message that does not decode is logged and dropped.
 """
 
 import logging
@@ -47,13 +47,11 @@ class _Decoding(Generic[T]):
 
     def __init__(self, union: type[T] | UnionType) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
-        self.dropped_total = 0
 
     def decode(self, frame: bytes) -> T | None:
         try:
             message: T = self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.dropped_total += 1
             logger.warning("message dropped bytes=%d error=%s", len(frame), error)
             return None
         return message

@@ -231,7 +231,7 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     completion_tokens counts all tokens so far, the stop token included; reasoning_tokens those
     between <think> and </think>, whose text is `reasoning` and not in `text`.
     prompt_logprobs, logprobs: of prompt and text, when asked for.
-    stopped: a stop string was matched here, so the scheduler has yet to be told.
+    stopped: it ended here, by a stop string or a failure, so the scheduler has yet to be told.
     admitted_s: as in Opened.
     """
 

@@ -11,6 +11,7 @@ from minisgl.message import (
     Sender,
     StepOutput,
     StepText,
+    TextUpdate,
     ToApi,
     ToDetokenizer,
     TokenLogprobs,
@@ -68,6 +69,28 @@ class Detokenizer:
                 updates.append(left.take(finished))
         return StepText(updates=[update for update in updates if update is not None])
 
+    def fail(self, output: StepOutput) -> StepText:
+        """End with an error every req of a step that could not be read: I2 holds for them too."""
+        opened = {message.uid for message in output.opened}
+        named = opened.union(output.uids, (finished.uid for finished in output.finished))
+        updates = []
+        for uid in sorted(named):
+            answer = self._open.pop(uid, None)
+            if uid in opened or (answer is not None and not answer.stream.stopped):
+                updates.append(
+                    TextUpdate(
+                        uid=uid,
+                        text="",
+                        completion_tokens=0,
+                        prompt_tokens=0,
+                        cached_tokens=0,
+                        finish=FinishReason.ERROR,
+                        error="the text of this request could not be made",
+                        stopped=True,
+                    )
+                )
+        return StepText(updates=updates)
+
 
 def run_detokenizer(model_path: str, socket_dir: str) -> None:
     """Serve `detokenizer` for ever."""
@@ -84,9 +107,9 @@ def run_detokenizer(model_path: str, socket_dir: str) -> None:
                 continue
             try:
                 text = detokenizer.step(output)
-            # The gate of this pump: a step that makes no sense is dropped, the others go on (W35).
+            # The gate of this pump: what one step holds must not end those of other steps (W35).
             except Exception:
-                logger.exception("step dropped step_id=%d", output.step_id)
-                continue
+                logger.exception("step failed step_id=%d", output.step_id)
+                text = detokenizer.fail(output)
             if text.updates:
                 api.send(text)

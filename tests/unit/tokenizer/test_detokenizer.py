@@ -117,3 +117,18 @@ def test_interleaved_reqs_do_not_touch_each_other(reqs, stops, random) -> None:
         assert [u.finish is not None for u in updates[uid]].count(True) == 1
         stopped = any(stop in text for stop in stops)
         assert (updates[uid][-1].finish is FinishReason.STOP) == stopped
+
+
+def test_step_that_cannot_be_read_ends_its_reqs_and_no_others() -> None:
+    """It was dropped with a log line, so that its clients waited for an end that never came."""
+    detokenizer = Detokenizer(VOCABULARY)
+    detokenizer.step(step((1, A), (2, A), (3, A), opens=[opened(1), opened(2), opened(3, ["a"])]))
+    bad = step((2, B), (3, B), opens=[opened(4)])
+    failed = detokenizer.fail(bad).updates
+    assert [(u.uid, u.finish, u.stopped) for u in failed] == [
+        (2, FinishReason.ERROR, True),
+        (4, FinishReason.ERROR, True),
+    ], "3 has had its end at its stop string"
+    (after,) = detokenizer.step(step((1, B), (2, C), ends={1: FinishReason.LENGTH})).updates
+    assert (after.uid, after.text, after.finish) == (1, "b", FinishReason.LENGTH)
+    assert detokenizer.open_reqs == 0
