@@ -1,10 +1,12 @@
 """Steps that belong to no request: to warm an engine up and to learn what a step costs.
 
-They run before any request and point every row at the dummy page, so no page is touched.
+They run before any request. What they write goes to the dummy page; the contexts that they read
+lie all over the pool, as those of requests will.
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +28,11 @@ class Shape(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """attended: (query token, key) pairs, as in StepCost."""
+    """What StepCost predicts from, and what a step took."""
 
     tokens: int
-    attended: int
+    decode_keys: int
+    prefill_pairs: int
     seconds: float
 
 
@@ -66,10 +69,11 @@ def calibrate(
     """
     timings: list[Timing] = []
     longest = min(engine.max_seq_len - 1, 2048)
-    shapes = [Shape(1, 0, 1), Shape(0, 16, 0), Shape(8, 0, 1), Shape(8, 0, longest // 2)]
-    shapes += [Shape(0, 128, 0), Shape(32, 0, longest // 2), Shape(0, 512, 0), Shape(1, 512, 256)]
-    shapes += [Shape(128, 0, longest // 2), Shape(0, 2048, 0), Shape(64, 1024, longest // 2)]
-    shapes += [Shape(0, 4096, 0), Shape(0, 8192, 0)]
+    half = longest // 2
+    shapes = [Shape(1, 0, 1), Shape(0, 16, 0), Shape(8, 0, 1), Shape(8, 0, half)]
+    shapes += [Shape(0, 128, 0), Shape(32, 0, half), Shape(0, 512, 0), Shape(1, 512, 256)]
+    shapes += [Shape(128, 0, half), Shape(0, 2048, 0), Shape(64, 1024, half)]
+    shapes += [Shape(0, 512, 8 * half), Shape(0, 4096, 0), Shape(0, 8192, 0)]
     spent_ns = 0
     for shape in shapes:
         if len(timings) > 3 and spent_ns > _TIME_LIMIT_NS:
@@ -77,10 +81,8 @@ def calibrate(
         batch = probe_batch(engine, dummy_page, shape)
         if batch is None or shape.chunk > max_chunk_tokens:
             continue
-        lengths = batch.lengths.astype(np.int64)
-        attended = lengths * batch.start + lengths * (lengths + 1) // 2
-        tokens, pairs = int(lengths.sum()), int(attended.sum())
-        if len(timings) > 5 and fit(timings).predict_s(0, tokens, pairs) > _LONGEST_STEP_S:
+        work = _work(batch)
+        if len(timings) > 5 and fit(timings).predict_s(*work) > _LONGEST_STEP_S:
             break
         durations_ns: list[int] = []
         while not durations_ns or (len(durations_ns) < _REPEATS and spent_ns <= _TIME_LIMIT_NS):
@@ -88,8 +90,18 @@ def calibrate(
             engine.launch(batch).wait()
             durations_ns.append(slowest_ns(time.perf_counter_ns() - begin))
             spent_ns += durations_ns[-1]
-        timings.append(Timing(tokens, pairs, min(durations_ns) / 1e9))
+            none = batch.page_ids[:0]  # they are there now; real steps bring few
+            batch = replace(batch, page_rows=none, page_cols=none, page_ids=none)
+        timings.append(Timing(*work, min(durations_ns) / 1e9))
     return fit(timings)
+
+
+def _work(batch: Batch) -> tuple[int, int, int]:
+    """Tokens, decode keys and prefill pairs, as in StepCost."""
+    lengths = batch.lengths.astype(np.int64)
+    keys = lengths * batch.start + lengths * (lengths + 1) // 2
+    n = batch.num_decode
+    return int(lengths.sum()), int(keys[:n].sum()), int(keys[n:].sum())
 
 
 def fit(timings: list[Timing]) -> StepCost:
@@ -98,18 +110,16 @@ def fit(timings: list[Timing]) -> StepCost:
     A term that comes out negative is noise around zero: it is dropped and the rest fitted again.
     """
     seconds = np.array([t.seconds for t in timings])
-    terms = np.array([[1.0, t.tokens, t.attended] for t in timings]) / seconds[:, None]
-    used = [0, 1, 2]
+    terms = np.array([[1.0, *t[:3]] for t in timings]) / seconds[:, None]
+    used = [0, 1, 2, 3]
     while True:
         solution = np.linalg.lstsq(terms[:, used], np.ones(len(timings)), rcond=None)[0]
         if len(used) == 1 or solution.min() >= 0:
             break
         used.pop(int(solution.argmin()))
-    cost = np.zeros(3)
+    cost = np.zeros(4)
     cost[used] = np.maximum(solution, 0.0)
-    return StepCost(
-        base_s=float(cost[0]), per_token_s=float(cost[1]), per_attended_s=float(cost[2])
-    )
+    return StepCost(**dict(zip(StepCost.__struct_fields__, cost.tolist(), strict=True)))
 
 
 def probe_batch(
@@ -131,6 +141,10 @@ def probe_batch(
     if num_chunks:
         lengths[-1] = shape.chunk - (num_chunks - 1) * longest
     pages = -(-(shape.context + int(lengths.max())) // engine.page_size)
+    read_only = shape.context // engine.page_size
+    page_ids = np.full((num_reqs, pages), dummy_page, dtype=np.int32)
+    scattered = np.arange(num_reqs * read_only, dtype=np.int32) % engine.num_pages
+    page_ids[:, :read_only] = scattered.reshape(num_reqs, read_only)
     rows = np.arange(num_reqs, dtype=np.int32)
     return Batch(
         step_id=0,
@@ -142,7 +156,7 @@ def probe_batch(
         chunk_ids=np.zeros(shape.chunk, dtype=np.int32),
         page_rows=np.repeat(rows, pages),
         page_cols=np.tile(np.arange(pages, dtype=np.int32), num_reqs),
-        page_ids=np.full(num_reqs * pages, dummy_page, dtype=np.int32),
+        page_ids=page_ids.ravel(),
         sampling=_sampling(num_reqs, temperature, top_k),
     )
 

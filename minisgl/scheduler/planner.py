@@ -228,13 +228,13 @@ class Planner:
         budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
         if not len(decode_rows) or target_ms is None or self._cost is None:
             return budget
-        decode_pairs = int(self._table.computed[decode_rows].sum())
+        decode_keys = int(self._table.computed[decode_rows].sum())
         start = int(self._table.computed[self.prefilling[0].row]) if self.prefilling else 0
         low, high = min(MIN_CHUNK_TOKENS, budget), budget
         while low < high:  # the largest count whose predicted step stays under the target
             middle = (low + high + 1) // 2
-            pairs = decode_pairs + middle * (start + middle // 2)
-            if self._cost.predict_s(len(decode_rows), middle, pairs) * 1000 <= target_ms:
+            tokens, pairs = len(decode_rows) + middle, middle * (start + middle // 2)
+            if self._cost.predict_s(tokens, decode_keys, pairs) * 1000 <= target_ms:
                 low = middle
             else:
                 high = middle - 1

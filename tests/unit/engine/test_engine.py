@@ -11,7 +11,7 @@ from minisgl.core import ConfigError, EngineConfig, OutOfMemory, StepCost
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine, resolve_device
 from minisgl.engine.inputs import upload
-from minisgl.engine.probe import Timing, fit
+from minisgl.engine.probe import Shape, Timing, fit, probe_batch
 from minisgl.engine.settings import cpu_threads
 from tests.parity.driver import Driver, Sampling, Work, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
@@ -97,25 +97,36 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
     cost = engine.calibrate()
     assert not engine._state.pool.keys(0).any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
-    assert cost.predict_s(1, 0, 100) > 0
-    assert cost.predict_s(0, 512, 512 * 256) >= cost.predict_s(0, 16, 16 * 8)
+    assert cost.predict_s(1, 100, 0) > 0
+    assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)
 
 
 def test_fit_finds_the_cost_that_made_the_timings() -> None:
-    true = StepCost(base_s=2e-3, per_token_s=3e-5, per_attended_s=1e-8)
-    shapes = [(1, 1), (16, 136), (8, 8192), (512, 131328), (32, 32768)]
-    timings = [Timing(t, a, true.predict_s(0, t, a)) for t, a in shapes]
-    found = fit(timings)
+    true = StepCost(base_s=2e-3, per_token_s=3e-5, per_decode_key_s=5e-8, per_prefill_pair_s=1e-9)
+    work = [(1, 1, 0), (16, 0, 136), (8, 8192, 0), (512, 0, 131328), (32, 32768, 0), (9, 8, 5000)]
+    found = fit([Timing(*one, true.predict_s(*one)) for one in work])
     assert found.base_s == pytest.approx(true.base_s)
     assert found.per_token_s == pytest.approx(true.per_token_s)
-    assert found.per_attended_s == pytest.approx(true.per_attended_s)
+    assert found.per_decode_key_s == pytest.approx(true.per_decode_key_s)
+    assert found.per_prefill_pair_s == pytest.approx(true.per_prefill_pair_s)
 
 
 def test_fit_never_predicts_less_for_more() -> None:
-    timings = [Timing(1, 1, 0.010), Timing(16, 136, 0.009), Timing(128, 8000, 0.008)]
+    timings = [Timing(1, 1, 0, 0.010), Timing(16, 0, 136, 0.009), Timing(128, 8000, 0, 0.008)]
     cost = fit(timings)
-    assert min(cost.base_s, cost.per_token_s, cost.per_attended_s) >= 0
-    assert cost.predict_s(1, 0, 1) == pytest.approx(0.009, rel=0.15)
+    least = (cost.base_s, cost.per_token_s, cost.per_decode_key_s, cost.per_prefill_pair_s)
+    assert min(least) >= 0
+    assert cost.predict_s(1, 1, 0) == pytest.approx(0.009, rel=0.15)
+
+
+def test_probes_read_distinct_pages_and_write_only_to_the_dummy(path: str) -> None:
+    engine = make_engine(path)
+    batch = probe_batch(engine, engine.num_pages, Shape(2, 5, 10))
+    assert batch is not None
+    pages = batch.page_ids.reshape(3, -1)
+    assert engine.page_size == 4
+    assert pages[:, :2].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert (pages[:, 2:] == engine.num_pages).all()
 
 
 def test_bfloat16_runs(path: str) -> None:

@@ -167,7 +167,8 @@ def test_decode_goes_on_while_prompts_are_prefilled() -> None:
 def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
     engine = FakeEngine(512, 4, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
-    harness.scheduler.calibrate(StepCost(base_s=0.005, per_token_s=0.0001, per_attended_s=0.0))
+    cost = StepCost(base_s=0.005, per_token_s=0.0001, per_decode_key_s=0.0, per_prefill_pair_s=0.0)
+    harness.scheduler.calibrate(cost)
     harness.add(prompt_of(600, 3), max_tokens=8, ignore_eos=True)
     harness.run()
     assert [b.num_prefill_tokens for b in engine.batches[:2]] == [512, 88]
