@@ -37,10 +37,12 @@ logger = logging.getLogger(__name__)
 
 _CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.child")
 _FAILED_EXIT = 1
+# Of the API server: drained, or ended by the signal while it was still starting.
+_STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGINT)
 _SCHEDULER_GRACE_S = 5.0  # to leave by its Shutdown message
 _TERM_GRACE_S = 3.0
 _LAST_WORDS_S = 4.0  # for the API server to send error chunks
-_DRAIN_MARGIN_S = 15.0  # over --drain-timeout, for error chunks and closing connections
+_DRAIN_MARGIN_S = 8.0  # over --drain-timeout: 2 s for error chunks, 5 s for closing connections
 _SAME_SIGNAL_S = 0.2
 _MAX_SOCKET_DIR_CHARS = 80  # an ipc path holds 107
 
@@ -56,7 +58,6 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = _CHILD_COMMA
         hashes = (*config.api_key_hashes, *key_hashes([shell_key], None))
         config = msgspec.structs.replace(config, api_key_hashes=hashes)
     listener = _bind(config.host, config.port)
-    port = listener.getsockname()[1]
     socket_dir = _make_socket_dir()
     reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -68,7 +69,7 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = _CHILD_COMMA
                 socket_dir=socket_dir,
                 reason_fd=reason_write,
                 config=config,
-                url=_url(config.host, port, "https" if config.ssl_certfile else "http"),
+                url=_url(listener, "https" if config.ssl_certfile else "http"),
             )
             service = _Service(supervisor, template, reason_read, scheduler_command, shell_key)
             service.start(listener)
@@ -169,16 +170,14 @@ class _Service:
 
     def _on_exit(self, event: ChildExit) -> int | None:
         child, code = event
-        if self._stopping and child is self._api:
-            # Drained (or ended by the signal while it was still starting).
-            failed = code not in (0, -signal.SIGTERM, -signal.SIGINT)
-            self._stop_rest()
-            return _FAILED_EXIT if failed else 0
         if child is self._shell:
             self._stopping = True
             self._stop_asked_s = time.monotonic()
             self._supervisor.send_signal(self._api, signal.SIGINT)
             return None
+        if self._stopping and child is self._api and code in _STOPPED_EXITS:
+            self._stop_rest()
+            return 0
         if self._stopping and code == 0:
             return None  # a scheduler that has left by its Shutdown
         return self._fail(event)
@@ -227,11 +226,10 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(host: str, port: int, scheme: str) -> str:
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
-    if ":" in shown and shown[0] != "[":
-        shown = f"[{shown}]"
-    return f"{scheme}://{shown}:{port}"
+def _url(listener: socket.socket, scheme: str) -> str:
+    """What it listens on; on Linux the shell reaches 0.0.0.0 and [::] too."""
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _make_socket_dir() -> str:

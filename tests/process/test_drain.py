@@ -121,15 +121,6 @@ def test_second_signal_ends_at_once(tiny_model: Path) -> None:
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_death_while_draining_still_fails(tiny_model: Path) -> None:
-    with serving(tiny_model, "--drain-grace", "600", "--drain-timeout", "600") as server:
-        server.signal(signal.SIGTERM)
-        wait_for(lambda: server.status("/readyz") == 503, "unreadiness")
-        psutil.Process(server.child_pid("scheduler")).kill()
-        assert server.wait_exit() == 1
-        assert "scheduler (pid" in server.stderr
-
-
 def test_socket_directory_is_removed(tiny_model: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.process.stub_server", "echo"]

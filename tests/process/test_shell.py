@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.process.harness import DEADLINE_S, ServerProcess, wait_for
@@ -108,11 +109,18 @@ def test_ctrl_c_at_the_prompt_stays_and_ctrl_d_leaves(terminal: Terminal) -> Non
     assert terminal.process.wait(DEADLINE_S) == 0
 
 
-def test_shell_flag_serves_and_ends_with_the_shell(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "tests.process.stub_server", "echo", "--shell"]
+@pytest.mark.parametrize("flags", [(), ("--api-key", "sesame", "--host", "0.0.0.0")])
+def test_shell_flag_serves_and_ends_with_the_shell(
+    tiny_model: Path, flags: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-m", "tests.process.stub_server", "echo", "--shell", *flags]
     terminal = Terminal([*command, "--model", str(tiny_model), "--port", "0"])
     try:
-        terminal.expect("/help lists the commands")
+        told = terminal.expect("/help lists the commands")
+        (url,) = re.findall(r"listening on (http://[0-9.]+:[0-9]+)", told)
+        assert ("//0.0.0.0:" in url) == bool(flags), "the address that was asked for"
+        status = httpx.get(url + "/v1/models").status_code
+        assert status == (401 if flags else 200), "the key of the shell is its own"
         terminal.type("hi\r")
         terminal.expect("assistant")
         terminal.type("\x03")

@@ -24,18 +24,43 @@ def _start_long_stream(server: ServerProcess) -> tuple[httpx.Client, httpx.Respo
     """A stream whose first text has arrived, so that the request decodes."""
     client = httpx.Client(timeout=DEADLINE_S)
     body = {"model": "tiny", "prompt": "one two three", "max_tokens": 2000, "stream": True}
+    body |= {"ignore_eos": True}
     request = client.build_request("POST", server.url + "/v1/completions", json=body)
     response = client.send(request, stream=True)
     assert response.status_code == 200
     return client, response
 
 
-def _bring_into(server: ServerProcess, phase: str) -> None:
+Stream = tuple[httpx.Client, httpx.Response]
+DRAIN = ("--drain-grace", "600", "--drain-timeout", "600")
+
+
+def _bring_into(server: ServerProcess, phase: str) -> Stream | None:
+    """The stream that runs then, if any."""
     if phase == "loading":
         wait_for(lambda: server.status("/livez") == 200, "livez while loading")
         assert server.status("/readyz") == 503
-    else:
-        server.wait_ready()
+        return None
+    server.wait_ready()
+    stream = _start_long_stream(server) if phase in ("decode", "draining") else None
+    if phase == "draining":
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: server.status("/readyz") == 503, "unreadiness")
+    return stream
+
+
+def _assert_told(stream: Stream | None, name: str) -> None:
+    """The client of a stream is told what it can be told."""
+    if stream is None:
+        return
+    client, response = stream
+    with contextlib.closing(client):
+        if name == "api":
+            with pytest.raises(httpx.TransportError):
+                response.read()
+        else:
+            assert '{"error":{"message":"the engine has failed' in response.read().decode()
+            assert response.text.endswith("data: [DONE]\n\n")
 
 
 def _assert_all_gone(pids: list[int]) -> None:
@@ -49,60 +74,50 @@ def _assert_all_gone(pids: list[int]) -> None:
     wait_for(lambda: not alive(), f"the end of {pids}")
 
 
+def _assert_ends_when_killed(server: ServerProcess, name: str, phase: str) -> None:
+    stream = _bring_into(server, phase)
+    pids = [server.child_pid(child) for child in CHILDREN]
+    psutil.Process(server.child_pid(name)).kill()
+    assert server.wait_exit() == 1
+    _assert_all_gone(pids)
+    assert f"error: {name} (pid" in server.stderr
+    assert "SIGKILL" in server.stderr
+    _assert_told(stream, name)
+
+
 @pytest.mark.parametrize("phase", ["loading", "idle", "decode"])
 @pytest.mark.parametrize("name", CHILDREN)
 def test_killed_child_ends_the_service(tiny_model: Path, name: str, phase: str) -> None:
     mode = "loading" if phase == "loading" else "echo"
     with run_server("--model", str(tiny_model), stub=mode) as server:
-        _bring_into(server, phase)
-        stream = _start_long_stream(server) if phase == "decode" else None
-        pids = [server.child_pid(child) for child in CHILDREN]
-        psutil.Process(server.child_pid(name)).kill()
-        assert server.wait_exit() == 1
-        _assert_all_gone(pids)
-        assert f"error: {name} (pid" in server.stderr
-        assert "SIGKILL" in server.stderr
-        if stream is not None:
-            client, response = stream
-            with contextlib.closing(client):
-                if name == "api":
-                    with pytest.raises(httpx.TransportError):
-                        response.read()
-                else:
-                    assert '{"error":{"message":"the engine has failed' in response.read().decode()
-                    assert response.text.endswith("data: [DONE]\n\n")
-
-
-@pytest.mark.parametrize("phase", ["loading", "idle", "decode"])
-def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str) -> None:
-    """W28: the children hang on the launcher by a signal and by a pipe."""
-    mode = "loading" if phase == "loading" else "echo"
-    with run_server("--model", str(tiny_model), stub=mode) as server:
-        _bring_into(server, phase)
-        if phase == "decode":
-            _start_long_stream(server)
-        pids = [server.child_pid(child) for child in CHILDREN]
-        server.process.kill()
-        server.wait_exit()
-        _assert_all_gone(pids)
+        _assert_ends_when_killed(server, name, phase)
 
 
 @pytest.mark.parametrize(
     ("name", "phase"),
-    [*((name, "decode") for name in CHILDREN), ("scheduler", "loading"), ("scheduler", "idle")],
+    [
+        *((name, phase) for phase in ("decode", "draining") for name in CHILDREN),
+        ("scheduler", "loading"),
+        ("scheduler", "idle"),
+    ],
 )
 def test_killed_child_of_the_real_engine_ends_the_service(
     tiny_model: Path, name: str, phase: str
 ) -> None:
-    with run_server("--model", str(tiny_model), "--num-pages", "1024") as server:
+    with run_server("--model", str(tiny_model), "--num-pages", "1024", *DRAIN) as server:
+        _assert_ends_when_killed(server, name, phase)
+
+
+@pytest.mark.parametrize("phase", ["loading", "idle", "decode", "draining"])
+def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str) -> None:
+    """W28: the children hang on the launcher by a signal and by a pipe."""
+    stub = {"loading": "loading", "draining": None}.get(phase, "echo")
+    with run_server("--model", str(tiny_model), *DRAIN, stub=stub) as server:
         _bring_into(server, phase)
-        if phase == "decode":
-            _start_long_stream(server)
         pids = [server.child_pid(child) for child in CHILDREN]
-        psutil.Process(server.child_pid(name)).kill()
-        assert server.wait_exit() == 1
+        server.process.kill()
+        server.wait_exit()
         _assert_all_gone(pids)
-        assert f"error: {name} (pid" in server.stderr
 
 
 def _start_long_prefill(server: ServerProcess) -> threading.Thread:

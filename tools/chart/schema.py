@@ -62,7 +62,7 @@ RULES: dict[str, Json] = {
     "cache.size": _QUANTITY,
     "drain.graceSeconds": _SECONDS,
     "drain.preStopSleepSeconds": _SECONDS,
-    "drain.teardownSeconds": {"type": "integer", "minimum": 25},
+    "drain.teardownSeconds": {"type": "integer", "minimum": 18},
     "drain.timeoutSeconds": _POSITIVE,
     "extraArgs": _STRINGS,
     "extraContainers": _NAMED,
