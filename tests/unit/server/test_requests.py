@@ -196,6 +196,13 @@ def test_prompt_forms(prompt: Any, count: int) -> None:
     assert len(read(COMPLETIONS, prompt=prompt).prompts) == count
 
 
+@pytest.mark.parametrize("bad", [True, -1, 1.0, FACTS.vocab_size, None, "a"])
+def test_the_token_id_at_fault_is_named(bad: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(COMPLETIONS, prompt=[0, bad, 1])
+    assert caught.value.param == "prompt[1]"
+
+
 def test_prompt_characters_are_bounded_before_tokenizing() -> None:
     with pytest.raises(PromptTooLong):
         read(COMPLETIONS, prompt="x" * (32 * FACTS.max_seq_len + 1))
