@@ -1,8 +1,9 @@
 """The least time that a workload can take on a machine, from bytes, operations and ceilings.
 
-A step takes max(weight bytes / bandwidth, operations / matmul rate) + KV bytes / bandwidth. The
-workload: all prompts are computed first, in chunks of the budget, then all reqs decode together,
-fewer and fewer as they end.
+A step takes max(weight bytes / bandwidth, operations / matmul rate) + KV bytes / bandwidth. Of
+experts, those count that some token of the step takes, if tokens choose evenly and independently.
+The workload: all prompts are computed first, in chunks of the budget, then all reqs decode
+together, fewer and fewer as they end.
 """
 
 import argparse
@@ -30,11 +31,18 @@ class Ceilings:
 
 class Cost(NamedTuple):
     """weight_bytes: read by each step; operations: of the matrices, for one token; kv_bytes: of
-    one token of context, all layers. bf16, one GPU."""
+    one token of context, all layers; expert_bytes: of all experts of all layers, of which a token
+    takes the share `taken`. bf16, one GPU."""
 
     weight_bytes: int
     operations: int
     kv_bytes: int
+    expert_bytes: int = 0
+    taken: float = 0.0
+
+    def read_bytes(self, tokens: int) -> float:
+        """Of weights, by a step of so many tokens."""
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.taken) ** tokens)
 
 
 class Floor(NamedTuple):
@@ -50,13 +58,20 @@ class Floor(NamedTuple):
 
 
 def cost_of(model: ModelConfig) -> Cost:
-    """Dense models. Embeddings are looked up, not read; the head is read."""
-    hidden, dim = model.hidden_size, model.head_dim
+    """Embeddings are looked up, not read; the head is read."""
+    hidden, dim, moe = model.hidden_size, model.head_dim, model.moe
     attention = hidden * dim * (2 * model.q_heads + 2 * model.kv_heads)
-    layer = attention + 3 * hidden * model.intermediate_size
-    parameters = model.num_layers * layer + hidden * model.vocab_size
+    sparse = 0 if moe is None else len(moe.sparse_layers)
+    parameters = model.num_layers * attention + hidden * model.vocab_size
+    parameters += (model.num_layers - sparse) * 3 * hidden * model.intermediate_size
     kv = 2 * model.num_layers * model.kv_heads * dim
-    return Cost(2 * parameters, 2 * parameters, 2 * kv)
+    if moe is None:
+        return Cost(2 * parameters, 2 * parameters, 2 * kv)
+    parameters += sparse * hidden * moe.num_experts  # routers
+    experts = sparse * 3 * hidden * moe.intermediate_size * moe.num_experts
+    taken = moe.experts_per_token / moe.num_experts
+    operations = 2 * parameters + int(2 * experts * taken)
+    return Cost(2 * parameters, operations, 2 * kv, 2 * experts, taken)
 
 
 def floor_of(
@@ -72,14 +87,15 @@ def floor_of(
     pairs = float((prompts * (prompts + 1) / 2).sum())
     prefill_operations += 4.0 * model.num_layers * model.q_heads * model.head_dim * pairs
     prefill_s = max(
-        chunks * cost.weight_bytes / ceilings.bytes_per_s,
+        chunks * cost.read_bytes(budget_tokens) / ceilings.bytes_per_s,
         prefill_operations / ceilings.operations_per_s,
     )
     decode_s = 0.0
     for step in range(1, int(outputs.max())):  # the first token comes from prefill
         running = outputs > step
-        weights = cost.weight_bytes / ceilings.bytes_per_s
-        arithmetic = cost.operations * int(running.sum()) / ceilings.operations_per_s
+        tokens = int(running.sum())
+        weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
+        arithmetic = cost.operations * tokens / ceilings.operations_per_s
         context = int((prompts[running] + step).sum())
         decode_s += max(weights, arithmetic) + context * cost.kv_bytes / ceilings.bytes_per_s
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
@@ -111,7 +127,8 @@ def main(argv: Sequence[str]) -> int:
     floor, cost = floor_of(model, workload, ceilings, options.budget), cost_of(model)
     outputs = int(np.sum(workload.output_lengths()))
     print(
-        f"{options.model}: {cost.weight_bytes / 1e9:.2f} GB read by a step, "
+        f"{options.model}: {cost.read_bytes(1) / 1e9:.2f} GB of weights read by a step of 1 token, "
+        f"{cost.read_bytes(256) / 1e9:.2f} GB by one of 256, "
         f"{cost.kv_bytes} bytes of KV a token"
     )
     print(

@@ -36,7 +36,7 @@ def _shape(
     }
 
 
-# The published figures of the dense Qwen3 models.
+# The published figures of Qwen3 models.
 SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _shape(2048, 28, 16, 6144, tied=True),
@@ -44,6 +44,16 @@ SHAPES = {
     "qwen3-8b": _shape(4096, 36, 32, 12288, tied=False),
     "qwen3-14b": _shape(5120, 40, 40, 17408, tied=False),
     "qwen3-32b": _shape(5120, 64, 64, 25600, tied=False),
+    "qwen3-30b-a3b": _shape(2048, 48, 32, 6144, tied=False)
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
 }
 
 

@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     run_steps(engine, batches[:_WARM_UP])
     step_s, launch_s = run_steps(engine, batches[_WARM_UP : _WARM_UP + _STEPS])
     cost, ceilings = cost_of(model), Ceilings()
-    weights_s = cost.weight_bytes / ceilings.bytes_per_s
+    weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
     kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
     arithmetic_s = options.batch * cost.operations / ceilings.operations_per_s
     floor_s = max(weights_s, arithmetic_s) + kv_s

@@ -1,0 +1,42 @@
+"""The floor against sums done by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from minisgl.benchmark.floor import Ceilings, cost_of, floor_of, load_shape
+from minisgl.benchmark.workload import Workload
+
+
+def test_a_dense_model_reads_its_weights_once_a_step(tmp_path: Path) -> None:
+    _, model = load_shape("qwen3-8b", tmp_path)
+    cost = cost_of(model)
+    layer = 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288
+    assert cost.weight_bytes == cost.operations == 2 * (36 * layer + 4096 * 151936)
+    assert cost.read_bytes(1) == cost.read_bytes(256) == cost.weight_bytes
+
+
+def test_experts_are_read_when_some_token_takes_them(tmp_path: Path) -> None:
+    _, model = load_shape("qwen3-30b-a3b", tmp_path)
+    cost = cost_of(model)
+    attention = 2048 * 128 * (32 + 4 + 4 + 32)
+    expert = 3 * 2048 * 768
+    shared = 48 * (attention + 2048 * 128) + 2048 * 151936
+    assert cost.weight_bytes == 2 * shared
+    assert cost.read_bytes(1) == pytest.approx(2 * (shared + 48 * 8 * expert))
+    assert cost.operations == cost.read_bytes(1)  # each weight that a token meets: 2 operations
+    # 16 tokens of 8 out of 128 experts: each expert is left out by all with (15 / 16) ** 16
+    assert cost.read_bytes(16) == pytest.approx(2 * (shared + 48 * 128 * expert * (1 - 0.356074)))
+    assert cost.read_bytes(8192) == pytest.approx(2 * (shared + 48 * 128 * expert))
+    assert cost.kv_bytes == 2 * 48 * 2 * 4 * 128
+
+
+def test_decoding_reads_what_its_steps_read(tmp_path: Path) -> None:
+    """Two requests, one of 2 tokens and one of 3: a step of 2 tokens and a step of 1."""
+    _, model = load_shape("qwen3-30b-a3b", tmp_path)
+    cost, ceilings = cost_of(model), Ceilings(bytes_per_s=1.0, operations_per_s=1e30)
+    floor = floor_of(model, Workload([[1, 2], [3, 4, 5]], [2, 3]), ceilings)
+    context = (2 + 1) + (3 + 1) + (3 + 2)
+    reads = cost.read_bytes(2) + cost.read_bytes(1) + context * cost.kv_bytes
+    assert floor.decode_s == pytest.approx(reads)
+    assert floor.prefill_s == pytest.approx(cost.read_bytes(8192))
