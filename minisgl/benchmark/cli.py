@@ -8,6 +8,7 @@ _HELP = {
     "floor": "the least time that a workload can take, from bytes and operations",
     "kernels": "each GPU kernel beside the time its bytes take",
     "offline": "throughput of the offline engine, as a fraction of the floor",
+    "online": "latencies and throughput of a server under load over HTTP",
     "scheduler": "CPU time of the scheduler alone, with a model that does no work",
     "server": "stream events per second and core of the API process, with a stub engine",
     "step": "one decode step on the GPU, kernel by kernel",
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from minisgl.benchmark.kernels import main as run
     elif name == "offline":
         from minisgl.benchmark.offline import main as run
+    elif name == "online":
+        from minisgl.benchmark.online import main as run
     elif name == "server":
         from minisgl.benchmark.server import main as run
     elif name == "step":

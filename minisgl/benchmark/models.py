@@ -1,6 +1,9 @@
-"""Model folders for benchmarks with random weights: a config, a tiny tokenizer, no weights."""
+"""Model folders for benchmarks with random weights: a config, a tokenizer, no weights."""
 
+import itertools
 import json
+import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +60,33 @@ SHAPES = {
 }
 
 
-def write_model(name: str, folder: Path) -> str:
+def write_model(name: str, folder: Path, full_vocabulary: bool = False) -> str:
     """Write what an engine with dummy weights needs to `folder`. Raises ConfigError.
 
-    The checkpoint holds no tensors; folders without one are refused.
+    The checkpoint holds no tensors; folders without one are refused. full_vocabulary: every id
+    has a text, as a server needs it that streams; otherwise the tokenizer knows bytes alone.
     """
     if name not in SHAPES:
         raise ConfigError(f"benchmark model {name!r} is not known; known: {', '.join(SHAPES)}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_COMMON | SHAPES[name]), encoding="utf-8")
     save_file({}, folder / "model.safetensors")
+    merges = list(itertools.islice(_merges(), _COMMON["vocab_size"] if full_vocabulary else 0))
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {text: index for index, text in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    texts = [*alphabet, *(left + right for left, right in merges)][: _COMMON["vocab_size"]]
+    vocab = {text: index for index, text in enumerate(texts)}
+    merges = merges[: len(vocab) - len(alphabet)]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder)
+
+
+def _merges() -> Iterator[tuple[str, str]]:
+    """Words of one, two, three letters and so on, with and without a space before them."""
+    words = ["Ġ", *string.ascii_lowercase]
+    while True:
+        words = [pair[0] + pair[1] for pair in itertools.product(words, string.ascii_lowercase)]
+        for word in words:
+            yield word[:-1], word[-1]

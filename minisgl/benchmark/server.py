@@ -1,8 +1,8 @@
 """How many stream events per second one core of the API process sends.
 
 The app, uvicorn and real sockets; only the engine and the tokenizer are replaced, by a task that
-sends every request its next token, as decoded from the bytes of a real StepText. The readers are
-another process. What counts is this process's CPU time.
+sends every request its next token, as decoded from the bytes of a real StepText. The clients are
+another process, `minisgl bench online`. What counts is the CPU time of each.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -26,8 +27,6 @@ from minisgl.message import (
     SchedulerStats,
     StepText,
     TextUpdate,
-    Tokenized,
-    TokenizeText,
     ToScheduler,
     ToTokenizer,
 )
@@ -37,24 +36,6 @@ from minisgl.server.client import EngineClient
 from minisgl.server.connection import limited_protocol
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
-
-_READER = """
-import socket, sys, threading
-port, streams, body = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
-head = b"POST /v1/completions HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\n"
-counts = []
-def read():
-    events = 0
-    with socket.create_connection(("127.0.0.1", port)) as s:
-        s.sendall(head + b"content-length: %d\\r\\n\\r\\n" % len(body) + body)
-        while data := s.recv(1 << 16):
-            events += data.count(b'"text":" word"')
-    counts.append(events)
-threads = [threading.Thread(target=read) for _ in range(streams)]
-for t in threads: t.start()
-for t in threads: t.join()
-print(sum(counts))
-"""
 
 
 class _Box:
@@ -100,18 +81,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _play_engine(service: _Service, streams: int, tokens: int) -> None:
-    """Answer every question; once all requests are there, give each its tokens step by step."""
-    uids: list[int] = []
-    while len(uids) < streams:
+async def _all_submitted(service: _Service, streams: int) -> None:
+    while len(service.scheduler.sent) < streams:
         await asyncio.sleep(0.001)
-        for question in service.tokenizer.sent:
-            assert isinstance(question, TokenizeText)
-            answer = Tokenized(uid=question.uid, token_ids=b"\1\0\0\0")
-            service.client.receive_answer(answer)
-        service.tokenizer.sent.clear()
-        uids += [m.uid for m in service.scheduler.sent if isinstance(m, AddReq)]
-        service.scheduler.sent.clear()
+
+
+async def _play_engine(service: _Service, tokens: int) -> None:
+    """Give each request its tokens step by step."""
+    uids = [m.uid for m in service.scheduler.sent if isinstance(m, AddReq)]
     decoder = msgspec.msgpack.Decoder(StepText)
     for step in range(1, tokens + 1):
         finish = FinishReason.LENGTH if step == tokens else None
@@ -131,8 +108,8 @@ async def _play_engine(service: _Service, streams: int, tokens: int) -> None:
         await asyncio.sleep(0.002)  # a step of a fast engine: each stream wakes once per step
 
 
-async def _measure(streams: int, tokens: int) -> tuple[float, float, int]:
-    """CPU and wall seconds, and the events that were read."""
+async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, Any]]:
+    """CPU and wall seconds, and what the clients found."""
     service = _Service()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     protocol = limited_protocol(service.config.limits)
@@ -141,18 +118,22 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, int]:
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http=protocol)
     )
     serving = asyncio.create_task(server.serve([listener]))
-    body = {"model": "m", "prompt": "a", "max_tokens": tokens, "stream": True}
-    port = str(listener.getsockname()[1])
-    command = [sys.executable, "-c", _READER, port, str(streams), json.dumps(body)]
+    load = (
+        f"--requests {streams} --concurrency {streams} --prompt-tokens 4 4 --largest-id 9 --quiet"
+    )
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    flags = [*load.split(), "--output-tokens", str(tokens), str(tokens), "--url", url]
+    command = [sys.executable, "-m", "minisgl", "bench", "online", *flags]
     reader = subprocess.Popen(command, stdout=subprocess.PIPE)
+    await _all_submitted(service, streams)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
-    await _play_engine(service, streams, tokens)
+    await _play_engine(service, tokens)
     while service.client.open_generations:
         await asyncio.sleep(0.001)
     taken = time.process_time() - cpu_s, time.perf_counter() - wall_s
     server.should_exit = True
     await serving
-    return *taken, int(reader.communicate()[0])
+    return *taken, json.loads(reader.communicate()[0].splitlines()[-1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,9 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
     options = parser.parse_args(argv)
-    cpu_s, wall_s, events = uvloop.run(_measure(options.streams, options.tokens))
+    cpu_s, wall_s, found = uvloop.run(_measure(options.streams, options.tokens))
+    events = found["events"]
     print(
         f"{events:,} events, {options.streams} streams: {events / cpu_s:,.0f} events/s per core "
-        f"({cpu_s / events * 1e6:.1f} us of CPU each), {events / wall_s:,.0f}/s by the clock"
+        f"({cpu_s / events * 1e6:.1f} us of CPU each), {events / wall_s:,.0f}/s by the clock; "
+        f"the client's CPU {found['client_cpu_s'] / events * 1e6:.1f} us each"
     )
     return 0

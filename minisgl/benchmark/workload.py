@@ -1,4 +1,4 @@
-"""A fixed set of prompts and output lengths for the offline engine."""
+"""A fixed set of prompts and output lengths."""
 
 import argparse
 import random
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_LARGEST_ID = 10_000
+LARGEST_ID = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ def make_workload(
     output_tokens: tuple[int, int] = (100, 1024),
     shared_prefix_tokens: int = 0,
     seed: int = 0,
+    largest_id: int = LARGEST_ID,
 ) -> Workload:
     """Lengths uniform in the ranges, both ends included.
 
@@ -38,11 +39,11 @@ def make_workload(
     """
     source = random.Random(seed)
     prompts = [
-        [source.randint(0, _LARGEST_ID) for _ in range(source.randint(*prompt_tokens))]
+        [source.randint(0, largest_id) for _ in range(source.randint(*prompt_tokens))]
         for _ in range(count)
     ]
     max_tokens = [source.randint(*output_tokens) for _ in range(count)]
-    prefix = [source.randint(0, _LARGEST_ID) for _ in range(shared_prefix_tokens)]
+    prefix = [source.randint(0, largest_id) for _ in range(shared_prefix_tokens)]
     return Workload([prefix + prompt for prompt in prompts], max_tokens)
 
 
@@ -61,6 +62,9 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         )
     group.add_argument("--shared-prefix", type=int, default=0, help="tokens all prompts begin with")
     group.add_argument("--seed", type=int, default=0, help="of lengths and token ids (0)")
+    group.add_argument(
+        "--largest-id", type=int, default=LARGEST_ID, help=f"of prompt tokens ({LARGEST_ID})"
+    )
 
 
 def workload_from(options: argparse.Namespace) -> Workload:
@@ -71,4 +75,5 @@ def workload_from(options: argparse.Namespace) -> Workload:
         tuple(options.output_tokens),
         options.shared_prefix,
         options.seed,
+        options.largest_id,
     )

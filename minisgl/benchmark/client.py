@@ -1,0 +1,193 @@
+"""A client for OpenAI-compatible servers that costs little per event, so that it can measure them.
+
+One asyncio task per request over plain HTTP/1.1 connections that are used again; a stream's events
+are stamped when their bytes arrive. About 10 us of CPU per event: a hundred thousand a second.
+"""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from minisgl.core import ConfigError
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = "no message"
+
+
+class _Event(msgspec.Struct):
+    """What is read of a chunk; servers send more."""
+
+    choices: Sequence[_Choice] = ()
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+    @property
+    def has_output(self) -> bool:
+        return any(
+            choice.text
+            or (choice.delta and (choice.delta.content or choice.delta.reasoning_content))
+            for choice in self.choices
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One request as its client saw it. Times in seconds of time.perf_counter.
+
+    outputs_s: when each event with output arrived, in order. error: None when all went well.
+    """
+
+    sent_s: float
+    outputs_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time; parses the answer as it arrives."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.json.Decoder(_Event)
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[None] | None = None
+        self.reusable = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+
+    async def post(self, head: bytes, body: bytes) -> Answer:
+        """Send one request and read its answer to the end."""
+        assert self._transport is not None, "a connection is made before it is used: this is a bug"
+        self._parser = httptools.HttpResponseParser(self)
+        self._pending = b""
+        self.reusable = False
+        self._done = asyncio.get_running_loop().create_future()
+        self._answer = answer = Answer(time.perf_counter())
+        self._transport.write(head % len(body) + body)
+        await self._done
+        return answer
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, msgspec.MsgspecError) as error:
+            self._fail(f"{type(error).__name__}: {error}")
+            self.close()
+
+    def on_body(self, data: bytes) -> None:
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
+                self._read(self._decoder.decode(payload))
+
+    def _read(self, event: _Event) -> None:
+        answer = self._answer
+        if event.has_output:
+            answer.outputs_s.append(self._now_s)
+        if event.usage is not None:
+            answer.prompt_tokens = event.usage.prompt_tokens
+            answer.output_tokens = event.usage.completion_tokens
+            details = event.usage.prompt_tokens_details
+            answer.cached_tokens = details.cached_tokens if details else 0
+        if event.error is not None:
+            answer.error = event.error.message
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status != 200:
+            self._answer.error = f"HTTP {status}: {self._pending[:300].decode('utf-8', 'replace')}"
+        self.reusable = self._parser.should_keep_alive()
+        self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        self._fail("the server closed the connection")
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _fail(self, error: str) -> None:
+        if self._done is not None and not self._done.done():
+            self._answer.error = error
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+
+class StreamingClient:
+    """Streaming POSTs to one path of one server; as many connections as there are requests."""
+
+    def __init__(self, url: str, path: str, api_key: str | None = None) -> None:
+        """url: of the server, without /v1. Raises ConfigError when it is no http(s) URL."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is not an http or https URL")
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        head = f"POST {parts.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {parts.netloc}\r\n{key}"
+        head = head.replace("%", "%%") + "content-type: application/json\r\n"
+        self._head = head.encode() + b"content-length: %d\r\n\r\n"
+        self._idle: list[_Connection] = []
+
+    async def post(self, body: bytes) -> Answer:
+        """The answer to one body; what goes wrong stands in its `error`."""
+        try:
+            connection = await self._connection()
+        except OSError as error:
+            return Answer(time.perf_counter(), error=f"cannot connect: {error}")
+        answer = await connection.post(self._head, body)
+        if connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return answer
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:  # the server may have closed it meanwhile
+                return connection
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
+        return made
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()

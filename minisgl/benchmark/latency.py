@@ -1,0 +1,96 @@
+"""What clients felt: TTFT, ITL, TPOT and E2E of answers, and their percentiles.
+
+TTFT  from sending a request to its first event with non-empty output.
+ITL   the gap between two successive events with output of one answer; one sample a gap.
+E2E   from sending to the last event with output.
+TPOT  (E2E - TTFT) / (output tokens - 1), one sample for each answer of two tokens or more.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from minisgl.benchmark.client import Answer
+
+PERCENTILES = (50, 90, 99)
+Samples = NDArray[np.float64]
+
+
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples in seconds, in the order of the answers; failed answers give none."""
+
+    ttft_s: Samples
+    itl_s: Samples
+    tpot_s: Samples
+    e2e_s: Samples
+
+
+def latencies(answers: Iterable[Answer]) -> Latencies:
+    """The samples of all answers that have output and no error."""
+    good = [answer for answer in answers if answer.error is None and answer.outputs_s]
+    first = _array(a.outputs_s[0] - a.sent_s for a in good)
+    whole = _array(a.outputs_s[-1] - a.sent_s for a in good)
+    tokens = np.array([a.output_tokens for a in good], dtype=np.int64)
+    many = tokens > 1
+    gaps = [np.diff(np.array(answer.outputs_s)) for answer in good]
+    return Latencies(
+        ttft_s=first,
+        itl_s=np.concatenate([np.empty(0), *gaps]),
+        tpot_s=(whole[many] - first[many]) / (tokens[many] - 1),
+        e2e_s=whole,
+    )
+
+
+def describe(samples: Samples) -> dict[str, float]:
+    """Mean, percentiles (linear between the two nearest samples), maximum; {} without samples."""
+    if not len(samples):
+        return {}
+    found = {"mean": float(samples.mean())}
+    for percent in PERCENTILES:
+        found[f"p{percent}"] = float(np.percentile(samples, percent))
+    return found | {"max": float(samples.max())}
+
+
+def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Counts, rates and latencies of one run; its time runs from the first send to the last output.
+
+    prefix_hit_ratio: cached / all prompt tokens, as the server reports them.
+    """
+    good = [answer for answer in answers if answer.error is None]
+    ended = [answer.outputs_s[-1] for answer in good if answer.outputs_s]
+    seconds = max(ended, default=0.0) - min((a.sent_s for a in answers), default=0.0)
+    prompt_tokens = sum(answer.prompt_tokens for answer in good)
+    cached_tokens = sum(answer.cached_tokens for answer in good)
+    output_tokens = sum(answer.output_tokens for answer in good)
+    rate = 1 / seconds if ended and seconds > 0 else 0.0
+    return {
+        "requests": len(answers),
+        "failed": len(answers) - len(good),
+        "seconds": seconds if ended else 0.0,
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": cached_tokens,
+        "prefix_hit_ratio": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
+        "output_tokens": output_tokens,
+        "events": sum(len(answer.outputs_s) for answer in good),
+        "requests_per_s": len(good) * rate,
+        "output_tokens_per_s": output_tokens * rate,
+        **{name: describe(s) for name, s in msgspec.structs.asdict(latencies(good)).items()},
+    }
+
+
+def table(summary: dict[str, Any]) -> str:
+    """Latencies in milliseconds, one line each."""
+    columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
+    lines = [f"{'ms':<6}" + "".join(f"{name:>11}" for name in columns)]
+    for name in Latencies.__struct_fields__:
+        found = summary[name]
+        cells = [f"{found[c] * 1e3:>11,.2f}" if found else f"{'-':>11}" for c in columns]
+        lines.append(f"{name.removesuffix('_s').upper():<6}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def _array(values: Iterable[float]) -> Samples:
+    return np.array(list(values), dtype=np.float64)

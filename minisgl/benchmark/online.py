@@ -1,0 +1,232 @@
+"""Load on an OpenAI-compatible server over HTTP, and what its clients felt.
+
+Loads: a fixed number of requests at a time (--concurrency), arrivals at a rate (--rate), or a
+trace's own arrivals (--trace). Every answer streams. With --model it starts the server itself.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+from tqdm import tqdm
+
+from minisgl.benchmark.client import Answer, StreamingClient
+from minisgl.benchmark.latency import latencies, summarise, table
+from minisgl.benchmark.models import SHAPES
+from minisgl.benchmark.own_server import OwnServer, fetch, own_server, read_metrics
+from minisgl.benchmark.plot import plot_latencies
+from minisgl.benchmark.trace import Load, ideal_hit_ratio, read_trace, replay
+from minisgl.benchmark.workload import add_workload_flags, workload_from
+from minisgl.core import ConfigError, Int32Array
+
+
+async def closed_loop(
+    client: StreamingClient, bodies: Sequence[bytes], concurrency: int, bar: tqdm
+) -> list[Answer]:
+    """Answers in the order of `bodies`, of which `concurrency` are under way at a time."""
+    answers: list[Answer | None] = [None] * len(bodies)
+    turns = iter(range(len(bodies)))
+
+    async def work() -> None:
+        for turn in turns:
+            answers[turn] = await client.post(bodies[turn])
+            bar.update()
+
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    return [answer for answer in answers if answer is not None]
+
+
+async def open_loop(
+    client: StreamingClient, bodies: Sequence[bytes], arrivals_s: Sequence[float], bar: tqdm
+) -> list[Answer]:
+    """Answers in the order of `bodies`, each sent when its time has come, whatever else runs."""
+    begin_s = time.perf_counter()
+
+    async def work(body: bytes, due_s: float) -> Answer:
+        await asyncio.sleep(begin_s + due_s - time.perf_counter())
+        answer = await client.post(body)
+        bar.update()
+        return answer
+
+    pairs = zip(bodies, arrivals_s, strict=True)
+    return list(await asyncio.gather(*(work(body, due_s) for body, due_s in pairs)))
+
+
+def arrivals(count: int, rate: float, poisson: bool, seed: int) -> list[float]:
+    """Seconds of arrival: gaps of 1 / rate, or exponential ones of that mean; inf: all at once."""
+    source = random.Random(seed)
+    times, now_s = [], 0.0
+    for _ in range(count):
+        times.append(now_s)
+        now_s += source.expovariate(rate) if poisson else 1 / rate
+    return times
+
+
+def load_of(options: argparse.Namespace) -> Load:
+    """The prompts, lengths and arrivals that the flags describe."""
+    if options.trace is not None:
+        return replay(
+            read_trace(options.trace, options.requests),
+            time_scale=options.time_scale,
+            length_scale=options.length_scale,
+            max_prompt_tokens=options.max_prompt,
+            largest_id=options.largest_id,
+        )
+    workload = workload_from(options)
+    prompts = [np.array(prompt, dtype=np.int32) for prompt in workload.prompts]
+    times = None
+    if options.rate is not None:
+        times = arrivals(len(prompts), options.rate, options.arrival == "poisson", options.seed)
+    return Load(prompts, workload.max_tokens, times)
+
+
+def body_of(index: int, prompt: Int32Array, max_tokens: int, options: argparse.Namespace) -> bytes:
+    """The JSON of one request: ids as they are, or for a chat a word for each id."""
+    body: dict[str, Any] = {
+        "model": options.served_name,
+        "max_tokens": max_tokens,
+        "temperature": options.temperature,
+        "seed": index,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if not options.obey_eos:
+        body["ignore_eos"] = True
+    if options.chat:
+        words = " ".join(f"w{token_id}" for token_id in prompt.tolist())
+        body["messages"] = [{"role": "user", "content": words}]
+    else:
+        body["prompt"] = prompt.tolist()
+    return msgspec.json.encode(body)
+
+
+def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the load that the options describe against `url`: the summary and all requests."""
+    load = load_of(options)
+    bodies = [
+        body_of(index, prompt, most, options)
+        for index, (prompt, most) in enumerate(zip(load.prompts, load.max_tokens, strict=True))
+    ]
+    before = read_metrics(url, options.api_key)
+    began_s = time.process_time()
+    answers = uvloop.run(_run(url, bodies, load.arrivals_s, options))
+    cpu_s = time.process_time() - began_s
+    summary = summarise(answers) | {"client_cpu_s": cpu_s}
+    print(table(summary))
+    for error in sorted({answer.error for answer in answers if answer.error is not None})[:3]:
+        print(f"error: {error}")
+    if options.plot is not None:
+        options.plot.write_text(plot_latencies(latencies(answers)), encoding="utf-8")
+    after = read_metrics(url, options.api_key)
+    summary |= _server_side(before, after)
+    if options.trace is not None and (pages := int(after.get("minisgl_kv_cache_pages", 0))):
+        page_size = int(after["minisgl_kv_cache_page_size_tokens"])
+        summary["ideal_hit_ratio"] = ideal_hit_ratio(load.prompts, pages, page_size)
+    return {"summary": summary, "requests": [_row(answer, answers[0]) for answer in answers]}
+
+
+async def _run(
+    url: str, bodies: list[bytes], arrivals_s: list[float] | None, options: argparse.Namespace
+) -> list[Answer]:
+    path = "/v1/chat/completions" if options.chat else "/v1/completions"
+    client = StreamingClient(url, path, options.api_key)
+    gc.collect()
+    gc.disable()  # a collection would stand in the latencies
+    with tqdm(total=len(bodies), unit="req", disable=options.quiet) as bar:
+        if arrivals_s is None:
+            answers = await closed_loop(client, bodies, options.concurrency, bar)
+        else:
+            answers = await open_loop(client, bodies, arrivals_s, bar)
+    gc.enable()
+    client.close()
+    return answers
+
+
+def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """Of a minisgl server: what changed in its counters of forward passes and preemptions."""
+    counted = ("minisgl_forward_seconds_total", "minisgl_preemptions_total")
+    changed = {k: v - before.get(k, 0.0) for k, v in after.items() if k.startswith(counted)}
+    startup = {k: v for k, v in after.items() if k.startswith("minisgl_startup_seconds")}
+    return {"server": changed | startup} if after else {}
+
+
+def _row(answer: Answer, first: Answer) -> dict[str, Any]:
+    outputs_s = answer.outputs_s or [answer.sent_s]
+    return {
+        "sent_s": answer.sent_s - first.sent_s,
+        "ttft_s": outputs_s[0] - answer.sent_s,
+        "e2e_s": outputs_s[-1] - answer.sent_s,
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "output_tokens": answer.output_tokens,
+        "error": answer.error,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="minisgl bench online", description=__doc__)
+    parser.add_argument("--url", help="of the server, without /v1")
+    parser.add_argument(
+        "--model", help=f"start a server of {', '.join(SHAPES)} (random weights), or of a folder"
+    )
+    parser.add_argument("server_flags", nargs="*", help="after --: flags for that server")
+    parser.add_argument("--server-log", type=Path, help="where that server's log is kept")
+    parser.add_argument("--api-key")
+    parser.add_argument("--served-name", help="the `model` of requests; none: the first served")
+    parser.add_argument("--chat", action="store_true", help="chats of words, not prompts of ids")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--obey-eos", action="store_true", help="answers may end early")
+    parser.add_argument("--json", type=Path, help="write settings, summary and requests")
+    parser.add_argument("--plot", type=Path, help="write the latencies as an SVG")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    load = parser.add_argument_group("load")
+    load.add_argument("--concurrency", type=int, default=256, help="requests at a time (256)")
+    load.add_argument("--rate", type=float, help="arrivals per second, whatever runs; inf: at once")
+    load.add_argument("--arrival", choices=("poisson", "uniform"), default="poisson")
+    load.add_argument("--trace", type=Path, help="replay the first --requests of this file")
+    load.add_argument("--time-scale", type=float, default=1.0, help="times its arrival times")
+    load.add_argument("--length-scale", type=float, default=1.0, help="times its lengths")
+    load.add_argument("--max-prompt", type=int, help="cut its prompts to so many tokens")
+    add_workload_flags(parser)
+    return parser
+
+
+@contextlib.contextmanager
+def _server(options: argparse.Namespace) -> Iterator[OwnServer]:
+    if (options.url is None) == (options.model is None):
+        raise ConfigError("give either --url or --model")
+    if options.url is not None:
+        yield OwnServer(options.url.rstrip("/").removesuffix("/v1"), 0.0)
+        return
+    with own_server(options.model, options.server_flags, options.server_log) as server:
+        print(f"{options.model}: ready in {server.ready_s:.1f} s")
+        yield server
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table and one line of JSON; 1 when a request failed."""
+    options = _parser().parse_args(argv)
+    if options.concurrency < 1 or (options.rate is not None and options.rate <= 0):
+        raise ConfigError("--concurrency and --rate must be positive")
+    with _server(options) as server:
+        if options.served_name is None:
+            models = json.loads(fetch(server.url + "/v1/models", options.api_key))
+            options.served_name = models["data"][0]["id"]
+        found = measure(server.url, options)
+    found["summary"]["ready_s"] = server.ready_s
+    if options.json is not None:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+        kept = {name: value for name, value in settings.items() if name != "api_key"}
+        options.json.write_text(json.dumps({"settings": kept, **found}, indent=1), encoding="utf-8")
+    print(json.dumps(found["summary"]))
+    return 1 if found["summary"]["failed"] else 0

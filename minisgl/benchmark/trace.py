@@ -1,0 +1,127 @@
+"""Request traces with block hashes, and what an ideal prefix cache would find in them.
+
+The format is that of the traces published with Mooncake (FAST '25): one JSON object a line, with
+timestamp (ms), input_length, output_length (tokens) and hash_ids, one for each block of 512 tokens;
+prompts that share their first k ids share their first 512 k tokens.
+"""
+
+import heapq
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from minisgl.core import ConfigError, Int32Array
+
+BLOCK_TOKENS = 512
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a trace file."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+class Load(NamedTuple):
+    """prompts: int32 [tokens] each; arrivals_s: from the first one on, None: as answers end."""
+
+    prompts: list[Int32Array]
+    max_tokens: list[int]
+    arrivals_s: list[float] | None
+
+
+def read_trace(path: Path, count: int | None = None) -> list[TraceRequest]:
+    """The first `count` requests. Raises ConfigError that names the line at fault."""
+    decoder = msgspec.json.Decoder(TraceRequest)
+    requests: list[TraceRequest] = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines[:count], start=1):
+        try:
+            request = decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path} line {number}: {error}") from None
+        if not 1 <= request.input_length <= BLOCK_TOKENS * len(request.hash_ids):
+            raise ConfigError(f"{path} line {number}: hash_ids do not cover input_length")
+        requests.append(request)
+    return sorted(requests, key=lambda request: request.timestamp)
+
+
+def replay(
+    requests: list[TraceRequest],
+    *,
+    time_scale: float = 1.0,
+    length_scale: float = 1.0,
+    max_prompt_tokens: int | None = None,
+    largest_id: int = 10_000,
+) -> Load:
+    """Prompts made of one pseudo-random block of tokens for each hash id, and when they arrive.
+
+    time_scale multiplies arrival times, length_scale the lengths of blocks (so that sharing stays
+    as it is) and of outputs; max_prompt_tokens cuts longer prompts.
+    """
+    size = max(1, round(BLOCK_TOKENS * length_scale))
+    blocks: dict[int, Int32Array] = {}
+    prompts = []
+    for request in requests:
+        for name in request.hash_ids:
+            if name not in blocks:
+                source = np.random.default_rng(name)
+                blocks[name] = source.integers(0, largest_id + 1, size, dtype=np.int32)
+        prompt = np.concatenate([blocks[name] for name in request.hash_ids])
+        length = max(1, round(request.input_length * length_scale))
+        prompts.append(prompt[: min(length, max_prompt_tokens or length)])
+    start = requests[0].timestamp if requests else 0.0
+    return Load(
+        prompts,
+        [max(1, round(request.output_length * length_scale)) for request in requests],
+        [(request.timestamp - start) / 1000 * time_scale for request in requests],
+    )
+
+
+def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> float:
+    """Share of prompt tokens that a clairvoyant prefix cache of so many pages would have had.
+
+    An upper bound for any real cache of this size: prompts arrive one after the other in this
+    order, each is cached as a whole at once, nothing else takes pages, and the page that is needed
+    again latest is given up (Belady, 1966). As in the engine, hits are whole pages and at least
+    one token of a prompt is computed.
+    """
+    chains = [_page_chain(prompt, page_size) for prompt in prompts]
+    uses: dict[int, list[int]] = {}
+    for turn, chain in enumerate(chains):
+        for page in chain:
+            uses.setdefault(page, []).append(turn)
+    cached: dict[int, int] = {}  # page -> its next use
+    queue: list[tuple[int, int, int]] = []  # (-next use, -depth, page): the first is given up
+    hits = 0
+    for prompt, chain in zip(prompts, chains, strict=True):
+        usable = (len(prompt) - 1) // page_size
+        found = next((i for i, page in enumerate(chain) if page not in cached), len(chain))
+        hits += min(found, usable) * page_size
+        for depth, page in enumerate(chain):
+            uses[page].pop(0)
+            cached[page] = uses[page][0] if uses[page] else len(chains)
+            heapq.heappush(queue, (-cached[page], -depth, page))
+        while len(cached) > pages:
+            negative, _, page = heapq.heappop(queue)
+            if cached.get(page) == -negative:
+                del cached[page]
+    total = sum(len(prompt) for prompt in prompts)
+    return hits / total if total else 0.0
+
+
+def _page_chain(prompt: Int32Array, page_size: int) -> list[int]:
+    """A number for each whole page that stands for it and all before it."""
+    chain: list[int] = []
+    before = 0
+    for start in range(0, len(prompt) // page_size * page_size, page_size):
+        before = hash((before, prompt[start : start + page_size].tobytes()))
+        chain.append(before)
+    return chain

@@ -1,0 +1,46 @@
+"""`minisgl bench online` as users run it, on the demo model on CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minisgl.demo import model_path
+
+pytestmark = pytest.mark.process
+
+LOAD = ["--largest-id", "1200", "--quiet"]
+
+
+def bench(*flags: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "minisgl", "bench", "online", *LOAD, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_one_command_starts_a_server_and_measures_it(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    request = {"timestamp": 0, "input_length": 600, "output_length": 6, "hash_ids": [1, 2]}
+    later = {**request, "timestamp": 4000, "hash_ids": [1, 3]}
+    trace.write_text(f"{json.dumps(request)}\n{json.dumps(later)}\n")
+    found, plot = tmp_path / "found.json", tmp_path / "plot.svg"
+    files = ["--trace", str(trace), "--json", str(found), "--plot", str(plot)]
+    server = ["--model", str(model_path()), "--", "--num-pages", "300"]
+    done = bench("--time-scale", "0.5", *files, *server)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(found.read_text())["summary"]
+    assert summary == json.loads(done.stdout.splitlines()[-1])
+    assert (summary["requests"], summary["failed"], summary["output_tokens"]) == (2, 0, 12)
+    assert summary["cached_tokens"] == 512
+    assert summary["ideal_hit_ratio"] == summary["prefix_hit_ratio"] == pytest.approx(512 / 1200)
+    assert summary["seconds"] >= 2
+    assert 0 < summary["ttft_s"]["p50"] <= summary["e2e_s"]["p50"]
+    assert plot.read_text().startswith("<svg")
+
+
+def test_a_server_that_does_not_start_is_one_error_with_its_reason() -> None:
+    done = bench("--model", str(model_path()), "--", "--page-size", "7")
+    assert done.returncode == 2
+    assert "page-size" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,96 @@
+"""The client against a server that sends exactly these bytes, cut anywhere."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from minisgl.benchmark.client import Answer, StreamingClient
+from minisgl.core import ConfigError
+
+USAGE = (
+    b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2,'
+    b'"prompt_tokens_details":{"cached_tokens":4}}}\n\n'
+)
+STREAM = (
+    b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+    b": keep-alive\n\n"
+    b'data: {"choices":[{"delta":{"content":"a\\nb"}}]}\r\n\r\n'
+    b'data: {"choices":[{"text":"c","finish_reason":null}],"usage":null}\n\n'
+    b'data: {"choices":[{"text":"","finish_reason":"stop"}]}\n\n' + USAGE + b"data: [DONE]\n\n"
+)
+
+
+def chunked(body: bytes) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
+@contextlib.asynccontextmanager
+async def serving(pieces: list[bytes], close: bool = False) -> AsyncIterator[tuple[str, list[int]]]:
+    """A URL where every request gets these pieces; and the number of connections so far."""
+    connections: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(1)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                if close:
+                    break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
+
+
+def ask(pieces: list[bytes], count: int = 1, close: bool = False) -> tuple[list[Answer], int]:
+    async def run() -> tuple[list[Answer], int]:
+        async with serving(pieces, close) as (url, connections):
+            client = StreamingClient(url, "/v1/completions")
+            answers = [await client.post(b"{}") for _ in range(count)]
+            client.close()
+            return answers, len(connections)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_only_events_with_output_count_however_the_bytes_are_cut(size: int) -> None:
+    whole = chunked(STREAM)
+    pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
+    [answer], _ = ask(pieces)
+    assert answer.error is None
+    assert len(answer.outputs_s) == 2
+    assert answer.sent_s <= answer.outputs_s[0] <= answer.outputs_s[1]
+    assert (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == (5, 4, 2)
+
+
+def test_connections_are_used_again() -> None:
+    answers, connections = ask([chunked(STREAM)], count=3)
+    assert [answer.error for answer in answers] == [None] * 3
+    assert connections == 1
+
+
+def test_errors_are_told() -> None:
+    refusal = b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nfull"
+    assert ask([refusal])[0][0].error == "HTTP 503: full"
+    broken = chunked(b'data: {"error":{"message":"it failed"}}\n\n')
+    assert ask([broken])[0][0].error == "it failed"
+    cut = chunked(STREAM)[:200]
+    assert ask([cut], close=True)[0][0].error == "the server closed the connection"
+    assert "HttpParser" in (ask([b"no http\r\n\r\n"])[0][0].error or "")
+
+
+def test_nobody_there_is_an_error_of_the_answer() -> None:
+    client = StreamingClient("http://127.0.0.1:1", "/v1/completions")
+    assert "cannot connect" in (asyncio.run(client.post(b"{}")).error or "")
+    with pytest.raises(ConfigError, match="URL"):
+        StreamingClient("localhost:80", "/")

@@ -1,0 +1,92 @@
+"""Reading and replaying traces, and the ideal cache against every choice that a cache has."""
+
+import json
+import random
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl.benchmark.trace import BLOCK_TOKENS, ideal_hit_ratio, read_trace, replay
+from minisgl.core import ConfigError, Int32Array
+
+
+def write(folder: Path, *requests: tuple[float, int, int, list[int]]) -> Path:
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    lines = [json.dumps(dict(zip(names, request, strict=True))) for request in requests]
+    (folder / "trace.jsonl").write_text("\n".join(lines))
+    return folder / "trace.jsonl"
+
+
+def test_equal_ids_give_equal_blocks_and_prompts_are_cut(tmp_path: Path) -> None:
+    path = write(tmp_path, (1000, 700, 5, [1, 2]), (3000, 600, 7, [1, 3]), (4000, 512, 1, [9]))
+    load = replay(read_trace(path, 2), time_scale=0.5)
+    first, second = load.prompts
+    assert (len(first), len(second)) == (700, 600)
+    assert (first[:BLOCK_TOKENS] == second[:BLOCK_TOKENS]).all()
+    assert (first[BLOCK_TOKENS:600] != second[BLOCK_TOKENS:]).any()
+    assert load.max_tokens == [5, 7]
+    assert load.arrivals_s == [0.0, 1.0]
+
+
+def test_scaled_lengths_keep_what_is_shared(tmp_path: Path) -> None:
+    path = write(tmp_path, (0, 1024, 40, [1, 2]), (0, 1024, 1, [1, 3]))
+    load = replay(read_trace(path), length_scale=0.25, max_prompt_tokens=200, largest_id=9)
+    first, second = load.prompts
+    assert len(first) == len(second) == 200
+    assert (first[:128] == second[:128]).all()
+    assert max(first.max(), second.max()) == 9
+    assert load.max_tokens == [10, 1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": 0}',
+        "no json",
+        '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}',
+    ],
+)
+def test_the_line_at_fault_is_named(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path, (0, 1, 1, [1]))
+    path.write_text(path.read_text() + "\n" + line)
+    with pytest.raises(ConfigError, match="line 2"):
+        read_trace(path)
+
+
+def prompt(*pages: int) -> Int32Array:
+    """Pages of 4 tokens, and one token more, so that all pages can be hits."""
+    return np.array([token for page in pages for token in [page] * 4] + [0], dtype=np.int32)
+
+
+def test_whole_pages_are_hits_and_one_token_is_always_computed() -> None:
+    assert ideal_hit_ratio([prompt(1, 2), prompt(1, 3)], 10, 4) == pytest.approx(4 / 18)
+    twice = [prompt(1, 2)[:8]] * 2
+    assert ideal_hit_ratio(twice, 10, 4) == pytest.approx(4 / 16)
+    assert ideal_hit_ratio(twice, 10, 16) == 0.0
+    assert ideal_hit_ratio([], 10, 4) == 0.0
+
+
+def test_no_choice_of_what_to_keep_hits_more() -> None:
+    source = random.Random(0)
+    for _ in range(60):
+        prompts = [
+            prompt(*(source.randrange(3) for _ in range(source.randint(1, 3)))) for _ in range(5)
+        ]
+        pages = source.randint(1, 4)
+        best = _best_hits(prompts, frozenset(), pages)
+        total = sum(len(each) for each in prompts)
+        assert ideal_hit_ratio(prompts, pages, 4) == pytest.approx(best / total)
+
+
+def _best_hits(prompts: list[Int32Array], cached: frozenset[tuple[int, ...]], pages: int) -> int:
+    """Tokens hit when after each prompt the best of all possible sets of prefixes is kept."""
+    if not prompts:
+        return 0
+    tokens = prompts[0].tolist()
+    chain = [tuple(tokens[: 4 * (i + 1)]) for i in range(len(tokens) // 4)]
+    hits = next((i for i, prefix in enumerate(chain) if prefix not in cached), len(chain)) * 4
+    held = cached | set(chain)
+    kept = combinations(held, min(pages, len(held)))
+    return hits + max(_best_hits(prompts[1:], frozenset(choice), pages) for choice in kept)
