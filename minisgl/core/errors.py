@@ -25,13 +25,26 @@ class ConfigError(MinisglError):
 
 
 class RequestError(MinisglError):
-    """One request is refused or ended; `param` names the offending field when there is one."""
+    """One request is refused or ended.
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+    param: the offending field, when there is one. limit: the limit that was exceeded, when that is
+    the reason; an error class may always have the same.
+    """
+
+    limit: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        limit: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
+        self.limit = limit or type(self).limit
 
 
 class InvalidRequest(RequestError):
@@ -40,6 +53,8 @@ class InvalidRequest(RequestError):
 
 class PromptTooLong(RequestError):
     """Prompt, or prompt + max_tokens, exceeds the context length or the whole KV pool."""
+
+    limit = "max_seq_len"
 
 
 class Unsupported(RequestError):

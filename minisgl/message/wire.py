@@ -195,13 +195,14 @@ ToDetokenizer = StepOutput | Ping
 class Tokenized(Message, frozen=True, kw_only=True):
     """token_ids: int32 little-endian. error: a sentence for the client; then token_ids is empty.
 
-    internal: the error is ours and not the client's.
+    internal: the error is ours and not the client's. limit: what was exceeded, if that is it.
     """
 
     uid: int
     token_ids: bytes = b""
     error: str | None = None
     internal: bool = False
+    limit: str | None = None
 
 
 class Decoded(Message, frozen=True, kw_only=True):

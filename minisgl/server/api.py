@@ -109,7 +109,7 @@ class ApiServer:
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                http=limited_protocol(self.config.limits),
+                http=limited_protocol(self.config.limits, self.client.metrics.on_limit),
                 ws="none",
                 loop="uvloop",
                 ssl_certfile=self.config.ssl_certfile,

@@ -22,7 +22,7 @@ from minisgl.server.errors import (
 from minisgl.server.generate import read_body, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import Now
-from minisgl.server.middleware import App, BodyLimit, Counted, RequestId, RequestLimit
+from minisgl.server.middleware import App, Bounded, Counted, RequestId
 from minisgl.server.openapi import document
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import RequestReader
@@ -73,9 +73,7 @@ def build_app(service: Service) -> App:
     app.post("/generate", response_model=None)(generating(GENERATE))
     # Around the app and not by add_middleware, so that the answer to a bug has its id too.
     config = service.config
-    bounded = RequestLimit(
-        BodyLimit(app, limits.max_body_bytes), limits.max_connections, OPEN_PATHS, refused
-    )
+    bounded = Bounded(app, limits, OPEN_PATHS, refused)
     guarded: App = Auth(bounded, config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # outside, since a browser's preflight carries no key
         guarded = CORSMiddleware(

@@ -23,7 +23,7 @@ def read_messages(value: Any, max_messages: int) -> tuple[list[dict[str, Any]], 
     if value is None:
         raise InvalidRequest("messages is required", param="messages")
     one = checks.Check(_message, {})
-    messages = checks.list_of(one, max_messages, min_items=1)("messages", value)
+    messages = checks.list_of(one, max_messages, 1, "max_messages")("messages", value)
     return messages, sum(_chars(message) for message in messages)
 
 

@@ -22,9 +22,9 @@ class Check(NamedTuple):
 _INT64 = 2**63
 
 
-def reject(param: str, rule: str) -> InvalidRequest:
-    """The error for a parameter that breaks `rule`."""
-    return InvalidRequest(f"{param} {rule}", param=param)
+def reject(param: str, rule: str, limit: str | None = None) -> InvalidRequest:
+    """The error for a parameter that breaks `rule`, or exceeds the limit of this name."""
+    return InvalidRequest(f"{param} {rule}", param=param, limit=limit)
 
 
 def type_name(value: object) -> str:
@@ -51,14 +51,15 @@ def _boolean(param: str, value: Any) -> bool:
 boolean = Check(_boolean, {"type": "boolean"})
 
 
-def integer(low: int = -_INT64, high: int = _INT64 - 1) -> Check:
+def integer(low: int = -_INT64, high: int = _INT64 - 1, limit: str | None = None) -> Check:
     """An integer in [low, high]; a boolean or 1.0 is not one."""
 
     def check(param: str, value: Any) -> int:
         if type(value) is not int:
             raise reject(param, f"must be an integer, not {type_name(value)}")
         if not low <= value <= high:
-            raise reject(param, _range_text("must be an integer", low, high))
+            range_text = _range_text("must be an integer", low, high)
+            raise reject(param, range_text, limit if value > high else None)
         return int(value)
 
     return Check(check, {"type": "integer", "minimum": low, "maximum": high})
@@ -80,7 +81,7 @@ def number(low: float, high: float, above: bool = False) -> Check:
     return Check(check, {"type": "number", lowest: low, "maximum": high})
 
 
-def string(max_chars: int | None = None, empty: bool = True) -> Check:
+def string(max_chars: int | None = None, empty: bool = True, limit: str | None = None) -> Check:
     """Text that can be encoded as UTF-8."""
 
     def check(param: str, value: Any) -> str:
@@ -89,7 +90,7 @@ def string(max_chars: int | None = None, empty: bool = True) -> Check:
         if not value and not empty:
             raise reject(param, "must not be empty")
         if max_chars is not None and len(value) > max_chars:
-            raise reject(param, f"must have at most {max_chars} characters")
+            raise reject(param, f"must have at most {max_chars} characters", limit)
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -104,7 +105,7 @@ def string(max_chars: int | None = None, empty: bool = True) -> Check:
     return Check(check, schema)
 
 
-def list_of(item: Check, max_items: int, min_items: int = 0) -> Check:
+def list_of(item: Check, max_items: int, min_items: int = 0, limit: str | None = None) -> Check:
     """An array of checked items; the item at fault is named by its index."""
 
     def check(param: str, value: Any) -> list[Any]:
@@ -113,7 +114,7 @@ def list_of(item: Check, max_items: int, min_items: int = 0) -> Check:
         if len(value) < min_items:
             raise reject(param, "must not be empty")
         if len(value) > max_items:
-            raise reject(param, f"must have at most {max_items} entries")
+            raise reject(param, f"must have at most {max_items} entries", limit)
         return [item(f"{param}[{index}]", entry) for index, entry in enumerate(value)]
 
     schema = {"type": "array", "items": item.schema, "maxItems": max_items}

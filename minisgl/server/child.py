@@ -47,10 +47,16 @@ def _run(spec: ChildSpec) -> None:
 
         run_api(spec)
     elif spec.role == "tokenizer":
-        from minisgl.tokenizer import TokenizerLimits, run_tokenizer
+        from minisgl.tokenizer import run_tokenizer
 
-        limits = TokenizerLimits(template_timeout_s=config.limits.template_timeout_s)
-        run_tokenizer(spec.index, model_path, spec.socket_dir, limits)
+        limits = config.limits
+        run_tokenizer(
+            spec.name,
+            model_path,
+            spec.socket_dir,
+            limits.template_timeout_s,
+            limits.max_template_chars,
+        )
     elif spec.role == "detokenizer":
         from minisgl.tokenizer import run_detokenizer
 

@@ -89,7 +89,7 @@ class Choice:
     error: RequestError | None = None
     opened: bool = False
     submitted: bool = False
-    queued_tokens: int = 0
+    prompt_share: int = 0  # tokens of its prompt; 0 when a sibling brings them
     started_s: float = 0.0  # CLOCK_MONOTONIC, as the next two; first and last output, 0: none
     first_s: float = 0.0
     last_s: float = 0.0
@@ -228,7 +228,7 @@ class EngineClient:
     def open(self, num_choices: int, request_id: str = "") -> Generation:
         """Admit a call. Raises Overloaded at once when the queue is full."""
         if self.queued + num_choices > self.limits.max_queued_reqs:
-            raise Overloaded("the request queue is full; try again later")
+            raise Overloaded("the request queue is full; try again later", limit="max_queued_reqs")
         generation = Generation(request_id)
         for index in range(num_choices):
             choice = Choice(next(self._uids), index, generation.changed)
@@ -267,18 +267,20 @@ class EngineClient:
             if now_s - generation.started_s > self.limits.max_total_s:
                 most = f"the answer took longer than {self.limits.max_total_s:g} s"
                 self.end(generation, RanTooLong(most))
+                self.metrics.on_limit("max_total_s")
 
     def submit(self, choice: Choice, request: AddReq, tokens: int) -> None:
         """Hand one choice to the scheduler, unless it has been ended meanwhile.
 
-        tokens: what its prompt adds to the queue. Raises Overloaded when that holds enough.
+        tokens: what its prompt adds (`prompt_share`). Raises Overloaded when that holds enough.
         """
         if choice.uid not in self._choices:
             return
         if self.queued_tokens and self.queued_tokens + tokens > self.limits.max_queued_tokens:
-            raise Overloaded("too many prompt tokens are queued; try again later")
+            most = "too many prompt tokens are queued; try again later"
+            raise Overloaded(most, limit="max_queued_tokens")
         choice.submitted = True
-        choice.queued_tokens = tokens
+        choice.prompt_share = tokens
         self.queued_tokens += tokens
         self._scheduler.send(request)
 
@@ -294,7 +296,7 @@ class EngineClient:
             if answer.internal:
                 self.metrics.on_failed()
             kind = EngineFailure if answer.internal else InvalidRequest
-            raise kind(answer.error, param=param)
+            raise kind(answer.error, param=param, limit=answer.limit)
         return array.array("i", answer.token_ids)
 
     async def decode(self, message: Callable[[int], ToTokenizer]) -> str:
@@ -368,7 +370,7 @@ class EngineClient:
 
     def _leave_queue(self, choice: Choice) -> None:
         self.queued -= 1
-        self.queued_tokens -= choice.queued_tokens
+        self.queued_tokens -= choice.prompt_share
 
     def _abort(self, generation: Generation) -> None:
         for choice in generation.choices:

@@ -23,7 +23,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_connections       requests at a time; max_head_bytes: of request line and headers, which
                           must have come within head_timeout_s.
     read_timeout_s        a client that takes no data for so long is disconnected.
-    template_timeout_s    that rendering one chat may take.
+    template_timeout_s, max_template_chars   that rendering one chat may take, and give.
     retry_after_s         told to clients with each 503.
     """
 
@@ -47,6 +47,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     head_timeout_s: float = 30.0
     read_timeout_s: float = 60.0
     template_timeout_s: float = 5.0
+    max_template_chars: int = 8 * 2**20
     retry_after_s: int = 1
 
 

@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with what it leaves open: limits on heads, idle and all connections."""
 
 import asyncio
+from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -13,8 +14,8 @@ _SPARE_CONNECTIONS = 128
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
-def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """A protocol class for `uvicorn.Config(http=...)`."""
+def limited_protocol(limits: Limits, exceeded: Callable[[str], None]) -> type[asyncio.Protocol]:
+    """A protocol class for `uvicorn.Config(http=...)`; `exceeded` is told which limit was."""
 
     class LimitedProtocol(HttpToolsProtocol):
         """Counts the bytes of a head, and drops who sends none in time."""
@@ -26,27 +27,31 @@ def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > limits.max_connections + _SPARE_CONNECTIONS:
+                exceeded("max_connections")
                 transport.abort()
                 return
-            self._timer = self.loop.call_later(limits.head_timeout_s, self._give_up)
+            self._start_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
+            self._stop_timer()
+            if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
+                exceeded("read_timeout_s")
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             self._head_bytes += len(data)
+            if self._in_head and self._timer is None:
+                self._start_timer()
             super().data_received(data)
-            if self._in_head and self._head_bytes > limits.max_head_bytes:
+            is_large = self._in_head and self._head_bytes > limits.max_head_bytes
+            if is_large and not self.transport.is_closing():
+                exceeded("max_head_bytes")
                 most = limits.max_head_bytes
                 self._refuse(error_reply(HeadTooLarge(f"the head exceeds {most} bytes")))
 
         def on_headers_complete(self) -> None:
             self._in_head = False
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            self._stop_timer()
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
@@ -56,9 +61,17 @@ def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
         def send_400_response(self, msg: str) -> None:
             self._refuse(error_reply(InvalidRequest("this is not HTTP", code="invalid_http")))
 
+        def _start_timer(self) -> None:
+            self._timer = self.loop.call_later(limits.head_timeout_s, self._give_up)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
         def _give_up(self) -> None:
-            if self._in_head:
-                self.transport.abort()
+            exceeded("head_timeout_s")
+            self.transport.abort()
 
         def _refuse(self, reply: ErrorReply) -> None:
             if self.transport.is_closing():

@@ -43,6 +43,8 @@ class AdminOnly(RequestError):
 class HeadTooLarge(RequestError):
     """Request line and headers exceed max_head_bytes."""
 
+    limit = "max_head_bytes"
+
 
 class RanTooLong(RequestError):
     """The answer took longer than max_total_s; what came so far has been sent if it streams."""
@@ -50,6 +52,8 @@ class RanTooLong(RequestError):
 
 class BodyTooLarge(RequestError):
     """The body exceeds max_body_bytes."""
+
+    limit = "max_body_bytes"
 
 
 class NotReady(Overloaded):

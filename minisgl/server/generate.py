@@ -48,7 +48,8 @@ async def start(
             raise generation.error
     except TimeoutError:
         client.close(generation)
-        raise DeadlineExceeded(f"the request waited longer than {most_s:g} s") from None
+        waited = f"the request waited longer than {most_s:g} s"
+        raise DeadlineExceeded(waited, limit="max_wait_s") from None
     except BaseException:
         client.close(generation)
         raise

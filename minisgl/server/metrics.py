@@ -18,6 +18,7 @@ from minisgl.message import (
     SchedulerStats,
     TextUpdate,
 )
+from minisgl.server.config import Limits
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.exposition import Distribution, Exposition, Spec
 from minisgl.server.lifecycle import Phase
@@ -29,6 +30,8 @@ _WINDOW_REQS = 1000
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _REASONS = {Phase.LOADING: "loading", Phase.FAILED: "failed"}
 _PHASES = ("prefill", "decode", "mixed")
+# By their names in Limits; the context length is the engine's own.
+LIMITS = (*(n for n in Limits.__struct_fields__ if n != "retry_after_s"), "max_seq_len")
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 _FIRST_S: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)
@@ -77,7 +80,7 @@ _OF_THE_MODEL = (
         cuda_graph=("true", "false"),
     ),
     _counter("minisgl_forward_seconds_total", "Time in forward passes.", phase=_PHASES),
-    _counter("minisgl_prompt_tokens_total", "Prompt tokens of admitted requests."),
+    _counter("minisgl_prompt_tokens_total", "Prompt tokens, each prompt once."),
     _counter("minisgl_generation_tokens_total", "Tokens generated."),
     _counter(
         "minisgl_requests_total",
@@ -88,6 +91,9 @@ _OF_THE_MODEL = (
         "minisgl_requests_rejected_total",
         "Requests refused with 503.",
         reason=("queue_full", "loading", "draining", "failed"),
+    ),
+    _counter(
+        "minisgl_limits_exceeded_total", "Requests and connections over a limit.", limit=LIMITS
     ),
     _counter("minisgl_preemptions_total", "Running requests put back into the queue."),
     _counter("minisgl_nonfinite_rows_total", "Rows of logits with NaN or infinity."),
@@ -176,7 +182,7 @@ class Metrics:
     def on_update(self, choice: "Choice", update: TextUpdate, now_s: float) -> None:
         """The engine says something of a choice, to which it is not applied yet."""
         if not choice.opened and update.admitted_s:
-            self._count("minisgl_prompt_tokens_total", update.prompt_tokens)
+            self._count("minisgl_prompt_tokens_total", choice.prompt_share)
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
         tokens = update.completion_tokens - choice.completion_tokens
@@ -208,8 +214,14 @@ class Metrics:
         if later_tokens > 0:
             self._observe("time_per_output_token_seconds", decode_s / later_tokens)
 
+    def on_limit(self, name: str) -> None:
+        """Someone has exceeded this limit."""
+        self._count("minisgl_limits_exceeded_total", 1, name)
+
     def on_refused(self, error: RequestError, phase: Phase) -> None:
         """A call has been answered with this error."""
+        if error.limit is not None:
+            self.on_limit(error.limit)
         if isinstance(error, Overloaded):
             closed = _REASONS.get(phase, "draining")
             reason = closed if isinstance(error, NotReady) else "queue_full"
@@ -232,7 +244,7 @@ class Metrics:
     # --- the scrape -----------------------------------------------------------------------------
 
     def render(self, accept: str, now: Now) -> tuple[bytes, str]:
-        """The text and its content type; 0.2 ms, or 3 ms as OpenMetrics."""
+        """The text and its content type; 0.2 ms."""
         ready = now.phase is Phase.READY and not now.stuck
         self._exposition.value("minisgl_ready").value = int(ready)
         draining = now.phase in (Phase.GRACE, Phase.DRAINING)

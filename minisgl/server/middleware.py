@@ -1,11 +1,12 @@
-"""Pure ASGI layers around the app: request ids and the body cap. (A BaseHTTPMiddleware would hide
+"""Pure ASGI layers around the app: counts, request ids, limits. (A BaseHTTPMiddleware would hide
 disconnects from the handlers.)"""
 
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from minisgl.core import Overloaded
+from minisgl.core import Overloaded, RequestError
+from minisgl.server.config import Limits
 from minisgl.server.errors import BodyTooLarge, ErrorReply, error_reply
 from minisgl.server.metrics import Metrics
 
@@ -85,48 +86,34 @@ async def send_reply(send: Send, reply: ErrorReply, close: bool = False) -> None
     await send({"type": "http.response.body", "body": reply.json()})
 
 
-class RequestLimit:
-    """Refuses requests above `most` at a time; probes and metrics are always heard."""
+class Bounded:
+    """Refuses requests above max_connections at a time, and bodies above max_body_bytes.
+
+    A body counts by its Content-Length at once, and by what comes otherwise. always: paths that
+    are answered however many requests there are.
+    """
 
     def __init__(
-        self, app: App, most: int, always: frozenset[str], refused: Callable[[Overloaded], None]
+        self,
+        app: App,
+        limits: Limits,
+        always: frozenset[str],
+        refused: Callable[[RequestError], None],
     ) -> None:
         self._app = app
-        self._most = most
-        self._refused = refused
+        self._limits = limits
         self._always = always
+        self._refused = refused
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         if scope["type"] != "http" or scope["path"] in self._always:
             await self._app(scope, receive, send)
             return
-        if self._open >= self._most:
-            error = Overloaded("too many open connections; try again later")
+        error = self._refusal(scope)
+        if error is not None:
             self._refused(error)
             await send_reply(send, error_reply(error), close=True)
-            return
-        self._open += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._open -= 1
-
-
-class BodyLimit:
-    """Refuses bodies above `max_bytes`, by Content-Length at once and by counting otherwise."""
-
-    def __init__(self, app: App, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = next((v for n, v in scope["headers"] if n == b"content-length"), b"0")
-        if declared.isdigit() and int(declared[:20]) > self._max_bytes:
-            await send_reply(send, error_reply(self._error()), close=True)
             return
         received = 0
 
@@ -134,11 +121,23 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._error()
+            if received > self._limits.max_body_bytes:
+                raise self._too_large()
             return message
 
-        await self._app(scope, counted, send)
+        self._open += 1
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._open -= 1
 
-    def _error(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body exceeds {self._max_bytes} bytes")
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        if self._open >= self._limits.max_connections:
+            most = "too many open connections; try again later"
+            return Overloaded(most, limit="max_connections")
+        declared = next((v for n, v in scope["headers"] if n == b"content-length"), b"0")
+        too_large = declared.isdigit() and int(declared[:20]) > self._limits.max_body_bytes
+        return self._too_large() if too_large else None
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body exceeds {self._limits.max_body_bytes} bytes")

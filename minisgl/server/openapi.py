@@ -7,7 +7,7 @@ import minisgl
 from minisgl.server.auth import ADMIN_PATHS, OPEN_PATHS
 from minisgl.server.checks import object_schema
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
-from minisgl.server.routes import ABORT, DETOKENIZE, TOKENIZE
+from minisgl.server.routes import ABORT, DETOKENIZE, tokenize_check
 
 Schema = dict[str, Any]
 _TEXT, _INT, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
@@ -48,7 +48,8 @@ def document(table: ParamTable, models: Sequence[str], has_keys: bool) -> Schema
             of_model(request_schema(table, GENERATE)), _answer("generation", {"text": _TEXT}), True
         ),
         "/tokenize": _post(
-            of_model(TOKENIZE.schema), _object(count=_INT, max_model_len=_INT, tokens=_list(_INT))
+            of_model(tokenize_check(table).schema),
+            _object(count=_INT, max_model_len=_INT, tokens=_list(_INT)),
         ),
         "/detokenize": _post(of_model(DETOKENIZE.schema), _object(prompt=_TEXT)),
         "/abort": _post(ABORT.schema, _object(aborted=_INT)),

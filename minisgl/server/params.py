@@ -104,8 +104,8 @@ NOT_OFFERED: dict[str, NotOffered] = {
 
 
 def _stop(limits: Limits) -> Check:
-    one = checks.string(max_chars=limits.max_stop_chars, empty=False)
-    many = checks.list_of(one, limits.max_stop_strings)
+    one = checks.string(limits.max_stop_chars, empty=False, limit="max_stop_chars")
+    many = checks.list_of(one, limits.max_stop_strings, limit="max_stop_strings")
 
     def check(param: str, value: Any) -> list[str]:
         return [one(param, value)] if isinstance(value, str) else list(many(param, value))
@@ -124,7 +124,8 @@ def _logit_bias(limits: Limits) -> Check:
     def check(param: str, value: Any) -> dict[int, float]:
         given = checks.json_object(param, value)
         if len(given) > limits.max_logit_bias:
-            raise checks.reject(param, f"must have at most {limits.max_logit_bias} entries")
+            most = f"must have at most {limits.max_logit_bias} entries"
+            raise checks.reject(param, most, "max_logit_bias")
         bias: dict[int, float] = {}
         for name, entry in given.items():
             if not (name.isascii() and name.isdigit() and len(name) < 10):
@@ -176,7 +177,8 @@ class ParamTable:
     def __init__(self, limits: Limits, allow_unknown: bool = False) -> None:
         self._allow_unknown = allow_unknown
         tokens, penalty = checks.integer(1, _INT32), checks.number(-2, 2)
-        most_logprobs = checks.integer(0, limits.max_logprobs)
+        most_logprobs = checks.integer(0, limits.max_logprobs, "max_logprobs")
+        token_id = checks.integer(0, _INT32)
         shared: dict[str, Check] = {
             "model": checks.string(max_chars=512),
             "max_tokens": tokens,
@@ -185,9 +187,11 @@ class ParamTable:
             "top_k": checks.integer(-1, _INT32),
             "min_p": checks.number(0, 1),
             "seed": checks.integer(),
-            "n": checks.integer(1, limits.max_n),
+            "n": checks.integer(1, limits.max_n, "max_n"),
             "stop": _stop(limits),
-            "stop_token_ids": checks.list_of(checks.integer(0, _INT32), limits.max_stop_token_ids),
+            "stop_token_ids": checks.list_of(
+                token_id, limits.max_stop_token_ids, limit="max_stop_token_ids"
+            ),
             "min_tokens": checks.integer(0, _INT32),
             "ignore_eos": checks.boolean,
             "frequency_penalty": penalty,
@@ -207,15 +211,15 @@ class ParamTable:
         self.offered: dict[str, dict[str, Check]] = {
             CHAT: {
                 **shared,
-                "messages": Check(_as_it_is, messages_schema(limits.max_messages)),
+                "messages": Check(as_it_is, messages_schema(limits.max_messages)),
                 "max_completion_tokens": tokens,
                 "chat_template_kwargs": TEMPLATE_KWARGS,
                 "logprobs": checks.boolean,
                 "top_logprobs": most_logprobs,
                 "separate_reasoning": checks.boolean,
             },
-            COMPLETIONS: {**plain, "prompt": Check(_as_it_is, _prompt_schema(limits.max_prompts))},
-            GENERATE: {**plain, "input_ids": Check(_as_it_is, IDS_PROMPT)},
+            COMPLETIONS: {**plain, "prompt": Check(as_it_is, _prompt_schema(limits.max_prompts))},
+            GENERATE: {**plain, "input_ids": Check(as_it_is, IDS_PROMPT)},
         }
 
     def names(self, route: str) -> frozenset[str]:
@@ -265,7 +269,8 @@ class ParamTable:
         return rule.is_neutral(value)
 
 
-def _as_it_is(param: str, value: Any) -> Any:
+def as_it_is(param: str, value: Any) -> Any:
+    """For what has a reader of its own."""
     return value
 
 

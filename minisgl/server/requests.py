@@ -100,7 +100,8 @@ class RequestReader:
             prompts = self._prompts(route, given, facts)
         n = given.get("n", 1)
         if len(prompts) * n > limits.max_choices:
-            raise checks.reject("n", f"times prompts must be at most {limits.max_choices}")
+            most = f"times prompts must be at most {limits.max_choices}"
+            raise checks.reject("n", most, "max_choices")
         if "stream_options" in given and not given.get("stream"):
             raise checks.reject("stream_options", "is allowed only with stream set to true")
         max_tokens = given.get("max_completion_tokens", given.get("max_tokens"))
@@ -171,6 +172,7 @@ class RequestReader:
                 f"{param} has {chars} characters, more than the {most} that are accepted "
                 f"for a context of {facts.max_seq_len} tokens",
                 param=param,
+                limit="max_prompt_chars",
             )
 
     def chat_prompt(self, given: dict[str, Any], facts: ModelFacts) -> ChatPrompt:
@@ -194,7 +196,8 @@ class RequestReader:
             return (self.one_prompt(name, value, facts),)
         if isinstance(value, list) and value and not isinstance(value[0], int):
             if len(value) > self._limits.max_prompts:
-                raise checks.reject("prompt", f"must have at most {self._limits.max_prompts} items")
+                most = f"must have at most {self._limits.max_prompts} items"
+                raise checks.reject("prompt", most, "max_prompts")
             named = [(f"prompt[{index}]", item) for index, item in enumerate(value)]
         else:
             named = [("prompt", value)]

@@ -9,36 +9,15 @@ import minisgl
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts
 from minisgl.message import DecodeIds, ToTokenizer
 from minisgl.server import checks
-from minisgl.server.chat import messages_schema
 from minisgl.server.generate import read_body, tokenize, unless_disconnected
-from minisgl.server.params import IDS_PROMPT, TEMPLATE_KWARGS, TEXT_PROMPT
+from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable, as_it_is
 from minisgl.server.requests import IdsPrompt, Prompt, RequestReader, TextPrompt, parse_body
 from minisgl.server.service import Service
 
-_MODEL = checks.string(max_chars=512)
-_TOKENIZE = checks.fields(
-    {
-        "model": _MODEL,
-        "prompt": checks.Check(lambda param, value: value, TEXT_PROMPT),
-        "messages": checks.Check(lambda param, value: value, messages_schema(8192)),
-        "chat_template_kwargs": TEMPLATE_KWARGS,
-        "add_special_tokens": checks.boolean,
-    }
-)
-TOKENIZE = checks.Check(
-    _TOKENIZE.run,
-    {
-        **_TOKENIZE.schema,
-        "oneOf": [
-            {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-            for name in ("prompt", "messages")
-        ],
-    },
-)
 DETOKENIZE = checks.fields(
     {
-        "model": _MODEL,
-        "tokens": checks.Check(lambda param, value: value, IDS_PROMPT),
+        "model": checks.string(max_chars=512),
+        "tokens": checks.Check(as_it_is, IDS_PROMPT),
         "skip_special_tokens": checks.boolean,
     },
     required=("tokens",),
@@ -48,8 +27,22 @@ ABORT = checks.fields(
 )
 
 
+def tokenize_check(table: ParamTable) -> checks.Check:
+    """What /tokenize takes: either prompt or messages, as chat and completions have them."""
+    chat = table.offered[CHAT]
+    shared = {name: chat[name] for name in ("model", "messages", "chat_template_kwargs")}
+    prompt = checks.Check(as_it_is, TEXT_PROMPT)
+    known = checks.fields({**shared, "prompt": prompt, "add_special_tokens": checks.boolean})
+    one_of = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+        for name in ("prompt", "messages")
+    ]
+    return checks.Check(known.run, {**known.schema, "oneOf": one_of})
+
+
 def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> None:
     """/tokenize and /detokenize, in the shapes that vLLM gives them."""
+    tokenizing = tokenize_check(reader.table)
 
     async def read(request: Request, check: checks.Check) -> tuple[dict[str, Any], ModelFacts]:
         raw, facts = await read_body(service.lifecycle, request)
@@ -59,7 +52,7 @@ def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> N
         return given, facts
 
     async def to_ids(request: Request) -> dict[str, Any]:
-        given, facts = await read(request, TOKENIZE)
+        given, facts = await read(request, tokenizing)
         if ("prompt" in given) == ("messages" in given):
             raise InvalidRequest("either prompt or messages is required", param="prompt")
         if "messages" in given:

@@ -5,14 +5,13 @@ from minisgl.tokenizer.stream import TextStream
 from minisgl.tokenizer.template import TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.tokenizer.vocab import Vocabulary
-from minisgl.tokenizer.worker import TokenizerLimits, run_tokenizer
+from minisgl.tokenizer.worker import run_tokenizer
 
 __all__ = [
     "Detokenizer",
     "TemplateError",
     "TextStream",
     "TextTokenizer",
-    "TokenizerLimits",
     "Vocabulary",
     "run_detokenizer",
     "run_tokenizer",

@@ -20,7 +20,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class TemplateError(Exception):
-    """This chat cannot be rendered; the message is for the client."""
+    """This chat cannot be rendered; the message is for the client. limit: what was exceeded."""
+
+    def __init__(self, message: str, limit: str | None = None) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class _TimeIsUp(BaseException):
@@ -70,7 +74,8 @@ class ChatTemplate:
             with time_limit(timeout_s):
                 return self._collect(variables)
         except _TimeIsUp:
-            raise TemplateError(f"the chat template ran longer than {timeout_s:g} s") from None
+            late = f"the chat template ran longer than {timeout_s:g} s"
+            raise TemplateError(late, "template_timeout_s") from None
         except TemplateError:
             raise
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -84,9 +89,8 @@ class ChatTemplate:
         for part in self._template.generate(variables):
             chars += len(part)
             if chars > self._max_chars:
-                raise TemplateError(
-                    f"the chat template produced more than {self._max_chars} characters"
-                )
+                most = f"the chat template produced more than {self._max_chars} characters"
+                raise TemplateError(most, "max_template_chars")
             parts.append(part)
         return "".join(parts)
 

@@ -5,8 +5,6 @@ import json
 import logging
 import os
 
-import msgspec
-
 from minisgl.message import (
     Alive,
     Decoded,
@@ -28,13 +26,6 @@ from minisgl.tokenizer.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 
-class TokenizerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """template_timeout_s: seconds one rendering may take; template_output_chars: its size."""
-
-    template_timeout_s: float = 5.0
-    template_output_chars: int = 8 * 2**20
-
-
 def handle(
     tokenizer: TextTokenizer,
     message: TokenizeText | TokenizeChat | DecodeIds,
@@ -51,7 +42,7 @@ def handle(
             ids = _encode_chat(tokenizer, message, timeout_s)
         return Tokenized(uid=message.uid, token_ids=array.array("i", ids).tobytes())
     except TemplateError as error:
-        return Tokenized(uid=message.uid, error=str(error))
+        return Tokenized(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
         return Tokenized(uid=message.uid, error="the chat is nested too deeply")
     # The gate of this pump: a request must get an answer, and the next one a living worker (W12).
@@ -68,12 +59,13 @@ def _encode_chat(
     )
 
 
-def run_tokenizer(index: int, model_path: str, socket_dir: str, limits: TokenizerLimits) -> None:
-    """Serve `tokenizer-{index}` for ever. Raises ConfigError when the folder cannot be used."""
+def run_tokenizer(
+    name: str, model_path: str, socket_dir: str, template_timeout_s: float, max_template_chars: int
+) -> None:
+    """Serve the queue `name` for ever. Raises ConfigError when the folder cannot be used."""
     # One message at a time: the library's thread pool would only fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    name = f"tokenizer-{index}"
-    tokenizer = TextTokenizer.load(model_path, limits.template_output_chars)
+    tokenizer = TextTokenizer.load(model_path, max_template_chars)
     receiver: Receiver[ToTokenizer] = Receiver(endpoint(socket_dir, name), ToTokenizer)
     api: Sender[ToApi] = Sender(endpoint(socket_dir, "api"))
     api.send(Ready(role=name))
@@ -83,4 +75,4 @@ def run_tokenizer(index: int, model_path: str, socket_dir: str, limits: Tokenize
             if isinstance(message, Ping):
                 api.send(Alive(role=name))
                 continue
-            api.send(handle(tokenizer, message, limits.template_timeout_s))
+            api.send(handle(tokenizer, message, template_timeout_s))

@@ -1,17 +1,20 @@
 """The tables of docs/api.md as the code has them; `python -m tests.contract.api_tables` writes."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from minisgl.server import Limits
 from minisgl.server.args import build_parser
 from minisgl.server.errors import status_table
+from minisgl.server.metrics import LIMITS
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
 
 __all__ = ["PAGE", "with_tables"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+PACKAGE = Path(__file__).resolve().parents[2] / "minisgl"
 TABLE = ParamTable(Limits())
 ROUTES = {"chat": CHAT, "completions": COMPLETIONS, "generate": GENERATE}
 
@@ -73,21 +76,18 @@ def refused() -> str:
 
 
 def limits() -> str:
-    rows = ["| flag | default | what |", "|---|---|---|"]
-    (group,) = [g for g in build_parser()._action_groups if g.title == "limits"]
-    for action in group._group_actions:
-        default = "-" if action.default in (None, False) else f"{action.default:,}"
-        unit = f" {action.metavar}" if action.metavar and default != "-" else ""
-        rows.append(f"| `{action.option_strings[0]}` | {default}{unit} | {action.help} |")
-    fixed = Limits()
-    rows += [
-        f"| (fixed) | {fixed.max_messages:,} | messages of one chat |",
-        f"| (fixed) | {fixed.max_stop_chars:,} | characters of one stop string |",
-        f"| (fixed) | {fixed.max_stop_token_ids:,} | stop token ids of one request |",
-        f"| (fixed) | {fixed.max_logit_bias:,} | entries of logit_bias |",
-        f"| (fixed) | {fixed.template_timeout_s:g} s | rendering of one chat template |",
-        f"| (fixed) | {fixed.head_timeout_s:g} s | until a connection has sent a request's head |",
-    ]
+    """Each row also says how `minisgl_limits_exceeded_total` calls it."""
+    rows = ["| flag | default | metric | what |", "|---|---|---|---|"]
+    actions = {o: a for a in build_parser()._actions for o in a.option_strings}
+    flags = tomllib.loads((PACKAGE / "server" / "flags.toml").read_text())["limits"]
+    for names, flag in flags.items():
+        name = names.split()[0]
+        default, unit = actions[name].default, flag["unit"]
+        shown = "-" if default is None else f"{default:,} {unit}"
+        rows.append(f"| `{name}` | {shown} | `{flag['to'].split('.')[1]}` | {flag['help']} |")
+    what = "of prompt and answer together"
+    rows.append(f"| `--max-seq-len-override` | the model's TOKENS | `max_seq_len` | {what} |")
+    assert {row.split("`")[3] for row in rows[2:]} == set(LIMITS), "each limit has flag and metric"
     return "\n".join(rows)
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 import httpx
 import openai
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 __all__ = ["DEADLINE_S", "ServerProcess", "run_server", "wait_for"]
 
@@ -39,6 +40,7 @@ class ServerProcess:
     """A running `minisgl`; its stdout and stderr go to files."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
+        self._folder = folder
         self._out = folder / "out"
         self._err = folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
@@ -98,6 +100,29 @@ class ServerProcess:
         return openai.OpenAI(
             base_url=self.url + "/v1", api_key="none", max_retries=retries, timeout=DEADLINE_S
         )
+
+    def metrics(self) -> dict[str, float]:
+        """Values by what follows minisgl_, with the labels but for model_name."""
+        answer = httpx.get(self.url + "/metrics", timeout=DEADLINE_S)
+        answer.raise_for_status()
+        found = {}
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+                shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+                name = sample.name.removeprefix("minisgl_") + (shown and f"{{{shown}}}")
+                found[name] = sample.value
+        return found
+
+    def limits_exceeded(self) -> dict[str, float]:
+        """How often each limit was."""
+        start = "limits_exceeded_total{limit="
+        found = {k: v for k, v in self.metrics().items() if k.startswith(start)}
+        return {name[len(start) : -1]: count for name, count in found.items()}
+
+    def socket_folder(self) -> Path:
+        (found,) = self._folder.glob("minisgl-*")
+        return found
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -1,5 +1,6 @@
 """The edges of the real server: HTTPS, keys, heads, connections, readers that do not read."""
 
+import contextlib
 import json
 import socket
 import ssl
@@ -16,6 +17,7 @@ from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_fo
 pytestmark = pytest.mark.process
 
 LIMITS = ("--max-header-bytes", "4096", "--read-timeout", "1", "--max-connections", "3")
+LIMITS += ("--head-timeout", "1")
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +102,28 @@ def test_ids_and_text_are_each_others_inverse(keyed: ServerProcess) -> None:
 
 @pytest.mark.parametrize("head", [b"x" * 9000, b"GET / HTTP/1.1\r\nx: " + b"y" * 9000])
 def test_endless_head_is_a_431_or_no_http_at_all(keyed: ServerProcess, head: bytes) -> None:
+    before = keyed.limits_exceeded()["max_head_bytes"]
     with connect(keyed) as connection:
         connection.sendall(head)
         answer = received(connection)
+    is_large = answer.startswith(b"HTTP/1.1 431")
+    assert keyed.limits_exceeded()["max_head_bytes"] == before + is_large
     assert answer.split(b"\r\n")[0].split()[1] in (b"431", b"400")
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"]
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_head_that_never_ends_is_given_up(keyed: ServerProcess, before: bytes) -> None:
+    """The first one of a connection, or a later one."""
+    count = keyed.limits_exceeded()["head_timeout_s"]
+    with connect(keyed) as connection:
+        connection.sendall(before)
+        if before:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        connection.sendall(b"GET /livez HTTP/1.1\r\nx: y")
+        with contextlib.suppress(ConnectionResetError):
+            received(connection)
+    assert keyed.limits_exceeded()["head_timeout_s"] == count + 1
 
 
 def test_requests_beyond_the_limit_are_refused_and_probes_are_not(keyed: ServerProcess) -> None:
@@ -115,6 +134,7 @@ def test_requests_beyond_the_limit_are_refused_and_probes_are_not(keyed: ServerP
         refused = user.get("/v1/models")
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
+        assert keyed.limits_exceeded()["max_connections"] == 1
         assert keyed.status("/livez") == 200
         for answer in answers:
             answer.close()
@@ -140,6 +160,7 @@ def test_client_that_does_not_read_is_disconnected(keyed: ServerProcess) -> None
         wait_for(lambda: open_requests() == 1, "the request")
         wait_for(lambda: open_requests() == 0, "the end of the request")
     assert "finish=abort" in keyed.stderr
+    assert keyed.limits_exceeded()["read_timeout_s"] == 1
 
 
 def test_https(tiny_model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.demo import model_path
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
@@ -23,21 +22,11 @@ SHORT = [70 + i for i in range(10)]  # less than a page, so nothing of it is eve
 
 
 class Scrape(dict[str, float]):
-    """Values by what follows minisgl_, with the labels but for model_name."""
+    """What `ServerProcess.metrics` gives, summed up."""
 
     @classmethod
     def of(cls, server: ServerProcess) -> "Scrape":
-        answer = httpx.get(server.url + "/metrics", timeout=DEADLINE_S)
-        answer.raise_for_status()
-        found = cls()
-        for family in text_string_to_metric_families(answer.text):
-            for sample in family.samples:
-                labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
-                shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
-                found[sample.name.removeprefix("minisgl_") + (shown and f"{{{shown}}}")] = (
-                    sample.value
-                )
-        return found
+        return cls(server.metrics())
 
     def total(self, name: str) -> float:
         """Over all labels."""
@@ -77,7 +66,7 @@ def used() -> Iterator[tuple[ServerProcess, Scrape]]:
 
 def test_tokens_of_known_prompts(used: tuple[ServerProcess, Scrape]) -> None:
     _, found = used
-    assert found["prompt_tokens_total"] == 40 + 40 + 10 + 10
+    assert found["prompt_tokens_total"] == 40 + 40 + 10, "a prompt counts once, as in usage"
     assert found["generation_tokens_total"] == 5 + 5 + 3 + 3
     assert found["prefix_cache_hit_tokens_total"] == 32
     assert found["prefix_cache_hit_ratio"] == 0.32

@@ -162,6 +162,7 @@ def test_tokens_and_times_of_one_request() -> None:
     async def scenario(world: World) -> None:
         metrics, generation = world.client.metrics, submitted(world)
         (choice,) = generation.choices
+        choice.prompt_share = 40
         choice.started_s = 100.0
         common = {"prompt_tokens": 40, "cached_tokens": 32, "admitted_s": 100.2}
 

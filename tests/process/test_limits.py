@@ -1,0 +1,149 @@
+"""Each limit of docs/api.md is a refusal with its status, at once, and is counted by its name."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from minisgl.message import Ready, Sender, endpoint
+from minisgl.server.metrics import LIMITS
+from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.process.stub_scheduler import FACTS
+
+pytestmark = pytest.mark.process
+
+TEMPLATE = """
+{%- if messages[0].content == 'slow' -%}
+{%- for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor -%}
+{%- endif -%}
+{{ messages[0].content * (500 if messages[0].content == 'long' else 1) }}"""
+SMALL = {
+    "--max-prompts": "3",
+    "--max-n": "4",
+    "--max-choices": "8",
+    "--max-stop-strings": "2",
+    "--max-stop-chars": "5",
+    "--max-stop-token-ids": "2",
+    "--max-logprobs": "2",
+    "--max-logit-bias": "2",
+    "--max-messages": "2",
+    "--max-prompt-chars": "3000",
+    "--max-body-bytes": "10000",
+    "--template-timeout": "0.2",
+    "--max-template-chars": "1000",
+    "--max-request-time": "1",
+}
+USER = {"role": "user", "content": "hi"}
+# What exceeds the limit, and no other one.
+OVER: dict[str, dict[str, Any]] = {
+    "max_prompts": {"prompt": ["a"] * 4},
+    "max_n": {"n": 5},
+    "max_choices": {"prompt": ["a"] * 3, "n": 3},
+    "max_stop_strings": {"stop": ["a", "b", "c"]},
+    "max_stop_chars": {"stop": "123456"},
+    "max_stop_token_ids": {"stop_token_ids": [1, 2, 3]},
+    "max_logprobs": {"logprobs": 3},
+    "max_logit_bias": {"logit_bias": {"1": 1, "2": 1, "3": 1}},
+    "max_prompt_chars": {"prompt": "a" * 3001},
+    "max_seq_len": {"prompt": [5] * 2049},
+    "max_body_bytes": {"prompt": "a" * 10_000},
+    "max_messages": {"messages": [USER] * 3},
+    "template_timeout_s": {"messages": [{**USER, "content": "slow"}]},
+    "max_template_chars": {"messages": [{**USER, "content": "long"}]},
+}
+BY_THE_ENGINE = {"max_queued_reqs", "max_queued_tokens", "max_wait_s", "max_total_s"}
+IN_TEST_ACCESS = {"max_connections", "max_head_bytes", "head_timeout_s", "read_timeout_s"}
+
+
+def post(server: ServerProcess, **body: Any) -> httpx.Response:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    given = {"model": "tiny", **({} if "messages" in body else {"prompt": "a"}), **body}
+    return httpx.post(server.url + path, json=given, timeout=DEADLINE_S)
+
+
+def test_every_limit_is_tested() -> None:
+    assert {*OVER, *BY_THE_ENGINE, *IN_TEST_ACCESS} == set(LIMITS)
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("limits") / "tiny"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    flags = [word for pair in SMALL.items() for word in pair]
+    with run_server("--model", str(folder), *flags, stub="echo") as server:
+        yield server.wait_ready()
+
+
+@pytest.mark.parametrize("name", OVER)
+def test_what_is_over_a_limit_is_refused_and_counted(small: ServerProcess, name: str) -> None:
+    before = small.limits_exceeded()
+    answer = post(small, **OVER[name])
+    assert answer.status_code == (413 if name == "max_body_bytes" else 400), answer.text
+    assert small.limits_exceeded() == {**before, name: before[name] + 1}
+    assert post(small, messages=[USER] * 2, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_that_takes_too_long_is_ended_and_counted(
+    small: ServerProcess, stream: bool
+) -> None:
+    before = small.limits_exceeded()["max_total_s"]
+    answer = post(small, prompt="a b", max_tokens=1900, stream=stream)
+    assert answer.status_code == (200 if stream else 504)
+    assert '"code":"ran_too_long"' in answer.text
+    assert small.limits_exceeded()["max_total_s"] == before + 1
+
+
+def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
+    """W19: without a bound every client waits, for ever."""
+    flags = ("--max-queued-requests", "2", "--max-queued-tokens", "3", "--max-wait", "3")
+    with run_server("--model", str(tiny_model), *flags, stub="hang") as server:
+        server.wait_ready()
+        waiting: list[httpx.Response] = []
+        caller = threading.Thread(target=lambda: waiting.append(post(server, prompt=[5, 6])))
+        caller.start()
+        wait_for(lambda: server.metrics()["requests_running"] == 1, "the first request")
+        for body in ({"n": 2}, {"prompt": [5, 6]}):
+            answer = post(server, **body)
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "overloaded"
+        caller.join(DEADLINE_S)
+        assert (waiting[0].status_code, waiting[0].headers["retry-after"]) == (503, "1")
+        assert waiting[0].json()["error"]["code"] == "deadline_exceeded"
+        found = {name: count for name, count in server.limits_exceeded().items() if count}
+        assert found == {"max_queued_reqs": 1, "max_queued_tokens": 1, "max_wait_s": 1}
+
+
+def test_what_never_fits_is_refused_by_the_scheduler_too(tiny_model: Path) -> None:
+    """The API server is told of more room than there is, so that the scheduler's own check acts."""
+    flags = ("--num-pages", "8", "--admin-api-key", "root")
+    with run_server("--model", str(tiny_model), *flags) as server:
+        boast = msgspec.structs.replace(FACTS, kv_capacity_tokens=2000)
+        api: Sender[Ready] = Sender(endpoint(str(server.wait_ready().socket_folder()), "api"))
+        api.send(Ready(role="scheduler", facts=boast))
+        admin = {"authorization": "Bearer root"}
+
+        def believed() -> bool:
+            model = httpx.get(server.url + "/server_info", headers=admin).json()["model"]
+            return model["kv_capacity_tokens"] == 2000
+
+        wait_for(believed, "the boast to be believed")
+        api.close()
+        for more in ({}, {"stream": True}, {"n": 2}):
+            answer = post(server, prompt=[5] * 120, max_tokens=9, **more)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert (error["code"], error["type"]) == (
+                "context_length_exceeded",
+                "invalid_request_error",
+            )
+            assert "120 prompt tokens and 9 output tokens exceed the 128" in error["message"]
+        assert post(server, prompt=[5] * 110, max_tokens=9).status_code == 200
+        assert server.limits_exceeded()["max_seq_len"] == 3
