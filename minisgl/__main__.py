@@ -1,13 +1,16 @@
 """`minisgl` and `python -m minisgl`: serve, or dispatch to a subcommand."""
 
+import argparse
 import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from minisgl.core import ConfigError
+from minisgl.core.hub import resolve_model
 from minisgl.utils import CONFIG_EXIT, setup_logging
 
 
@@ -18,10 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["bench"]:
             return _bench(arguments[1:])
         if arguments[:1] == ["compile"]:
-            raise ConfigError(
-                "minisgl compile is not there yet: GPU kernels compile at the first start, "
-                "into the cache folders of FlashInfer and Triton"
-            )
+            return _compile(arguments[1:])
         return _serve(arguments)
     except ConfigError as error:
         sys.stderr.write(f"minisgl: error: {error}\n")
@@ -37,13 +37,36 @@ def _serve(arguments: Sequence[str]) -> int:
     setup_logging("launcher", "info")
     # PID 1 has no default actions, and a download may take minutes. Nothing has been started yet.
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
-    return launch(resolve(arguments, os.environ, _resolve_model, _demo_path))
+    return launch(resolve(arguments, os.environ, resolve_model, _demo_path))
 
 
-def _resolve_model(name: str, revision: str | None) -> str:
-    from minisgl.core.hub import resolve_model
+def _compile(arguments: Sequence[str]) -> int:
+    from minisgl.server.args import ArgumentParser, resolve
 
-    return resolve_model(name, revision)
+    parser = ArgumentParser(
+        prog="minisgl compile",
+        description="Compile what serving a model runs on GPUs into the folder --kernel-cache. "
+        "Needs no GPU, but nvcc, g++ and ninja; reads no weights.",
+        epilog="All flags of minisgl are known, and to be given as for serving.",
+        allow_abbrev=False,
+    )
+    help_text = "compute capabilities, 9.0 for Hopper; none: of the GPUs here"
+    parser.add_argument("--arch", nargs="+", default=[], type=_arch, metavar="X.Y", help=help_text)
+    options, flags = parser.parse_known_args(arguments)
+    setup_logging("compile", "info")
+    config = resolve(flags, os.environ, partial(resolve_model, weights=False), _demo_path)
+    from minisgl.engine import compile_kernels
+
+    compile_kernels(config.engine, config.scheduler.prefill_budget_tokens, options.arch)
+    return 0
+
+
+def _arch(text: str) -> int:
+    """90 for 9.0."""
+    major, _, minor = text.partition(".")
+    if not (major.isdigit() and len(minor) == 1 and minor.isdigit()):
+        raise argparse.ArgumentTypeError("must be a compute capability such as 9.0")
+    return 10 * int(major) + int(minor)
 
 
 def _demo_path() -> Path:

@@ -1,6 +1,10 @@
 """Attention over the paged KV pool behind one small interface."""
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
 
 from minisgl.attention.base import (
     AttentionBackend,
@@ -10,12 +14,14 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.flashinfer_backend import (
     FlashInferAttention,
+    MetaAttention,
     default_prefill_variant,
     why_not_flashinfer,
 )
 from minisgl.attention.phased import PhasedAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.core import ConfigError
+from minisgl.kernel import compile_flashinfer
 from minisgl.kvcache.pool import KVPool
 
 __all__ = [
@@ -24,6 +30,7 @@ __all__ = [
     "DecodeGraphAttention",
     "StepAttention",
     "TorchAttention",
+    "compile_attention",
     "create_attention_backend",
 ]
 
@@ -39,9 +46,7 @@ def create_attention_backend(name: str, pool: KVPool, q_heads: int) -> Attention
     auto takes FlashInfer where it can work, else torch; on a GPU that is said in a warning.
     q_heads: of this rank. Raises ConfigError that lists the known names, or says what is missing.
     """
-    prefill, _, decode = name.partition(",")
-    decode = decode or ("flashinfer" if prefill.startswith("flashinfer") else prefill)
-    prefill, decode = _resolve(prefill, _PREFILL, pool), _resolve(decode, _DECODE, pool)
+    prefill, decode = _phases(name, pool)
     shared: AttentionBackend | None = None
     if "torch" not in (prefill, decode):
         shared = _flashinfer(prefill, pool, q_heads)
@@ -49,6 +54,26 @@ def create_attention_backend(name: str, pool: KVPool, q_heads: int) -> Attention
         prefill=shared or _one(prefill, pool, q_heads),
         decode=shared or _one(decode, pool, q_heads),
     )
+
+
+def compile_attention(name: str, pool: KVPool, archs: Sequence[int], folder: Path) -> None:
+    """Compile what those backends need on GPUs of `archs` (90 for 9.0) into `folder`.
+
+    pool: on the device meta. Raises ConfigError as create_attention_backend does.
+    """
+    prefill, decode = _phases(name, pool)
+    variants = {"fa2"} if decode == "flashinfer" else set()
+    if prefill.startswith("flashinfer"):
+        variants |= {_variant(prefill) or default_prefill_variant(arch) for arch in archs}
+    if variants:
+        compile_flashinfer(folder, pool.dtype, pool.head_dim, sorted(variants), archs)
+
+
+def _phases(name: str, pool: KVPool) -> tuple[str, str]:
+    """Known names for prefill and decode."""
+    prefill, _, decode = name.partition(",")
+    decode = decode or ("flashinfer" if prefill.startswith("flashinfer") else prefill)
+    return _resolve(prefill, _PREFILL, pool), _resolve(decode, _DECODE, pool)
 
 
 def _resolve(name: str, known: tuple[str, ...], pool: KVPool) -> str:
@@ -62,7 +87,7 @@ def _resolve(name: str, known: tuple[str, ...], pool: KVPool) -> str:
         return "flashinfer" if name == "auto" else name
     if name != "auto":
         raise ConfigError(f"attention backend {name!r} cannot be used: {reason}")
-    if pool.device.type == "cuda":
+    if pool.device.type != "cpu":
         logger.warning("attention falls back to torch, which is slow: flashinfer: %s", reason)
     return "torch"
 
@@ -72,5 +97,13 @@ def _one(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:
 
 
 def _flashinfer(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:
-    variant = name.removeprefix("flashinfer").removeprefix("-")
-    return FlashInferAttention(pool, q_heads, variant or default_prefill_variant(pool.device))
+    if pool.device.type == "meta":
+        return MetaAttention(pool)
+    major, minor = torch.cuda.get_device_capability(pool.device)
+    variant = _variant(name) or default_prefill_variant(10 * major + minor)
+    return FlashInferAttention(pool, q_heads, variant)
+
+
+def _variant(name: str) -> str:
+    """fa2 or fa3 where the name says so."""
+    return name.removeprefix("flashinfer").removeprefix("-")

@@ -25,7 +25,7 @@ _BLOCKS_PER_MULTIPROCESSOR = 2  # for which FlashInfer plans
 
 def why_not_flashinfer(pool: KVPool) -> str | None:
     """What keeps FlashInfer from working on this pool; None when nothing does."""
-    if pool.device.type != "cuda":
+    if pool.device.type not in ("cuda", "meta"):
         return f"it needs a CUDA device, not {pool.device.type}"
     if pool.dtype not in (torch.bfloat16, torch.float16):
         return f"it supports bfloat16 and float16, not {str(pool.dtype).removeprefix('torch.')}"
@@ -36,9 +36,9 @@ def why_not_flashinfer(pool: KVPool) -> str | None:
     return None
 
 
-def default_prefill_variant(device: torch.device) -> str:
-    """fa3 on Hopper, fa2 elsewhere."""
-    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+def default_prefill_variant(arch: int) -> str:
+    """fa3 on Hopper, fa2 elsewhere. arch: 90 for compute capability 9.0."""
+    return "fa3" if arch // 10 == 9 else "fa2"
 
 
 class _Pages(NamedTuple):
@@ -95,7 +95,7 @@ class FlashInferAttention:
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """A step of one phase only (PhasedAttention splits)."""
-        pages = self._pages(step)
+        pages = _pages(self._pool, step)
         if step.num_decode:
             planner = self._decode
             planner.plan(pages.indptr, pages.indices, pages.last, *self._shape, **self._types)
@@ -122,17 +122,6 @@ class FlashInferAttention:
         arguments = (self._flashinfer, self._pool, self._workspace, self._graph_indices)
         return kind(*arguments, step, self._shape, self._types)
 
-    def _pages(self, step: AttentionStep) -> _Pages:
-        contexts, size = step.start + step.lengths, self._pool.page_size
-        pages = (contexts + (size - 1)) // size
-        indptr = _cumulated(pages)
-        n, total = len(contexts), int(indptr[-1])
-        scratch = torch.empty(2 * n + 1 + total, dtype=torch.int32, device=self._pool.device)
-        on_device, last, indices = scratch[: n + 1], scratch[n + 1 : 2 * n + 1], scratch[-total:]
-        rows, start, lengths = step.device_rows, step.device_start, step.device_lengths
-        kv_metadata(rows, start, lengths, step.page_table, size, on_device, indices, last)
-        return _Pages(indptr, torch.from_numpy(contexts - (pages - 1) * size), indices)
-
 
 class _Planned:
     """Implements StepAttention by a planned wrapper."""
@@ -143,6 +132,36 @@ class _Planned:
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         self._wrapper.run(q, self._pool.layer(layer), out=out)
+
+
+class MetaAttention:
+    """What the device meta has for FlashInfer, so that our own kernels compile without a GPU: the
+    launches beside FlashInfer's, and no attention. Implements AttentionBackend, StepAttention."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def prepare(self, step: AttentionStep) -> StepAttention:
+        _pages(self._pool, step)
+        return self
+
+    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
+        return None
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        return None
+
+
+def _pages(pool: KVPool, step: AttentionStep) -> _Pages:
+    contexts, size = step.start + step.lengths, pool.page_size
+    pages = (contexts + (size - 1)) // size
+    indptr = _cumulated(pages)
+    n, total = len(contexts), int(indptr[-1])
+    scratch = torch.empty(2 * n + 1 + total, dtype=torch.int32, device=pool.device)
+    on_device, last, indices = scratch[: n + 1], scratch[n + 1 : 2 * n + 1], scratch[-total:]
+    rows, start, lengths = step.device_rows, step.device_start, step.device_lengths
+    kv_metadata(rows, start, lengths, step.page_table, size, on_device, indices, last)
+    return _Pages(indptr, torch.from_numpy(contexts - (pages - 1) * size), indices)
 
 
 def _cumulated(counts: Int32Array) -> Tensor:

@@ -19,6 +19,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend    auto, or one name, or prefill,decode.
     cuda_graph_max_bs    largest captured decode batch; None: max_running_reqs up to 256;
                          0: no graphs.
+    kernel_cache         folder that minisgl compile has filled; GPU kernels are looked for there
+                         before they are compiled.
     """
 
     model_path: str
@@ -35,6 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe_backend: str = "auto"
     cuda_graph_max_bs: int | None = None
     dummy_weight: bool = False
+    kernel_cache: str | None = None
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,10 @@ _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "vocab.*", "merge
 _UNWANTED = ["*/*", "consolidated*"]
 
 
-def resolve_model(name: str, revision: str | None = None) -> str:
+def resolve_model(name: str, revision: str | None = None, weights: bool = True) -> str:
     """Return the local folder of a model given as a folder or as a Hugging Face hub id.
+
+    weights: False does without them, for those who only look at the model's configuration.
 
     A hub id is downloaded into huggingface_hub's cache; its environment variables (HF_TOKEN,
     HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, ...) mean what they mean elsewhere.
@@ -21,30 +23,33 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        return _checked(path, name)
+        return _checked(path, name, weights)
     if path.exists():
         raise ConfigError(f"model {name} is a file; give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"model folder {name} does not exist")
-    return _checked(_download(name, revision), name)
+    return _checked(_download(name, revision, weights), name, weights)
 
 
-def _checked(folder: Path, name: str) -> str:
+def _checked(folder: Path, name: str, weights: bool) -> str:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model {name} has no config.json")
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         other = sorted(path.name for path in folder.glob("*.bin"))
         found = f" (only {other[0]}, a format that can run code when read)" if other else ""
         raise ConfigError(f"model {name} has no *.safetensors file{found}")
     return str(folder)
 
 
-def _download(repo_id: str, revision: str | None) -> Path:
+def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import errors, snapshot_download  # slow to import, not always needed
 
     try:
         folder = snapshot_download(
-            repo_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            repo_id,
+            revision=revision,
+            allow_patterns=_WANTED if weights else ["*.json"],
+            ignore_patterns=_UNWANTED,
         )
     except errors.GatedRepoError:
         reason = "is gated: accept its terms on the hub and set HF_TOKEN"

@@ -3,9 +3,17 @@
 from minisgl.distributed.comm import (
     Communicator,
     GroupCommunicator,
+    MetaCommunicator,
     SingleCommunicator,
     TPInfo,
     connect,
 )
 
-__all__ = ["Communicator", "GroupCommunicator", "SingleCommunicator", "TPInfo", "connect"]
+__all__ = [
+    "Communicator",
+    "GroupCommunicator",
+    "MetaCommunicator",
+    "SingleCommunicator",
+    "TPInfo",
+    "connect",
+]

@@ -73,6 +73,20 @@ class SingleCommunicator:
         return None
 
 
+class MetaCommunicator(SingleCommunicator):
+    """One rank of several on the device meta: shapes as with the others, and nobody there."""
+
+    def __init__(self, tp: TPInfo) -> None:
+        self._tp = tp
+
+    @property
+    def tp(self) -> TPInfo:
+        return self._tp
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self._tp.size, dim=-1)
+
+
 class ProcessGroup(Protocol):
     """The part of torch's process group objects that is used (their stubs leave it out)."""
 

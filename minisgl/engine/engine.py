@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from minisgl.engine.settings import (
     resolve_num_pages,
 )
 from minisgl.engine.state import DeviceState
-from minisgl.kernel import StepViews, update_pages
+from minisgl.kernel import StepViews, update_pages, use_kernel_cache
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers import rope_table
 from minisgl.models import build_model, load_model_config, local_kv_heads
@@ -67,6 +68,8 @@ class Engine:
         self._graphs: DecodeGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
+            if config.kernel_cache is not None:
+                use_kernel_cache(Path(config.kernel_cache))
             torch.cuda.set_device(self._device)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := cpu_threads(tp.size)) is not None:
@@ -330,7 +333,7 @@ class Engine:
             self._synchronize()
 
     def _free_bytes(self) -> int:
-        if self._device.type == "cpu":
+        if self._device.type != "cuda":
             return 0
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free)

@@ -31,7 +31,9 @@ class LaunchedStep:
         self._inputs = inputs
         self._logprobs = logprobs
         self._by_graph = by_graph
-        self._host = None if chosen is None else chosen.to("cpu", non_blocking=True)
+        self._host: Tensor | None = None
+        if chosen is not None and not chosen.is_meta:
+            self._host = chosen.to("cpu", non_blocking=True)
         self._done: torch.cuda.Event | None = None
         if inputs.packed.is_pinned():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost
+from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost, StepExtras
 
 _TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
 _REPEATS = 3
@@ -40,9 +40,23 @@ def warm_up(engine: EngineLike, dummy_page: int) -> None:
     """One decode, one prefill and one mixed step, with every kind of sampling."""
     for shape in (Shape(0, 4, 0), Shape(1, 0, 4), Shape(2, 3, 4)):
         for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 2)):
-            batch = probe_batch(engine, dummy_page, shape, temperature=temperature, top_k=top_k)
-            if batch is not None:
-                engine.launch(batch).wait()
+            for edited in (False, True):
+                batch = probe_batch(
+                    engine, dummy_page, shape, temperature=temperature, top_k=top_k, edited=edited
+                )
+                if batch is not None:
+                    engine.launch(batch).wait()
+
+
+def every_size(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
+    """Decode steps of every number of reqs, and chunks of many lengths."""
+    shapes = [Shape(reqs, 0, 4) for reqs in range(1, engine.max_running_reqs + 1)]
+    for power in range(max_chunk_tokens.bit_length()):
+        shapes += [Shape(0, 2**power, 0), Shape(0, 2**power + 1, 0), Shape(1, 2**power, 4)]
+    for shape in shapes:
+        batch = probe_batch(engine, dummy_page, shape, temperature=1.0, top_k=2)
+        if batch is not None and shape.chunk <= max_chunk_tokens:
+            engine.launch(batch).wait()
 
 
 def largest_step(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
@@ -129,8 +143,12 @@ def probe_batch(
     *,
     temperature: float = 0.0,
     top_k: int = 0,
+    edited: bool = False,
 ) -> Batch | None:
-    """A batch of that shape, or None where the engine has too few rows or too short a context."""
+    """A batch of that shape, or None where the engine has too few rows or too short a context.
+
+    edited: sampled as a batch in which some req edits its logits or asks for log-probabilities.
+    """
     longest = max(engine.max_seq_len - shape.context, 1)
     num_chunks = -(-shape.chunk // longest)
     num_reqs = shape.num_decode + num_chunks
@@ -146,6 +164,7 @@ def probe_batch(
     scattered = np.arange(num_reqs * read_only, dtype=np.int32) % engine.num_pages
     page_ids[:, :read_only] = scattered.reshape(num_reqs, read_only)
     rows = np.arange(num_reqs, dtype=np.int32)
+    none = np.full(num_reqs, -1, dtype=np.int32)
     return Batch(
         step_id=0,
         num_decode=shape.num_decode,
@@ -158,6 +177,7 @@ def probe_batch(
         page_cols=np.tile(np.arange(pages, dtype=np.int32), num_reqs),
         page_ids=page_ids.ravel(),
         sampling=_sampling(num_reqs, temperature, top_k),
+        extras=StepExtras(None, none, none, none[:0]) if edited else None,
     )
 
 

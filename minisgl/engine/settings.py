@@ -19,8 +19,8 @@ def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
     name = config.device
     if name == "auto":
         name = "cuda" if gpus else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
+    if name in ("cpu", "meta"):
+        return torch.device(name)
     if name != "cuda":
         raise ConfigError(f"device {name!r} is not supported; supported: auto, cpu, cuda")
     if tp.size > gpus:

@@ -92,7 +92,7 @@ class DeviceState:
             draws=draws,
             filters=filters,
         )
-        sampled = sample(logits if logits.is_cuda else logits.float(), params)
+        sampled = sample(logits.float() if logits.is_cpu else logits, params)
         put_tokens(
             self.token_pool, views.rows, views.start, views.lengths, views.samples, sampled.tokens
         )

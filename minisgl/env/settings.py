@@ -27,12 +27,14 @@ class EnvSettings(NamedTuple):
     check_plans                 tensor-parallel ranks compare a hash of each plan and stop if one
                                 differs; for debugging.
     api_key, admin_api_key      as the flags of these names, for those who keep keys in Secrets.
+    kernel_cache                as the flag, for images that bring compiled kernels.
     """
 
     disable_overlap_scheduling: bool = False
     check_plans: bool = False
     api_key: str | None = None
     admin_api_key: str | None = None
+    kernel_cache: str | None = None
 
 
 def read_env(environ: Mapping[str, str]) -> EnvSettings:

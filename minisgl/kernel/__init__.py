@@ -1,9 +1,10 @@
 """Kernels, each beside a plain torch reference with the same signature.
 
-What is exported runs Triton on CUDA tensors and the reference on others (dispatch.py). The
+What is exported runs the reference on CPU tensors and Triton on others (dispatch.py). The
 references themselves: elementwise.py, rotary.py, sampling.py, random.py, step.py.
 """
 
+from minisgl.kernel.cache import compiling, use_kernel_cache
 from minisgl.kernel.dispatch import (
     add_rms_norm,
     gather_embedding,
@@ -18,6 +19,7 @@ from minisgl.kernel.dispatch import (
     update_pages,
 )
 from minisgl.kernel.elementwise import rope, store_kv
+from minisgl.kernel.flashinfer_ahead import compile_flashinfer
 from minisgl.kernel.logits import EditTensors, TopLogprobs, edit_logits, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
@@ -31,6 +33,8 @@ __all__ = [
     "StepViews",
     "TopLogprobs",
     "add_rms_norm",
+    "compile_flashinfer",
+    "compiling",
     "edit_logits",
     "gather_embedding",
     "gumbel_noise",
@@ -47,4 +51,5 @@ __all__ = [
     "store_kv",
     "top_logprobs",
     "update_pages",
+    "use_kernel_cache",
 ]

@@ -1,7 +1,8 @@
-"""The kernels as the rest of minisgl calls them: Triton for CUDA tensors, plain torch otherwise.
+"""The kernels as the rest of minisgl calls them: plain torch for CPU tensors, Triton otherwise.
 
 Each function has the signature and the meaning of its reference, which its docstring names.
-Triton is imported with the first CUDA tensor, so that machines without it never need it.
+Triton is imported with the first other tensor, so that machines without it never need it. Tensors
+of the device meta compile kernels without running them (kernel.triton.ahead).
 """
 
 import torch
@@ -14,7 +15,7 @@ from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See minisgl.kernel.elementwise.rms_norm."""
-    if x.is_cuda:
+    if not x.is_cpu:
         from minisgl.kernel.triton import norm
 
         return norm.rms_norm(x, weight, eps)
@@ -23,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See minisgl.kernel.elementwise.add_rms_norm. On CUDA x and residual are overwritten."""
-    if x.is_cuda:
+    if not x.is_cpu:
         from minisgl.kernel.triton import norm
 
         return norm.add_rms_norm(x, residual, weight, eps)
@@ -32,7 +33,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """See minisgl.kernel.elementwise.silu_and_mul."""
-    if x.is_cuda:
+    if not x.is_cpu:
         from minisgl.kernel.triton import elementwise as kernels
 
         return kernels.silu_and_mul(x)
@@ -41,7 +42,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def gather_embedding(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
     """See minisgl.kernel.elementwise.gather_embedding."""
-    if weight.is_cuda:
+    if not weight.is_cpu:
         from minisgl.kernel.triton import elementwise as kernels
 
         return kernels.gather_embedding(ids, weight, first_id)
@@ -64,7 +65,7 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """See minisgl.kernel.rotary.qk_norm_rope_store."""
     run = rotary.qk_norm_rope_store
-    if qkv.is_cuda:
+    if not qkv.is_cpu:
         from minisgl.kernel.triton import rotary as kernels
 
         run = kernels.qk_norm_rope_store
@@ -99,7 +100,7 @@ def linear(
         or x.shape[0] > 32
         or x.stride(1) != 1
         or not (x.dtype == weight.dtype == torch.bfloat16)
-        or not (x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0))
+        or x.is_cpu
     ):
         return functional.linear(x, weight, bias)
     from minisgl.kernel.triton import linear as kernels
@@ -112,7 +113,7 @@ def linear(
 
 def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
     """See minisgl.kernel.sampling.sample. On CUDA logits may be bfloat16 or float16 as well."""
-    if logits.is_cuda:
+    if not logits.is_cpu:
         from minisgl.kernel.triton import sampling as kernels
 
         return kernels.sample(logits, params)
@@ -124,7 +125,7 @@ def update_pages(
 ) -> None:
     """See minisgl.kernel.step.update_pages."""
     run = step.update_pages
-    if page_table.is_cuda:
+    if not page_table.is_cpu:
         from minisgl.kernel.triton import step as kernels
 
         run = kernels.update_pages
@@ -146,7 +147,7 @@ def stage_tokens(
 ) -> None:
     """See minisgl.kernel.step.stage_tokens."""
     run = step.stage_tokens
-    if ids.is_cuda:
+    if not ids.is_cpu:
         from minisgl.kernel.triton import step as kernels
 
         run = kernels.stage_tokens
@@ -177,7 +178,7 @@ def kv_metadata(
 ) -> None:
     """See minisgl.kernel.step.kv_metadata."""
     run = step.kv_metadata
-    if rows.is_cuda:
+    if not rows.is_cpu:
         from minisgl.kernel.triton import step as kernels
 
         run = kernels.kv_metadata
@@ -194,7 +195,7 @@ def put_tokens(
 ) -> None:
     """See minisgl.kernel.step.put_tokens."""
     run = step.put_tokens
-    if token_pool.is_cuda:
+    if not token_pool.is_cpu:
         from minisgl.kernel.triton import step as kernels
 
         run = kernels.put_tokens

@@ -59,6 +59,7 @@ class LLM:
         attention_backend: str = "auto",
         cuda_graph_max_bs: int | None = None,
         dummy_weight: bool = False,
+        kernel_cache: str | None = None,
         prefill_budget_tokens: int = 8192,
         cache_type: str = "radix",
         overlap: bool = True,
@@ -80,6 +81,7 @@ class LLM:
             attention_backend=attention_backend,
             cuda_graph_max_bs=cuda_graph_max_bs,
             dummy_weight=dummy_weight,
+            kernel_cache=kernel_cache,
         )
         scheduler_config = SchedulerConfig(
             prefill_budget_tokens=prefill_budget_tokens,

@@ -34,11 +34,11 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
 
 
 def fill_random(model: nn.Module, seed: int = 0) -> None:
-    """Seeded values where they lie: norms 1, biases 0, everything else normal."""
+    """Seeded values where they lie: norms 1, biases 0, everything else normal. Meta: nothing."""
     for position, (name, parameter) in enumerate(model.named_parameters()):
         if name.endswith("norm.weight"):
             parameter.data.fill_(1.0)
-        elif not name.endswith(".bias"):
+        elif not (name.endswith(".bias") or parameter.is_meta):
             generator = torch.Generator(parameter.device).manual_seed(seed + position)
             parameter.data.normal_(0.0, _DUMMY_STD, generator=generator)
 

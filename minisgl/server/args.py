@@ -143,10 +143,11 @@ def resolve(
                 section, field = flag["to"].split(".")
                 value = getattr(options, names.split()[0][2:].replace("-", "_"))
                 given[section][field] = tuple(value) if isinstance(value, list) else value
-    scheduler = given["scheduler"]
+    engine, scheduler = given["engine"], given["scheduler"]
+    engine["kernel_cache"] = engine["kernel_cache"] or settings.kernel_cache
     scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
     return ServerConfig(
-        engine=EngineConfig(model_path=folder, **given["engine"]),
+        engine=EngineConfig(model_path=folder, **engine),
         scheduler=SchedulerConfig(
             **scheduler,
             overlap=not settings.disable_overlap_scheduling,

@@ -83,14 +83,16 @@ class Hub:
         self.home = home
         self.fetched = fetched
 
-    def resolve(self, name: str, revision: str | None = None, **env: str) -> str:
+    def resolve(
+        self, name: str, revision: str | None = None, weights: bool = True, **env: str
+    ) -> str:
         """Run resolve_model in a process of its own: huggingface_hub reads HF_* at import."""
         code = (
             "import sys\n"
             "from minisgl.core import ConfigError\n"
             "from minisgl.core.hub import resolve_model\n"
             "try:\n"
-            f"    print('PATH', resolve_model({name!r}, {revision!r}))\n"
+            f"    print('PATH', resolve_model({name!r}, {revision!r}, {weights}))\n"
             "except ConfigError as error:\n"
             "    print('ERROR', error)\n"
             "print('TORCH', 'torch' in sys.modules)\n"
@@ -135,6 +137,15 @@ def test_hub_id_downloads_only_what_is_needed_and_works_offline_afterwards(hub: 
     assert set(hub.fetched) == wanted
     assert {path.name for path in Path(first[5:]).iterdir()} == wanted
     assert hub.resolve("owner/good", HF_HUB_OFFLINE="1") == first
+
+
+def test_without_weights_the_configuration_is_enough(hub: Hub, tmp_path: Path) -> None:
+    found = hub.resolve("owner/good", weights=False)
+    assert found.startswith("PATH "), found
+    assert set(hub.fetched) == {"config.json", "tokenizer.json"}
+    (tmp_path / "config.json").write_bytes(FILES["config.json"])
+    assert hub.resolve(str(tmp_path), weights=False) == f"PATH {tmp_path}"
+    assert "no *.safetensors" in hub.resolve(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""All kernels that serving a model needs, compiled into a folder before any server starts.
+
+An engine on the device meta takes the very steps that a server takes, with tensors that hold no
+data: what is compiled follows from the code, and no list can be out of date. Needs no GPU.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from minisgl.attention import compile_attention
+from minisgl.core import ConfigError, EngineConfig
+from minisgl.distributed import MetaCommunicator, TPInfo
+from minisgl.engine import probe
+from minisgl.engine.engine import Engine
+from minisgl.engine.settings import resolve_dtype
+from minisgl.kernel import compiling
+from minisgl.kvcache.pool import KVPool
+from minisgl.models import load_model_config
+
+logger = logging.getLogger(__name__)
+
+
+def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence[int]) -> None:
+    """Fill config.kernel_cache with what this configuration runs on GPUs of `archs`.
+
+    archs: 90 for compute capability 9.0; none: those of the GPUs here. Raises ConfigError.
+    """
+    if config.kernel_cache is None:
+        raise ConfigError("minisgl compile needs --kernel-cache, the folder to fill")
+    folder = Path(config.kernel_cache).absolute()
+    archs = sorted(set(archs) or _local_archs())
+    if not archs:
+        raise ConfigError("there is no GPU here: say for which to compile, such as --arch 9.0")
+    began_s = time.monotonic()
+    dry = msgspec.structs.replace(
+        config, device="meta", num_pages=1, dummy_weight=True, kernel_cache=None
+    )
+    for arch in archs:
+        for rank in range(config.tp_size):
+            tp = TPInfo(rank, config.tp_size)
+            with compiling(folder, arch):
+                engine = Engine(dry, tp, MetaCommunicator(tp), max_chunk_tokens)
+                engine.warm_up()
+                probe.every_size(engine, engine.num_pages, max_chunk_tokens)
+    model, device = load_model_config(config.model_path), torch.device("meta")
+    pool = KVPool(
+        num_layers=1,
+        num_pages=1,
+        page_size=config.page_size,
+        kv_heads=1,
+        head_dim=model.head_dim,
+        dtype=resolve_dtype(dry, model, device),
+        device=device,
+    )
+    compile_attention(config.attention_backend, pool, archs, folder)
+    logger.info(
+        "kernels compiled folder=%s archs=%s s=%.0f", folder, archs, time.monotonic() - began_s
+    )
+
+
+def _local_archs() -> set[int]:
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return {10 * major + minor for major, minor in capabilities}

@@ -1,0 +1,29 @@
+"""`minisgl compile` without a GPU: what it refuses. That it works is shown by tests/gpu."""
+
+import pytest
+
+from minisgl.__main__ import main
+from minisgl.utils import CONFIG_EXIT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "9.0"], "needs --kernel-cache"),
+        (["--kernel-cache", "x"], "say for which to compile, such as --arch 9.0"),
+        (["--model", "/nowhere"], "model folder /nowhere does not exist"),
+    ],
+)
+def test_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", *arguments]) == CONFIG_EXIT
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("minisgl: error: ")]
+    assert message in line
+
+
+@pytest.mark.parametrize("arch", ["9", "9.0a", "90"])
+def test_a_wrong_architecture_is_a_wrong_flag(arch: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compile", "--arch", arch])
+    assert ended.value.code == 2
