@@ -1,11 +1,12 @@
 """Collectives between the tensor-parallel ranks of one host.
 
-No process-wide group is initialised: a communicator owns its process group object. Ranks find
-each other through a file, and gloo and NCCL talk over loopback or shared memory, so that nothing
-listens outside the host.
+On CPU a communicator owns its process group object; on CUDA it is torch's default group, which
+symmetric memory asks for, so that a process has one. Ranks find each other through a file, and gloo
+and NCCL talk over loopback or shared memory: nothing listens outside the host.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,9 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, FileStore, Store
 
-from minisgl.core import ConfigError
+from minisgl.core import ConfigError, WorkerDied
+from minisgl.distributed.peers import PeerMemory, share_memory
+from minisgl.kernel import add_rms_norm, rms_norm
 
 _LOOPBACK = "lo"
 
@@ -38,8 +41,15 @@ class Communicator(Protocol):
     @property
     def tp(self) -> TPInfo: ...
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks. x (contiguous) is given up by the caller and may be written in place."""
+    def reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """RMSNorm of the sum of all ranks' x, plus residual where there is one: (normed, sum).
+
+        x, residual: contiguous [T, H], given up by the caller; weight: [H]. normed is the same on
+        every rank and good until the next call; the sum is for the next call's residual only (a
+        rank may have written no more than what it needs there).
+        """
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -60,8 +70,10 @@ class SingleCommunicator:
     def tp(self) -> TPInfo:
         return TPInfo(0, 1)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
+    def reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return _add_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
@@ -87,47 +99,89 @@ class MetaCommunicator(SingleCommunicator):
         return torch.cat([x] * self._tp.size, dim=-1)
 
 
+def _add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    if residual is None:
+        return rms_norm(x, weight, eps), x
+    return add_rms_norm(x, residual, weight, eps)
+
+
 class ProcessGroup(Protocol):
     """The part of torch's process group objects that is used (their stubs leave it out)."""
 
     def allreduce(self, tensors: list[Tensor], options: Any = ...) -> Any: ...
 
-    def _allgather_base(self, output: Tensor, input: Tensor) -> Any: ...
+    def _allgather_base(self, output: Tensor, input: Tensor, options: Any = ...) -> Any: ...
 
     def shutdown(self) -> None: ...
 
 
 class GroupCommunicator:
-    """Several ranks over a torch process group (gloo on CPU, NCCL on CUDA)."""
+    """Several ranks over a torch process group (gloo on CPU, NCCL on CUDA).
 
-    def __init__(self, tp: TPInfo, group: ProcessGroup, device: torch.device) -> None:
+    peers: memory that all ranks reach, for small sums without the process group; None: without.
+    Raises WorkerDied where the process group finds that another rank has gone.
+    """
+
+    def __init__(
+        self,
+        tp: TPInfo,
+        group: ProcessGroup,
+        device: torch.device,
+        peers: PeerMemory | None = None,
+    ) -> None:
         self._tp = tp
         self._group = group
         self._device = device
+        self._peers = peers
 
     @property
     def tp(self) -> TPInfo:
         return self._tp
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self._group.allreduce([x]).wait()
-        return x
+    def reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.reduce_norm(x, residual, weight, eps)
+        self._all_reduce(x, dist.ReduceOp.SUM)
+        return _add_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty(self._tp.size * x.numel())
-        self._group._allgather_base(gathered, x.flatten()).wait()
+        options: Any = AllgatherOptions()
+        options.asyncOp = False
+        _finish(lambda: self._group._allgather_base(gathered, x.flatten(), options))
         return gathered.view(self._tp.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def agree_min(self, value: int) -> int:
         box = torch.tensor([value], dtype=torch.int64, device=self._device)
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        self._group.allreduce([box], options).wait()
+        self._all_reduce(box, dist.ReduceOp.MIN)
         return int(box.item())
 
     def close(self) -> None:
         """Leave the group. Not a collective: works when other ranks are gone."""
-        self._group.shutdown()
+        self._peers = None
+        if self._device.type == "cuda":
+            dist.destroy_process_group()
+        else:
+            self._group.shutdown()
+
+    def _all_reduce(self, x: Tensor, operation: Any) -> None:
+        options: Any = AllreduceOptions()
+        options.reduceOp = operation
+        options.asyncOp = False  # on the current stream, so that graphs hold nothing else
+        _finish(lambda: self._group.allreduce([x], options))
+
+
+def _finish(collective: Callable[[], Any]) -> None:
+    try:
+        work = collective()
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise WorkerDied(f"another tensor-parallel rank has gone: {error}") from error
 
 
 def connect(
@@ -143,10 +197,13 @@ def connect(
     timeout = timedelta(seconds=timeout_s)
     store = FileStore(rendezvous_file, tp.size)
     store.set_timeout(timeout)
-    group = _nccl(store, tp, timeout) if device.type == "cuda" else _gloo(store, tp, timeout)
-    comm = GroupCommunicator(tp, group, device)
-    comm.agree_min(0)  # connects all pairs now, so that a missing rank is noticed here
-    return comm
+    if device.type != "cuda":
+        comm = GroupCommunicator(tp, _gloo(store, tp, timeout), device)
+        comm.agree_min(0)  # connects all pairs now, so that a missing rank is noticed here
+        return comm
+    group = _nccl(store, tp, device, timeout)
+    plain = GroupCommunicator(tp, group, device)
+    return GroupCommunicator(tp, group, device, share_memory(tp.rank, tp.size, device, plain))
 
 
 def _gloo(store: Store, tp: TPInfo, timeout: timedelta) -> ProcessGroup:
@@ -158,11 +215,17 @@ def _gloo(store: Store, tp: TPInfo, timeout: timedelta) -> ProcessGroup:
     return group
 
 
-def _nccl(store: Store, tp: TPInfo, timeout: timedelta) -> ProcessGroup:
+def _nccl(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> ProcessGroup:
     # NCCL takes its bootstrap interface from the environment alone; a user's choice is kept.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    group: ProcessGroup = nccl(store, tp.rank, tp.size, options)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        store=store,
+        rank=tp.rank,
+        world_size=tp.size,
+        timeout=timeout,
+        device_id=device,
+    )
+    group: ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
     return group

@@ -24,8 +24,8 @@ class VocabMatrix(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.part.local, hidden_size))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids: integers [T] below V. Returns [T, H]."""
-        return self.comm.all_reduce(gather_embedding(ids, self.weight, self.part.begin))
+        """ids: integers [T] below V. Returns [T, H], zeros for ids of other ranks."""
+        return gather_embedding(ids, self.weight, self.part.begin)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: [N, H]. Returns [N, V] of its dtype, the same on every rank.

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from minisgl.distributed import Communicator
 from minisgl.kernel import linear
 from minisgl.layers.shards import Part, Placement
 
@@ -64,22 +63,22 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear cut by input columns; the ranks' partial outputs are summed.
+    """A linear cut by input columns: the output is the sum of all ranks', not formed here.
 
     weight: [out_features, part.local]. A bias is loaded by rank 0 alone (zero elsewhere), so that
     the sum holds it once.
     """
 
-    def __init__(self, part: Part, out_features: int, bias: bool, comm: Communicator) -> None:
+    def __init__(self, part: Part, out_features: int, bias: bool, rank: int) -> None:
         super().__init__()
         self.part = part
-        self.comm = comm
+        self.rank = rank
         self.weight = nn.Parameter(torch.empty(out_features, part.local))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.counters: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.comm.all_reduce(linear(x, self.weight, self.bias, self.counters))
+        return linear(x, self.weight, self.bias, self.counters)
 
     def placements(self, name: str) -> Iterator[Placement]:
         part, out_features = self.part, self.weight.shape[0]
@@ -87,7 +86,7 @@ class RowParallelLinear(nn.Module):
             f"{name}.weight", (out_features, part.full), f"{name}.weight", 1, part.begin, part.end
         )
         if self.bias is not None:
-            end = out_features if self.comm.tp.rank == 0 else 0
+            end = out_features if self.rank == 0 else 0
             yield Placement(f"{name}.bias", (out_features,), f"{name}.bias", 0, 0, end)
 
 

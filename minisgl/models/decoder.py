@@ -14,6 +14,7 @@ from minisgl.layers import (
     ColumnParallelLinear,
     RMSNorm,
     RowParallelLinear,
+    StreamNorm,
     VocabMatrix,
     split_evenly,
     split_heads,
@@ -39,7 +40,7 @@ class ForwardContext:
 
 
 class Attention(nn.Module):
-    """Self-attention over this rank's heads, summed over ranks by the output projection."""
+    """Self-attention over this rank's heads: its part of a sum over ranks."""
 
     def __init__(self, config: ModelConfig, layer: int, comm: Communicator) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Attention(nn.Module):
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
         parts = (q, k, k._replace(name="v_proj"))
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, comm)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, rank)
         normed = config.family.qk_norm
         self.q_norm = RMSNorm(dim, config.norm_eps) if normed else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if normed else None
@@ -82,14 +83,14 @@ class Attention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate) * up); the intermediate size is padded where ranks do not divide it."""
+    """down(silu(gate) * up), in parts; the inner size is padded where ranks do not divide it."""
 
     def __init__(self, config: ModelConfig, comm: Communicator) -> None:
         super().__init__()
         cut = split_evenly("gate_proj", config.intermediate_size, comm.tp.rank, comm.tp.size)
         parts = (cut, cut._replace(name="up_proj"))
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, config.mlp_bias)
-        self.down_proj = RowParallelLinear(cut, config.hidden_size, config.mlp_bias, comm)
+        self.down_proj = RowParallelLinear(cut, config.hidden_size, config.mlp_bias, comm.tp.rank)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
@@ -97,15 +98,18 @@ class GatedMlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP around a residual stream that is carried beside x."""
+    """Pre-norm attention and MLP around a residual stream that is carried beside x.
+
+    x is this rank's part of a sum over ranks between the blocks, and whole inside them.
+    """
 
     def __init__(
         self, config: ModelConfig, layer: int, comm: Communicator, moe_backend: MoeBackend
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = StreamNorm(config.hidden_size, config.norm_eps, comm)
         self.self_attn = Attention(config, layer, comm)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = StreamNorm(config.hidden_size, config.norm_eps, comm)
         if config.moe is not None and layer in config.moe.sparse_layers:
             self.mlp: nn.Module = MoeBlock(config.hidden_size, config.moe, comm, moe_backend)
         else:
@@ -114,12 +118,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, context)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.input_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(x, context), residual)
         return self.mlp(x), residual
 
 
@@ -132,14 +132,14 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, comm, moe_backend) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = StreamNorm(config.hidden_size, config.norm_eps, comm)
 
     def forward(self, ids: Tensor, context: ForwardContext) -> Tensor:
         x, residual = self.embed_tokens.embed(ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
-        assert residual is not None, "a model has at least one layer"
-        return self.norm.add(x, residual)[0]
+        normed: Tensor = self.norm(x, residual)[0]
+        return normed
 
 
 class CausalLM(nn.Module):

@@ -14,7 +14,8 @@ from minisgl.moe import MoeBackend, route
 class MoeBlock(nn.Module):
     """Every rank routes all tokens and holds a slice of each expert's intermediate dimension.
 
-    gate_up: [E, 2I, H], gate rows first; down: [E, H, I]; I is this rank's padded share.
+    gate_up: [E, 2I, H], gate rows first; down: [E, H, I]; I is this rank's padded share. The output
+    is the sum of all ranks', not formed here.
     """
 
     def __init__(
@@ -22,7 +23,6 @@ class MoeBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.moe = moe
-        self.comm = comm
         self.backend = backend
         self.cut = split_evenly("", moe.intermediate_size, comm.tp.rank, comm.tp.size)
         self.gate = ReplicatedLinear(hidden_size, moe.num_experts)
@@ -31,7 +31,7 @@ class MoeBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         routing = route(self.gate(x), self.moe.experts_per_token, self.moe.renormalise)
-        return self.comm.all_reduce(self.backend.forward(x, self.gate_up, self.down, routing))
+        return self.backend.forward(x, self.gate_up, self.down, routing)
 
     def placements(self, name: str) -> Iterator[Placement]:
         cut, hidden_size = self.cut, self.down.shape[1]

@@ -35,16 +35,23 @@ def own_listeners() -> list[str]:
 
 def exercise(comm: Communicator) -> tuple[object, ...]:
     rank = comm.tp.rank
-    summed = comm.all_reduce(torch.full((2, 3), float(rank + 1)))
+    part, ones = torch.tensor([[1.0, 5.0], [2.0, 2.0]]) * (2 * rank - 1), torch.ones(2)
+    whole = torch.tensor([[3.0, 4.0], [0.0, 5.0]])
+    part = part + whole / 2  # the parts of two ranks add up to `whole`
+    normed, total = comm.reduce_norm(part.clone(), None, ones, 0.0)
+    twice, _ = comm.reduce_norm(part, whole.clone(), ones, 0.0)
     gathered = comm.all_gather(torch.tensor([[rank, 10 + rank], [20 + rank, 30 + rank]]))
     smallest = comm.agree_min(7 - rank)
-    return summed.tolist(), gathered.tolist(), smallest, own_listeners()
+    return total.tolist(), [normed, twice], gathered.tolist(), smallest, own_listeners()
 
 
 def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
     """W34: torch's TCPStore listens on all interfaces; a file store and gloo on lo do not."""
-    for summed, gathered, smallest, listeners in run_ranks(2, tmp_path, exercise):
-        assert summed == [[3.0] * 3] * 2
+    for total, norms, gathered, smallest, listeners in run_ranks(2, tmp_path, exercise):
+        assert total == [[3.0, 4.0], [0.0, 5.0]]
+        expected = torch.tensor([[0.6, 0.8], [0.0, 1.0]]) * 2**0.5
+        for normed in norms:
+            torch.testing.assert_close(normed, expected)
         assert gathered == [[0, 10, 1, 11], [20, 30, 21, 31]]
         assert smallest == 6
         assert listeners, "gloo listens somewhere, or this test sees nothing"
@@ -54,8 +61,8 @@ def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
 def test_one_rank_needs_no_file() -> None:
     comm = connect(TPInfo(0, 1), torch.device("cpu"), "/nowhere/at/all")
     assert isinstance(comm, SingleCommunicator)
-    x = torch.ones(2)
-    assert comm.all_reduce(x) is x
+    x = torch.ones(1, 2)
+    assert comm.reduce_norm(x, None, torch.ones(2), 0.0)[1] is x
     assert comm.all_gather(x) is x
     assert comm.agree_min(3) == 3
     assert own_listeners() == []

@@ -1,0 +1,90 @@
+"""Memory of each rank that all ranks of the host reach over NVLink, for small sums.
+
+torch's symmetric memory allocates it and maps the others' into this process; the kernel that works
+on it is minisgl.kernel.triton.reduce. No multicast.
+"""
+
+import logging
+import os
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from minisgl.kernel.peers import BLOCKS, PeerLayout, reduce_norm
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 2 * 10240 * 1024  # of one sum; NCCL takes larger ones
+_EXTRA_ONE_SHOT_BYTES = 5 * 2**18  # sent beyond what two shots send, while one shot is as fast
+
+
+class _Agreeing(Protocol):
+    def agree_min(self, value: int) -> int: ...
+
+
+class PeerMemory:
+    """This rank's memory for sums, and where it sees that of the others."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        """Collective. Raises RuntimeError where the GPUs do not reach one another."""
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._rank, self._size = rank, size
+        self._layout = PeerLayout(slot_bytes=_MOST_BYTES, row_bytes=_MOST_BYTES)
+        length, world = self._layout.size(size), dist.group.WORLD
+        assert world is not None, "the process group comes first: this is a bug"
+        self._memory = _SymmetricMemory.empty_strided_p2p(
+            (length,), (1,), torch.uint8, device, world.group_name
+        )
+        self._memory.zero_()
+        torch.cuda.synchronize(device)
+        self._handle = symmetric.rendezvous(self._memory, world)
+        addresses = list(self._handle.buffer_ptrs)
+        if addresses[rank] != self._memory.data_ptr():
+            raise RuntimeError("symmetric memory is not mapped at its beginning")
+        self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._epochs = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether reduce_norm can sum x; depends on shape and dtype alone. x: [T, H]."""
+        rows, width = x.shape
+        padded = -(-rows // self._size) * self._size
+        row_bytes = width * x.element_size()
+        return rows > 0 and row_bytes % 16 == 0 and padded * row_bytes <= _MOST_BYTES
+
+    def reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See minisgl.kernel.triton.reduce.reduce_norm. x: [T, H] that this takes."""
+        num_bytes = x.numel() * x.element_size()
+        extra = num_bytes * (self._size - 1) * (self._size - 2) // self._size
+        rows = None
+        if extra > _EXTRA_ONE_SHOT_BYTES or num_bytes * self._size > _MOST_BYTES:
+            begin = 2 * self._layout.slot_bytes
+            rows = self._memory[begin : begin + self._layout.row_bytes].view(x.dtype)
+        return reduce_norm(
+            x,
+            residual,
+            weight,
+            eps,
+            peers=self._peers,
+            epochs=self._epochs,
+            rank=self._rank,
+            layout=self._layout,
+            rows=rows,
+        )
+
+
+def share_memory(rank: int, size: int, device: torch.device, comm: _Agreeing) -> PeerMemory | None:
+    """Peer memory of all ranks, or None, with a warning, where one of them cannot have it."""
+    peers: PeerMemory | None = None
+    if size & (size - 1) == 0:
+        try:
+            peers = PeerMemory(rank, size, device)
+        except RuntimeError as error:
+            logger.warning("no peer memory, all sums go through NCCL error=%s", error)
+    return peers if comm.agree_min(int(peers is not None)) else None

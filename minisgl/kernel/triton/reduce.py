@@ -1,0 +1,202 @@
+"""Sum over tensor-parallel ranks, residual addition and RMSNorm in one kernel over peer memory.
+
+Each rank pushes rows of its part into the others' slots and raises a flag there; who owns a row
+waits for the flags, adds the parts in rank order from its own memory, and normalises.
+
+    one shot   every rank owns every row: (N - 1) T H elements go out, one exchange of flags.
+    two shots  row i belongs to rank i % N, which pushes the normed row to all: 2 (N - 1) / N T H
+               elements go out, two exchanges. The residual of a row lives with its owner alone.
+
+Bytes of two shots at 256 x 5120 bfloat16 on 4 ranks: 3.9 MB out, 10 us at 391 GB/s.
+
+Memory is laid out as in PeerLayout. Slot row R belongs to block R % BLOCKS in every call, so
+block b meets the others' block b alone, and keeps a count of its calls in epochs[b]:
+
+I1  A slot is overwritten two calls later at the earliest, after the flags of the call between,
+    which its reader raises when the call before has been read.
+I2  A row of the second shot is overwritten after its reader's first flag of that call, which
+    follows in the reader's stream on whatever used the row.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from minisgl.kernel.peers import BLOCKS, PeerLayout
+
+_WARPS = 16
+
+
+@triton.jit
+def _raise_flags(flags, value, FAST: tl.constexpr):
+    """Store value at these addresses, after everything that this block has written."""
+    tl.debug_barrier()
+    if FAST:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 first, thread, 32;
+            @first st.release.sys.global.u32 [$1], $2;
+            mov.u32 $0, $2;
+            }""",
+            "=r,l,r",
+            [flags, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.atomic_xchg(flags.to(tl.pointer_type(tl.int32)), value, sem="release", scope="sys")
+
+
+@triton.jit
+def _read_flags(flags, FAST: tl.constexpr):
+    if FAST:
+        seen = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.u32 $0, [$1];",
+            "=r,l",
+            [flags],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        zero = (flags * 0).to(tl.int32)
+        pointers = flags.to(tl.pointer_type(tl.int32))
+        seen = tl.atomic_add(pointers, zero, sem="acquire", scope="sys")
+    return seen
+
+
+@triton.jit
+def _await_flags(flags, value, FAST: tl.constexpr):
+    """Spin until all have reached value; differences, because the count wraps around."""
+    while tl.min(_read_flags(flags, FAST) - value, axis=0) < 0:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _typed(address, like):
+    return tl.multiple_of(address.to(like.dtype), 16)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rank"])
+def _reduce_norm(
+    x,
+    residual,
+    weight,
+    out,
+    peers,
+    epochs,
+    num_rows,
+    width,
+    rank,
+    slot_bytes,
+    flags_offset,
+    eps,
+    ADD: tl.constexpr,
+    TWO_SHOTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    block = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    ranks = tl.arange(0, RANKS)
+    epoch = tl.load(epochs + block) + 1
+    zeros = tl.zeros([RANKS], tl.int32)
+    own = tl.load(peers + rank)
+    to_flags = tl.load(peers + ranks) + flags_offset + (block * RANKS + rank) * 4
+    own_flags = own + flags_offset + (block * RANKS + ranks) * 4
+    half = (epoch & 1).to(tl.int64) * slot_bytes
+    stride = width.to(tl.int64)
+    owned = tl.cdiv(num_rows, RANKS) if TWO_SHOTS else num_rows
+    for j in range(block, owned, BLOCKS):
+        slot = (j * RANKS + rank) * stride
+        for step in tl.static_range(RANKS):
+            peer = (rank + 1 + step) % RANKS
+            row = j * RANKS + peer if TWO_SHOTS else j
+            mask = inside & (row < num_rows)
+            part = tl.load(x + row * stride + cols, mask=mask, other=0.0)
+            slots = _typed(tl.load(peers + peer) + half, x)
+            tl.store(slots + slot + cols, part, mask=mask)
+    _raise_flags(to_flags, zeros + epoch, FAST)
+    _await_flags(own_flags, epoch, FAST)
+    slots = _typed(own + half, x)
+    scale = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    for j in range(block, owned, BLOCKS):
+        row = j * RANKS + rank if TWO_SHOTS else j
+        mask = inside & (row < num_rows)
+        total = tl.zeros([BLOCK], tl.float32)
+        for other in tl.static_range(RANKS):
+            at = slots + (j * RANKS + other) * stride + cols
+            total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if ADD:
+            total += tl.load(residual + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+        value = total.to(x.dtype.element_ty)
+        tl.store(residual + row * stride + cols, value, mask=mask)
+        wide = value.to(tl.float32)
+        mean = tl.sum(wide * wide, axis=0) / width
+        normed = (wide * tl.rsqrt(mean + eps)).to(value.dtype).to(tl.float32)
+        scaled = (normed * scale).to(value.dtype)
+        if TWO_SHOTS:
+            for step in tl.static_range(RANKS):
+                peer = (rank + 1 + step) % RANKS
+                rows = _typed(tl.load(peers + peer) + 2 * slot_bytes.to(tl.int64), x)
+                tl.store(rows + row * stride + cols, scaled, mask=mask)
+        else:
+            tl.store(out + row * stride + cols, scaled, mask=mask)
+    if TWO_SHOTS:
+        _raise_flags(to_flags + BLOCKS * RANKS * 4, zeros + epoch, FAST)
+        _await_flags(own_flags + BLOCKS * RANKS * 4, epoch, FAST)
+    tl.store(epochs + block, epoch)
+
+
+def reduce_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    peers: Tensor,
+    epochs: Tensor,
+    rank: int,
+    layout: PeerLayout,
+    rows: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See minisgl.kernel.peers.reduce_norm."""
+    num_rows, width = x.shape
+    ranks = peers.shape[0]
+    total = x.new_empty(x.shape) if residual is None else residual
+    out = x if rows is None else rows[: x.numel()].view(x.shape)
+    owned = triton.cdiv(num_rows, ranks) if rows is not None else num_rows
+    if num_rows:
+        _reduce_norm[(min(owned, BLOCKS),)](
+            x,
+            total,
+            weight,
+            out,
+            peers,
+            epochs,
+            num_rows,
+            width,
+            rank,
+            layout.slot_bytes,
+            layout.flags_offset,
+            eps,
+            ADD=residual is not None,
+            TWO_SHOTS=rows is not None,
+            RANKS=ranks,
+            BLOCKS=BLOCKS,
+            BLOCK=triton.next_power_of_2(width),
+            FAST=not knobs.runtime.interpret,
+            num_warps=_WARPS,
+        )
+    return out, total
