@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minisgl import kernel
+from minisgl.benchmark.moe import layer_cases
 
 _CALLS = 32  # captured in one graph
 _REPLAYS = 15
@@ -90,6 +91,7 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
             yield _add_rms_norm(count, hidden)
             yield _silu_and_mul(count, inner)
             yield _qk_norm_rope_store(count, q_heads, kv_heads)
+    yield from (Case(*case) for case in layer_cases(sorted({*tokens, 16})))
     for count in rows:
         for dtype in (torch.float32, torch.bfloat16):
             yield _sample("greedy", count, dtype, temperature=0.0)
@@ -226,11 +228,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="minisgl bench kernels", description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 256, 8192])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--only", default="", help="kernels whose line begins so")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     bandwidth = copy_bandwidth()
-    chosen = list(cases(options.tokens, options.rows))
+    every = cases(options.tokens, options.rows)
+    chosen = [case for case in every if case.name.startswith(options.only)]
     figures = [measure(case, bandwidth) for case in tqdm(chosen, desc="kernels")]
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s")
     print(f"{'kernel':<48} {'MB':>8} {'floor':>9} {'measured':>9} {'of floor':>8}")

@@ -26,7 +26,7 @@ def build_model(
     dummy_weight skips the checkpoint for seeded random values. Raises ConfigError.
     """
     with torch.device("meta"):
-        model = CausalLM(config, comm, create_moe_backend(moe_backend))
+        model = CausalLM(config, comm, create_moe_backend(moe_backend, device))
     materialise(model, device, dtype)
     share_counters(model, device)
     if dummy_weight:

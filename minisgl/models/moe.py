@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from minisgl.distributed import Communicator
 from minisgl.layers import Placement, ReplicatedLinear, split_evenly
 from minisgl.models.config import MoeConfig
-from minisgl.moe import MoeBackend, route
+from minisgl.moe import ExpertWeights, MoeBackend
 
 
 class MoeBlock(nn.Module):
@@ -30,8 +30,9 @@ class MoeBlock(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, self.cut.local))
 
     def forward(self, x: Tensor) -> Tensor:
-        routing = route(self.gate(x), self.moe.experts_per_token, self.moe.renormalise)
-        return self.backend.forward(x, self.gate_up, self.down, routing)
+        weights = ExpertWeights(self.gate.weight, self.gate_up, self.down)
+        moe = self.moe
+        return self.backend.forward(x, weights, moe.experts_per_token, moe.renormalise)
 
     def placements(self, name: str) -> Iterator[Placement]:
         cut, hidden_size = self.cut, self.down.shape[1]

@@ -5,19 +5,19 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from minisgl.kernel import silu_and_mul
-from minisgl.moe.base import Routing
+from minisgl.moe.base import ExpertWeights, route
 
 
 class TorchMoe:
     """Loops over the experts that got tokens; learning which ones synchronises with the device."""
 
-    def forward(self, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
-        num_experts = gate_up.shape[0]
-        flat = routing.experts.flatten()
+    def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
+        scales, experts = route(linear(x, weights.router), top_k, renormalise)
+        flat = experts.flatten()
         order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=num_experts).tolist()
-        tokens = order // routing.experts.shape[1]
-        weights = routing.weights.flatten()[order].unsqueeze(-1)
+        counts = torch.bincount(flat, minlength=len(weights.router)).tolist()
+        tokens = order // top_k
+        scales = scales.to(x.dtype).flatten()[order].unsqueeze(-1)
         out = torch.zeros_like(x)
         end = 0
         for expert, count in enumerate(counts):
@@ -25,6 +25,6 @@ class TorchMoe:
                 continue
             begin, end = end, end + count
             mine = tokens[begin:end]
-            hidden = silu_and_mul(linear(x[mine], gate_up[expert]))
-            out.index_add_(0, mine, linear(hidden, down[expert]) * weights[begin:end])
+            hidden = silu_and_mul(linear(x[mine], weights.gate_up[expert]))
+            out.index_add_(0, mine, linear(hidden, weights.down[expert]) * scales[begin:end])
         return out

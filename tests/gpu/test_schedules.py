@@ -78,6 +78,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def oracle(folder: str) -> Engine:
+    return exact_cpu_engine(folder)
+
+
+def exact_cpu_engine(folder: str) -> Engine:
     """float32 on CPU, with weights that bfloat16 holds exactly and logits that differ clearly."""
     engine = make_engine(folder, device="cpu", dtype="float32", num_pages=64)
     for parameter in engine._model.parameters():
@@ -196,19 +200,23 @@ def drawn(uid: int) -> SamplingParams:
     )
 
 
-def check_text(oracle: Engine, prompt: list[int], output: list[int]) -> float:
-    """Hold each token against float32 logits; the share that is exactly the best."""
+def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """float32 [len(output)]: by how much each token's logit is below the best, in float32."""
     caught: list[torch.Tensor] = []
     hook = oracle._model.register_forward_hook(lambda _m, _i, hidden: caught.append(hidden))
     Driver(oracle).step(Work(0, 0, prompt + output[:-1]))
     hook.remove()
     logits = oracle._model.logits(caught[0][len(prompt) - 1 :])
-    best = logits.max(dim=-1)
-    short = best.values - logits[torch.arange(len(output)), torch.tensor(output)]
+    return logits.max(dim=-1).values - logits[torch.arange(len(output)), torch.tensor(output)]
+
+
+def check_text(oracle: Engine, prompt: list[int], output: list[int]) -> float:
+    """Hold each token against float32 logits; the share that is exactly the best."""
+    short = shortfall(oracle, prompt, output)
     assert short.max() < ROUNDING, (
         f"token {int(short.argmax())} is no rounding error: {short.max()}"
     )
-    return float((best.indices == torch.tensor(output)).float().mean())
+    return float((short == 0).float().mean())
 
 
 def prove(case: Case, found: Run) -> None:

@@ -5,21 +5,25 @@ import torch
 from torch.nn.functional import silu
 
 from minisgl.core import ConfigError
-from minisgl.moe import create_moe_backend, route
+from minisgl.moe import ExpertWeights, create_moe_backend
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_experts_equal_their_definition(renormalise: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 8, generator=generator)
+    router = torch.randn(5, 8, generator=generator)
+    router[4] = 0.0
+    x[:, 0] = 1.0
+    router[4, 0] = -99.0  # an expert that nobody chooses
     gate_up = torch.randn(5, 12, 8, generator=generator)
     down = torch.randn(5, 8, 6, generator=generator)
-    logits = torch.randn(9, 5, generator=generator)
-    logits[:, 4] = -9.0  # an expert that nobody chooses
-    routing = route(logits, 2, renormalise)
-    out = create_moe_backend("torch").forward(x, gate_up, down, routing)
+    weights = ExpertWeights(router, gate_up, down)
+    out = create_moe_backend("auto", CPU).forward(x, weights, 2, renormalise)
     for token in range(9):
-        probs = logits[token].softmax(0)
+        probs = (router @ x[token]).softmax(0)
         chosen = probs.argsort(descending=True)[:2]
         scale = probs[chosen].sum() if renormalise else 1.0
         expected = torch.zeros(8)
@@ -29,6 +33,9 @@ def test_experts_equal_their_definition(renormalise: bool) -> None:
         torch.testing.assert_close(out[token], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'fast' is not known"):
-        create_moe_backend("fast")
+@pytest.mark.parametrize(
+    ("name", "says"), [("fast", "'fast' is not known"), ("triton", "'triton' needs a GPU")]
+)
+def test_backends_that_cannot_be_used_are_refused(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        create_moe_backend(name, CPU)

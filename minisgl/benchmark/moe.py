@@ -1,0 +1,72 @@
+"""A mixture-of-experts layer, from router to sum, in the widths of Qwen3-30B-A3B."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from minisgl.kernel import silu_and_mul
+from minisgl.moe import ExpertWeights, MoeBackend, create_moe_backend, route
+
+_HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
+
+
+class GroupedMm:
+    """Implements MoeBackend by torch's grouped matrix product; to compare with."""
+
+    def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
+        scales, experts = route(linear(x, weights.router), top_k, renormalise)
+        sorted_experts, order = experts.flatten().sort(stable=True)
+        ids = torch.arange(len(weights.router), device=x.device)
+        ends = torch.searchsorted(sorted_experts, ids, right=True).int()
+        both = torch._grouped_mm(x[order // top_k], weights.gate_up.transpose(1, 2), offs=ends)
+        down = weights.down.transpose(1, 2)
+        parts = torch._grouped_mm(silu_and_mul(both), down, offs=ends)[order.argsort()]
+        return torch.einsum("tkh,tk->th", parts.view(len(x), top_k, -1), scales.to(x.dtype))
+
+
+class LayerCase(NamedTuple):
+    """One backend at one number of tokens; see minisgl.benchmark.kernels.Case."""
+
+    name: str
+    bytes_moved: int
+    make: Callable[[], Callable[[], object]]
+
+
+def layer_cases(tokens: Sequence[int]) -> Iterator[LayerCase]:
+    """Ours and torch's for each number of tokens, with the bytes of the experts they take."""
+    ours = create_moe_backend("triton", torch.device("cuda"))
+    weights: list[ExpertWeights] = []
+    for count in tokens:
+        taken = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)
+        moved = int(6 * _HIDDEN * _INNER * taken) + 2 * _HIDDEN * (_EXPERTS + 2 * count)
+        for name, backend in (("ours", ours), ("torch grouped_mm", GroupedMm())):
+            yield LayerCase(
+                f"experts {count} tokens, {name}", moved, _maker(backend, count, weights)
+            )
+
+
+def _maker(
+    backend: MoeBackend, tokens: int, weights: list[ExpertWeights]
+) -> Callable[[], Callable[[], object]]:
+    """All cases share one set of weights, 1.2 GB, made on first use; inputs differ."""
+
+    def make() -> Callable[[], object]:
+        if not weights:
+            weights.append(
+                ExpertWeights(
+                    _normal(_EXPERTS, _HIDDEN),
+                    _normal(_EXPERTS, 2 * _INNER, _HIDDEN) * 0.02,
+                    _normal(_EXPERTS, _HIDDEN, _INNER) * 0.02,
+                )
+            )
+        x = _normal(tokens, _HIDDEN)
+        return lambda: backend.forward(x, weights[0], _TOP_K, True)
+
+    return make
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

@@ -1,0 +1,163 @@
+"""Which experts a token takes, and the tokens in the order of their experts.
+
+An assignment is one of a token's experts: number token * top_k + j. `align` sorts assignments by
+expert into blocks that belong to one expert each; no count of them comes to the host, so that
+launches have the size of the worst case and blocks without an expert end at once.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor, float32, int32
+
+_ROWS = 4
+_FEW = 4096  # assignments that one pass of a small program looks through
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route(
+    logits,
+    weights,
+    experts,
+    num_tokens,
+    num_experts,
+    stride,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ids = tl.arange(0, WIDTH)
+    place = tl.arange(0, PLACES)[None, :]
+    inside = (ids < num_experts)[None, :]
+    alive = (rows < num_tokens)[:, None]
+    at = logits + rows[:, None].to(tl.int64) * stride + ids[None, :]
+    value = tl.load(at, mask=alive & inside, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("-inf"))  # NaN too must name an expert
+    # Integers of the same order as (value, lower id first): all keys of a row differ.
+    bits = value.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    none = -0x7FFFFFFFFFFFFFFF
+    keys = tl.where(inside, (ordered << 32) | (WIDTH - 1 - ids)[None, :], none)
+    chosen = tl.full([ROWS, PLACES], 0, tl.int64)
+    for j in tl.static_range(TOP_K):
+        best = tl.max(keys, axis=1)[:, None]
+        chosen = tl.where(place == j, best, chosen)
+        keys = tl.where(keys == best, none, keys)
+    kept = place < TOP_K
+    high = (chosen >> 32).to(tl.int32)
+    logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    largest = tl.max(value, axis=1)[:, None]
+    mass = tl.where(kept, tl.exp(logit - largest), 0.0)
+    total = tl.sum(mass if RENORMALISE else tl.exp(value - largest), axis=1)[:, None]
+    at = rows[:, None] * TOP_K + place
+    tl.store(weights + at, mass / total, mask=alive & kept)
+    tl.store(experts + at, WIDTH - 1 - (chosen & 0xFFFFFFFF).to(tl.int32), mask=alive & kept)
+
+
+def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """As minisgl.moe.route. logits: [T, E], unit stride in E, T > 0.
+
+    Returns weights, float32 [T, top_k], and experts, int32 [T, top_k], best first, distinct and
+    in range whatever the logits hold; of equal logits the lower id comes first.
+    """
+    num_tokens, num_experts = logits.shape
+    weights = logits.new_empty((num_tokens, top_k), dtype=float32)
+    experts = logits.new_empty((num_tokens, top_k), dtype=int32)
+    _route[(triton.cdiv(num_tokens, _ROWS),)](
+        logits,
+        weights,
+        experts,
+        num_tokens,
+        num_experts,
+        logits.stride(0),
+        TOP_K=top_k,
+        RENORMALISE=renormalise,
+        ROWS=_ROWS,
+        WIDTH=triton.next_power_of_2(num_experts),
+        PLACES=triton.next_power_of_2(top_k),
+        num_warps=_ROWS,
+    )
+    return weights, experts
+
+
+@triton.jit(do_not_specialize=["num_assigned", "num_blocks"])
+def _align(
+    experts,
+    slots,
+    owners,
+    num_assigned,
+    num_blocks,
+    num_experts,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program an expert: each counts everybody's assignments and places its own."""
+    expert = tl.program_id(0)
+    ids = tl.arange(0, WIDTH)
+    counts = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, num_assigned, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        inside = at < num_assigned
+        taken = tl.load(experts + at, mask=inside, other=0)
+        counts += tl.histogram(taken, WIDTH, mask=inside)
+    blocks = (counts + BLOCK - 1) // BLOCK
+    first = tl.sum(tl.where(ids < expert, blocks, 0))
+    count = tl.sum(tl.where(ids == expert, counts, 0))
+    mine = (count + BLOCK - 1) // BLOCK
+    found = 0
+    for start in range(0, num_assigned, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        hit = tl.load(experts + at, mask=at < num_assigned, other=-1) == expert
+        order = tl.cumsum(hit.to(tl.int32), axis=0)
+        tl.store(slots + first * BLOCK + found + order - 1, at, mask=hit)
+        found += tl.sum(hit.to(tl.int32))
+    pad = count + tl.arange(0, BLOCK)
+    tl.store(slots + first * BLOCK + pad, num_assigned, mask=pad < mine * BLOCK)
+    last = expert == num_experts - 1
+    end = tl.where(last, num_blocks, first + mine)  # the last also marks what nobody owns
+    for start in range(0, num_blocks, WIDTH):
+        at = start + ids
+        owner = tl.where(at < first + mine, expert, -1)
+        tl.store(owners + at, owner, mask=(at >= first) & (at < end))
+
+
+class Blocks(NamedTuple):
+    """slots: int32 [B * size], the assignments of each block, at its end as many times their
+    number as the block has room left; owners: int32 [B], the expert of each block or -1, whose
+    slots are undefined. Sorted by expert, in an expert by assignment."""
+
+    slots: Tensor
+    owners: Tensor
+    size: int
+
+
+def align(experts: Tensor, num_experts: int, block: int) -> Blocks:
+    """Sort assignments into blocks of `block`, a power of two.
+
+    experts: contiguous int32 [T, top_k] below num_experts. No host sync; the same in every run.
+    """
+    num_assigned = experts.numel()
+    num_blocks = num_assigned // block + min(num_experts, num_assigned)
+    slots = experts.new_empty((num_blocks * block,))
+    owners = experts.new_empty((num_blocks,))
+    few = num_assigned <= _FEW
+    _align[(num_experts,)](
+        experts,
+        slots,
+        owners,
+        num_assigned,
+        num_blocks,
+        num_experts,
+        BLOCK=block,
+        WIDTH=triton.next_power_of_2(num_experts),
+        CHUNK=2048 if few else 8192,
+        num_warps=8 if few else 16,
+    )
+    return Blocks(slots, owners, block)

@@ -1,0 +1,257 @@
+"""The Triton experts against float64, on fresh random input and in memory full of NaN.
+
+With TRITON_INTERPRET=1 the kernel tests run on CPU, slowly, in Triton's interpreter.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from minisgl.moe import ExpertWeights
+from minisgl.moe import route as reference_route
+from tests.gpu import test_schedules as schedules
+from tests.parity.driver import Driver, make_engine
+from tests.parity.models import VOCAB_SIZE, build_model, transformers_greedy
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device"
+    ),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+# The interpreter multiplies the bits of bfloat16 matrices.
+MATRIX_DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN inside: nothing may be used that was not written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def layer(experts: int, width: int, inner: int, dtype: torch.dtype) -> ExpertWeights:
+    """Scaled so that logits and outputs are of the order of 1."""
+    return ExpertWeights(
+        normal(experts, width, dtype=dtype) * width**-0.5,
+        normal(experts, 2 * inner, width, dtype=dtype) * width**-0.5,
+        normal(experts, width, inner, dtype=dtype) * inner**-0.5,
+    )
+
+
+def expected(x: Tensor, weights: ExpertWeights, scales: Tensor, experts: Tensor) -> Tensor:
+    """The definition in float64, for a given routing."""
+    x, out = x.double(), torch.zeros_like(x, dtype=torch.float64)
+    for expert in experts.unique().tolist():
+        tokens, places = (experts == expert).nonzero(as_tuple=True)
+        gate, up = (x[tokens] @ weights.gate_up[expert].double().T).chunk(2, dim=-1)
+        share = (silu(gate) * up) @ weights.down[expert].double().T
+        out.index_add_(0, tokens, share * scales[tokens, places].double().unsqueeze(-1))
+    return out
+
+
+def error(out: Tensor, correct: Tensor) -> float:
+    """Relative error in the Frobenius norm; NaN where the output holds one."""
+    return ((out.double() - correct).norm() / correct.norm()).item()
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (9, 6, 2), (70, 60, 3)])
+def test_route(tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
+    from minisgl.kernel.triton.moe_routing import route
+
+    logits = normal(tokens, experts) * 3
+    with poisoned():
+        scales, chosen = route(logits, top_k, renormalise)
+    correct_scales, correct = reference_route(logits, top_k, renormalise)
+    assert torch.equal(chosen.long(), correct)
+    torch.testing.assert_close(scales, correct_scales, atol=1e-6, rtol=1e-5)
+
+
+def test_route_of_ties_and_of_what_is_not_a_number() -> None:
+    """Ids stay distinct and in range, and a bad row leaves its neighbours alone."""
+    from minisgl.kernel.triton.moe_routing import route
+
+    good = normal(1, 60)
+    bad = torch.full((1, 60), torch.nan, device=DEVICE)
+    logits = torch.cat((good, bad, -bad, torch.zeros_like(good), good.fill_(-torch.inf), good))
+    logits[0], logits[5] = normal(60), normal(60)
+    logits[5, 7], logits[5, 9] = torch.inf, -torch.nan
+    scales, chosen = route(logits, 8, True)
+    assert chosen.min() >= 0
+    assert chosen.max() < 60
+    assert all(len(set(row)) == 8 for row in chosen.tolist())
+    assert chosen[3].tolist() == list(range(8))
+    assert chosen[5, 0] == 7
+    torch.testing.assert_close(scales[3], torch.full((8,), 0.125, device=DEVICE))
+    torch.testing.assert_close(scales[0], reference_route(logits[:1], 8, True)[0][0])
+
+
+def assignments(tokens: int, experts: int, top_k: int, kind: str) -> Tensor:
+    """int32 [T, top_k], distinct in a row. kind: random, one (all the same), or skewed."""
+    scores = torch.rand(tokens, experts, device=DEVICE)
+    if kind == "one":
+        scores[:, 1 : 1 + top_k] += 2
+    elif kind == "skewed":
+        scores[:, experts // 2 :] -= 1
+        scores[:, 0] += 2
+    return scores.topk(top_k).indices.int()
+
+
+@pytest.mark.parametrize("kind", ["random", "one", "skewed"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "block"), [(1, 128, 8, 16), (5, 6, 2, 16), (600, 60, 8, 32)]
+)
+def test_blocks_hold_every_assignment_once(
+    tokens: int, experts: int, top_k: int, block: int, kind: str
+) -> None:
+    from minisgl.kernel.triton.moe_routing import align
+
+    chosen = assignments(tokens, experts, top_k, kind)
+    with poisoned():
+        slots, owners, _ = align(chosen, experts, block)
+    owned = [owner for owner in owners.tolist() if owner >= 0]
+    assert owned == sorted(owned)
+    assert owners[len(owned) :].eq(-1).all()
+    flat, found = chosen.flatten(), []
+    for owner, row in zip(owned, slots.view(-1, block).tolist(), strict=False):
+        live = [at for at in row if at < flat.numel()]
+        assert live
+        assert row == live + [flat.numel()] * (block - len(live))
+        assert flat[live].eq(owner).all()
+        found += live
+    assert len(owned) == sum(-(-count // block) for count in flat.bincount().tolist())
+    order = flat.argsort(stable=True)
+    assert found == order.tolist()
+
+
+@pytest.mark.parametrize("kind", ["random", "one", "skewed"])
+@pytest.mark.parametrize("path", ["few", "many"])
+@pytest.mark.parametrize("dtype", MATRIX_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "width", "inner", "top_k"),
+    [(1, 128, 64, 96, 8), (4, 16, 128, 48, 4), (50, 8, 96, 20, 3)],
+)
+def test_experts(
+    tokens: int,
+    experts: int,
+    width: int,
+    inner: int,
+    top_k: int,
+    dtype: torch.dtype,
+    path: str,
+    kind: str,
+) -> None:
+    from minisgl.kernel.triton.moe_few import experts_of_few
+    from minisgl.kernel.triton.moe_grouped import experts_of_many
+
+    x = normal(tokens, 2 * width, dtype=dtype)[:, width:]
+    weights = layer(experts, width, inner, dtype)
+    chosen = assignments(tokens, experts, top_k, kind)
+    scales = torch.rand(tokens, top_k, device=DEVICE)
+    run = experts_of_few if path == "few" else experts_of_many
+    with poisoned():
+        outs = [run(x, weights.gate_up, weights.down, scales, chosen) for _ in range(2)]
+    assert error(outs[0], expected(x, weights, scales, chosen)) < TOLERANCE[dtype]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 33])
+@pytest.mark.parametrize("dtype", MATRIX_DTYPES, ids=str)
+def test_backend_and_padded_rows(dtype: torch.dtype, tokens: int) -> None:
+    """What stands in the rows beyond the real ones changes no bit of these."""
+    from minisgl.kernel.triton.moe_routing import route
+    from minisgl.moe.triton_backend import TritonMoe
+
+    weights = layer(16, 128, 48, dtype)
+    x = normal(tokens + 3, 128, dtype=dtype)
+    routing = route(linear(x, weights.router)[:tokens], 4, True)
+    call = captured(lambda: TritonMoe().forward(x, weights, 4, True))
+    outs = []
+    for padding in (0.0, torch.nan, 3e38 if dtype is torch.float32 else 3e4):
+        x[tokens:] = padding
+        outs.append(call()[:tokens].clone())
+    assert error(outs[0], expected(x[:tokens], weights, *routing)) < 2 * TOLERANCE[dtype]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """On a GPU `run` as a CUDA graph, in poisoned memory; elsewhere itself."""
+    with poisoned():
+        out = run()
+        if INTERPRETED:
+            return run
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_no_host_sync() -> None:
+    from minisgl.moe.triton_backend import TritonMoe
+
+    weights = layer(16, 128, 48, torch.bfloat16)
+    for tokens in (2, 40):
+        x = normal(tokens, 128, dtype=torch.bfloat16)
+        TritonMoe().forward(x, weights, 4, True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            TritonMoe().forward(x, weights, 4, True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-moe-mixed"])
+def test_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    path = build_model(family, tmp_path)
+    engine = make_engine(path, device="cuda", dtype="float32", num_pages=200)
+    prompt = torch.randint(0, VOCAB_SIZE, (301,), generator=torch.Generator().manual_seed(1))
+    expected = transformers_greedy(path, prompt.tolist(), 6)
+    for chunk in (0, 3, 100):
+        assert Driver(engine).generate(0, prompt.tolist(), 6, chunk) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("case", schedules.CASES[:4], ids=str)
+def test_whole_schedules_in_bfloat16(case: schedules.Case, tmp_path: Path) -> None:
+    """With graphs and without. A near tie of experts may fall otherwise than in float32 and then
+    costs more than rounding, so that few tokens, not none, may be worse than the best."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
+    changes = {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True, **experts}
+    (tmp_path / "config.json").write_text(json.dumps(schedules.CONFIG | changes))
+    oracle = schedules.exact_cpu_engine(str(tmp_path))
+    engine = schedules.gpu_engine(str(tmp_path), oracle, case, schedules.BF16)
+    assert (engine._graphs is not None) == case.graphs
+    found = schedules.run(engine, case, schedules.greedy)
+    schedules.prove(case, found)
+    count = len(schedules.prompts())
+    short = [
+        schedules.shortfall(oracle, schedules.prompts()[uid % count], output)
+        for uid, output in found.outputs.items()
+    ]
+    assert (torch.cat(short) < schedules.ROUNDING).float().mean() > 0.95
