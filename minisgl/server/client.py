@@ -44,6 +44,7 @@ T = TypeVar("T", contravariant=True)
 logger = logging.getLogger(__name__)
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in 3.11
+Question = Callable[[int], ToTokenizer]  # what a tokenizer is asked, by its uid
 
 
 # What a scheduler may refuse a request for, by the name that its Finished carries.
@@ -134,6 +135,7 @@ class Generation:
     """All choices of one HTTP call. `changed` is set when any of them has news.
 
     beat: woken without news, so that an idle stream shows that it lives.
+    question: the last one that a tokenizer has been asked for it.
     echoes, prompt_ids: per prompt, when the answer repeats them.
     """
 
@@ -142,6 +144,7 @@ class Generation:
     choices: list[Choice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     beat: bool = False
+    question: asyncio.Future[Tokenized | Decoded] | None = None
     echoes: list[str] = field(default_factory=list)
     prompt_ids: list[list[int]] = field(default_factory=list)
 
@@ -247,27 +250,28 @@ class EngineClient:
         log_event(logger, logging.INFO, "call ended", **generation.summary())
         self._abort(generation)
 
-    def end(self, generation: Generation, error: RequestError) -> None:
-        """End an open call with this error; its handler then closes it."""
+    def end(self, generation: Generation, error: RequestError) -> bool:
+        """End an open call with this error; its handler then closes it. False: it had ended."""
         unfinished = [choice for choice in generation.choices if choice.finish is None]
         self._abort(generation)
         for choice in unfinished:
             choice.fail(error)
+        if generation.question is not None and not generation.question.done():
+            generation.question.set_exception(error)
+        return bool(unfinished)
 
     def end_by_id(self, request_id: str, error: RequestError) -> int:
-        """End the calls of exactly this request id; how many there were."""
+        """End the calls of exactly this request id; how many ran."""
         found = [g for g in self._generations if g.request_id == request_id]
-        for generation in found:
-            self.end(generation, error)
-        return len(found)
+        return sum([self.end(generation, error) for generation in found])
 
     def end_overdue(self, now_s: float) -> None:
         """End what has run for longer than max_total_s."""
         for generation in self._generations:
             if now_s - generation.started_s > self.limits.max_total_s:
                 most = f"the answer took longer than {self.limits.max_total_s:g} s"
-                self.end(generation, RanTooLong(most))
-                self.metrics.on_limit("max_total_s")
+                if self.end(generation, RanTooLong(most)):
+                    self.metrics.on_limit("max_total_s")
 
     def submit(self, choice: Choice, request: AddReq, tokens: int) -> None:
         """Hand one choice to the scheduler, unless it has been ended meanwhile.
@@ -288,9 +292,11 @@ class EngineClient:
         """Make the engine forget its cached prefixes, in order with all requests."""
         self._scheduler.send(FlushCache())
 
-    async def tokenize(self, message: Callable[[int], ToTokenizer], param: str) -> TokenArray:
+    async def tokenize(
+        self, message: Question, param: str, call: Generation | None = None
+    ) -> TokenArray:
         """Ids of the text or chat given as `param`. Raises what the worker found wrong."""
-        answer = await self._ask(message)
+        answer = await self._ask(message, call)
         assert isinstance(answer, Tokenized), "a tokenizer answered with text; this is a bug"
         if answer.error is not None:
             if answer.internal:
@@ -299,20 +305,23 @@ class EngineClient:
             raise kind(answer.error, param=param, limit=answer.limit)
         return array.array("i", answer.token_ids)
 
-    async def decode(self, message: Callable[[int], ToTokenizer]) -> str:
+    async def decode(self, message: Question, call: Generation | None = None) -> str:
         """The text of ids."""
-        answer = await self._ask(message)
+        answer = await self._ask(message, call)
         if isinstance(answer, Tokenized):
             raise EngineFailure(answer.error or "the prompt could not be decoded")
         return answer.text
 
-    async def _ask(self, message: Callable[[int], ToTokenizer]) -> Tokenized | Decoded:
+    async def _ask(self, message: Question, call: Generation | None) -> Tokenized | Decoded:
+        """Ask the least busy worker; an end of the call ends the wait."""
         uid = next(self._uids)
         worker = self._outstanding.index(min(self._outstanding))
         self._outstanding[worker] += 1
         self._worker_of[uid] = worker
         answer: asyncio.Future[Tokenized | Decoded] = asyncio.get_running_loop().create_future()
         self._answers[uid] = answer
+        if call is not None:
+            call.question = answer
         self._tokenizers[worker].send(message(uid))
         try:
             return await answer

@@ -61,7 +61,7 @@ async def _until_first_output(
     client: EngineClient, generation: Generation, request: GenerateRequest, facts: ModelFacts
 ) -> None:
     prompts = [
-        await tokenize(client, prompt, _param_of(request, index))
+        await tokenize(client, prompt, _param_of(request, index), generation)
         for index, prompt in enumerate(request.prompts)
     ]
     for index, token_ids in enumerate(prompts):
@@ -76,7 +76,7 @@ async def _until_first_output(
         generation.prompt_ids = [token_ids.tolist() for token_ids in prompts]
     if request.echo:
         pairs = zip(request.prompts, prompts, strict=True)
-        generation.echoes = [await _echo(client, request, *pair) for pair in pairs]
+        generation.echoes = [await _echo(client, generation, request, *pair) for pair in pairs]
     while not generation.opened and generation.error is None:
         await generation.news()
 
@@ -140,8 +140,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def tokenize(client: EngineClient, prompt: Prompt, param: str) -> TokenArray:
-    """The ids of a prompt; `param` is its name in errors."""
+async def tokenize(
+    client: EngineClient, prompt: Prompt, param: str, call: Generation | None = None
+) -> TokenArray:
+    """The ids of a prompt of `call`; `param` is its name in errors."""
     if isinstance(prompt, IdsPrompt):
         return array.array("i", prompt.token_ids)
 
@@ -154,11 +156,15 @@ async def tokenize(client: EngineClient, prompt: Prompt, param: str) -> TokenArr
             )
         return TokenizeText(uid=uid, text=prompt.text, add_special=prompt.add_special)
 
-    return await client.tokenize(message, param)
+    return await client.tokenize(message, param, call)
 
 
 async def _echo(
-    client: EngineClient, request: GenerateRequest, prompt: Prompt, token_ids: TokenArray
+    client: EngineClient,
+    call: Generation,
+    request: GenerateRequest,
+    prompt: Prompt,
+    token_ids: TokenArray,
 ) -> str:
     if not isinstance(prompt, IdsPrompt):
         return getattr(prompt, "text", "")
@@ -167,7 +173,8 @@ async def _echo(
             uid=uid,
             token_ids=token_ids.tobytes(),
             skip_special=request.skip_special_tokens,
-        )
+        ),
+        call,
     )
 
 

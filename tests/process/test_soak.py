@@ -107,7 +107,7 @@ def is_whole(server: ServerProcess) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("duration_s", [75, pytest.param(1800, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("duration_s", [180, pytest.param(1800, marks=pytest.mark.proof)])
 def test_soak(duration_s: int) -> None:
     flags = ("--num-pages", str(TOTAL_PAGES), "--max-running-requests", "8")
     with run_server(*flags, "--admin-api-key", "root") as server:
