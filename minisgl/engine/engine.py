@@ -300,7 +300,8 @@ class Engine:
             return 0
         torch.cuda.synchronize(self._device)
         loaded = self._free_bytes()
-        self._state = self._assemble(num_pages=1)
+        self._num_pages = 1
+        self._state = self._assemble(self._num_pages)
         probe.largest_step(self, self._state.pool.dummy_page, self._max_chunk_tokens)
         overhead = loaded - self._free_bytes() + self._graph_bytes()
         del self._state
