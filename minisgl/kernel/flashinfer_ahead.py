@@ -31,16 +31,16 @@ def compile_flashinfer(
     """
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(f"{a // 10}.{a % 10}" for a in sorted(archs))
     import flashinfer
-    from flashinfer.jit import build_jit_specs, gen_batch_prefill_module
+    from flashinfer.jit import gen_batch_prefill_module
 
     types = (dtype, dtype, dtype, torch.int32)
     specs = [
         gen_batch_prefill_module(variant, *types, head_dim, head_dim, 0, False, False, False)
         for variant in variants
     ]
-    build_jit_specs(specs, skip_prebuilt=False)
     package = folder / "flashinfer_jit_cache"
     for spec in specs:
+        spec.build(verbose=False)
         (package / "modules" / spec.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(spec.jit_library_path, package / "modules" / spec.name)
     (package / "__init__.py").write_text(_PACKAGE.format(version=flashinfer.__version__))
