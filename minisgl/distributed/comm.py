@@ -52,8 +52,11 @@ class Communicator(Protocol):
         """
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """[..., n] of each rank to [..., size * n], in rank order. x is not changed."""
+    def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        """[T, n] of each rank, side by side in rank order, to [T, width]: the same on all ranks.
+
+        What lies past width is dropped. x is not changed. out: [T, width] to be written, or None.
+        """
         ...
 
     def agree_min(self, value: int) -> int:
@@ -75,8 +78,8 @@ class SingleCommunicator:
     ) -> tuple[Tensor, Tensor]:
         return _add_norm(x, residual, weight, eps)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x
+    def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        return x[:, :width] if out is None else out.copy_(x[:, :width])
 
     def agree_min(self, value: int) -> int:
         return value
@@ -148,12 +151,17 @@ class GroupCommunicator:
         self._all_reduce(x, dist.ReduceOp.SUM)
         return _add_norm(x, residual, weight, eps)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        gathered = x.new_empty(self._tp.size * x.numel())
+    def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        parts = x.new_empty((self._tp.size, *x.shape))
         options: Any = AllgatherOptions()
         options.asyncOp = False
-        _finish(lambda: self._group._allgather_base(gathered, x.flatten(), options))
-        return gathered.view(self._tp.size, *x.shape).movedim(0, -2).flatten(-2)
+        _finish(lambda: self._group._allgather_base(parts.flatten(), x.flatten(), options))
+        if out is None:
+            out = x.new_empty((len(x), width))
+        for rank, part in enumerate(parts):
+            columns = out[:, rank * x.shape[1] : (rank + 1) * x.shape[1]]
+            columns.copy_(part[:, : columns.shape[1]])
+        return out
 
     def agree_min(self, value: int) -> int:
         box = torch.tensor([value], dtype=torch.int64, device=self._device)
@@ -181,7 +189,7 @@ def _finish(collective: Callable[[], Any]) -> None:
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise WorkerDied(f"another tensor-parallel rank has gone: {error}") from error
+        raise WorkerDied(f"a collective failed, another rank has gone: {error}") from error
 
 
 def connect(

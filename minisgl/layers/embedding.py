@@ -32,11 +32,9 @@ class VocabMatrix(nn.Module):
 
         out: [N, V] to be overwritten and returned.
         """
-        if out is None:
-            return self.comm.all_gather(linear(hidden, self.weight))[:, : self.part.full]
-        if self.comm.tp.size == 1:
+        if self.comm.tp.size == 1 and out is not None:
             return torch.mm(hidden, self.weight.t(), out=out)
-        return out.copy_(self.logits(hidden))
+        return self.comm.gather_columns(linear(hidden, self.weight), self.part.full, out)
 
     def placements(self, name: str) -> Iterator[Placement]:
         part = self.part

@@ -1,4 +1,4 @@
-"""The offline engine: the server's scheduler and caches, in the caller's own process."""
+"""The offline engine: the server's scheduler and caches without the server."""
 
 from minisgl.llm.llm import LLM
 from minisgl.llm.results import Completion, Piece

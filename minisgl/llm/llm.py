@@ -22,11 +22,9 @@ from minisgl.core import (
 )
 from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
-from minisgl.distributed import SingleCommunicator, TPInfo
-from minisgl.engine import Engine
 from minisgl.llm.results import Completion, Generation, Piece
+from minisgl.llm.workers import LocalWorker, RankWorkers, Worker
 from minisgl.message import AbortReq, AddReq, StepOutput
-from minisgl.scheduler import LocalInbox, LocalOutbox, build_scheduler
 from minisgl.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ Conversation = Sequence[dict[str, Any]]
 
 
 class LLM:
-    """A model in this process.
+    """A model in this process, or with tp=N in N processes, one for each GPU.
 
         with LLM("Qwen/Qwen3-0.6B") as llm:
             print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
@@ -51,6 +49,7 @@ class LLM:
         revision: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        tp: int = 1,
         page_size: int = 16,
         num_pages: int | None = None,
         memory_ratio: float = 0.9,
@@ -66,13 +65,16 @@ class LLM:
     ) -> None:
         """Load `model`: a folder, a hub id, or None for the embedded demo model.
 
-        The other arguments are those of EngineConfig and SchedulerConfig. Raises ConfigError.
+        The other arguments are those of EngineConfig and SchedulerConfig. Raises ConfigError. With
+        tp > 1 every method may raise WorkerDied, within seconds of the end of a process; the LLM
+        can then only be closed.
         """
         path = str(demo_model_path() if model is None else resolve_model(model, revision))
         engine_config = EngineConfig(
             model_path=path,
             dtype=dtype,
             device=device,
+            tp_size=tp,
             page_size=page_size,
             num_pages=num_pages,
             memory_ratio=memory_ratio,
@@ -90,11 +92,9 @@ class LLM:
             overlap=overlap,
         )
         self.tokenizer = TextTokenizer.load(path)
-        comm = SingleCommunicator()
-        self._engine = Engine(engine_config, TPInfo(0, 1), comm, prefill_budget_tokens)
-        self._inbox, self._outbox = LocalInbox(), LocalOutbox()
-        self.scheduler = build_scheduler(self._engine, scheduler_config, self._inbox, self._outbox)
-        self.facts: ModelFacts = self._engine.facts()
+        kind = LocalWorker if tp == 1 else RankWorkers
+        self.worker: Worker = kind(engine_config, scheduler_config)
+        self.facts: ModelFacts = self.worker.facts
         self._next_uid = 1
         self._closed = False
 
@@ -161,8 +161,7 @@ class LLM:
         """Free the model and the KV pool. Calling it twice is harmless."""
         if not self._closed:
             self._closed = True
-            self.scheduler.drain_in_flight()
-            self._engine.close()
+            self.worker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -202,19 +201,21 @@ class LLM:
         if self._closed:
             raise ConfigError("this LLM is closed")
         running: dict[int, Generation] = {}
+        messages: list[AddReq] = []
         params = self._params(sampling, len(prompts))
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             ids = self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
             uid, self._next_uid = self._next_uid, self._next_uid + 1
             running[uid] = Generation.start(index, self.tokenizer.vocabulary, ids, stop, whole)
-            self._inbox.messages.append(AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
+            messages.append(AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
         try:
+            for message in messages:
+                self.worker.send(message)
             while running:
-                self.scheduler.iterate()
-                while self._outbox.outputs:
-                    yield from self._read(self._outbox.outputs.popleft(), running)
+                for output in self.worker.step():
+                    yield from self._read(output, running)
         finally:
-            self._settle(running)
+            self.worker.settle(running)
 
     def _read(self, output: StepOutput, running: dict[int, Generation]) -> Iterator[Piece]:
         for opened in output.opened:
@@ -225,19 +226,12 @@ class LLM:
             piece = generation.push(token_id, ends_by_stop=uid in by_stop)
             if piece is not None:
                 if generation.stream.stopped:
-                    self._inbox.messages.append(AbortReq(uid=uid, reason=FinishReason.STOP))
+                    self.worker.send(AbortReq(uid=uid, reason=FinishReason.STOP))
                 yield piece
         for finished in output.finished:
             piece = running.pop(finished.uid).finish(finished)
             if piece is not None:
                 yield piece
-
-    def _settle(self, running: dict[int, Generation]) -> None:
-        """Leave an idle scheduler; abort what is left when the caller broke off."""
-        self._inbox.messages.extend(AbortReq(uid=uid) for uid in running)
-        while self._inbox.messages or not self.scheduler.idle:
-            self.scheduler.iterate()
-        self._outbox.outputs.clear()
 
     def _params(
         self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int

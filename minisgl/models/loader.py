@@ -6,6 +6,7 @@ weights themselves is one slice.
 
 import json
 import logging
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +35,23 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
 
 
 def fill_random(model: nn.Module, seed: int = 0) -> None:
-    """Seeded values where they lie: norms 1, biases 0, everything else normal. Meta: nothing."""
-    for position, (name, parameter) in enumerate(model.named_parameters()):
-        if name.endswith("norm.weight"):
-            parameter.data.fill_(1.0)
-        elif not (name.endswith(".bias") or parameter.is_meta):
-            generator = torch.Generator(parameter.device).manual_seed(seed + position)
-            parameter.data.normal_(0.0, _DUMMY_STD, generator=generator)
+    """Seeded values: norms 1, biases 0, everything else normal.
+
+    Each tensor of the checkpoint is drawn whole and cut: any number of ranks holds one model.
+    """
+    parameters = dict(model.named_parameters())
+    for placement in placements_of(model):
+        target = parameters[placement.target].data
+        if placement.source.endswith("norm.weight"):
+            target.fill_(1.0)
+        elif not placement.source.endswith(".bias"):
+            generator = torch.Generator(target.device)
+            generator.manual_seed(seed + zlib.crc32(placement.source.encode()))
+            whole = target.new_empty(placement.shape)
+            whole.normal_(0.0, _DUMMY_STD, generator=generator)
+            _copy(target, placement, _cut(placement, whole))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # sizing of the KV pool looks at what the device has left
 
 
 def placements_of(model: nn.Module) -> list[Placement]:
@@ -110,11 +121,15 @@ def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, 
                     f"tensor {placement.source} has shape {list(shape)}, "
                     f"the config asks for {list(placement.shape)}"
                 )
-            if placement.dim is None:
-                yield placement, view[:]
-            elif placement.begin < placement.end:
-                cut = slice(placement.begin, placement.end)
-                yield placement, view[cut] if placement.dim == 0 else view[:, cut]
+            if placement.dim is None or placement.begin < placement.end:
+                yield placement, _cut(placement, view)
+
+
+def _cut(placement: Placement, source: Any) -> Tensor:
+    """The part of a source, a tensor or a slice of a file, that this rank holds."""
+    cut = slice(None) if placement.dim is None else slice(placement.begin, placement.end)
+    part: Tensor = source[:, cut] if placement.dim == 1 else source[cut]
+    return part
 
 
 def _open(path: Path) -> Any:

@@ -1,10 +1,13 @@
 """Everything a server process is told: built once by the launcher, sent to each child as JSON."""
 
+import sys
+
 import msgspec
 
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_LOGPROBS
 
+CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.child")  # and a name, and a descriptor
 SERVING_MARKER = "serving"  # file in the socket directory, there once the service was ready
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from minisgl.core import ConfigError
 from minisgl.server.auth import key_hashes
-from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
+from minisgl.server.config import CHILD_COMMAND, SERVING_MARKER, ChildSpec, ServerConfig
 from minisgl.utils import (
     CONFIG_EXIT,
     Child,
@@ -35,7 +35,6 @@ from minisgl.utils import (
 
 logger = logging.getLogger(__name__)
 
-_CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.child")
 _FAILED_EXIT = 1
 # Of the API server: drained, or ended by the signal while it was still starting.
 _STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGINT)
@@ -47,7 +46,7 @@ _SAME_SIGNAL_S = 0.2
 _MAX_SOCKET_DIR_CHARS = 80  # an ipc path holds 107
 
 
-def launch(config: ServerConfig, scheduler_command: Sequence[str] = _CHILD_COMMAND) -> int:
+def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAND) -> int:
     """Serve until told to stop; the exit code. scheduler_command is replaced by tests only.
 
     Raises ConfigError when the port cannot be had.
@@ -118,7 +117,7 @@ class _Service:
 
     def _spawn(self, role: str, index: int, listen_fd: int | None = None) -> Child:
         spec = msgspec.structs.replace(self._template, role=role, index=index, listen_fd=listen_fd)
-        command = self._scheduler_command if role == "scheduler" else _CHILD_COMMAND
+        command = self._scheduler_command if role == "scheduler" else CHILD_COMMAND
         fds = [spec.reason_fd] if listen_fd is None else [spec.reason_fd, listen_fd]
         # The name is for people who look at `ps`; the child reads its spec.
         argv = [*command, spec.name]

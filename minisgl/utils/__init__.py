@@ -11,6 +11,7 @@ from minisgl.utils.supervise import (
     bind_to_parent,
     describe_exit,
     read_payload,
+    spawn_child,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "process_age_s",
     "read_payload",
     "setup_logging",
+    "spawn_child",
 ]

@@ -81,6 +81,28 @@ class Child:
         return self.process.pid
 
 
+def spawn_child(
+    role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
+) -> Child:
+    """Start `argv` + [fd]; the child reads `payload` from that fd and then waits for EOF on it.
+
+    The child gets its own process group, so that a terminal's Ctrl-C reaches the parent only.
+    """
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    try:
+        process = subprocess.Popen(
+            [*argv, str(read_end)],
+            pass_fds=[*pass_fds, read_end],
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )
+    finally:
+        os.close(read_end)
+    with contextlib.suppress(BrokenPipeError):  # it died at once; its exit will be seen
+        _write_all(write_end, len(payload).to_bytes(8, "little") + payload)
+    return Child(role, process, write_end)
+
+
 class ChildExit(NamedTuple):
     """A child has ended; negative code: by that signal."""
 
@@ -126,24 +148,9 @@ class Supervisor:
     def spawn(
         self, role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
     ) -> Child:
-        """Start `argv` + [fd]; the child reads `payload` from that fd and then waits for EOF on it.
-
-        The child gets its own process group, so that a terminal's Ctrl-C reaches the parent only.
-        """
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        try:
-            process = subprocess.Popen(
-                [*argv, str(read_end)],
-                pass_fds=[*pass_fds, read_end],
-                stdin=subprocess.DEVNULL,
-                process_group=0,
-            )
-        finally:
-            os.close(read_end)
-        child = Child(role, process, write_end)
+        """spawn_child, under supervision."""
+        child = spawn_child(role, argv, payload, pass_fds)
         self.children.append(child)
-        with contextlib.suppress(BrokenPipeError):  # it died at once; its exit will be seen
-            _write_all(write_end, len(payload).to_bytes(8, "little") + payload)
         return child
 
     def adopt(self, role: str, process: subprocess.Popen[bytes]) -> Child:

@@ -51,7 +51,7 @@ def test_the_offline_engine_scores_as_transformers_do(
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
     with LLM(prefill_budget_tokens=512) as llm:
         completions = llm.chat([p.messages for p in prompts], greedy, progress=False)
-        totals = llm.scheduler.totals
+        totals = llm.worker.scheduler.totals
     assert isinstance(completions, list)
     assert totals.cached_tokens_total > 0
     assert totals.overlapped_steps_total > 0

@@ -55,15 +55,15 @@ def test_stop_string_ends_the_text_and_the_req(llm: LLM) -> None:
     found = one(llm.chat(SPELL, GREEDY, stop=["a-n"], progress=False))
     assert (found.text, found.finish_reason) == ("p-l-", FinishReason.STOP)
     assert len(found.token_ids) < len(one(llm.chat(SPELL, GREEDY, progress=False)).token_ids)
-    assert llm.scheduler.idle
+    assert llm.worker.scheduler.idle
 
 
 def test_leaving_a_stream_early_aborts_the_rest(llm: LLM) -> None:
     endless = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     for _ in llm.stream(llm.tokenizer.encode_chat(SPELL), endless):
         break
-    assert llm.scheduler.idle
-    llm.scheduler.check_integrity()
+    assert llm.worker.scheduler.idle
+    llm.worker.scheduler.check_integrity()
     assert one(llm.chat(ADD, GREEDY, progress=False)).text == "42"
 
 
@@ -94,7 +94,7 @@ def test_wrong_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
         llm.generate([[5], [6]], [GREEDY], progress=False)
     with pytest.raises(InvalidRequest, match="32 bits"):
         llm.generate([2**40], GREEDY, progress=False)
-    assert llm.scheduler.idle
+    assert llm.worker.scheduler.idle
 
 
 def test_seeds_make_draws_repeatable(llm: LLM) -> None:

@@ -1,0 +1,186 @@
+"""What computes for an `LLM`: a scheduler in its own process, or one process for each rank."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Collection
+from typing import Protocol
+
+import msgspec
+
+from minisgl.core import ConfigError, EngineConfig, ModelFacts, SchedulerConfig, WorkerDied
+from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.engine import Engine
+from minisgl.message import (
+    AbortReq,
+    Ready,
+    Receiver,
+    SchedulerStats,
+    Sender,
+    Shutdown,
+    StepOutput,
+    ToScheduler,
+    endpoint,
+)
+from minisgl.scheduler import LocalInbox, LocalOutbox, build_scheduler
+from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
+from minisgl.utils import CONFIG_EXIT, Child, describe_exit, spawn_child
+
+_LOOK_S = 0.2  # how often, at least, it is looked whether the ranks live
+_LEAVE_S = 5.0  # for ranks to end by themselves
+
+
+class Worker(Protocol):
+    """Takes requests, gives what comes of them."""
+
+    facts: ModelFacts
+
+    def send(self, message: ToScheduler) -> None: ...
+
+    def step(self) -> list[StepOutput]:
+        """What has come since; blocks for a step at most. Raises EngineError when none can come."""
+        ...
+
+    def settle(self, uids: Collection[int]) -> None:
+        """Abort these, and return when every request has ended."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalWorker:
+    """One rank in the caller's process."""
+
+    def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
+        comm = SingleCommunicator()
+        self._engine = Engine(engine, TPInfo(0, 1), comm, config.prefill_budget_tokens)
+        self._inbox, self._outbox = LocalInbox(), LocalOutbox()
+        self.scheduler = build_scheduler(self._engine, config, self._inbox, self._outbox)
+        self.facts = self._engine.facts()
+
+    def send(self, message: ToScheduler) -> None:
+        self._inbox.messages.append(message)
+
+    def step(self) -> list[StepOutput]:
+        self.scheduler.iterate()
+        outputs = list(self._outbox.outputs)
+        self._outbox.outputs.clear()
+        return outputs
+
+    def settle(self, uids: Collection[int]) -> None:
+        self._inbox.messages.extend(AbortReq(uid=uid) for uid in uids)
+        while self._inbox.messages or not self.scheduler.idle:
+            self.step()
+
+    def close(self) -> None:
+        self.scheduler.drain_in_flight()
+        self._engine.close()
+
+
+class RankWorkers:
+    """All ranks as processes, started as the server starts them: they end with this one.
+
+    (Linux ends them with the thread that made the LLM, if that ends earlier.)
+    """
+
+    def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
+        """Blocks until all are ready. Raises ConfigError or WorkerDied when one ends instead."""
+        self._folder = tempfile.mkdtemp(prefix="minisgl-")
+        self._children: list[Child] = []
+        self._outputs: Receiver[StepOutput] = Receiver(self._at("detokenizer"), StepOutput)
+        self._status: Receiver[Ready | SchedulerStats] = Receiver(
+            self._at("api"), Ready | SchedulerStats
+        )
+        self._requests: Sender[ToScheduler] = Sender(self._at("scheduler"))
+        self._reasons, reason_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        spec = ChildSpec(
+            role="scheduler",
+            index=0,
+            parent_pid=os.getpid(),
+            socket_dir=self._folder,
+            reason_fd=reason_fd,
+            config=ServerConfig(
+                engine=engine,
+                scheduler=config,
+                served_names=(engine.model_path,),
+                log_level="warning",
+            ),
+        )
+        try:
+            for rank in range(engine.tp_size):
+                one = msgspec.structs.replace(spec, index=rank)
+                command, payload = [*CHILD_COMMAND, one.name], msgspec.json.encode(one)
+                self._children.append(spawn_child(one.name, command, payload, [reason_fd]))
+            self.facts = self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(reason_fd)
+
+    def send(self, message: ToScheduler) -> None:
+        self._requests.send(message)
+
+    def step(self) -> list[StepOutput]:
+        self._check()
+        for _ in self._status.drain():
+            pass  # counters, for nobody
+        return list(self._outputs.drain()) if self._outputs.poll(_LOOK_S) else []
+
+    def settle(self, uids: Collection[int]) -> None:
+        for uid in uids:
+            self.send(AbortReq(uid=uid))
+        left = set(uids)
+        while left:
+            left -= {finished.uid for output in self.step() for finished in output.finished}
+
+    def close(self) -> None:
+        self.send(Shutdown())
+        end_s = time.monotonic() + (_LEAVE_S if hasattr(self, "facts") else 0.0)
+        while time.monotonic() < end_s and None in self._exits():
+            time.sleep(0.01)
+        for child in self._children:
+            child.process.kill()
+            child.process.wait()
+            os.close(child.life_fd)
+        for queue in (self._outputs, self._status, self._requests):
+            queue.close()
+        os.close(self._reasons)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _at(self, name: str) -> str:
+        return endpoint(self._folder, name)
+
+    def _exits(self) -> list[int | None]:
+        return [child.process.poll() for child in self._children]
+
+    def _await_ready(self) -> ModelFacts:
+        facts: ModelFacts | None = None
+        waiting = {child.role for child in self._children}
+        while waiting or facts is None:
+            self._check()
+            self._status.poll(_LOOK_S)
+            for message in self._status.drain():
+                if isinstance(message, Ready):
+                    waiting.discard(message.role)
+                    facts = message.facts or facts
+        return facts
+
+    def _check(self) -> None:
+        """Raise when a rank has ended; the first that said why is believed to be the cause."""
+        ended = {c.role: code for c in self._children if (code := c.process.poll()) is not None}
+        if not ended:
+            return
+        for role, code in ended.items():
+            if code < 0:
+                raise WorkerDied(f"{role} {describe_exit(code)}")
+        with contextlib.suppress(BlockingIOError):
+            line = os.read(self._reasons, 65536).decode("utf-8", "replace").partition("\n")[0]
+            role, _, reason = line.partition("\t")
+            if ended.get(role) == CONFIG_EXIT:
+                raise ConfigError(reason)
+            raise WorkerDied(f"{role}: {reason}")
+        role, code = next(iter(ended.items()))
+        raise WorkerDied(f"{role} {describe_exit(code)}")
