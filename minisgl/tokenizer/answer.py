@@ -62,12 +62,12 @@ class OpenAnswer:
         offset = self._prompt_chars + stream.chars
         if self._spec.token_ids:
             self._token_ids.append(token_id)
-        self._reasoning_tokens += self._reasons
         if token_id in self._think_ids:
             stream.push(token_id, is_text=False)
             self._add(stream.flush())
             self._reasons, self._at_border = token_id == self._think_ids[0], True
             return
+        self._reasoning_tokens += self._reasons
         self._add(stream.push(token_id, is_text))
         if found is not None:
             top = list(zip(found.top_ids, found.top_logprobs, strict=True))

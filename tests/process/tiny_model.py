@@ -1,26 +1,61 @@
-"""A random two-layer Qwen3 with the demo model's tokenizer: real text, meaningless answers."""
+"""Checkpoints of Qwen3 with the demo model's tokenizer: random, and one that recites."""
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from minisgl.demo import model_path
 
-__all__ = ["build_tiny_model"]
+__all__ = ["build_reciting_model", "build_tiny_model"]
 
 
 def build_tiny_model(folder: Path) -> Path:
-    """Write config, float32 weights and tokenizer into `folder`."""
+    """Write config, float32 weights and tokenizer into `folder`: real text, meaningless answers."""
     tokenizer = json.loads((model_path() / "tokenizer.json").read_text())
-    size = max(
-        [*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"])]
-    )
+    size = max(_ids(tokenizer).values())
     torch.manual_seed(0)
+    _write(folder, _model(size + 1, eos_token_id=size))
+    shutil.copy(model_path() / "tokenizer.json", folder)
+    return folder
+
+
+def build_reciting_model(folder: Path, recital: list[str], new_tokens: list[str]) -> Path:
+    """As above, but each token of `recital` is followed by the next one; no token occurs twice.
+
+    The embeddings of these are orthogonal, the layers pass them on as they are, and the head's row
+    of a token is the embedding of the one before. new_tokens: added to the tokenizer.
+    """
+    tokenizer = json.loads((model_path() / "tokenizer.json").read_text())
+    for content in new_tokens:
+        added = {**tokenizer["added_tokens"][0], "content": content, "special": False}
+        tokenizer["added_tokens"].append({**added, "id": max(_ids(tokenizer).values()) + 1})
+    ids = [_ids(tokenizer)[token] for token in recital]
+    model = _model(max(_ids(tokenizer).values()) + 1, eos_token_id=ids[-1])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.zero_()
+        for place, (token, following) in enumerate(pairwise(ids)):
+            model.model.embed_tokens.weight[token, place] = 1
+            model.lm_head.weight[following, place] = 5
+    _write(folder, model)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    return {**tokenizer["model"]["vocab"], **added}
+
+
+def _model(vocab_size: int, eos_token_id: int) -> transformers.Qwen3ForCausalLM:
     config = transformers.Qwen3Config(
-        vocab_size=size + 1,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -29,11 +64,13 @@ def build_tiny_model(folder: Path) -> Path:
         head_dim=16,
         max_position_embeddings=2048,
         bos_token_id=None,
-        eos_token_id=size,
+        eos_token_id=eos_token_id,
+        tie_word_embeddings=False,
     )
-    model = transformers.Qwen3ForCausalLM(config)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def _write(folder: Path, model: transformers.Qwen3ForCausalLM) -> None:
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_path() / name, folder / name)
-    return folder
+    shutil.copy(model_path() / "tokenizer_config.json", folder)

@@ -42,7 +42,7 @@ def test_reasoning_is_told_apart_wherever_it_begins() -> None:
     tokens = [*b"\nwhy", END, *b"\n\nyes\n"]
     begun = told(THINKS, tokens, TextSpec(prompt_tail=[BEGIN, 10], reasoning=True))
     assert texts(begun) == ("why", "yes\n")
-    assert begun[-1].reasoning_tokens == 5
+    assert begun[-1].reasoning_tokens == 4
     assert begun[-1].completion_tokens == len(tokens)
     own = told(THINKS, [BEGIN, *tokens], TextSpec(prompt_tail=[], reasoning=True))
     assert texts(own) == ("why", "yes\n")

@@ -1,0 +1,72 @@
+"""Reasoning is told apart from the answer: a real engine whose model recites both."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.process.harness import ServerProcess, run_server
+from tests.process.tiny_model import build_reciting_model
+
+pytestmark = pytest.mark.process
+
+# What follows the prompt's last line break, token by token.
+RECITAL = ["Ċ", "<think>", "Ġword", "Ġcode", "</think>", "Ġletter", "Ġlocker", "<|im_end|>"]
+REASONING, ANSWER = " word code", " letter locker"
+TEMPLATE = """
+{%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor -%}
+{%- if thinking %}<think>{% endif -%}
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif -%}"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("reciting") / "tiny"
+    folder.mkdir()
+    build_reciting_model(folder, RECITAL, ["<think>", "</think>"])
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with run_server("--model", str(folder), "--num-pages", "64") as found:
+        yield found.wait_ready()
+
+
+CASES: list[tuple[dict[str, Any], str | None, str, int]] = [
+    ({}, REASONING, ANSWER, 7),
+    ({"chat_template_kwargs": {"thinking": True}}, REASONING, ANSWER, 6),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, None, ANSWER, 3),
+    ({"separate_reasoning": False}, None, f"<think>{REASONING}</think>{ANSWER}", 7),
+    ({"max_tokens": 2}, " word", "", 2),
+]
+
+
+@pytest.mark.parametrize(("more", "reasoning", "content", "tokens"), CASES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_content(
+    server: ServerProcess,
+    stream: bool,
+    more: dict[str, Any],
+    reasoning: str | None,
+    content: str,
+    tokens: int,
+) -> None:
+    client = server.client()
+    call: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    if stream:
+        asked = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.chat.completions.create(**call, **asked, extra_body=more))
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        parts = [(delta.model_extra or {}).get("reasoning_content") for delta in deltas]
+        found = "".join(part or "" for part in parts) or None
+        text = "".join(delta.content or "" for delta in deltas)
+        first_text = next((i for i, delta in enumerate(deltas) if delta.content), len(deltas))
+        assert not any(parts[first_text:]), "all reasoning comes before the answer"
+        usage = chunks[-1].usage
+    else:
+        whole = client.chat.completions.create(**call, extra_body=more)
+        message = whole.choices[0].message
+        found, text = (message.model_extra or {}).get("reasoning_content"), message.content
+        usage = whole.usage
+    assert (found, text) == (reasoning, content)
+    assert usage is not None
+    assert usage.completion_tokens == tokens
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens == len((reasoning or "").split())
