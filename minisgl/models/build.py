@@ -29,8 +29,8 @@ def build_model(
         model = CausalLM(config, comm, create_moe_backend(moe_backend, device))
     materialise(model, device, dtype)
     share_counters(model, device)
-    if dummy_weight:
-        fill_random(model)
-    else:
+    if not dummy_weight:
         load_weights(model, folder, show_progress=show_progress)
+    elif device.type != "meta":
+        fill_random(model)
     return model.eval()
