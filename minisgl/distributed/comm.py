@@ -89,17 +89,26 @@ class SingleCommunicator:
 
 
 class MetaCommunicator(SingleCommunicator):
-    """One rank of several on the device meta: shapes as with the others, and nobody there."""
+    """One rank of several on the device meta: launches what any of them may, and none is there."""
 
     def __init__(self, tp: TPInfo) -> None:
         self._tp = tp
+        several = tp.size > 1 and tp.size & (tp.size - 1) == 0
+        self._peers = PeerMemory(tp.rank, tp.size, torch.device("meta")) if several else None
 
     @property
     def tp(self) -> TPInfo:
         return self._tp
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat([x] * self._tp.size, dim=-1)
+    def reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if self._peers is not None and self._peers.takes(x):
+            self._peers.reduce_norm(x, residual, weight, eps)
+        return _add_norm(x, residual, weight, eps)
+
+    def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        return x.new_empty((len(x), width)) if out is None else out
 
 
 def _add_norm(

@@ -30,12 +30,22 @@ class PeerMemory:
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         """Collective. Raises RuntimeError where the GPUs do not reach one another."""
+        self._rank, self._size = rank, size
+        self._layout = PeerLayout(slot_bytes=_MOST_BYTES, row_bytes=_MOST_BYTES)
+        addresses = [0] * size
+        if device.type == "meta":  # where kernels only compile
+            self._memory = torch.empty(self._layout.size(size), dtype=torch.uint8, device=device)
+        else:
+            addresses = self._map(device)
+        self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._epochs = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
+
+    def _map(self, device: torch.device) -> list[int]:
+        """Allocate, and meet the others: where each rank's memory lies in this process."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         from torch.distributed import _symmetric_memory as symmetric
 
-        self._rank, self._size = rank, size
-        self._layout = PeerLayout(slot_bytes=_MOST_BYTES, row_bytes=_MOST_BYTES)
-        length, world = self._layout.size(size), dist.group.WORLD
+        length, world = self._layout.size(self._size), dist.group.WORLD
         assert world is not None, "the process group comes first: this is a bug"
         self._memory = _SymmetricMemory.empty_strided_p2p(
             (length,), (1,), torch.uint8, device, world.group_name
@@ -44,10 +54,9 @@ class PeerMemory:
         torch.cuda.synchronize(device)
         self._handle = symmetric.rendezvous(self._memory, world)
         addresses = list(self._handle.buffer_ptrs)
-        if addresses[rank] != self._memory.data_ptr():
+        if addresses[self._rank] != self._memory.data_ptr():
             raise RuntimeError("symmetric memory is not mapped at its beginning")
-        self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._epochs = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
+        return addresses
 
     def takes(self, x: Tensor) -> bool:
         """Whether reduce_norm can sum x; depends on shape and dtype alone. x: [T, H]."""
