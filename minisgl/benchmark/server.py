@@ -112,7 +112,9 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     """CPU and wall seconds, and what the clients found."""
     service = _Service()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    protocol = limited_protocol(service.config.limits, service.client.metrics.on_limit)
+    protocol = limited_protocol(
+        service.config.limits, service.client.metrics.on_limit, lambda: service.lifecycle.leaving
+    )
     app = build_app(service)
     server = _Server(
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http=protocol)

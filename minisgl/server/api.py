@@ -47,6 +47,7 @@ _STUCK_NOTICE_S = 2.0  # livez answers 503 for so long before a hang ends the se
 _KEEP_ALIVE_S = 15.0
 _SEND_BUFFER_BYTES = 128 * 2**10
 _LAST_WORDS_S = 2.0  # for error chunks to leave once everything has failed
+_FAREWELL_S = 1.0  # for the next call of a client whose last answer began before the drain
 
 
 class _Server(uvicorn.Server):
@@ -109,7 +110,11 @@ class ApiServer:
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                http=limited_protocol(self.config.limits, self.client.metrics.on_limit),
+                http=limited_protocol(
+                    self.config.limits,
+                    self.client.metrics.on_limit,
+                    lambda: self.lifecycle.leaving,
+                ),
                 ws="none",
                 loop="uvloop",
                 ssl_certfile=self.config.ssl_certfile,
@@ -244,17 +249,23 @@ class ApiServer:
         await asyncio.sleep(min(self._drain_grace_s, self.config.drain_timeout_s))
         self.lifecycle.phase = Phase.DRAINING
         left_s = self.config.drain_timeout_s - (time.monotonic() - started_s)
-        await self._settle(left_s)
+        await self._settle(left_s, min(_FAREWELL_S, self._drain_grace_s))
+        self.lifecycle.phase = Phase.CLOSED
         if self.client.open_generations:
             logger.warning("drain deadline open_requests=%d", self.client.open_generations)
             self.client.fail_all(DeadlineExceeded("the server is shutting down"))
             await self._settle(_LAST_WORDS_S)
         logger.info("drained")
 
-    async def _settle(self, timeout_s: float) -> None:
-        """Wait until no call is open, at most `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while self.client.open_generations and time.monotonic() < deadline_s:
+    async def _settle(self, timeout_s: float, quiet_s: float = 0.0) -> None:
+        """Wait until no call has been open for `quiet_s`, at most `timeout_s`."""
+        busy_s = time.monotonic()
+        deadline_s = busy_s + timeout_s
+        while (now_s := time.monotonic()) < deadline_s:
+            if self.client.open_generations:
+                busy_s = now_s
+            elif now_s - busy_s >= quiet_s:
+                return
             await asyncio.sleep(0.02)
 
 

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with what it leaves open: limits on heads, idle and all connections."""
+"""uvicorn's HTTP protocol with what it leaves open: limits on heads, idle and all connections, and
+goodbyes before the end."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,11 +12,17 @@ from minisgl.server.errors import ErrorReply, HeadTooLarge, error_reply
 
 # Beyond max_connections requests get an answer that says so; this many more can still be heard.
 _SPARE_CONNECTIONS = 128
+KEPT = "kept"  # in a request's state: its connection has brought others before
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
-def limited_protocol(limits: Limits, exceeded: Callable[[str], None]) -> type[asyncio.Protocol]:
-    """A protocol class for `uvicorn.Config(http=...)`; `exceeded` is told which limit was."""
+def limited_protocol(
+    limits: Limits, exceeded: Callable[[str], None], leaving: Callable[[], bool]
+) -> type[asyncio.Protocol]:
+    """A protocol class for `uvicorn.Config(http=...)`; `exceeded` is told which limit was.
+
+    leaving: every answer that begins now is the last one of its connection, and says so.
+    """
 
     class LimitedProtocol(HttpToolsProtocol):
         """Counts the bytes of a head, and drops who sends none in time."""
@@ -52,7 +59,10 @@ def limited_protocol(limits: Limits, exceeded: Callable[[str], None]) -> type[as
         def on_headers_complete(self) -> None:
             self._in_head = False
             self._stop_timer()
+            self.scope["state"][KEPT] = self.cycle is not None
             super().on_headers_complete()
+            if leaving() and self.cycle is not None:
+                self.cycle.keep_alive = False
 
         def on_message_complete(self) -> None:
             super().on_message_complete()

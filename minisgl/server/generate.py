@@ -20,6 +20,7 @@ from minisgl.core import (
 from minisgl.core.sampling import MAX_SEED
 from minisgl.message import AddReq, DecodeIds, TextSpec, TokenizeChat, TokenizeText, ToTokenizer
 from minisgl.server.client import EngineClient, Generation, TokenArray
+from minisgl.server.connection import KEPT
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.params import GENERATE
 from minisgl.server.requests import ChatPrompt, GenerateRequest, IdsPrompt, Prompt
@@ -112,12 +113,13 @@ def fit_max_tokens(
 
 async def read_body(lifecycle: Lifecycle, request: Request) -> tuple[bytes, ModelFacts]:
     """The body, and the facts of the model. Raises NotReady, also if it drains meanwhile."""
-    lifecycle.require_accepting()
+    kept = request.scope.get("state", {}).get(KEPT, False)
+    lifecycle.require_accepting(kept)
     try:
         raw = await request.body()
     except ClientDisconnect:
         raise Cancelled("the client closed the connection") from None
-    return raw, lifecycle.require_accepting()
+    return raw, lifecycle.require_accepting(kept)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

@@ -16,7 +16,8 @@ class Phase(StrEnum):
     LOADING = "loading"
     READY = "ready"
     GRACE = "draining, still accepting"  # the endpoint is being taken out of its Service
-    DRAINING = "draining"
+    DRAINING = "draining"  # accepting only on connections that have not been told to go elsewhere
+    CLOSED = "draining, out of time"
     FAILED = "failed"
 
 
@@ -46,9 +47,18 @@ class Lifecycle:
             return True
         return False
 
-    def require_accepting(self) -> ModelFacts:
-        """The facts of the model, or NotReady that says why no request is taken."""
-        if self.phase in (Phase.READY, Phase.GRACE) and self._facts is not None:
+    @property
+    def leaving(self) -> bool:
+        return self.phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED)
+
+    def require_accepting(self, kept: bool = False) -> ModelFacts:
+        """The facts of the model, or NotReady that says why no request is taken.
+
+        kept: the request came on a connection that has brought others before. While leaving, each
+        answer tells its client to close, so this one could not have been told.
+        """
+        accepting = self.phase in (Phase.READY, Phase.GRACE)
+        if (accepting or (kept and self.phase is Phase.DRAINING)) and self._facts is not None:
             return self._facts
         if self.phase is Phase.LOADING:
             raise NotReady("the model is still loading")

@@ -247,7 +247,7 @@ class Metrics:
         """The text and its content type; 0.2 ms."""
         ready = now.phase is Phase.READY and not now.stuck
         self._exposition.value("minisgl_ready").value = int(ready)
-        draining = now.phase in (Phase.GRACE, Phase.DRAINING)
+        draining = now.phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED)
         self._exposition.value("minisgl_draining").value = int(draining)
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)

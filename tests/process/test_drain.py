@@ -1,6 +1,8 @@
 """SIGTERM drains (W28, W29): unready at once, nothing lost, a deadline, and exit code 0."""
 
 import contextlib
+import http.client
+import json
 import os
 import signal
 import socket
@@ -61,6 +63,19 @@ def short_call(server: ServerProcess) -> httpx.Response:
     return httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S)
 
 
+def call(
+    connection: http.client.HTTPConnection, max_tokens: int, stream: bool = False
+) -> http.client.HTTPResponse:
+    """The head of an answer; what is short is read too, so that the connection is free again."""
+    body = {"model": "tiny", "prompt": "a b c", "max_tokens": max_tokens, "stream": stream}
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    if not stream:
+        answer.read()
+    return answer
+
+
 def test_sigterm_finishes_what_runs_and_exits_0(tiny_model: Path) -> None:
     with serving(tiny_model, "--drain-grace", "0") as server:
         pids = list(server.child_pids().values())
@@ -90,6 +105,27 @@ def test_grace_accepts_while_unready_and_then_refuses_with_retry_after(tiny_mode
         assert server.status("/livez") == 200
         assert server.wait_exit() == 0
         assert caller.join().text.endswith("data: [DONE]\n\n")
+
+
+def test_kept_connections_are_told_to_close_before_they_are_refused(tiny_model: Path) -> None:
+    """A client without retries never meets a refusal on a connection that it may keep."""
+    with serving(tiny_model, "--drain-grace", "2") as server:
+        address = httpx.URL(server.url)
+        idle = http.client.HTTPConnection(address.host, address.port, timeout=DEADLINE_S)
+        busy = http.client.HTTPConnection(address.host, address.port, timeout=DEADLINE_S)
+        assert call(idle, max_tokens=1).status == 200
+        stream = call(busy, max_tokens=2000, stream=True)
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: server.status("/readyz") == 503, "unreadiness")
+        answer = call(idle, max_tokens=1)
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+
+        wait_for(lambda: short_call(server).status_code == 503, "the end of the grace")
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+        assert "connection" not in stream.headers
+        answer = call(busy, max_tokens=1)
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert server.wait_exit() == 0
 
 
 def test_deadline_ends_the_rest_with_an_error_chunk(tiny_model: Path) -> None:

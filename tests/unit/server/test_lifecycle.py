@@ -30,6 +30,10 @@ def test_grace_accepts_and_draining_refuses() -> None:
     lifecycle.phase = Phase.DRAINING
     with pytest.raises(NotReady, match="shutting down"):
         lifecycle.require_accepting()
+    assert lifecycle.require_accepting(kept=True) == FACTS
+    lifecycle.phase = Phase.CLOSED
+    with pytest.raises(NotReady, match="shutting down"):
+        lifecycle.require_accepting(kept=True)
 
 
 def test_idle_is_never_a_hang() -> None:
