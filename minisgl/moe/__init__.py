@@ -22,4 +22,4 @@ def create_moe_backend(name: str, device: torch.device) -> MoeBackend:
         raise ConfigError("MoE backend 'triton' needs a GPU")
     from minisgl.moe.triton_backend import TritonMoe
 
-    return TritonMoe()
+    return TritonMoe(device)

@@ -1,5 +1,6 @@
 """Experts by our Triton kernels: no host sync, graph-capturable, the same result in every run."""
 
+import torch
 from torch import Tensor
 
 from minisgl.kernel import linear
@@ -12,9 +13,13 @@ _FEW_TOKENS = 4  # whose experts hardly overlap, so that nothing is won by sorti
 
 
 class TritonMoe:
-    """Implements MoeBackend; the weights are contiguous tensors on a GPU."""
+    """Implements MoeBackend; weights are contiguous. For one stream: layers share counters."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._arrived = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
+        if len(x) <= _FEW_TOKENS:
+            return experts_of_few(x, *weights, self._arrived, top_k, renormalise)
         scales, experts = route(linear(x, weights.router), top_k, renormalise)
-        run = experts_of_few if len(x) <= _FEW_TOKENS else experts_of_many
-        return run(x, weights.gate_up, weights.down, scales, experts)
+        return experts_of_many(x, weights.gate_up, weights.down, scales, experts)

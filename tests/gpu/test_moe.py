@@ -143,34 +143,61 @@ def test_blocks_hold_every_assignment_once(
 
 
 @pytest.mark.parametrize("kind", ["random", "one", "skewed"])
-@pytest.mark.parametrize("path", ["few", "many"])
 @pytest.mark.parametrize("dtype", MATRIX_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("tokens", "experts", "width", "inner", "top_k"),
     [(1, 128, 64, 96, 8), (4, 16, 128, 48, 4), (50, 8, 96, 20, 3)],
 )
-def test_experts(
+def test_experts_of_many(
     tokens: int,
     experts: int,
     width: int,
     inner: int,
     top_k: int,
     dtype: torch.dtype,
-    path: str,
     kind: str,
 ) -> None:
-    from minisgl.kernel.triton.moe_few import experts_of_few
     from minisgl.kernel.triton.moe_grouped import experts_of_many
 
     x = normal(tokens, 2 * width, dtype=dtype)[:, width:]
     weights = layer(experts, width, inner, dtype)
     chosen = assignments(tokens, experts, top_k, kind)
     scales = torch.rand(tokens, top_k, device=DEVICE)
-    run = experts_of_few if path == "few" else experts_of_many
     with poisoned():
-        outs = [run(x, weights.gate_up, weights.down, scales, chosen) for _ in range(2)]
+        outs = [experts_of_many(x, weights.gate_up, weights.down, scales, chosen) for _ in range(2)]
     assert error(outs[0], expected(x, weights, scales, chosen)) < TOLERANCE[dtype]
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "width", "inner", "top_k"),
+    [(1, 128, 64, 96, 8), (4, 6, 2100, 20, 3), (3, 16, 128, 300, 4)],
+)
+def test_experts_of_few(
+    tokens: int,
+    experts: int,
+    width: int,
+    inner: int,
+    top_k: int,
+    renormalise: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Twice with the same counters: each call leaves them as it found them."""
+    from minisgl.kernel.triton.moe_few import experts_of_few
+    from minisgl.kernel.triton.moe_routing import route
+
+    x = normal(tokens, 2 * width, dtype=dtype)[:, width:]
+    weights = layer(experts, width, inner, dtype)
+    arrived = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    with poisoned():
+        outs = [experts_of_few(x, *weights, arrived, top_k, renormalise) for _ in range(2)]
+    logits = (x.double() @ weights.router.double().T).to(dtype)
+    routing = route(logits, top_k, renormalise)
+    assert error(outs[0], expected(x, weights, *routing)) < 2 * TOLERANCE[dtype]
+    assert torch.equal(*outs)
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 33])
@@ -183,7 +210,8 @@ def test_backend_and_padded_rows(dtype: torch.dtype, tokens: int) -> None:
     weights = layer(16, 128, 48, dtype)
     x = normal(tokens + 3, 128, dtype=dtype)
     routing = route(linear(x, weights.router)[:tokens], 4, True)
-    call = captured(lambda: TritonMoe().forward(x, weights, 4, True))
+    backend = TritonMoe(torch.device(DEVICE))
+    call = captured(lambda: backend.forward(x, weights, 4, True))
     outs = []
     for padding in (0.0, torch.nan, 3e38 if dtype is torch.float32 else 3e4):
         x[tokens:] = padding
@@ -215,12 +243,13 @@ def test_no_host_sync() -> None:
     from minisgl.moe.triton_backend import TritonMoe
 
     weights = layer(16, 128, 48, torch.bfloat16)
+    backend = TritonMoe(torch.device(DEVICE))
     for tokens in (2, 40):
         x = normal(tokens, 128, dtype=torch.bfloat16)
-        TritonMoe().forward(x, weights, 4, True)
+        backend.forward(x, weights, 4, True)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            TritonMoe().forward(x, weights, 4, True)
+            backend.forward(x, weights, 4, True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -1,21 +1,72 @@
-"""The experts of a handful of tokens: each product is a matrix times one vector.
+"""Router and experts of a handful of tokens: each product is a matrix times one vector.
 
 Programs are many and small, and each asks for all of its weights at once, so that the whole chip
 reads although a token's experts are narrow. Experts that tokens share come from the L2 cache.
+From Hopper on (EARLY) a kernel's programs start while the one before ends (programmatic dependent
+launch): they may ask for weights, and wait before they touch what that one reads or writes.
 
-Bytes: 6 H I for each of T * top_k assignments.
+Bytes: 2 H E for the router, 6 H I for each of T * top_k assignments.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, float32, int32
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
+
+from minisgl.kernel.triton.moe_routing import choose
 
 # Of the weights, a program: rows of gate and of up, their columns at once; rows of `down` of all
 # experts, its columns at once. The best of 22 and 31 on one H200, 2026-11-21, H 2048, I 768.
 _ROWS, _COLUMNS = 2, 2048
 _DOWN_ROWS, _DOWN_COLUMNS = 16, 256
+
+
+@triton.jit
+def _score(
+    x,
+    router,
+    logits,
+    arrived,
+    weights,
+    experts,
+    width,
+    num_experts,
+    x_stride,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One logit; the last program of a token to arrive routes it."""
+    expert = tl.program_id(0)
+    token = tl.program_id(1)
+    if EARLY:
+        gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        w = tl.load(router + expert * width + k, mask=k < width, other=0.0).to(tl.float32)
+        if EARLY:
+            gdc_wait()
+        v = tl.load(x + token * x_stride + k, mask=k < width, other=0.0).to(tl.float32)
+        total += w * v
+    rounded = tl.sum(total, axis=0).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(logits + token * num_experts + expert, rounded)
+    tl.debug_barrier()
+    ticket = tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu")
+    if ticket == num_experts - 1:
+        ids = tl.arange(0, WIDTH)[None, :]
+        inside = ids < num_experts
+        row = tl.full([1, 1], 0, tl.int32) + token
+        value = tl.load(logits + row * num_experts + ids, mask=inside, other=0.0)
+        at = row * TOP_K
+        choose(value, inside, row >= 0, at, weights, experts, TOP_K, RENORMALISE, 1, WIDTH, PLACES)
+        tl.store(arrived + token, 0)
 
 
 @triton.jit
@@ -30,7 +81,11 @@ def _gate_up(
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()  # after the wait: `_down` may then read the routing at once
     assignment = tl.program_id(1)
     expert = tl.load(experts + assignment).to(tl.int64)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -65,6 +120,7 @@ def _down(
     PLACES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     token = tl.program_id(1)
     j = tl.arange(0, PLACES)
@@ -82,6 +138,8 @@ def _down(
         live = k < inner
         at = weight + rows[:, :, None] * inner + k[None, None, :]
         w = tl.load(at, mask=read[:, :, None] & live[None, None, :], other=0.0)
+        if EARLY:
+            gdc_wait()
         at = hidden + assignment[:, None] * inner + k[None, :]
         v = tl.load(at, mask=kept[:, None] & live[None, :], other=0.0)
         total += tl.sum(w.to(tl.float32) * v.to(tl.float32)[:, None, :], axis=2)
@@ -90,14 +148,46 @@ def _down(
 
 
 def experts_of_few(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    arrived: Tensor,
+    top_k: int,
+    renormalise: bool,
 ) -> Tensor:
-    """As MoeBackend.forward, after the routing. Two launches, no host sync.
+    """As MoeBackend.forward. Three launches, no host sync, the same result in every run.
 
-    x: [T, H], unit stride in H; weights: float32 [T, top_k], experts: int32 [T, top_k].
+    x: [T, H], unit stride in H. arrived: int32 [T] or more, zeros before the first call and again
+    after each; calls that share it must follow one another on one stream.
     """
     num_tokens, width = x.shape
-    top_k, inner = experts.shape[1], down.shape[2]
+    num_experts, inner = len(router), down.shape[2]
+    early = not x.is_cpu and driver.active.get_current_target().arch >= 90
+    places = triton.next_power_of_2(top_k)
+    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    logits = x.new_empty((num_tokens, num_experts), dtype=float32)
+    weights = x.new_empty((num_tokens, top_k), dtype=float32)
+    experts = x.new_empty((num_tokens, top_k), dtype=int32)
+    _score[(num_experts, num_tokens)](
+        x,
+        router,
+        logits,
+        arrived,
+        weights,
+        experts,
+        width,
+        num_experts,
+        x.stride(0),
+        TOP_K=top_k,
+        RENORMALISE=renormalise,
+        WIDTH=triton.next_power_of_2(num_experts),
+        PLACES=places,
+        BLOCK=columns,
+        EARLY=early,
+        num_warps=1,
+        launch_pdl=early,
+    )
     hidden = x.new_empty((num_tokens * top_k, inner))
     _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * top_k)](
         x,
@@ -109,10 +199,11 @@ def experts_of_few(
         x.stride(0),
         TOP_K=top_k,
         ROWS=_ROWS,
-        BLOCK=min(triton.next_power_of_2(width), _COLUMNS),
+        BLOCK=columns,
+        EARLY=early,
         num_warps=2,
+        launch_pdl=early,
     )
-    places = triton.next_power_of_2(top_k)
     rows = max(_DOWN_ROWS // places, 1)
     out = x.new_empty((num_tokens, width))
     _down[(triton.cdiv(width, rows), num_tokens)](
@@ -127,6 +218,8 @@ def experts_of_few(
         PLACES=places,
         ROWS=rows,
         BLOCK=min(triton.next_power_of_2(inner), _DOWN_COLUMNS),
+        EARLY=early,
         num_warps=4,
+        launch_pdl=early,
     )
     return out

@@ -17,6 +17,46 @@ _ROWS = 4
 _FEW = 4096  # assignments that one pass of a small program looks through
 
 
+@triton.jit
+def choose(
+    value,
+    inside,
+    alive,
+    at,
+    weights,
+    experts,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Store the routing of rows of logits. value: [ROWS, WIDTH]; inside: [1, WIDTH], which are
+    experts; alive, at: [ROWS, 1], which are tokens and where their first assignment is."""
+    ids = tl.arange(0, WIDTH)[None, :]
+    place = tl.arange(0, PLACES)[None, :]
+    value = tl.where(inside & (value == value), value, float("-inf"))  # NaN too names an expert
+    # Integers of the same order as (value, lower id first): all keys of a row differ.
+    bits = value.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    none = -0x7FFFFFFFFFFFFFFF
+    keys = tl.where(inside, (ordered << 32) | (WIDTH - 1 - ids), none)
+    chosen = tl.full([ROWS, PLACES], 0, tl.int64)
+    for j in tl.static_range(TOP_K):
+        best = tl.max(keys, axis=1)[:, None]
+        chosen = tl.where(place == j, best, chosen)
+        keys = tl.where(keys == best, none, keys)
+    kept = place < TOP_K
+    high = (chosen >> 32).to(tl.int32)
+    logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    largest = tl.max(value, axis=1)[:, None]
+    mass = tl.where(kept, tl.exp(logit - largest), 0.0)
+    total = tl.sum(mass if RENORMALISE else tl.exp(value - largest), axis=1)[:, None]
+    tl.store(weights + at + place, mass / total, mask=alive & kept)
+    found = WIDTH - 1 - (chosen & 0xFFFFFFFF).to(tl.int32)
+    tl.store(experts + at + place, found, mask=alive & kept)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route(
     logits,
@@ -31,33 +71,23 @@ def _route(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ids = tl.arange(0, WIDTH)
-    place = tl.arange(0, PLACES)[None, :]
-    inside = (ids < num_experts)[None, :]
-    alive = (rows < num_tokens)[:, None]
-    at = logits + rows[:, None].to(tl.int64) * stride + ids[None, :]
-    value = tl.load(at, mask=alive & inside, other=float("-inf")).to(tl.float32)
-    value = tl.where(value == value, value, float("-inf"))  # NaN too must name an expert
-    # Integers of the same order as (value, lower id first): all keys of a row differ.
-    bits = value.to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    none = -0x7FFFFFFFFFFFFFFF
-    keys = tl.where(inside, (ordered << 32) | (WIDTH - 1 - ids)[None, :], none)
-    chosen = tl.full([ROWS, PLACES], 0, tl.int64)
-    for j in tl.static_range(TOP_K):
-        best = tl.max(keys, axis=1)[:, None]
-        chosen = tl.where(place == j, best, chosen)
-        keys = tl.where(keys == best, none, keys)
-    kept = place < TOP_K
-    high = (chosen >> 32).to(tl.int32)
-    logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    largest = tl.max(value, axis=1)[:, None]
-    mass = tl.where(kept, tl.exp(logit - largest), 0.0)
-    total = tl.sum(mass if RENORMALISE else tl.exp(value - largest), axis=1)[:, None]
-    at = rows[:, None] * TOP_K + place
-    tl.store(weights + at, mass / total, mask=alive & kept)
-    tl.store(experts + at, WIDTH - 1 - (chosen & 0xFFFFFFFF).to(tl.int32), mask=alive & kept)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    ids = tl.arange(0, WIDTH)[None, :]
+    inside, alive = ids < num_experts, rows < num_tokens
+    value = tl.load(logits + rows.to(tl.int64) * stride + ids, mask=alive & inside, other=0.0)
+    choose(
+        value.to(tl.float32),
+        inside,
+        alive,
+        rows * TOP_K,
+        weights,
+        experts,
+        TOP_K,
+        RENORMALISE,
+        ROWS,
+        WIDTH,
+        PLACES,
+    )
 
 
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
