@@ -1,10 +1,14 @@
 """Software that no one here wrote, against the demo server; results: docs/api.md."""
 
+import json
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from minisgl.demo import model_path
 from tests.process.harness import ServerProcess, run_server
 from tests.proof.venvs import make_venv
 
@@ -33,6 +37,28 @@ def test_client(
     command = [str(python), str(SCRIPTS / script), demo_server.url, MODEL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
+    sys.stdout.write(done.stdout)  # the version, for docs/api.md: pytest -rP
+
+
+def test_aiperf_completes_a_run(demo_server: ServerProcess, tmp_path: Path) -> None:
+    """NVIDIA's load generator (1.2 GB), with its own reading of the stream and of /metrics."""
+    tool = make_venv(tmp_path / "venv", "aiperf") / "aiperf"
+    shutil.copytree(model_path(), tmp_path / "tokenizer")  # it takes a relative folder only
+    command = [str(tool), "profile", "--model", MODEL, "--url", demo_server.url]
+    command += ["--endpoint-type", "chat", "--streaming", "--tokenizer", "./tokenizer"]
+    command += ["--concurrency", "4", "--request-count", "40", "--ui", "none"]
+    command += ["--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"]
+    command += ["--extra-inputs", "ignore_eos:true", "--artifact-dir", "artifacts"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+    (path,) = tmp_path.rglob("profile_export_aiperf.json")
+    found = json.loads(path.read_text())
+    assert found["is_complete"]
+    assert found["error_summary"] == []
+    assert found["request_count"]["avg"] == 40
+    assert found["usage_completion_tokens"]["avg"] == 8
+    assert found["time_to_first_token"]["count"] == 40
+    sys.stdout.write(f"aiperf {found['aiperf_version']}\n")
 
 
 def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
