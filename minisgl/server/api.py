@@ -36,7 +36,7 @@ from minisgl.server.client import EngineClient
 from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
 from minisgl.server.connection import limited_protocol
 from minisgl.server.errors import EngineFailure
-from minisgl.server.lifecycle import Lifecycle, Phase, Progress, Pulse
+from minisgl.server.lifecycle import Lifecycle, Phase, Pulse
 from minisgl.server.metrics import Metrics
 from minisgl.utils import logs_are_json, process_age_s
 
@@ -74,11 +74,9 @@ class ApiServer:
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: SchedulerStats | None = None
-        self._progress = Progress(config.step_timeout_s)
         self._pulse = Pulse(config.step_timeout_s)
         detokenizer: Sender[Ping] = Sender(endpoint(directory, "detokenizer"))
         self._workers = dict(zip(names, tokenizers, strict=True)) | {"detokenizer": detokenizer}
-        self._tokenizer_names = names
         self._url = spec.url
         self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
         self._drain_asked = asyncio.Event()
@@ -93,8 +91,10 @@ class ApiServer:
         if self.lifecycle.phase is Phase.LOADING:
             return None
         now_s = time.monotonic()
-        if self._progress.hangs(self.client.open_choices > 0, now_s):
-            return "scheduler"
+        if self.client.open_choices or (self.stats is not None and self.stats.busy):
+            self._pulse.expect("scheduler", now_s)  # a step, of whatever request
+        else:
+            self._pulse.satisfied("scheduler")
         return self._pulse.hanging(now_s)
 
     async def run(self, listener: socket.socket) -> None:
@@ -150,18 +150,20 @@ class ApiServer:
     async def _receive(self) -> None:
         while True:
             message = await self._messages.recv()
+            now_s = time.monotonic()
             if isinstance(message, StepText):
-                self._progress.on_output(time.monotonic())
-                self._pulse.heard("detokenizer", time.monotonic())
+                self._pulse.heard("scheduler", now_s)
+                self._pulse.heard("detokenizer", now_s)
                 self.client.receive_text(message)
             elif isinstance(message, Tokenized | Decoded):
                 worker = self.client.receive_answer(message)
                 if worker is not None:
-                    self._pulse.heard(self._tokenizer_names[worker], time.monotonic())
+                    self._pulse.heard(f"tokenizer-{worker}", now_s)
             elif isinstance(message, Alive):
-                self._pulse.heard(message.role, time.monotonic(), answer=True)
+                self._pulse.satisfied(message.role)
             elif isinstance(message, SchedulerStats):
-                self._progress.on_stats(message, time.monotonic())
+                if self.stats is None or message.step_id != self.stats.step_id:
+                    self._pulse.heard("scheduler", now_s)
                 self.stats = message
                 self.client.metrics.on_stats(message)
             else:
@@ -203,7 +205,7 @@ class ApiServer:
             self.client.end_overdue(time.monotonic())
             if self.lifecycle.phase is not Phase.LOADING:
                 for role, sender in self._workers.items():
-                    if self._pulse.ask(role, time.monotonic()):
+                    if self._pulse.expect(role, time.monotonic()):
                         sender.send(Ping())
             hanging = self._hanging()
             if hanging is not None:

@@ -22,7 +22,7 @@ from minisgl.server.errors import (
 from minisgl.server.generate import read_body, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import Now
-from minisgl.server.middleware import App, Bounded, Counted, RequestId
+from minisgl.server.middleware import App, Bounded, Edge
 from minisgl.server.openapi import document
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import RequestReader
@@ -83,7 +83,7 @@ def build_app(service: Service) -> App:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return Counted(RequestId(guarded), metrics, OPEN_PATHS)
+    return Edge(guarded, metrics, OPEN_PATHS)
 
 
 async def _generate(

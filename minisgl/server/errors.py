@@ -137,8 +137,6 @@ def error_reply(error: BaseException, retry_after_s: int = 1) -> ErrorReply:
         headers["www-authenticate"] = "Bearer"
     if kind.retry:
         headers["retry-after"] = str(retry_after_s)
-        if isinstance(error, NotReady):  # the next try should find another replica
-            headers["connection"] = "close"
     elif kind.status >= 500:
         headers["x-should-retry"] = "false"
     return ErrorReply(kind.status, headers, error_body(error))

@@ -6,7 +6,7 @@ The clock is an argument everywhere, so that tests need none.
 from enum import StrEnum
 
 from minisgl.core import ModelFacts
-from minisgl.message import Ready, SchedulerStats
+from minisgl.message import Ready
 from minisgl.server.errors import NotReady
 
 
@@ -68,58 +68,30 @@ class Lifecycle:
 
 
 class Pulse:
-    """Tells a worker that hangs (asked, and nothing heard for `timeout_s`) from a busy one."""
+    """Tells who hangs (something is expected, and nothing heard for `timeout_s`) from who is busy
+    or idle. 0: nobody ever hangs."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._asked_s: dict[str, float] = {}
+        self._silent_since_s: dict[str, float] = {}
 
-    def ask(self, role: str, now_s: float) -> bool:
-        """True when `role` is to be asked now: it has answered the last time."""
-        if role in self._asked_s:
+    def expect(self, role: str, now_s: float) -> bool:
+        """Something is expected of `role` from now on; False if it was before."""
+        if role in self._silent_since_s:
             return False
-        self._asked_s[role] = now_s
+        self._silent_since_s[role] = now_s
         return True
 
-    def heard(self, role: str, now_s: float, answer: bool = False) -> None:
-        """Something came from `role`, if not yet the answer: it lives, and may have much to do."""
-        if answer:
-            self._asked_s.pop(role, None)
-        elif role in self._asked_s:
-            self._asked_s[role] = now_s
+    def heard(self, role: str, now_s: float) -> None:
+        """Something came, if not all that is expected: it lives, and may have much to do."""
+        if role in self._silent_since_s:
+            self._silent_since_s[role] = now_s
+
+    def satisfied(self, role: str) -> None:
+        """Nothing is expected of `role` any more."""
+        self._silent_since_s.pop(role, None)
 
     def hanging(self, now_s: float) -> str | None:
         """A role that hangs; None while none does."""
-        if not self._timeout_s:
-            return None
-        late = (r for r, asked_s in self._asked_s.items() if now_s - asked_s > self._timeout_s)
-        return next(late, None)
-
-
-class Progress:
-    """Tells a hang (work pending, no step for `timeout_s`) from idleness. 0: never a hang."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._step_id = -1
-        self._busy = False
-        self._since_s: float | None = None
-
-    def on_stats(self, stats: SchedulerStats, now_s: float) -> None:
-        if stats.step_id != self._step_id:
-            self._since_s = now_s
-        self._step_id = stats.step_id
-        self._busy = stats.busy
-
-    def on_output(self, now_s: float) -> None:
-        """Text has arrived, so a step has ended."""
-        self._since_s = now_s
-
-    def stuck_s(self, pending: bool, now_s: float) -> float:
-        """Seconds without a step while there is work; 0 when idle. Call it now and then."""
-        if not (pending or self._busy) or self._since_s is None:
-            self._since_s = now_s
-        return now_s - self._since_s
-
-    def hangs(self, pending: bool, now_s: float) -> bool:
-        return self._timeout_s > 0 and self.stuck_s(pending, now_s) > self._timeout_s
+        late = (r for r, s in self._silent_since_s.items() if now_s - s > self._timeout_s)
+        return next(late, None) if self._timeout_s else None

@@ -1,4 +1,4 @@
-"""Pure ASGI layers around the app: counts, request ids, limits. (A BaseHTTPMiddleware would hide
+"""Pure ASGI layers around the app: its edge, and its limits. (A BaseHTTPMiddleware would hide
 disconnects from the handlers.)"""
 
 import uuid
@@ -19,8 +19,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _MAX_ID_CHARS = 128
 
 
-class Counted:
-    """Counts answers by the pattern of their route, and requests under way but for `probes`."""
+class Edge:
+    """The outermost layer: counts requests and answers, and completes each answer's headers.
+
+    x-request-id is the client's, when it is short and printable, or ours. probes: paths that do
+    not count as requests under way.
+    """
 
     def __init__(self, app: App, metrics: Metrics, probes: frozenset[str]) -> None:
         self._app = app
@@ -31,40 +35,22 @@ class Counted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        request_id = _given_id(scope) or uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
 
-        async def counting(message: Message) -> None:
+        async def completed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.on_http(route, scope["method"], message["status"])
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
         weight = scope["path"] not in self._probes
         self._metrics.on_http_open(weight)
         try:
-            await self._app(scope, receive, counting)
+            await self._app(scope, receive, completed)
         finally:
             self._metrics.on_http_open(-weight)
-
-
-class RequestId:
-    """Puts x-request-id on every answer: the client's, when it is short and printable, or ours."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = _given_id(scope) or uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
 
 
 def _given_id(scope: Scope) -> bytes | None:

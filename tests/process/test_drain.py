@@ -91,10 +91,12 @@ def test_sigterm_finishes_what_runs_and_exits_0(tiny_model: Path) -> None:
 def test_grace_accepts_while_unready_and_then_refuses_with_retry_after(tiny_model: Path) -> None:
     with serving(tiny_model, "--drain-grace", "3") as server:
         caller = Caller(server, max_tokens=2000).wait_first()
+        assert "connection" not in short_call(server).headers
         server.signal(signal.SIGTERM)
         wait_for(lambda: server.status("/readyz") == 503, "unreadiness")
         assert server.status("/livez") == 200
-        assert short_call(server).status_code == 200
+        answer = short_call(server)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
 
         def refused() -> httpx.Response | None:
             answer = short_call(server)
