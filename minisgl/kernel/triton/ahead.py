@@ -3,7 +3,8 @@
 The folder holds one subfolder for each kernel, as Triton's own cache does, and may be copied
 anywhere: what lies in it is found by name, not by the absolute paths that Triton writes down.
 Triton's keys hold its version, the kernel's source, its arguments' types, the architecture and
-the version of the assembler that it brings; neither driver nor CUDA toolkit.
+the version of the assembler that it brings; neither driver nor CUDA toolkit. Those of its C parts
+hold what Python says of the platform, which it learns from the command `file` where there is one.
 """
 # mypy: disallow-subclassing-any=False
 
@@ -19,6 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
+from triton.runtime.build import platform_key
 from triton.runtime.cache import FileCacheManager
 
 _FOLDER = "MINISGL_TRITON_AHEAD"  # Triton makes its cache managers from a key alone
@@ -44,8 +46,18 @@ class AheadCache(FileCacheManager):
         return {name: self._make_path(name) for name in names}
 
 
+def _fix_platform_key() -> None:
+    """Make the keys of Triton's C parts those of a machine without the command `file`."""
+    path = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.devnull
+    platform_key.cache_clear()
+    platform_key()
+    os.environ["PATH"] = path
+
+
 def read_first(folder: Path) -> None:
     """Let this process find kernels in `folder` before it looks into Triton's own cache."""
+    _fix_platform_key()
     os.environ[_FOLDER] = str(folder)
     knobs.cache.manager_class = AheadCache
 
@@ -95,6 +107,7 @@ def compiling(folder: Path, arch: int) -> Iterator[None]:
     arch: 90 for compute capability 9.0. Needs a C compiler and a libcuda.so.1 to link against,
     for which an empty one will do; neither a GPU nor its driver. For a process of its own.
     """
+    _fix_platform_key()
     usual_flags, usual_folder = sys.getdlopenflags(), knobs.cache.dir
     sys.setdlopenflags(os.RTLD_LAZY)  # of an empty libcuda no function is ever called
     knobs.cache.dir = str(folder)
