@@ -146,7 +146,7 @@ def test_small_linear(tiling: tuple[int, ...], rows: int) -> None:
 def test_tilings_fit_their_shapes() -> None:
     from minisgl.kernel.triton import linear
 
-    for height, width in ((1024, 3072), (4096, 12288), (5120, 17408)):
+    for height, width in ((1024, 3072), (2048, 4096), (4096, 12288), (5120, 17408)):
         for rows in (1, 16, 17, 32):
             tiling = linear.tiling_for(rows, height, width)
             if tiling is not None:

@@ -86,6 +86,8 @@ _TILINGS: Final = MappingProxyType(
         (6144, 1024): (_WHOLE, _WHOLE),
         (1024, 3072): (Tiling(64, 256, 6, 3), Tiling(64, 128, 4, 6)),
         (6144, 4096): (_WHOLE, _WHOLE),
+        (5120, 2048): (_WHOLE, _WHOLE),
+        (2048, 4096): (Tiling(64, 256, 4, 3), Tiling(64, 128, 4, 4)),
         (4096, 4096): (_WHOLE, _WHOLE),
         (4096, 12288): (Tiling(64, 128, 2, 6), Tiling(64, 128, 2, 6)),
         (7168, 5120): (_WHOLE, _WHOLE),
