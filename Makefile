@@ -5,6 +5,7 @@
 #   make check   lint, format, types, import contracts, repository rules
 #   make fmt     repair what lint and format can repair
 #   make proof   the tests that take minutes each
+#   make k8s     the chart on a cluster: kind, or ARGS="--provider existing --context NAME ..."
 #   make chart   write the chart's schema and dashboards anew
 #   make image   build the CUDA image; image-cpu: the demo      (BUILD_ARGS="--build-arg ...")
 #   make lock    write constraints.txt anew
@@ -47,7 +48,7 @@ define add_torch
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fmt proof chart image image-cpu lock clean
+.PHONY: help serve test check fmt proof k8s chart image image-cpu lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -81,8 +82,11 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(call pip,$(VENV)) install -q -c constraints.txt --no-build-isolation -e '.[test,dev,chart]'
+	$(call pip,$(VENV)) install -q -c constraints.txt --no-build-isolation -e '.[test,dev,chart,k8s]'
 	@touch $@
+
+k8s: $(VENV)/.dev
+	$(BIN)/python -m pytest k8s-tests $(ARGS)
 
 chart: $(VENV)/.dev
 	$(BIN)/python -m tools.chart

@@ -1,0 +1,147 @@
+"""Streams of completions, from inside the cluster; standard library only, no retries.
+
+argv[1]: JSON {"url", "key", "repeat", "streams": [{"tokens", "keep_alive"}, ...]}. Each stream has
+a thread; with `repeat` the next one starts as soon as it has ended, until stdin has a line or ends.
+stdout: one JSON line for the first text of a call, and one for its end.
+"""
+
+import http.client
+import json
+import select
+import sys
+import threading
+import urllib.parse
+from typing import Any
+
+PATIENCE_S = 300.0  # without a byte
+Event = dict[str, Any]
+
+
+class Caller:
+    """One thread's calls, over one connection where `keep_alive` says so."""
+
+    def __init__(self, worker: int, config: Event, write: "Writer") -> None:
+        self._worker = worker
+        self._url = urllib.parse.urlsplit(config["url"])
+        self._key = config.get("key")
+        self._stream = config["streams"][worker]
+        self._connection: http.client.HTTPConnection | None = None
+        self._write = write
+        self.calls = 0
+
+    def call(self) -> None:
+        """One stream from start to end; whatever happens ends up in its line."""
+        seen: Event = {"status": 0, "pieces": 0, "tokens": 0, "usage": None, "finish": None}
+        seen |= {"done": False, "error": None, "asked": self._stream["tokens"]}
+        name = {"worker": self._worker, "call": self.calls}
+        self.calls += 1
+        try:
+            self._request(seen, name)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            seen["error"] = f"{type(error).__name__}: {error}"
+            self._close()
+        self._write({"event": "end", **name, **seen})
+
+    def _request(self, seen: Event, name: Event) -> None:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        if not self._stream["keep_alive"]:
+            headers["Connection"] = "close"
+        connection = self._connected()
+        connection.request("POST", "/v1/completions", json.dumps(self._body()), headers)
+        answer = connection.getresponse()
+        seen["status"] = answer.status
+        if answer.status != 200:
+            seen["error"] = answer.read().decode(errors="replace")
+        else:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    self._data(line[6:].strip(), seen, name)
+            if not seen["done"]:
+                seen["error"] = seen["error"] or "the stream ended early"
+        if answer.will_close:
+            self._close()
+
+    def _data(self, data: bytes, seen: Event, name: Event) -> None:
+        if data == b"[DONE]":
+            seen["done"] = True
+            return
+        event = json.loads(data)
+        if "error" in event:
+            seen["error"] = json.dumps(event["error"])
+        for choice in event.get("choices", []):
+            if not seen["pieces"]:
+                self._write({"event": "first", **name})
+            seen["pieces"] += 1
+            seen["tokens"] += len(choice.get("token_ids") or [])
+            seen["finish"] = choice.get("finish_reason") or seen["finish"]
+        if usage := event.get("usage"):
+            seen["usage"] = usage["completion_tokens"]
+
+    def _body(self) -> Event:
+        first = 5 + (self._worker * 7919 + self.calls * 31) % 1000  # no two prompts share a prefix
+        return {
+            "model": "minisgl-demo",
+            "prompt": [first, *range(5, 25)],
+            "max_tokens": self._stream["tokens"],
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+
+    def _connected(self) -> http.client.HTTPConnection:
+        """The open connection, unless the server has closed it meanwhile, as any pool looks."""
+        open_one = self._connection
+        if open_one is not None and open_one.sock is not None:
+            if not select.select([open_one.sock], [], [], 0)[0]:
+                return open_one
+            self._close()
+        host, port = self._url.hostname or "", self._url.port
+        self._connection = http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
+        return self._connection
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+class Writer:
+    """Whole lines, whichever thread writes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            sys.stdout.write(json.dumps(event) + "\n")
+            sys.stdout.flush()
+
+
+def main() -> None:
+    config = json.loads(sys.argv[1])
+    write = Writer()
+    stop = threading.Event()
+
+    def work(worker: int) -> None:
+        caller = Caller(worker, config, write)
+        caller.call()
+        while config["repeat"] and not stop.is_set():
+            caller.call()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(config["streams"]))]
+    for thread in threads:
+        thread.start()
+    if config["repeat"]:
+        sys.stdin.readline()
+        stop.set()
+    for thread in threads:
+        thread.join()
+    write({"event": "over"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The API server in plain JSON, over the official client's connection and credentials.
+
+Objects are dicts as `kubectl get -o json` shows them, so that tests can replay recorded ones.
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import kubernetes.client
+import kubernetes.config
+from kubernetes.client.exceptions import ApiException
+from kubernetes.stream import portforward, stream
+
+from k8s_harness.objects import Object, Seen
+from k8s_harness.providers import Access
+
+__all__ = ["ApiException", "Kube"]
+
+_DISCOVERY = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
+_MERGE = "application/merge-patch+json"
+_GONE = 410  # the version to watch from is too old: list again
+_TICK_S = 1
+
+
+class _Resource(NamedTuple):
+    root: str  # "/api/v1", "/apis/apps/v1"
+    plural: str
+    namespaced: bool
+    verbs: tuple[str, ...]
+
+
+class Kube:
+    """One cluster; `within` gives the same with another namespace."""
+
+    def __init__(self, access: Access, namespace: str = "default") -> None:
+        self.access = access
+        self.namespace = namespace
+        self._api = self._client()
+
+    def within(self, namespace: str) -> "Kube":
+        other = copy.copy(self)
+        other.namespace = namespace
+        return other
+
+    @cached_property
+    def version(self) -> str:
+        return str(self._json("GET", "/version")["gitVersion"])
+
+    @cached_property
+    def resources(self) -> dict[str, _Resource]:
+        """By "VERSION/KIND" of the API, and by KIND alone: the first group's preferred version."""
+        found: dict[str, _Resource] = {}
+        for root in ("/api", "/apis"):
+            for group in self._json("GET", root, accept=_DISCOVERY)["items"]:
+                name = group["metadata"].get("name")
+                for version in group["versions"]:
+                    api = f"{name}/{version['version']}" if name else version["version"]
+                    for r in version.get("resources", []):
+                        namespaced = r["scope"] == "Namespaced"
+                        kind = r["responseKind"]["kind"]
+                        one = _Resource(
+                            f"{root}/{api}", r["resource"], namespaced, tuple(r["verbs"])
+                        )
+                        found[f"{api}/{kind}"] = one
+                        found.setdefault(kind, one)
+        return found
+
+    def serves(self, api_version: str, kind: str) -> bool:
+        return f"{api_version}/{kind}" in self.resources
+
+    def all(self, kind: str, selector: str = "", name: str = "") -> list[Object]:
+        return self._list(kind, selector, name)[0]
+
+    def get(self, kind: str, name: str) -> Object | None:
+        """None when there is none."""
+        try:
+            found: Object = self._json("GET", self._path(kind, name))
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+        return found
+
+    def need(self, kind: str, name: str) -> Object:
+        found = self.get(kind, name)
+        assert found is not None, f"no {kind} {name} in {self.namespace}"
+        return found
+
+    def create(self, body: Object) -> Object:
+        made: Object = self._json("POST", self._path(body["kind"]), body=body)
+        return made
+
+    def patch(self, kind: str, name: str, body: Object, part: str = "") -> Object:
+        """A merge patch; `part`: a subresource, "scale"."""
+        path = self._path(kind, name, part)
+        patched: Object = self._json("PATCH", path, body=body, content_type=_MERGE)
+        return patched
+
+    def delete(self, kind: str, name: str, grace_s: int | None = None) -> None:
+        """Begin to, with the object's own grace if none is given; fine when it is gone."""
+        query = [] if grace_s is None else [("gracePeriodSeconds", str(grace_s))]
+        try:
+            self._json("DELETE", self._path(kind, name), query)
+        except ApiException as error:
+            if error.status != 404:
+                raise
+
+    def evict(self, pod: str) -> int:
+        """The status of the answer: 201, or 429 when a PodDisruptionBudget forbids it."""
+        meta = {"name": pod, "namespace": self.namespace}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta}
+        try:
+            self._json("POST", self._path("Pod", pod, "eviction"), body=body)
+        except ApiException as error:
+            return int(error.status)
+        return 201
+
+    def everything(self) -> Iterator[tuple[str, Object]]:
+        """Kind and object of all that can be listed in the namespace."""
+        for kind, r in self.resources.items():
+            if "/" not in kind and r.namespaced and "list" in r.verbs:
+                for item in self.all(kind):
+                    yield kind, item
+
+    def follow(self, kind: str, selector: str = "", name: str = "") -> Iterator[Seen]:
+        """The state now, after each change, and about once a second; endless."""
+        seen = Seen()
+        while True:
+            items, version = self._list(kind, selector, name)
+            seen.listed(items)
+            yield seen
+            while version:
+                for event in self._watch(kind, selector, name, version):
+                    item = event["object"]
+                    if event["type"] == "ERROR":
+                        if item.get("code") != _GONE:
+                            raise ApiException(item.get("code"), item.get("message"))
+                        version = ""
+                        break
+                    seen.changed(event["type"], item)
+                    version = item["metadata"]["resourceVersion"]
+                    yield seen
+                else:
+                    yield seen
+
+    def logs(self, pod: str, container: str, previous: bool = False) -> str | None:
+        """None when there are none."""
+        query = [("container", container), ("previous", str(previous).lower())]
+        try:
+            return self._text("GET", self._path("Pod", pod, "log"), query)
+        except ApiException:
+            return None
+
+    def probe(self, pod: str, path: str) -> tuple[int, str]:
+        """Status and text of a pod's HTTP answer, through the API server; 0 without an answer.
+
+        A client's own Authorization cannot be sent this way.
+        """
+        try:
+            answer = self._call("GET", self._path("Pod", f"{pod}:1919", "proxy") + path)
+        except ApiException as error:
+            # What the API server says of a pod that does not answer has no such header.
+            is_ours = (error.headers or {}).get("x-request-id") is not None
+            return int(error.status) if is_ours else 0, str(error.body)
+        return answer.status, answer.read().decode()
+
+    def execute(self, pod: str, *words: str) -> tuple[int, str]:
+        """Exit code and output of a command in a pod."""
+        session = self.start(pod, *words)
+        session.run_forever(timeout=120)
+        output = session.read_stdout() + session.read_stderr()
+        return int(session.returncode), output
+
+    def start(self, pod: str, *words: str) -> Any:
+        """A command with stdin, as the client's WSClient. The connection is its own."""
+        core = kubernetes.client.CoreV1Api(self._client())
+        return stream(
+            core.connect_get_namespaced_pod_exec,
+            pod,
+            self.namespace,
+            command=[*words],
+            stdin=True,
+            stdout=True,
+            stderr=True,
+            tty=False,
+            _preload_content=False,
+        )
+
+    def forward(self, pod: str, port: int) -> Any:
+        """A socket to a port of a pod."""
+        core = kubernetes.client.CoreV1Api(self._client())
+        opened = portforward(
+            core.connect_get_namespaced_pod_portforward, pod, self.namespace, ports=str(port)
+        )
+        return opened.socket(port)
+
+    def _client(self) -> Any:
+        return kubernetes.config.new_client_from_config(
+            config_file=self.access.kubeconfig, context=self.access.context
+        )
+
+    def _path(self, kind: str, name: str = "", part: str = "") -> str:
+        r = self.resources[kind]
+        folder = f"{r.root}/namespaces/{self.namespace}" if r.namespaced else r.root
+        return "/".join(word for word in (folder, r.plural, name, part) if word)
+
+    def _list(self, kind: str, selector: str, name: str) -> tuple[list[Object], str]:
+        query = _query(selector, name)
+        found = self._json("GET", self._path(kind), query)
+        shared = {"kind": found["kind"].removesuffix("List"), "apiVersion": found["apiVersion"]}
+        items = [{**shared, **item} for item in found["items"]]
+        return items, found["metadata"]["resourceVersion"]
+
+    def _watch(self, kind: str, selector: str, name: str, version: str) -> Iterator[Object]:
+        query = [("watch", "true"), ("resourceVersion", version), ("timeoutSeconds", str(_TICK_S))]
+        answer = self._call("GET", self._path(kind), query + _query(selector, name))
+        for line in answer:
+            yield json.loads(line)
+
+    def _json(self, method: str, path: str, *rest: Any, **more: Any) -> Any:
+        return json.loads(self._text(method, path, *rest, **more))
+
+    def _text(self, method: str, path: str, *rest: Any, **more: Any) -> str:
+        return str(self._call(method, path, *rest, **more).read().decode(errors="replace"))
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        query: list[tuple[str, str]] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json, */*",
+    ) -> Any:
+        headers = {"Accept": accept, "Content-Type": content_type}
+        query = list(query or [])
+        self._api.update_params_for_auth(headers, query, ["BearerToken"])
+        return self._api.rest_client.request(
+            method,
+            self._api.configuration.host + path,
+            query_params=query,
+            headers=headers,
+            body=body,
+            _preload_content=False,
+            _request_timeout=(10, 90),
+        )
+
+
+def _query(selector: str, name: str) -> list[tuple[str, str]]:
+    query = [("labelSelector", selector)] if selector else []
+    return [*query, ("fieldSelector", f"metadata.name={name}")] if name else query

@@ -1,0 +1,53 @@
+"""Values for the chart: a file of helm/ci, changed only as far as a CPU cluster needs it."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from k8s_harness.helm import CHART
+from k8s_harness.objects import Object
+
+__all__ = ["CI_FILES", "ci_values", "cpu", "demo_on_cpu", "image_values", "merged"]
+
+CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
+
+
+def merged(base: Object, *changes: Object) -> Object:
+    """Maps are merged, everything else is replaced; an empty map empties the one below it."""
+    result = dict(base)
+    for change in changes:
+        for key, value in change.items():
+            below = result.get(key)
+            both = isinstance(below, dict) and isinstance(value, dict) and value
+            result[key] = merged(below or {}, value) if both else value
+    return result
+
+
+def ci_values(path: Path) -> Object:
+    return yaml.safe_load(path.read_text()) or {}
+
+
+def image_values(image: str) -> Object:
+    repository, _, tag = image.rpartition(":")
+    return {"image": {"repository": repository, "tag": tag, "digest": ""}}
+
+
+def demo_on_cpu(image: str) -> Object:
+    """What a file for GPUs and models from the hub needs to be served by the CPU image."""
+    return {
+        **image_values(image),
+        "gpu": {"enabled": False},
+        "model": {"id": "", "revision": "", "existingClaim": "", "path": ""},
+        "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "4Gi"}},
+        "extraEnv": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+    }
+
+
+def cpu(image: str, **changes: Any) -> Object:
+    """helm/ci/cpu-demo-values.yaml, asking for little enough that several pods fit a laptop."""
+    demo = ci_values(CHART / "ci" / "cpu-demo-values.yaml")
+    small = demo_on_cpu(image)
+    small["server"] = {"maxRunningRequests": 32}
+    small["drain"] = {"timeoutSeconds": 90}
+    return merged(demo, small, changes)

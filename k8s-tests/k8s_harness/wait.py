@@ -1,0 +1,113 @@
+"""Waits that watch: an event of the API server ends them, a hopeless pod fails them at once."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from k8s_harness.kube import Kube
+from k8s_harness.objects import Seen
+from k8s_harness.status import trouble
+
+__all__ = ["Broken", "NotInTime", "Recorder", "recorded", "require_hope", "wait_for"]
+
+T = TypeVar("T")
+
+
+class Broken(AssertionError):
+    """What is waited for will not come: a pod is in trouble."""
+
+
+class NotInTime(AssertionError):
+    """It did not come in time."""
+
+
+def require_hope(kube: Kube, selector: str) -> None:
+    """Raises Broken with the reason when one of these pods will not become ready."""
+    for pod in kube.all("Pod", selector):
+        if why := trouble(pod, time.time()):
+            raise Broken(why)
+
+
+def wait_for(
+    kube: Kube,
+    kind: str,
+    until: Callable[[Seen], T],
+    what: str,
+    *,
+    selector: str = "",
+    name: str = "",
+    timeout_s: float = 120,
+    pods: str | None = None,
+) -> T:
+    """The first true value of `until`; pods: a selector of pods that must not be in trouble.
+
+    Raises Broken or NotInTime.
+    """
+    end_s = time.monotonic() + timeout_s
+    checked_s = 0.0
+    for seen in kube.follow(kind, selector, name):
+        if value := until(seen):
+            return value
+        if pods is not None and time.monotonic() - checked_s > 1:
+            require_hope(kube, pods)
+            checked_s = time.monotonic()
+        if time.monotonic() > end_s:
+            break
+    raise NotInTime(f"gave up waiting for {what} in {kube.namespace} after {timeout_s:.0f} s")
+
+
+class Recorder:
+    """What a watch has seen since it began; deletions are in `gone`, with the last state."""
+
+    def __init__(self, kube: Kube, kind: str, selector: str) -> None:
+        self._news = threading.Condition()
+        self._stop = threading.Event()
+        self._over = False
+        self._seen: Seen | None = None
+        self._pool = ThreadPoolExecutor(1)
+        self._work = self._pool.submit(self._watch, kube, kind, selector)
+
+    def wait(self, until: Callable[[Seen], bool], what: str, timeout_s: float = 120) -> Seen:
+        """What has been seen once `until` holds; raises NotInTime, or what the watch has raised."""
+        with self._news:
+
+            def enough() -> bool:
+                return self._over or (self._seen is not None and until(self._seen))
+
+            came = self._news.wait_for(enough, timeout_s)
+            if self._over:
+                self._work.result()
+            if not came or self._seen is None:
+                raise NotInTime(f"gave up waiting for {what} after {timeout_s:.0f} s")
+            return Seen(dict(self._seen.objects), dict(self._seen.gone))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+
+    def _watch(self, kube: Kube, kind: str, selector: str) -> None:
+        try:
+            for seen in kube.follow(kind, selector):
+                with self._news:
+                    self._seen = Seen(dict(seen.objects), dict(seen.gone))
+                    self._news.notify_all()
+                if self._stop.is_set():
+                    return
+        finally:
+            with self._news:
+                self._over = True
+                self._news.notify_all()
+
+
+@contextmanager
+def recorded(kube: Kube, kind: str, selector: str) -> Iterator[Recorder]:
+    """A recorder that has seen the objects that are there now."""
+    recorder = Recorder(kube, kind, selector)
+    try:
+        recorder.wait(lambda _: True, "the first listing")
+        yield recorder
+    finally:
+        recorder.close()

@@ -1,0 +1,82 @@
+"""Every file of helm/ci installs, gets ready and passes `helm test` where a cluster can take it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from k8s_harness.helm import CHART, Helm, find_helm
+from k8s_harness.kube import Kube
+from k8s_harness.objects import Object
+from k8s_harness.release import NAME, Release
+from k8s_harness.shell import run
+from k8s_harness.spaces import Spaces
+from k8s_harness.values import CI_FILES, ci_values, demo_on_cpu, merged
+from k8s_harness.wait import Broken
+
+from tests.chart.helm import find_helm as find_renderer
+from tests.chart.helm import parse
+
+
+@pytest.fixture
+def empty(cluster: tuple[Kube, str], spaces: Spaces) -> Iterator[Kube]:
+    with spaces.open(cluster[0], "values") as kube:
+        yield kube
+
+
+def rendered(values: Object, kube: Kube) -> list[Object]:
+    renderer = find_renderer()
+    assert renderer is not None
+    return parse(renderer.template(values, name=NAME, namespace=kube.namespace, chart=CHART))
+
+
+def missing(kube: Kube, objects: list[Object]) -> list[str]:
+    """What these objects need of the cluster and it does not have."""
+    lacks = [
+        f"{o['apiVersion']} {o['kind']} is not served"
+        for o in objects
+        if not kube.serves(o["apiVersion"], o["kind"])
+    ]
+    classes = {c["metadata"]["name"]: c for c in kube.all("StorageClass")}
+    for claim in (o for o in objects if o["kind"] == "PersistentVolumeClaim"):
+        named = claim["spec"].get("storageClassName")
+        if named and named not in classes:
+            lacks.append(f"no StorageClass {named}")
+        mark = "storageclass.kubernetes.io/is-default-class"
+        annotations = [c["metadata"].get("annotations", {}) for c in classes.values()]
+        if not named and not any(a.get(mark) == "true" for a in annotations):
+            lacks.append("no default StorageClass")
+    (pod,) = (o["spec"]["template"]["spec"] for o in objects if o["kind"] == "Deployment")
+    for kind in ("RuntimeClass", "PriorityClass"):
+        name = pod.get(f"{kind[0].lower()}{kind[1:]}Name")
+        if name and kube.get(kind, name) is None:
+            lacks.append(f"no {kind} {name}")
+    wanted: dict[str, Any] = pod.get("nodeSelector", {})
+    labels = [node["metadata"].get("labels", {}) for node in kube.all("Node")]
+    if not any(wanted.items() <= of_node.items() for of_node in labels):
+        lacks.append(f"no node with {wanted}")
+    return lacks
+
+
+@pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name.removesuffix("-values.yaml"))
+def test_installs_gets_ready_and_passes_helm_test(path: Path, empty: Kube, image: str) -> None:
+    """Only image, model, GPUs and sizes are changed; what else it asks for has to be there."""
+    values = merged(ci_values(path), demo_on_cpu(image))
+    objects = rendered(values, empty)
+    if lacks := missing(empty, objects):
+        pytest.skip("; ".join(lacks))
+    release = Release(empty, find_helm(empty.access, empty.namespace, run), values).install()
+    release.wait_ready().helm.test(NAME)
+    for one in objects:
+        is_hook = "helm.sh/hook" in one["metadata"].get("annotations", {})
+        assert is_hook or empty.get(one["kind"], one["metadata"]["name"]), one["metadata"]
+
+
+def test_default_values_ask_for_a_gpu(empty: Kube, image: str) -> None:
+    """Without one the pod waits, and the reason is said instead of a timeout."""
+    if any("nvidia.com/gpu" in n["status"].get("allocatable", {}) for n in empty.all("Node")):
+        pytest.skip("a node offers GPUs")
+    helm: Helm = find_helm(empty.access, empty.namespace, run)
+    release = Release(empty, helm, {}).install()
+    with pytest.raises(Broken, match=r"Unschedulable: .*Insufficient nvidia\.com/gpu"):
+        release.wait_ready()

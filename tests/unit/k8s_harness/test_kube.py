@@ -1,0 +1,107 @@
+"""What is asked of an API server, and what becomes of its answers."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from k8s_harness.kube import ApiException
+
+from tests.unit.k8s_harness.replies import PODS, RECORDED, event, listing, replayed
+
+ALIVE, ASKED, ENDED, REMOVED = RECORDED["deletion"]
+
+
+def test_kinds_are_found_in_their_groups(tmp_path: Path) -> None:
+    with replayed(tmp_path, {}) as (kube, _):
+        assert kube.serves("apps/v1", "Deployment")
+        assert kube.serves("events.k8s.io/v1", "Event")
+        assert not kube.serves("keda.sh/v1alpha1", "ScaledObject")
+        assert kube.resources["Event"].root == "/api/v1", "the core group comes first"
+
+
+def test_requests_name_namespace_selector_and_name(tmp_path: Path) -> None:
+    answers = {f"GET {PODS}": listing(), "GET /api/v1/namespaces/other/pods": listing()}
+    with replayed(tmp_path, answers) as (kube, server):
+        kube.all("Pod", "a=b", "one")
+        kube.within("other").all("Pod")
+        asked = [line for line in server.asked if "pods" in line]
+    query = "labelSelector=a%3Db&fieldSelector=metadata.name%3Done"
+    assert asked == [f"GET {PODS}?{query}", "GET /api/v1/namespaces/other/pods"]
+
+
+def test_items_of_a_list_know_their_kind(tmp_path: Path) -> None:
+    with replayed(tmp_path, {f"GET {PODS}": listing(ALIVE)}) as (kube, _):
+        (pod,) = kube.all("Pod")
+    assert (pod["kind"], pod["apiVersion"]) == ("Pod", "v1")
+
+
+def test_what_is_not_there_is_none_and_other_errors_are_raised(tmp_path: Path) -> None:
+    answers = {f"GET {PODS}/hidden": 403, f"DELETE {PODS}/hidden": 403}
+    with replayed(tmp_path, answers) as (kube, _):
+        assert kube.get("Pod", "none") is None
+        kube.delete("Pod", "none")
+        for act in (kube.get, kube.delete):
+            with pytest.raises(ApiException):
+                act("Pod", "hidden")
+        with pytest.raises(AssertionError, match="no Pod none in default"):
+            kube.need("Pod", "none")
+
+
+def test_an_eviction_gives_its_status(tmp_path: Path) -> None:
+    answers = {f"POST {PODS}/a/eviction": {}, f"POST {PODS}/b/eviction": 429}
+    with replayed(tmp_path, answers) as (kube, server):
+        assert (kube.evict("a"), kube.evict("b")) == (201, 429)
+        body = json.loads(server.asked[-1].split(" ", 2)[2])
+    assert (body["kind"], body["metadata"]["name"]) == ("Eviction", "b")
+
+
+def test_a_patch_and_a_grace_period_are_sent(tmp_path: Path) -> None:
+    path = "/apis/apps/v1/namespaces/default/deployments/minisgl/scale"
+    answers = {f"PATCH {path}": {}, f"DELETE {PODS}/a": {}}
+    with replayed(tmp_path, answers) as (kube, server):
+        kube.patch("Deployment", "minisgl", {"spec": {"replicas": 3}}, part="scale")
+        kube.delete("Pod", "a", grace_s=1)
+    assert server.asked[-2] == f'PATCH {path} {{"spec": {{"replicas": 3}}}}'
+    assert server.asked[-1].startswith(f"DELETE {PODS}/a?gracePeriodSeconds=1")
+
+
+def test_a_watch_follows_changes_and_keeps_what_went(tmp_path: Path) -> None:
+    changes = [[event("MODIFIED", ASKED), event("MODIFIED", ENDED)], [event("DELETED", REMOVED)]]
+    answers = {f"GET {PODS}": listing(ALIVE), f"WATCH {PODS}": changes}
+    with replayed(tmp_path, answers) as (kube, server):
+        for seen in kube.follow("Pod"):
+            if seen.gone:
+                break
+        watches = [line for line in server.asked if line.startswith("WATCH")]
+    assert seen.objects == {}
+    # The kubelet's own deletion at the end shortened the grace; the first one is what counted.
+    assert REMOVED["metadata"]["deletionTimestamp"] == "2026-11-21T02:27:22Z"
+    assert seen.gone["good"]["metadata"]["deletionTimestamp"] == "2026-11-21T02:27:44Z"
+    assert "resourceVersion=1&" in watches[0]
+    assert "resourceVersion=2&" in watches[1], "it goes on where it was"
+
+
+def test_a_watch_that_is_too_old_lists_again(tmp_path: Path) -> None:
+    old = {"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}}
+    answers = {
+        f"GET {PODS}": [listing(ALIVE), listing(version="9")],
+        f"WATCH {PODS}": [[old]],
+    }
+    with replayed(tmp_path, answers) as (kube, _):
+        states = [sorted(s.objects) for s in itertools.islice(kube.follow("Pod"), 2)]
+        assert states == [["good"], []]
+
+
+def test_a_watch_that_fails_raises(tmp_path: Path) -> None:
+    broken = {"type": "ERROR", "object": {"code": 500, "message": "etcd is gone"}}
+    answers = {f"GET {PODS}": listing(), f"WATCH {PODS}": [[broken]]}
+    with replayed(tmp_path, answers) as (kube, _), pytest.raises(ApiException, match="etcd"):
+        for _ in kube.follow("Pod"):
+            pass
+
+
+def test_a_probe_tells_the_pod_s_answer_from_the_api_server_s(tmp_path: Path) -> None:
+    """A pod that does not answer yet is 0, whatever the proxy says of it."""
+    with replayed(tmp_path, {f"GET {PODS}/a:1919/proxy/readyz": 503}) as (kube, _):
+        assert kube.probe("a", "/readyz")[0] == 0

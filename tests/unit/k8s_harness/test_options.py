@@ -1,0 +1,35 @@
+"""The tests of a cluster are there to be collected, and refuse a cluster that was not named."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def collected(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "k8s-tests", "--collect-only", "-q"]
+    command += ["-p", "no:cacheprovider", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_all_are_collected_without_a_cluster() -> None:
+    done = collected()
+    assert done.returncode == 0, done.stdout + done.stderr
+    for file in (ROOT / "k8s-tests").glob("test_*.py"):
+        assert f"{file.name}::" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--provider", "existing"), "--provider existing needs --context NAME"),
+        (("--context", "lab"), "--context: only with --provider existing"),
+    ],
+)
+def test_no_cluster_is_taken_by_luck(words: tuple[str, ...], why: str) -> None:
+    done = collected(*words)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert why in done.stderr
