@@ -28,6 +28,7 @@ class EnvSettings(NamedTuple):
                                 differs; for debugging.
     api_key, admin_api_key      as the flags of these names, for those who keep keys in Secrets.
     kernel_cache                as the flag, for images that bring compiled kernels.
+    commit                      of the source, for images; a checkout is asked itself.
     """
 
     disable_overlap_scheduling: bool = False
@@ -35,6 +36,7 @@ class EnvSettings(NamedTuple):
     api_key: str | None = None
     admin_api_key: str | None = None
     kernel_cache: str | None = None
+    commit: str | None = None
 
 
 def read_env(environ: Mapping[str, str]) -> EnvSettings:

@@ -69,7 +69,7 @@ class ApiServer:
         self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
         tokenizers: list[Sender[ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
-        metrics = Metrics(config.served_names[0])
+        metrics = Metrics(config.served_names[0], config.commit)
         self.client = EngineClient(tokenizers, self._scheduler, config.limits, metrics)
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -154,6 +155,7 @@ def resolve(
             check_plans=settings.check_plans,
         ),
         limits=Limits(**given["limits"]),
+        commit=settings.commit or _commit(),
         served_names=tuple(options.served_model_name or [_served_name(options.model)]),
         log_level=options.log_level or ("warning" if options.shell else "info"),
         api_key_hashes=key_hashes([options.api_key, settings.api_key], options.api_key_file),
@@ -170,3 +172,15 @@ def _served_name(model: str | None) -> str:
         return _DEMO_NAME
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
+
+
+def _commit() -> str:
+    """Of the checkout that this runs from; installed packages do not know theirs."""
+    root = Path(minisgl.__file__).parents[1]
+    if not (root / ".git").exists():
+        return "unknown"
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -62,6 +62,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s     after SIGTERM, running requests are ended after so long.
     api_key_hashes, admin_key_hashes   SHA-256 in hex; the keys themselves stay with the launcher.
     allowed_origins     of web pages that may call (CORS); none by default.
+    commit              of the source that runs, or unknown.
     step_timeout_s      work pending and no step for so long counts as a hang; 0: never.
     """
 
@@ -85,6 +86,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_grace_s: float = 5.0
     drain_timeout_s: float = 60.0
     step_timeout_s: float = 60.0
+    commit: str = "unknown"
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,7 +121,7 @@ _OF_THE_PROCESS = (
     ),
     _gauge("minisgl_ready", "1 when /readyz answers 200."),
     _gauge("minisgl_draining", "1 from SIGTERM on."),
-    _gauge("minisgl_build_info", "Always 1.", version=(minisgl.__version__,), commit=("unknown",)),
+    _gauge("minisgl_build_info", "Always 1.", version=(), commit=()),
     _gauge("process_start_time_seconds", "Unix time of the start of the API process."),
 )
 
@@ -145,7 +145,7 @@ class Now(NamedTuple):
 class Metrics:
     """Told of what happens; `render` gives it to whoever scrapes. In the API server's loop."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, commit: str = "unknown") -> None:
         self._model_name = model_name
         self._exposition = Exposition(declared(model_name))
         self._stats: SchedulerStats | None = None
@@ -155,7 +155,7 @@ class Metrics:
         self._between = self._distribution("minisgl_inter_token_latency_seconds")
         self._generated = self._exposition.value("minisgl_generation_tokens_total", model_name)
         self._exposition.value("process_start_time_seconds").value = time.time()
-        self._exposition.value("minisgl_build_info", minisgl.__version__, "unknown").value = 1
+        self._exposition.value("minisgl_build_info", minisgl.__version__, commit).value = 1
         self._set("minisgl_scheduler_last_step_timestamp_seconds", time.time())
 
     # --- what happens ---------------------------------------------------------------------------

@@ -117,6 +117,13 @@ def test_gauges_of_an_idle_server(used: tuple[ServerProcess, Scrape]) -> None:
     assert found["scheduler_last_step_timestamp_seconds"] > found["process_start_time_seconds"]
 
 
+def test_the_commit_of_the_checkout_is_told(used: tuple[ServerProcess, Scrape]) -> None:
+    root = Path(__file__).resolve().parents[2]
+    asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True)
+    (info,) = [key for key in used[1] if key.startswith("build_info")]
+    assert f"commit={asked.stdout.strip() or 'unknown'}" in info
+
+
 def test_outcomes_and_refusals(used: tuple[ServerProcess, Scrape]) -> None:
     """Ends by EOS, by the client, and three kinds of refusal, on top of what was before."""
     server, found = used

@@ -36,6 +36,12 @@ def test_flag_names_of_mini_sglang_mean_the_same() -> None:
     assert (found.num_tokenizers, found.served_names) == (3, ("org/name",))
 
 
+def test_what_an_image_says_of_itself() -> None:
+    found = config(MINISGL_COMMIT="abc", MINISGL_KERNEL_CACHE="/kernels")
+    assert (found.commit, found.engine.kernel_cache) == ("abc", "/kernels")
+    assert config("--kernel-cache", "/own", MINISGL_KERNEL_CACHE="/k").engine.kernel_cache == "/own"
+
+
 def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
     """mini-sglang told every client the path on the server's disk."""
     assert config("--model", str(tmp_path)).served_names == (tmp_path.name,)
