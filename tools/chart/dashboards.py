@@ -96,10 +96,12 @@ def _traffic() -> list[Panel]:
         ),
         graph(
             "Refused",
-            {"{{reason}}": "sum by (reason) (rate(minisgl_requests_rejected_total{m}[r]))"},
+            {
+                "{{reason}}": "sum by (reason) (rate(minisgl_requests_rejected_total{m}[r]))",
+                "over {{limit}}": "sum by (limit) (rate(minisgl_limits_exceeded_total{m}[r]))",
+            },
             "reqps",
-            "Requests refused before they entered the queue.",
-            stacked=True,
+            "Requests refused before they entered the queue, and what went over which limit.",
         ),
         graph(
             "HTTP answers",
