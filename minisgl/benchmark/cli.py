@@ -9,6 +9,7 @@ _HELP = {
     "kernels": "each GPU kernel beside the time its bytes take",
     "offline": "throughput of the offline engine, as a fraction of the floor",
     "online": "latencies and throughput of a server under load over HTTP",
+    "reduce": "sums over GPUs as the engine asks for them, and by NCCL",
     "scheduler": "CPU time of the scheduler alone, with a model that does no work",
     "server": "stream events per second and core of the API process, with a stub engine",
     "step": "one decode step on the GPU, kernel by kernel",
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from minisgl.benchmark.offline import main as run
     elif name == "online":
         from minisgl.benchmark.online import main as run
+    elif name == "reduce":
+        from minisgl.benchmark.reduce import main as run
     elif name == "server":
         from minisgl.benchmark.server import main as run
     elif name == "step":

@@ -2,6 +2,7 @@
 
 A step takes max(weight bytes / bandwidth, operations / matmul rate) + KV bytes / bandwidth. Of
 experts, those count that some token of the step takes, if tokens choose evenly and independently.
+With several GPUs each has an equal part, and the measured sums between them are added.
 The workload: all prompts are computed first, in chunks of the budget, then all reqs decode
 together, fewer and fewer as they end.
 """
@@ -11,12 +12,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
+from minisgl.core import ConfigError
 from minisgl.models import ModelConfig, load_model_config
 
 
@@ -32,17 +35,38 @@ class Ceilings:
 class Cost(NamedTuple):
     """weight_bytes: read by each step; operations: of the matrices, for one token; kv_bytes: of
     one token of context, all layers; expert_bytes: of all experts of all layers, of which a token
-    takes the share `taken`. bf16, one GPU."""
+    takes the share `taken`; sums: between GPUs, of sum_bytes for each token. bf16, on one GPU."""
 
     weight_bytes: int
     operations: int
     kv_bytes: int
     expert_bytes: int = 0
     taken: float = 0.0
+    sums: int = 0
+    sum_bytes: int = 0
 
     def read_bytes(self, tokens: int) -> float:
         """Of weights, by a step of so many tokens."""
         return self.weight_bytes + self.expert_bytes * (1 - (1 - self.taken) ** tokens)
+
+
+# Sums over GPUs of one host in a CUDA graph, the faster of NCCL 2.28 and torch's symmetric memory,
+# 2026-11: microseconds by MB, for bfloat16 rows of 5,120.
+_REDUCE_MB = tuple(rows * 10_240 / 1e6 for rows in (1, 8, 64, 256, 2048, 8192))
+_REDUCE_US = MappingProxyType(
+    {2: (6.4, 7.4, 8.6, 14.9, 99, 309), 4: (6.8, 9.1, 10.5, 19.9, 120, 403)}
+)
+
+
+def reduce_s(tp: int, num_bytes: float) -> float:
+    """Seconds of one sum of so many bytes over tp GPUs. Raises ConfigError where none was timed."""
+    if tp == 1:
+        return 0.0
+    if tp not in _REDUCE_US:
+        raise ConfigError(f"no sum over {tp} GPUs was measured; measured: 2, 4")
+    mb = num_bytes / 1e6
+    beyond = max(mb / _REDUCE_MB[-1], 1.0)
+    return float(np.interp(mb, _REDUCE_MB, _REDUCE_US[tp])) * beyond / 1e6
 
 
 class Floor(NamedTuple):
@@ -57,8 +81,20 @@ class Floor(NamedTuple):
         return self.prefill_s + self.decode_s
 
 
-def cost_of(model: ModelConfig) -> Cost:
-    """Embeddings are looked up, not read; the head is read."""
+def cost_of(model: ModelConfig, tp: int = 1) -> Cost:
+    """Embeddings are looked up, not read; the head is read. KV heads fewer than tp are copied."""
+    whole = _whole_cost(model)
+    return whole._replace(
+        weight_bytes=whole.weight_bytes // tp,
+        operations=whole.operations // tp,
+        kv_bytes=whole.kv_bytes // min(tp, model.kv_heads),
+        expert_bytes=whole.expert_bytes // tp,
+        sums=2 * model.num_layers + 1,
+        sum_bytes=2 * model.hidden_size,
+    )
+
+
+def _whole_cost(model: ModelConfig) -> Cost:
     hidden, dim, moe = model.hidden_size, model.head_dim, model.moe
     attention = hidden * dim * (2 * model.q_heads + 2 * model.kv_heads)
     sparse = 0 if moe is None else len(moe.sparse_layers)
@@ -75,21 +111,27 @@ def cost_of(model: ModelConfig) -> Cost:
 
 
 def floor_of(
-    model: ModelConfig, workload: Workload, ceilings: Ceilings, budget_tokens: int = 8192
+    model: ModelConfig,
+    workload: Workload,
+    ceilings: Ceilings,
+    budget_tokens: int = 8192,
+    tp: int = 1,
 ) -> Floor:
-    """The least time for `workload`, with prompts in chunks of budget_tokens."""
-    cost = cost_of(model)
+    """The least time for `workload`, with prompts in chunks of budget_tokens, on tp GPUs."""
+    cost = cost_of(model, tp)
     prompts, outputs = workload.prompt_lengths(), workload.output_lengths()
     prompt_tokens = int(prompts.sum())
     chunks = -(-prompt_tokens // budget_tokens)
-    head = 2 * model.hidden_size * model.vocab_size  # computed for a prompt's last token alone
+    # the head is computed for a prompt's last token alone
+    head = 2 * model.hidden_size * model.vocab_size // tp
     prefill_operations: float = (cost.operations - head) * prompt_tokens + head * len(prompts)
     pairs = float((prompts * (prompts + 1) / 2).sum())
-    prefill_operations += 4.0 * model.num_layers * model.q_heads * model.head_dim * pairs
+    prefill_operations += 4.0 * model.num_layers * model.q_heads * model.head_dim * pairs / tp
     prefill_s = max(
         chunks * cost.read_bytes(budget_tokens) / ceilings.bytes_per_s,
         prefill_operations / ceilings.operations_per_s,
     )
+    prefill_s += chunks * cost.sums * reduce_s(tp, prompt_tokens / chunks * cost.sum_bytes)
     decode_s = 0.0
     for step in range(1, int(outputs.max())):  # the first token comes from prefill
         running = outputs > step
@@ -98,6 +140,7 @@ def floor_of(
         arithmetic = cost.operations * tokens / ceilings.operations_per_s
         context = int((prompts[running] + step).sum())
         decode_s += max(weights, arithmetic) + context * cost.kv_bytes / ceilings.bytes_per_s
+        decode_s += cost.sums * reduce_s(tp, tokens * cost.sum_bytes)
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
 
 
@@ -119,12 +162,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--bandwidth", type=float, default=4.25, help="TB/s (4.25: one H200)")
     parser.add_argument("--matmul", type=float, default=686, help="TFLOP/s (686: one H200)")
     parser.add_argument("--budget", type=int, default=8192, help="prompt tokens a step (8192)")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model (1)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         _, model = load_shape(options.model, Path(folder))
     ceilings = Ceilings(options.bandwidth * 1e12, options.matmul * 1e12)
     workload = workload_from(options)
-    floor, cost = floor_of(model, workload, ceilings, options.budget), cost_of(model)
+    floor = floor_of(model, workload, ceilings, options.budget, options.tp)
+    cost = cost_of(model, options.tp)
     outputs = int(np.sum(workload.output_lengths()))
     print(
         f"{options.model}: {cost.read_bytes(1) / 1e9:.2f} GB of weights read by a step of 1 token, "

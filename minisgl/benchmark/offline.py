@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     group.add_argument("--max-running-requests", type=int, default=256)
     group.add_argument("--cuda-graph-max-bs", type=int, default=None)
     group.add_argument("--repeat", type=int, default=2, help="timed runs after one to warm up (2)")
+    group.add_argument("--tp", type=int, default=1, help="GPUs that share the model (1)")
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     workload = workload_from(options)
@@ -57,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
             path,
             dummy_weight=options.model in SHAPES,
             device=options.device,
+            tp=options.tp,
             page_size=options.page_size,
             attention_backend=options.attention_backend,
             max_running_reqs=options.max_running_requests,
@@ -66,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
             cache_type="radix" if options.shared_prefix else "naive",
         )
         ready_s = time.perf_counter() - begin
-    floor = floor_of(config, workload, Ceilings(), options.max_prefill_length)
+    floor = floor_of(config, workload, Ceilings(), options.max_prefill_length, options.tp)
     outputs = sum(workload.max_tokens)
     print(f"{options.model}: ready in {ready_s:.1f} s; floor {floor.total_s:.2f} s")
     print(f"{'run':<8} {'seconds':>8} {'tokens/s':>10} {'of the floor':>13}")

@@ -94,7 +94,7 @@ class MetaCommunicator(SingleCommunicator):
     def __init__(self, tp: TPInfo) -> None:
         self._tp = tp
         several = tp.size > 1 and tp.size & (tp.size - 1) == 0
-        self._peers = PeerMemory(tp.rank, tp.size, torch.device("meta")) if several else None
+        self.peers = PeerMemory(tp.rank, tp.size, torch.device("meta")) if several else None
 
     @property
     def tp(self) -> TPInfo:
@@ -103,8 +103,8 @@ class MetaCommunicator(SingleCommunicator):
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if self._peers is not None and self._peers.takes(x):
-            self._peers.reduce_norm(x, residual, weight, eps)
+        if self.peers is not None and self.peers.takes(x):
+            self.peers.reduce_norm(x, residual, weight, eps)
         return _add_norm(x, residual, weight, eps)
 
     def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
@@ -144,9 +144,9 @@ class GroupCommunicator:
         peers: PeerMemory | None = None,
     ) -> None:
         self._tp = tp
-        self._group = group
-        self._device = device
-        self._peers = peers
+        self.group = group
+        self.device = device
+        self.peers = peers
 
     @property
     def tp(self) -> TPInfo:
@@ -155,16 +155,16 @@ class GroupCommunicator:
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if self._peers is not None and self._peers.takes(x):
-            return self._peers.reduce_norm(x, residual, weight, eps)
-        self._all_reduce(x, dist.ReduceOp.SUM)
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.reduce_norm(x, residual, weight, eps)
+        self.all_reduce(x)
         return _add_norm(x, residual, weight, eps)
 
     def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
         parts = x.new_empty((self._tp.size, *x.shape))
         options: Any = AllgatherOptions()
         options.asyncOp = False
-        _finish(lambda: self._group._allgather_base(parts.flatten(), x.flatten(), options))
+        _finish(lambda: self.group._allgather_base(parts.flatten(), x.flatten(), options))
         if out is None:
             out = x.new_empty((len(x), width))
         for rank, part in enumerate(parts):
@@ -173,23 +173,24 @@ class GroupCommunicator:
         return out
 
     def agree_min(self, value: int) -> int:
-        box = torch.tensor([value], dtype=torch.int64, device=self._device)
-        self._all_reduce(box, dist.ReduceOp.MIN)
+        box = torch.tensor([value], dtype=torch.int64, device=self.device)
+        self.all_reduce(box, dist.ReduceOp.MIN)
         return int(box.item())
 
     def close(self) -> None:
         """Leave the group. Not a collective: works when other ranks are gone."""
-        self._peers = None
-        if self._device.type == "cuda":
+        self.peers = None
+        if self.device.type == "cuda":
             dist.destroy_process_group()
         else:
-            self._group.shutdown()
+            self.group.shutdown()
 
-    def _all_reduce(self, x: Tensor, operation: Any) -> None:
+    def all_reduce(self, x: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+        """In place, by the process group. x: contiguous."""
         options: Any = AllreduceOptions()
         options.reduceOp = operation
         options.asyncOp = False  # on the current stream, so that graphs hold nothing else
-        _finish(lambda: self._group.allreduce([x], options))
+        _finish(lambda: self.group.allreduce([x], options))
 
 
 def _finish(collective: Callable[[], Any]) -> None:

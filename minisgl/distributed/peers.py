@@ -6,6 +6,7 @@ on it is minisgl.kernel.triton.reduce. No multicast.
 
 import logging
 import os
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -17,8 +18,12 @@ from minisgl.kernel.peers import BLOCKS, PeerLayout, reduce_norm
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 2 * 10240 * 1024  # of one sum; NCCL takes larger ones
-_EXTRA_ONE_SHOT_BYTES = 5 * 2**18  # sent beyond what two shots send, while one shot is as fast
+_MOST_BYTES = 8192 * 10240  # of one sum; NCCL takes larger ones
+# Of a sum, up to which one shot is as fast as two, by the number of ranks. On H200s of one host, µs
+# with one and two shots, rows of 10 KiB: 4 ranks, 16: 7.7 and 8.9, 32: 9.3 and 8.8; 2 ranks, 256:
+# 15.3 and 17.3, 512: 24.8 and 23.2.
+_ONE_SHOT_BYTES = MappingProxyType({2: 384 * 10240, 4: 24 * 10240})
+_ONE_SHOT_ELSE = 8 * 10240
 
 
 class _Agreeing(Protocol):
@@ -31,13 +36,13 @@ class PeerMemory:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         """Collective. Raises RuntimeError where the GPUs do not reach one another."""
         self._rank, self._size = rank, size
-        self._layout = PeerLayout(slot_bytes=_MOST_BYTES, row_bytes=_MOST_BYTES)
+        self.layout = PeerLayout(slot_bytes=_MOST_BYTES, row_bytes=_MOST_BYTES)
         addresses = [0] * size
         if device.type == "meta":  # where kernels only compile
-            self._memory = torch.empty(self._layout.size(size), dtype=torch.uint8, device=device)
+            self.memory = torch.empty(self.layout.size(size), dtype=torch.uint8, device=device)
         else:
             addresses = self._map(device)
-        self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
 
     def _map(self, device: torch.device) -> list[int]:
@@ -45,16 +50,16 @@ class PeerMemory:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         from torch.distributed import _symmetric_memory as symmetric
 
-        length, world = self._layout.size(self._size), dist.group.WORLD
+        length, world = self.layout.size(self._size), dist.group.WORLD
         assert world is not None, "the process group comes first: this is a bug"
-        self._memory = _SymmetricMemory.empty_strided_p2p(
+        self.memory = _SymmetricMemory.empty_strided_p2p(
             (length,), (1,), torch.uint8, device, world.group_name
         )
-        self._memory.zero_()
+        self.memory.zero_()
         torch.cuda.synchronize(device)
-        self._handle = symmetric.rendezvous(self._memory, world)
+        self._handle = symmetric.rendezvous(self.memory, world)
         addresses = list(self._handle.buffer_ptrs)
-        if addresses[self._rank] != self._memory.data_ptr():
+        if addresses[self._rank] != self.memory.data_ptr():
             raise RuntimeError("symmetric memory is not mapped at its beginning")
         return addresses
 
@@ -69,21 +74,20 @@ class PeerMemory:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See minisgl.kernel.triton.reduce.reduce_norm. x: [T, H] that this takes."""
-        num_bytes = x.numel() * x.element_size()
-        extra = num_bytes * (self._size - 1) * (self._size - 2) // self._size
         rows = None
-        if extra > _EXTRA_ONE_SHOT_BYTES or num_bytes * self._size > _MOST_BYTES:
-            begin = 2 * self._layout.slot_bytes
-            rows = self._memory[begin : begin + self._layout.row_bytes].view(x.dtype)
+        limit = _ONE_SHOT_BYTES.get(self._size, _ONE_SHOT_ELSE)
+        if x.numel() * x.element_size() > limit:
+            begin = 2 * self.layout.slot_bytes
+            rows = self.memory[begin : begin + self.layout.row_bytes].view(x.dtype)
         return reduce_norm(
             x,
             residual,
             weight,
             eps,
-            peers=self._peers,
+            peers=self._addresses,
             epochs=self._epochs,
             rank=self._rank,
-            layout=self._layout,
+            layout=self.layout,
             rows=rows,
         )
 

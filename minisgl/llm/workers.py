@@ -88,7 +88,7 @@ class RankWorkers:
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         """Blocks until all are ready. Raises ConfigError or WorkerDied when one ends instead."""
         self._folder = tempfile.mkdtemp(prefix="minisgl-")
-        self._children: list[Child] = []
+        self.children: list[Child] = []
         self._outputs: Receiver[StepOutput] = Receiver(self._at("detokenizer"), StepOutput)
         self._status: Receiver[Ready | SchedulerStats] = Receiver(
             self._at("api"), Ready | SchedulerStats
@@ -112,7 +112,7 @@ class RankWorkers:
             for rank in range(engine.tp_size):
                 one = msgspec.structs.replace(spec, index=rank)
                 command, payload = [*CHILD_COMMAND, one.name], msgspec.json.encode(one)
-                self._children.append(spawn_child(one.name, command, payload, [reason_fd]))
+                self.children.append(spawn_child(one.name, command, payload, [reason_fd]))
             self.facts = self._await_ready()
         except BaseException:
             self.close()
@@ -141,7 +141,7 @@ class RankWorkers:
         end_s = time.monotonic() + (_LEAVE_S if hasattr(self, "facts") else 0.0)
         while time.monotonic() < end_s and None in self._exits():
             time.sleep(0.01)
-        for child in self._children:
+        for child in self.children:
             child.process.kill()
             child.process.wait()
             os.close(child.life_fd)
@@ -154,11 +154,11 @@ class RankWorkers:
         return endpoint(self._folder, name)
 
     def _exits(self) -> list[int | None]:
-        return [child.process.poll() for child in self._children]
+        return [child.process.poll() for child in self.children]
 
     def _await_ready(self) -> ModelFacts:
         facts: ModelFacts | None = None
-        waiting = {child.role for child in self._children}
+        waiting = {child.role for child in self.children}
         while waiting or facts is None:
             self._check()
             self._status.poll(_LOOK_S)
@@ -170,7 +170,7 @@ class RankWorkers:
 
     def _check(self) -> None:
         """Raise when a rank has ended; the first that said why is believed to be the cause."""
-        ended = {c.role: code for c in self._children if (code := c.process.poll()) is not None}
+        ended = {c.role: code for c in self.children if (code := c.process.poll()) is not None}
         if not ended:
             return
         for role, code in ended.items():

@@ -57,7 +57,11 @@ def _qwen3(**kwargs: Any) -> Any:
 
 
 def _qwen3_moe(**kwargs: Any) -> Any:
-    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    experts: dict[str, Any] = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+    }
     return transformers.Qwen3MoeConfig(**_BASE | {"head_dim": 16} | experts | kwargs)
 
 
@@ -77,6 +81,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rope_parameters=_YARN
         | {"mscale": 0.7, "mscale_all_dim": 0.3, "beta_fast": 16, "truncate": False},
     ),
+    "qwen3-wide": lambda: _qwen3(head_dim=128),
+    "qwen3-moe-wide": lambda: _qwen3_moe(head_dim=128, norm_topk_prob=True),
     "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True),
     "qwen3-moe-mixed": lambda: _qwen3_moe(num_hidden_layers=3, mlp_only_layers=[1]),
 }

@@ -1,47 +1,105 @@
-"""Two real ranks over gloo give the tokens that one gives, and the same on both."""
+"""Real ranks over gloo give exactly the tokens that one gives, and the same on all of them.
+
+Cache, chunk size, overlap, aborts, preemption and the kind of model are varied pairwise, on one
+resident set of processes; every run proves that what it varies did take place.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from minisgl.core import StepCost
-from minisgl.distributed import Communicator
-from minisgl.engine import Engine
-from tests.parity.driver import Driver, Sampling, Work, make_engine
-from tests.parity.models import VOCAB_SIZE, transformers_greedy
+from minisgl.distributed import Communicator, SingleCommunicator
+from minisgl.layers import VocabMatrix
+from tests.parity.driver import make_engine
+from tests.parity.models import transformers_greedy
+from tests.parity.rank_cases import OUTPUT_TOKENS, Outcome, RankCase, prompts, prove, run_cases
 from tests.unit.distributed.ranks import run_ranks
 
+MANY = 8192
+CASES = [
+    RankCase("qwen3", 1, "radix", overlap=True, crowded=False, aborts=True),
+    RankCase("qwen3-moe", 7, "naive", overlap=True, crowded=True, aborts=False, page_size=2),
+    RankCase("qwen3-moe", 64, "radix", overlap=False, crowded=False, aborts=True, page_size=16),
+    RankCase("llama-linear-biases", 7, "radix", overlap=False, crowded=True, aborts=True),
+    RankCase("qwen3", MANY, "naive", overlap=False, crowded=True, aborts=True, page_size=1),
+    RankCase("qwen3-moe", MANY, "radix", overlap=True, crowded=False, aborts=False),
+    RankCase("mistral", 64, "naive", overlap=True, crowded=True, aborts=False),
+    RankCase("qwen2-yarn-tied", 13, "radix", overlap=True, crowded=False, aborts=False, drawn=True),
+]
+FOUR = [  # more ranks than KV heads, and 151 ids, 96 columns and experts of 40 over four
+    RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),
+    RankCase("qwen3-moe", MANY, "naive", overlap=True, crowded=False, aborts=False, drawn=True),
+]
+ModelPath = Callable[[str], str]
+Runs = list[list[Outcome]]
 
-def generate_and_calibrate(
-    comm: Communicator, paths: list[str], prompt: list[int]
-) -> tuple[list[list[int]], StepCost]:
-    outputs: list[list[int]] = []
-    engine: Engine | None = None
-    for path in paths:
-        engine = make_engine(path, comm)
-        driver = Driver(engine)
-        outputs.append(driver.generate(0, prompt, 4, chunk=7))
-        drawn = driver.step(Work(1, 0, prompt, sampling=Sampling(temperature=1.0, seed=3)))
-        outputs[-1].append(int(drawn.tokens[0]))
-    assert engine is not None
-    return outputs, engine.calibrate()
+
+def run_on(size: int, cases: list[RankCase], model_path: ModelPath, folder: Path) -> Runs:
+    paths = {case.family: model_path(case.family) for case in cases}
+    return run_ranks(size, folder, run_cases, str(folder), cases, paths)
 
 
-@pytest.mark.parametrize(
-    ("size", "families"),
-    [(2, ["mistral", "qwen3-moe", "llama-linear-biases", "qwen2-yarn-tied"]), (4, ["qwen2"])],
-    ids=["two", "four"],
-)
-def test_ranks_give_the_tokens_of_one(
-    size: int, families: list[str], model_path: Callable[[str], str], tmp_path: Path
+@pytest.fixture(scope="module")
+def two(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run_on(2, CASES, model_path, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run_on(4, FOUR, model_path, tmp_path_factory.mktemp("four"))
+
+
+def check(case: RankCase, runs: Runs, index: int, path: str, folder: Path) -> None:
+    outcomes = [of_rank[index] for of_rank in runs]
+    prove(case, outcomes[0])
+    assert all(other == outcomes[0] for other in outcomes[1:]), "the ranks differ"
+    if case.drawn:
+        alone = run_cases(SingleCommunicator(), str(folder), [case], {case.family: path})[0].tokens
+    else:
+        alone = [transformers_greedy(path, prompt, OUTPUT_TOKENS) for prompt in prompts()] * 2
+    for tokens, expected in zip(outcomes[0].tokens, alone, strict=True):
+        assert tokens == expected[: len(tokens)]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_two_ranks_give_the_tokens_of_one(
+    index: int, two: Runs, model_path: ModelPath, tmp_path: Path
 ) -> None:
-    """KV heads are replicated where there are fewer than ranks; vocabulary 151 is padded."""
-    paths = [model_path(family) for family in families]
-    prompt = [int(i) for i in np.random.default_rng(5).integers(0, VOCAB_SIZE, 20)]
-    first, *others = run_ranks(size, tmp_path, generate_and_calibrate, paths, prompt)
-    for other in others:
-        assert other == first, "tokens and the step cost must be the same on every rank"
-    for path, tokens in zip(paths, first[0], strict=True):
-        assert tokens[:4] == transformers_greedy(path, prompt, 4)
+    check(CASES[index], two, index, model_path(CASES[index].family), tmp_path)
+
+
+@pytest.mark.parametrize("index", range(len(FOUR)), ids=[str(case) for case in FOUR])
+def test_four_ranks_give_the_tokens_of_one(
+    index: int, four: Runs, model_path: ModelPath, tmp_path: Path
+) -> None:
+    check(FOUR[index], four, index, model_path(FOUR[index].family), tmp_path)
+
+
+def disagree(comm: Communicator) -> bytes:
+    """Logits of hidden states that differ between ranks, as they may by rounding."""
+    head = VocabMatrix(151, 64, comm)
+    torch.manual_seed(comm.tp.rank)
+    head.weight.data.normal_()
+    with torch.inference_mode():
+        return head.logits(torch.randn(3, 64)).numpy().tobytes()
+
+
+def calibrate(comm: Communicator, path: str) -> StepCost:
+    return make_engine(path, comm).calibrate()
+
+
+def test_every_rank_samples_from_the_same_bits(tmp_path: Path) -> None:
+    """Each logit is computed by one rank and gathered, and draws depend on (seed, position, id):
+    so the token is the same everywhere, even if the ranks' hidden states were not."""
+    first, second = run_ranks(2, tmp_path, disagree)
+    assert first == second
+    assert np.isfinite(np.frombuffer(first, dtype=np.float32)).all()
+
+
+def test_every_rank_plans_by_the_same_cost(model_path: ModelPath, tmp_path: Path) -> None:
+    first, second = run_ranks(2, tmp_path, calibrate, model_path("qwen3"))
+    assert first == second

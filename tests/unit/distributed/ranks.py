@@ -14,12 +14,18 @@ __all__ = ["run_ranks"]
 
 
 def _rank_main(
-    function: Callable[..., Any], tp: TPInfo, file: str, args: tuple[Any, ...], out: Any
+    function: Callable[..., Any],
+    tp: TPInfo,
+    file: str,
+    device: str,
+    args: tuple[Any, ...],
+    out: Any,
 ) -> None:
     torch.set_num_threads(1)
     comm: Communicator | None = None
     try:
-        comm = connect(tp, torch.device("cpu"), file, timeout_s=60)
+        where = torch.device(device, tp.rank) if device == "cuda" else torch.device(device)
+        comm = connect(tp, where, file, timeout_s=60)
         out.put((tp.rank, None, function(comm, *args)))
     except Exception:  # noqa: BLE001 (handed to the test)
         out.put((tp.rank, traceback.format_exc(), None))
@@ -28,23 +34,34 @@ def _rank_main(
             comm.close()
 
 
-def run_ranks(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(
+    size: int, folder: Path, function: Callable[..., Any], *args: Any, device: str = "cpu"
+) -> list[Any]:
     """function(comm, *args) on each rank; returns the results in rank order."""
     spawn = multiprocessing.get_context("spawn")
     out = spawn.Queue()
     file = str(folder / "rendezvous")
     processes = [
-        spawn.Process(target=_rank_main, args=(function, TPInfo(rank, size), file, args, out))
+        spawn.Process(
+            target=_rank_main, args=(function, TPInfo(rank, size), file, device, args, out)
+        )
         for rank in range(size)
     ]
-    for process in processes:
-        process.start()
-    results = {}
-    for _ in processes:
-        rank, error, value = out.get(timeout=120)
-        assert error is None, f"rank {rank}: {error}"
-        results[rank] = value
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    results: dict[int, Any] = {}
+    errors: list[str] = []
+    try:
+        for process in processes:
+            process.start()
+        for _ in processes:
+            rank, error, value = out.get(timeout=240)
+            results[rank] = value
+            if error is not None:
+                errors.append(f"rank {rank}: {error}")
+        assert not errors, "\n".join(errors)
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
     return [results[rank] for rank in range(size)]

@@ -1,0 +1,96 @@
+"""Sums over GPUs of one host with what follows them: the engine's way, and by NCCL and a norm."""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minisgl.distributed import GroupCommunicator, TPInfo, connect
+
+_CALLS = 20  # in one graph
+_REPLAYS = 30
+
+
+def time_us(run: Callable[[], object]) -> float:
+    """Median microseconds of one call, _CALLS of them in a CUDA graph."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(_CALLS):
+            run()
+        graph.capture_end()
+        times: list[float] = []
+        for _ in range(_REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1000 / _CALLS)
+    return statistics.median(times)
+
+
+def measure(comm: GroupCommunicator, rows: int, width: int) -> tuple[float, float, float]:
+    """Microseconds of [rows, width] bfloat16: as the engine, NCCL and norm, NCCL alone."""
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, device=comm.device).bfloat16()
+
+    x, residual, weight = noise(rows, width), noise(rows, width), noise(width)
+    plain = GroupCommunicator(comm.tp, comm.group, comm.device)
+    return (
+        time_us(lambda: comm.reduce_norm(x, residual, weight, 1e-6)),
+        time_us(lambda: plain.reduce_norm(x, residual, weight, 1e-6)),
+        time_us(lambda: plain.all_reduce(x)),
+    )
+
+
+def _rank(tp: TPInfo, folder: str, widths: Sequence[int], rows: Sequence[int]) -> None:
+    comm = connect(tp, torch.device("cuda", tp.rank), str(Path(folder) / "rendezvous"))
+    assert isinstance(comm, GroupCommunicator), "several ranks: this is a bug"
+    found = []
+    for width in widths:
+        for count in rows:
+            times = measure(comm, count, width)
+            found.append({"rows": count, "width": width, "us": times})
+            if tp.rank == 0:
+                line = "".join(f"{time:>12.1f}" for time in times)
+                print(f"{count:>6} x {width:<6} {line}", flush=True)
+    if tp.rank == 0:
+        print(json.dumps({"tp": tp.size, "times": found}))
+    comm.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table in microseconds and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="minisgl bench reduce", description=__doc__)
+    parser.add_argument("--tp", type=int, default=2, help="GPUs (2)")
+    parser.add_argument("--width", type=int, nargs="+", default=[5120], help="hidden sizes (5120)")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 2048, 8192], help="tokens"
+    )
+    options = parser.parse_args(argv)
+    print(f"{'rows x width':<16}{'engine':>12}{'NCCL + norm':>12}{'NCCL alone':>12}  µs, bfloat16")
+    with tempfile.TemporaryDirectory() as folder:
+        spawn = multiprocessing.get_context("spawn")
+        ranks = [
+            spawn.Process(
+                target=_rank,
+                args=(TPInfo(rank, options.tp), folder, options.width, options.rows),
+            )
+            for rank in range(options.tp)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    return max(abs(rank.exitcode or 0) for rank in ranks)

@@ -1,0 +1,177 @@
+"""One schedule after another on the resident ranks of one process group, in lockstep."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
+from minisgl.distributed import Communicator
+from minisgl.engine import Engine
+from minisgl.message import AbortReq, AddReq, LeaderStep, Receiver, Sender, Shutdown, endpoint
+from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox
+from tests.parity.models import VOCAB_SIZE
+
+__all__ = ["OUTPUT_TOKENS", "Outcome", "RankCase", "prompts", "prove", "run_cases"]
+
+OUTPUT_TOKENS = 16
+UNLIMITED = 8192
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """crowded: a pool so small that someone is preempted. aborts: the second wave's, at random."""
+
+    family: str
+    chunk: int
+    cache_type: str
+    overlap: bool
+    crowded: bool
+    aborts: bool
+    page_size: int = 4
+    drawn: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        chosen = [self.cache_type, "overlap" if self.overlap else "plain"]
+        chosen += [name for name in ("crowded", "aborts", "drawn") if getattr(self, name)]
+        return f"{self.family}-chunk{self.chunk}-{'-'.join(chosen)}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """tokens: of each uid, two waves. totals: counters; partial, mixed, graphs: steps."""
+
+    tokens: list[list[int]]
+    totals: dict[str, int]
+
+
+def prompts() -> list[list[int]]:
+    """Five prompts of 20 to 60 tokens; most share a beginning with another."""
+    rng = np.random.default_rng(7)
+    stem = rng.integers(3, VOCAB_SIZE, 40).tolist()
+    lengths = [(40, 20), (23, 17), (40, 3), (0, 25), (23, 17)]
+    return [stem[:shared] + rng.integers(3, VOCAB_SIZE, own).tolist() for shared, own in lengths]
+
+
+class _Counted:
+    """Passes steps on to the engine and counts kinds of them."""
+
+    def __init__(self, engine: Engine, totals: dict[str, int]) -> None:
+        self._engine, self._totals = engine, totals
+        self.num_pages, self.page_size = engine.num_pages, engine.page_size
+        self.max_running_reqs, self.max_seq_len = engine.max_running_reqs, engine.max_seq_len
+
+    def launch(self, batch: Batch) -> PendingStep:
+        self._totals["partial"] += not batch.samples.all()
+        self._totals["mixed"] += bool(batch.num_decode and batch.num_prefill_tokens)
+        return self._engine.launch(batch)
+
+
+def run_cases(
+    comm: Communicator, folder: str, cases: list[RankCase], paths: dict[str, str]
+) -> list[Outcome]:
+    """What each case gives on this rank. Ranks talk through queues in `folder`."""
+    outcomes = []
+    for index, case in enumerate(cases):
+        queues = Path(folder) / str(index)  # of each case its own: ranks are not done all at once
+        queues.mkdir(exist_ok=True)
+        outcomes.append(_run(comm, queues, case, paths[case.family]))
+    return outcomes
+
+
+def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome:
+    tokens = 96 if case.crowded else 1024
+    settings: dict[str, Any] = {"device": "cpu", **case.engine}
+    config = EngineConfig(
+        model_path=path,
+        tp_size=comm.tp.size,
+        page_size=case.page_size,
+        num_pages=tokens // case.page_size,
+        max_running_reqs=4,
+        **settings,
+    )
+    engine = Engine(config, comm.tp, comm)
+    totals = {"partial": 0, "mixed": 0}
+    source, outbox = LocalInbox(), LocalOutbox()
+    names = [endpoint(str(folder), f"rank-{rank}") for rank in range(1, comm.tp.size)]
+    inbox: Inbox = source
+    senders: list[Sender[LeaderStep]] = []
+    if comm.tp.rank:
+        steps: Receiver[LeaderStep] = Receiver(names[comm.tp.rank - 1], LeaderStep)
+        inbox = FollowerInbox(steps)
+    elif names:
+        senders = [Sender(name) for name in names]
+        inbox = LeaderInbox(source, senders)
+    scheduler = Scheduler(
+        _Counted(engine, totals),  # type: ignore[arg-type]
+        SchedulerConfig(
+            prefill_budget_tokens=case.chunk,
+            target_step_ms=None,
+            cache_type=case.cache_type,
+            overlap=case.overlap,
+            check_plans=True,
+        ),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(2,),
+        inbox=inbox,
+        outbox=outbox,
+    )
+    if comm.tp.rank:
+        while not scheduler.stopping:
+            scheduler.iterate()
+        steps.close()
+    else:
+        _lead(scheduler, source, case)
+        for sender in senders:
+            sender.close(linger_ms=60_000)
+    outputs: dict[int, list[int]] = {uid: [] for uid in range(2 * len(prompts()))}
+    for output in outbox.outputs:
+        for uid, token in zip(output.uids, output.token_ids, strict=True):
+            outputs[uid].append(token)
+    engine.close()
+    for name in ("cached_tokens_total", "preemptions_total", "overlapped_steps_total"):
+        totals[name] = getattr(scheduler.totals, name)
+    return Outcome([outputs[uid] for uid in sorted(outputs)], totals)
+
+
+def _lead(scheduler: Scheduler, source: LocalInbox, case: RankCase) -> None:
+    chance = random.Random(5)
+    count = len(prompts())
+    for wave in range(2):
+        uids = range(wave * count, (wave + 1) * count)
+        for uid, prompt in zip(uids, prompts(), strict=True):
+            ids = np.array(prompt, dtype="<i4").tobytes()
+            source.messages.append(AddReq(uid=uid, token_ids=ids, sampling=_sampling(case, uid)))
+        while source.messages or not scheduler.idle:
+            if case.aborts and wave and chance.random() < 0.15:
+                source.messages.append(AbortReq(uid=chance.choice(uids)))
+            scheduler.iterate()
+            scheduler.check_integrity()
+    source.messages.append(Shutdown())
+    scheduler.iterate()
+
+
+def _sampling(case: RankCase, uid: int) -> SamplingParams:
+    if not case.drawn:
+        return SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    top = {"top_k": 20, "top_p": 0.9} if uid % 2 else {}
+    return SamplingParams(
+        temperature=1.2, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=uid % len(prompts()), **top
+    )
+
+
+def prove(case: RankCase, outcome: Outcome) -> None:
+    """What the case varies did happen, or did not."""
+    totals = outcome.totals
+    assert (totals["cached_tokens_total"] > 0) == (case.cache_type == "radix")
+    assert (totals["preemptions_total"] > 0) == case.crowded
+    assert (totals["overlapped_steps_total"] > 0) == case.overlap
+    assert (totals["partial"] > 0) == (case.chunk < UNLIMITED)
+    assert totals["mixed"] > 0 or case.chunk == UNLIMITED
+    lengths = [len(tokens) for tokens in outcome.tokens]
+    assert lengths[: len(prompts())] == [OUTPUT_TOKENS] * len(prompts())
+    assert (min(lengths) < OUTPUT_TOKENS) == case.aborts
