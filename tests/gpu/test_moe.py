@@ -117,7 +117,8 @@ def assignments(tokens: int, experts: int, top_k: int, kind: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["random", "one", "skewed"])
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k", "block"), [(1, 128, 8, 16), (5, 6, 2, 16), (600, 60, 8, 32)]
+    ("tokens", "experts", "top_k", "block"),
+    [(1, 128, 8, 16), (5, 6, 2, 16), (600, 60, 8, 32), (9000, 20, 4, 128)],
 )
 def test_blocks_hold_every_assignment_once(
     tokens: int, experts: int, top_k: int, block: int, kind: str
@@ -167,6 +168,23 @@ def test_experts_of_many(
         outs = [experts_of_many(x, weights.gate_up, weights.down, scales, chosen) for _ in range(2)]
     assert error(outs[0], expected(x, weights, scales, chosen)) < TOLERANCE[dtype]
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize(("width", "inner"), [(256, 192), (160, 96)])
+def test_every_tiling(number: int, width: int, inner: int) -> None:
+    from minisgl.kernel.triton import moe_grouped
+
+    dtype = MATRIX_DTYPES[-1]
+    _, tiling = moe_grouped._TILINGS[number]
+    tokens, experts, top_k = tiling.tokens * 2 + 5, 7, 3
+    x, weights = normal(tokens, width, dtype=dtype), layer(experts, width, inner, dtype)
+    chosen = assignments(tokens, experts, top_k, "skewed")
+    scales = torch.rand(tokens, top_k, device=DEVICE)
+    given = x, weights.gate_up, weights.down, scales, chosen
+    with poisoned():
+        out = moe_grouped.experts_of_many(*given, tiling=tiling)
+    assert error(out, expected(x, weights, scales, chosen)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
