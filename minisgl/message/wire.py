@@ -72,7 +72,7 @@ class TextSpec(Message, frozen=True, kw_only=True):
     silent       the output is dropped: only the prompt is of interest.
     """
 
-    prompt_tail: list[int]
+    prompt_tail: list[int] = []
     stop: list[str] = []
     skip_special_tokens: bool = True
     include_stop: bool = False

@@ -6,88 +6,53 @@ import msgspec
 
 from minisgl.core import InvalidRequest, Unsupported
 from minisgl.server import checks
+from minisgl.server.checks import Check, Schema
 from minisgl.utils import near_names
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-# A client that sends an earlier answer back also sends these, empty.
-_EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
+_MAX_PARTS = 1024
 
 
-def read_messages(value: Any, max_messages: int) -> tuple[list[dict[str, Any]], int]:
-    """The messages for the template, and how many characters of text they hold.
+def messages_check(max_messages: int) -> Check:
+    """Messages, as the template gets them.
 
     `developer` becomes `system`, which templates know; text parts are joined by newlines; the
     arguments of tool calls are parsed, since templates write them as JSON themselves.
     """
-    if value is None:
-        raise InvalidRequest("messages is required", param="messages")
-    one = checks.Check(_message, {})
-    messages = checks.list_of(one, max_messages, 1, "max_messages")("messages", value)
-    return messages, sum(_chars(message) for message in messages)
+    return checks.list_of(Check(_message, _FIELDS.schema), max_messages, 1, "max_messages")
 
 
-def messages_schema(max_messages: int) -> dict[str, Any]:
-    """JSON schema of what `read_messages` takes, but for tool calls without it."""
-    text = {"type": "string"}
-    parts = {
-        "type": "array",
-        "maxItems": 1024,
-        "items": {
-            "type": "object",
-            "properties": {"type": {"const": "text"}, "text": text},
-            "required": ["type", "text"],
-            "additionalProperties": False,
-        },
-    }
-    properties: dict[str, dict[str, Any]] = {
-        "role": {"enum": list(_ROLES)},
-        "content": {"anyOf": [text, parts]},
-        **dict.fromkeys(("name", "tool_call_id", "reasoning_content"), text),
-        "tool_calls": {"type": "array", "maxItems": 128},
-        **{name: {"enum": [[], ""]} for name in _EMPTY_FIELDS},
-    }
-    one = checks.object_schema(properties, required=("role",))
-    return {"type": "array", "items": one, "minItems": 1, "maxItems": max_messages}
+def count_chars(message: dict[str, Any]) -> int:
+    """Characters of text in a checked message."""
+    texts = (message.get(name) for name in ("content", *_TEXTS))
+    calls = message.get("tool_calls", ())
+    return sum(len(text) for text in texts if text) + sum(len(str(call)) for call in calls)
 
 
 def _message(param: str, value: Any) -> dict[str, Any]:
-    given = checks.json_object(param, value)
-    role = given.get("role")
-    if role not in _ROLES:
-        raise checks.reject(f"{param}.role", f"must be one of {', '.join(_ROLES)}")
-    for name, entry in given.items():
-        if name in _FIELDS or (name in _EMPTY_FIELDS and entry in (None, [], "")):
-            continue
-        if name in _EMPTY_FIELDS:
-            raise Unsupported(f"{param}.{name} is not supported", param=param)
-        raise InvalidRequest(
-            f"{param} has an unknown field{near_names(name, _FIELDS)}", param=param
-        )
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    message["content"] = _content(f"{param}.content", given.get("content"))
+    given = _FIELDS(param, value)
+    role = given["role"]
+    message = {"role": "system" if role == "developer" else role, "content": given.get("content")}
     if given.get("tool_calls"):
         if role != "assistant":
             raise checks.reject(f"{param}.tool_calls", "belongs to the role assistant")
-        message["tool_calls"] = checks.list_of(checks.Check(_tool_call, {}), max_items=128)(
-            f"{param}.tool_calls", given["tool_calls"]
-        )
+        message["tool_calls"] = given["tool_calls"]
     elif message["content"] is None:
         raise checks.reject(f"{param}.content", "is required")
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if given.get(name) is not None:
-            message[name] = checks.string()(f"{param}.{name}", given[name])
-    return message
+    return message | {name: given[name] for name in _TEXTS if name in given}
 
 
-def _content(param: str, value: Any) -> str | None:
-    if value is None:
-        return None
+def _role(param: str, value: Any) -> str:
+    if value not in _ROLES:
+        raise checks.reject(param, f"must be one of {', '.join(_ROLES)}")
+    return str(value)
+
+
+def _content(param: str, value: Any) -> str:
     if isinstance(value, str):
-        return str(checks.string()(param, value))
+        return value
     if not isinstance(value, list):
         raise checks.reject(param, f"must be a string or an array, not {checks.type_name(value)}")
-    return "\n".join(checks.list_of(checks.Check(_text_part, {}), max_items=1024)(param, value))
+    return "\n".join(_PARTS(param, value))
 
 
 def _text_part(param: str, value: Any) -> str:
@@ -109,15 +74,31 @@ def _tool_call(param: str, value: Any) -> dict[str, Any]:
         parsed = msgspec.json.decode(arguments or "{}")
     except (msgspec.MsgspecError, RecursionError):
         raise checks.reject(f"{param}.function.arguments", "must be JSON in a string") from None
-    name = checks.string(max_chars=256, empty=False)(f"{param}.function.name", function.get("name"))
-    return {
-        "id": checks.string(max_chars=256)(f"{param}.id", call.get("id", "")),
-        "type": "function",
-        "function": {"name": name, "arguments": parsed},
-    }
+    name = checks.string(256, empty=False)(f"{param}.function.name", function.get("name"))
+    call_id = checks.string(256)(f"{param}.id", call.get("id", ""))
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
 
 
-def _chars(message: dict[str, Any]) -> int:
-    texts = (message.get(name) for name in ("content", "name", "reasoning_content"))
-    calls = message.get("tool_calls", ())
-    return sum(len(text) for text in texts if text) + sum(len(str(call)) for call in calls)
+def _empty(param: str, value: Any) -> None:
+    if value not in ([], ""):
+        raise Unsupported(f"{param} is not supported", param=param)
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXTS = ("name", "tool_call_id", "reasoning_content")
+# A client that sends an earlier answer back also sends these, empty.
+_EMPTY = ("refusal", "annotations", "audio", "function_call", "reasoning")
+_PART: Schema = checks.object_schema(
+    {"type": {"const": "text"}, "text": {"type": "string"}}, required=("type", "text")
+)
+_PARTS = checks.list_of(Check(_text_part, _PART), _MAX_PARTS)
+_FIELDS = checks.fields(
+    {
+        "role": Check(_role, {"enum": list(_ROLES)}),
+        "content": Check(_content, {"anyOf": [{"type": "string"}, _PARTS.schema]}),
+        **dict.fromkeys(_TEXTS, checks.string()),
+        "tool_calls": checks.list_of(Check(_tool_call, {}), 128),
+        **dict.fromkeys(_EMPTY, Check(_empty, {"enum": [[], ""]})),
+    },
+    required=("role",),
+)

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 from minisgl.core import InvalidRequest
 from minisgl.utils import near_names
 
+Schema = dict[str, Any]
+
 
 class Check(NamedTuple):
     """run(param, value): the checked value, or InvalidRequest. schema: of what it accepts."""
 
     run: Callable[[str, Any], Any]
-    schema: dict[str, Any]
+    schema: Schema
 
     def __call__(self, param: str, value: Any) -> Any:
         return self.run(param, value)
@@ -29,16 +31,8 @@ def reject(param: str, rule: str, limit: str | None = None) -> InvalidRequest:
 
 def type_name(value: object) -> str:
     """The JSON name of a value's type."""
-    if value is None:
-        return "null"
-    names: dict[type, str] = {
-        bool: "a boolean",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        list: "an array",
-        dict: "an object",
-    }
+    names: dict[type, str] = {bool: "a boolean", int: "an integer", float: "a number"}
+    names |= {str: "a string", list: "an array", dict: "an object", type(None): "null"}
     return names.get(type(value), "of another type")
 
 
@@ -82,7 +76,7 @@ def number(low: float, high: float, above: bool = False) -> Check:
 
 
 def string(max_chars: int | None = None, empty: bool = True, limit: str | None = None) -> Check:
-    """Text that can be encoded as UTF-8."""
+    """Text; `parse_body` takes none that cannot be encoded as UTF-8."""
 
     def check(param: str, value: Any) -> str:
         if type(value) is not str:
@@ -91,13 +85,9 @@ def string(max_chars: int | None = None, empty: bool = True, limit: str | None =
             raise reject(param, "must not be empty")
         if max_chars is not None and len(value) > max_chars:
             raise reject(param, f"must have at most {max_chars} characters", limit)
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise reject(param, "contains a lone surrogate, which is not text") from None
         return str(value)
 
-    schema: dict[str, Any] = {"type": "string"}
+    schema: Schema = {"type": "string"}
     if not empty:
         schema["minLength"] = 1
     if max_chars is not None:
@@ -141,9 +131,7 @@ def fields(known: dict[str, Check], required: tuple[str, ...] = ()) -> Check:
     return Check(check, object_schema({n: c.schema for n, c in known.items()}, required))
 
 
-def object_schema(
-    properties: dict[str, dict[str, Any]], required: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def object_schema(properties: dict[str, Schema], required: tuple[str, ...] = ()) -> Schema:
     """JSON schema of an object in which null counts as not given."""
     nullable = {
         name: schema if name in required or not schema else {"anyOf": [schema, {"type": "null"}]}

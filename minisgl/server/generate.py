@@ -18,7 +18,7 @@ from minisgl.core import (
     SamplingParams,
 )
 from minisgl.core.sampling import MAX_SEED
-from minisgl.message import AddReq, DecodeIds, TextSpec, TokenizeChat, TokenizeText, ToTokenizer
+from minisgl.message import AddReq, DecodeIds, TokenizeChat, TokenizeText, ToTokenizer
 from minisgl.server.client import EngineClient, Generation, TokenArray
 from minisgl.server.connection import KEPT
 from minisgl.server.lifecycle import Lifecycle
@@ -73,7 +73,7 @@ async def _until_first_output(
             seeded = _sibling_seed(sampling, sibling)
             adds = len(token_ids) if sibling == 0 else 0
             client.submit(choice, _add_req(choice.uid, token_ids, seeded, request), adds)
-    if request.return_token_ids:
+    if request.text.token_ids:
         generation.prompt_ids = [token_ids.tolist() for token_ids in prompts]
     if request.echo:
         pairs = zip(request.prompts, prompts, strict=True)
@@ -174,7 +174,7 @@ async def _echo(
         lambda uid: DecodeIds(
             uid=uid,
             token_ids=token_ids.tobytes(),
-            skip_special=request.skip_special_tokens,
+            skip_special=request.text.skip_special_tokens,
         ),
         call,
     )
@@ -183,16 +183,10 @@ async def _echo(
 def _add_req(
     uid: int, token_ids: TokenArray, sampling: SamplingParams, request: GenerateRequest
 ) -> AddReq:
-    text = TextSpec(
+    text = msgspec.structs.replace(
+        request.text,
         prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
-        stop=list(request.stop),
-        skip_special_tokens=request.skip_special_tokens,
-        include_stop=request.include_stop,
-        min_tokens=sampling.min_tokens,
         prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
-        token_ids=request.return_token_ids,
-        reasoning=request.reasoning,
-        silent=request.silent,
     )
     return AddReq(
         uid=uid,

@@ -82,8 +82,8 @@ def request_schema(table: ParamTable, route: str) -> Schema:
     found = object_schema(properties, required)
     for name in HARMLESS:
         found["properties"].setdefault(name, {})
-    for name, rule in NOT_OFFERED.items():
-        found["properties"].setdefault(name, {"enum": [*rule.neutral, None]})
+    for name, neutral in NOT_OFFERED.items():
+        found["properties"].setdefault(name, {"enum": [*neutral, None]})
     return found
 
 

@@ -5,11 +5,11 @@ not offered (refused unless it has its neutral value). Everything else is unknow
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from minisgl.core import InvalidRequest, Unsupported
 from minisgl.server import checks
-from minisgl.server.chat import messages_schema
+from minisgl.server.chat import messages_check
 from minisgl.server.checks import Check
 from minisgl.server.config import Limits
 from minisgl.utils import near_names
@@ -46,21 +46,6 @@ TEMPLATE_OPTIONS: dict[str, Check] = {
 }
 
 
-class NotOffered(NamedTuple):
-    """Understood, but refused unless the value is a neutral one, which asks for nothing."""
-
-    neutral: tuple[Any, ...]
-    why: str = "is not supported"
-
-    def is_neutral(self, value: Any) -> bool:
-        # `1 == True`, and a client that says so does not mean the number.
-        return value is None or any(value == v and _kind(value) is _kind(v) for v in self.neutral)
-
-
-def _kind(value: Any) -> type:
-    return float if type(value) is int else type(value)
-
-
 _NEVER = [
     "audio",
     "custom_logit_processor",
@@ -76,7 +61,9 @@ _NEVER = [
     "truncate_prompt_tokens",
     "web_search_options",
 ]
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Understood, but refused unless the value is one of these (or null), which ask for nothing.
+NOT_OFFERED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys((*_NEVER, "chat_template", "reasoning_effort"), ()),
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -91,15 +78,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "use_beam_search": (False,),
 }
-
-NOT_OFFERED: dict[str, NotOffered] = {
-    **dict.fromkeys(_NEVER, NotOffered(())),
-    **{name: NotOffered(values) for name, values in _NEUTRAL.items()},
-    "chat_template": NotOffered((), "cannot be set by a request"),
-    "reasoning_effort": NotOffered((), "is not supported; see chat_template_kwargs"),
-    "tools": NotOffered(([],), 'is supported with "tool_choice": "none" only'),
+_WHY = {
+    "chat_template": "cannot be set by a request",
+    "reasoning_effort": "is not supported; see chat_template_kwargs",
+    "tools": 'is supported with "tool_choice": "none" only',
 }
 
 
@@ -111,11 +96,6 @@ def _stop(limits: Limits) -> Check:
         return [one(param, value)] if isinstance(value, str) else list(many(param, value))
 
     return Check(check, {"anyOf": [one.schema, many.schema]})
-
-
-def _stream_options() -> Check:
-    known = dict.fromkeys(("include_usage", "include_obfuscation"), checks.boolean)
-    return checks.fields(known)
 
 
 def _logit_bias(limits: Limits) -> Check:
@@ -144,29 +124,7 @@ def _logit_bias(limits: Limits) -> Check:
     )
 
 
-def _template_kwargs(param: str, value: Any) -> dict[str, Any]:
-    checked = {}
-    for name, entry in checks.json_object(param, value).items():
-        check = TEMPLATE_OPTIONS.get(name)
-        if check is None:
-            hint = near_names(name, TEMPLATE_OPTIONS)
-            raise Unsupported(
-                f"{param} has an entry that cannot be set by a request{hint}; "
-                f"known are {', '.join(TEMPLATE_OPTIONS)}",
-                param=param,
-            )
-        checked[name] = check(f"{param}.{name}", entry)
-    return checked
-
-
-TEMPLATE_KWARGS = Check(
-    _template_kwargs,
-    {
-        "type": "object",
-        "properties": {name: check.schema for name, check in TEMPLATE_OPTIONS.items()},
-        "additionalProperties": False,
-    },
-)
+STREAM_OPTIONS = dict.fromkeys(("include_usage", "include_obfuscation"), checks.boolean)
 TEXT_PROMPT = {"type": "string", "minLength": 1}
 IDS_PROMPT = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -199,7 +157,7 @@ class ParamTable:
             "repetition_penalty": checks.number(0.01, 100),
             "logit_bias": _logit_bias(limits),
             "stream": checks.boolean,
-            "stream_options": _stream_options(),
+            "stream_options": checks.fields(STREAM_OPTIONS),
             "skip_special_tokens": checks.boolean,
             "include_stop_str_in_output": checks.boolean,
             "return_token_ids": checks.boolean,
@@ -207,13 +165,13 @@ class ParamTable:
         }
         plain = {**shared, "max_tokens": checks.integer(0, _INT32), "logprobs": most_logprobs}
         plain["echo"] = checks.boolean
-        # Messages and prompts have a reader of their own, in `requests` and `chat`.
+        # Prompts have a reader of their own, in `requests`: they depend on the model.
         self.offered: dict[str, dict[str, Check]] = {
             CHAT: {
                 **shared,
-                "messages": Check(as_it_is, messages_schema(limits.max_messages)),
+                "messages": messages_check(limits.max_messages),
                 "max_completion_tokens": tokens,
-                "chat_template_kwargs": TEMPLATE_KWARGS,
+                "chat_template_kwargs": checks.fields(TEMPLATE_OPTIONS),
                 "logprobs": checks.boolean,
                 "top_logprobs": most_logprobs,
                 "separate_reasoning": checks.boolean,
@@ -221,10 +179,6 @@ class ParamTable:
             COMPLETIONS: {**plain, "prompt": Check(as_it_is, _prompt_schema(limits.max_prompts))},
             GENERATE: {**plain, "input_ids": Check(as_it_is, IDS_PROMPT)},
         }
-
-    def names(self, route: str) -> frozenset[str]:
-        """The parameters that this route obeys."""
-        return frozenset(self.offered[route])
 
     def validate(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The offered parameters that were given, checked one by one; null counts as not given.
@@ -244,11 +198,12 @@ class ParamTable:
     def _refuse_unless_harmless(
         self, route: str, name: str, value: Any, body: Mapping[str, Any]
     ) -> None:
-        if name in HARMLESS or self._is_neutral(name, value, body):
+        if name in HARMLESS:
             return
-        rule = NOT_OFFERED.get(name)
-        if rule is not None:
-            raise Unsupported(f"{name} {rule.why}", param=name)
+        if name in NOT_OFFERED:
+            if not _asks_for_nothing(name, value, body):
+                raise Unsupported(f"{name} {_WHY.get(name, 'is not supported')}", param=name)
+            return
         if self._allow_unknown:
             return
         known = {*self.offered[route], *HARMLESS, *NOT_OFFERED}
@@ -259,14 +214,17 @@ class ParamTable:
             code="unknown_parameter",
         )
 
-    @staticmethod
-    def _is_neutral(name: str, value: Any, body: Mapping[str, Any]) -> bool:
-        rule = NOT_OFFERED.get(name)
-        if rule is None:
-            return False
-        if name == "tools" and body.get("tool_choice") == "none":
-            return isinstance(value, list)
-        return rule.is_neutral(value)
+
+def _asks_for_nothing(name: str, value: Any, body: Mapping[str, Any]) -> bool:
+    if name == "tools" and body.get("tool_choice") == "none":
+        return isinstance(value, list)
+    # `1 == True`, and a client that says so does not mean the number.
+    same = (value == v and _kind(value) is _kind(v) for v in NOT_OFFERED[name])
+    return value is None or any(same)
+
+
+def _kind(value: Any) -> type:
+    return float if type(value) is int else type(value)
 
 
 def as_it_is(param: str, value: Any) -> Any:

@@ -5,14 +5,19 @@ from typing import Any
 import msgspec
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
+from minisgl.message import TextSpec
 from minisgl.server import checks
-from minisgl.server.chat import read_messages
+from minisgl.server.chat import count_chars
 from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.params import CHAT, GENERATE, ParamTable
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the legacy route; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
+# Parameters that are called the same in SamplingParams; of the first ones models have defaults.
+_MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_PENALTIES = ("frequency_penalty", "presence_penalty")
+_AS_GIVEN = ("seed", "min_tokens", "ignore_eos", "logit_bias", *_PENALTIES)
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
@@ -41,7 +46,8 @@ Prompt = ChatPrompt | TextPrompt | IdsPrompt
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One HTTP call, complete: every default filled in, every limit checked that needs no tokens.
 
-    silent: no answer is wanted (max_tokens 0), only the echo with its log-probabilities.
+    text: what the detokenizer is told, but for the prompt; its `silent` when no answer is wanted
+    (max_tokens 0), only the echo with its log-probabilities.
     explicit_max_tokens: the client asked for sampling.max_tokens, so a prompt that leaves less
     room is refused; otherwise the number shrinks to the room.
     """
@@ -51,16 +57,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[Prompt, ...]
     n: int
     sampling: SamplingParams
+    text: TextSpec
     explicit_max_tokens: bool
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
-    silent: bool = False
-    return_token_ids: bool = False
-    reasoning: bool = False
     cache_salt: str = ""
 
     @property
@@ -75,21 +76,16 @@ class RequestReader:
         self._served_names = config.served_names
         self._limits = config.limits
         self._use_model_defaults = not config.ignore_generation_config
-        self._table = ParamTable(config.limits, config.allow_unknown_params)
+        self.table = ParamTable(config.limits, config.allow_unknown_params)
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFound unless this name is served."""
         if name not in self._served_names:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
-    @property
-    def table(self) -> ParamTable:
-        """What each route offers."""
-        return self._table
-
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
         """Raises RequestError of the class and with the param that the client should see."""
-        given = self._table.validate(route, parse_body(raw))
+        given = self.table.validate(route, parse_body(raw))
         if "model" not in given:
             raise InvalidRequest("model is required", param="model")
         self.check_model(given["model"])
@@ -109,54 +105,48 @@ class RequestReader:
         silent = max_tokens == 0
         if silent and not echo:
             raise checks.reject("max_tokens", "must be at least 1 without echo")
+        text = TextSpec(
+            stop=given.get("stop", []),
+            skip_special_tokens=given.get("skip_special_tokens", True),
+            include_stop=given.get("include_stop_str_in_output", False),
+            min_tokens=given.get("min_tokens", 0),
+            token_ids=route == GENERATE or given.get("return_token_ids", False),
+            reasoning=route == CHAT and given.get("separate_reasoning", True),
+            silent=silent,
+        )
         return GenerateRequest(
             route=route,
             model=given["model"],
             prompts=prompts,
             n=n,
             sampling=self._sampling(route, given, 1 if silent else max_tokens, facts),
+            text=text,
             explicit_max_tokens=max_tokens is not None,
-            stop=tuple(given.get("stop", ())),
-            include_stop=given.get("include_stop_str_in_output", False),
-            skip_special_tokens=given.get("skip_special_tokens", True),
             stream=given.get("stream", False),
             include_usage=given.get("stream_options", {}).get("include_usage", False),
             echo=echo,
-            silent=silent,
-            return_token_ids=route == GENERATE or given.get("return_token_ids", False),
-            reasoning=route == CHAT and given.get("separate_reasoning", True),
             cache_salt=given.get("cache_salt", ""),
         )
 
     def _sampling(
         self, route: str, given: dict[str, Any], max_tokens: int | None, facts: ModelFacts
     ) -> SamplingParams:
-        def pick(name: str, of_model: Any, otherwise: Any) -> Any:
-            if name in given:
-                return given[name]
-            use = self._use_model_defaults and of_model is not None
-            return of_model if use else otherwise
-
         for name in ("stop_token_ids", "logit_bias"):
             if any(token_id >= facts.vocab_size for token_id in given.get(name, ())):
                 raise checks.reject(name, f"must have token ids below {facts.vocab_size}")
+        chosen: dict[str, Any] = {}
+        if self._use_model_defaults:
+            of_model = {name: getattr(facts, f"default_{name}") for name in _MODEL_DEFAULTS}
+            chosen |= {name: value for name, value in of_model.items() if value is not None}
+        names = (*_MODEL_DEFAULTS, *_AS_GIVEN)
+        chosen |= {name: given[name] for name in names if name in given}
+        if max_tokens is None and route != CHAT:
+            max_tokens = COMPLETIONS_MAX_TOKENS
         logprobs = _logprobs(route, given)
         sampling = SamplingParams(
-            temperature=pick("temperature", facts.default_temperature, 1.0),
-            top_k=pick("top_k", facts.default_top_k, -1),
-            top_p=pick("top_p", facts.default_top_p, 1.0),
-            min_p=pick("min_p", facts.default_min_p, 0.0),
-            seed=given.get("seed"),
-            max_tokens=COMPLETIONS_MAX_TOKENS
-            if max_tokens is None and route != CHAT
-            else max_tokens,
-            min_tokens=given.get("min_tokens", 0),
-            ignore_eos=given.get("ignore_eos", False),
+            **chosen,
+            max_tokens=max_tokens,
             stop_token_ids=tuple(given.get("stop_token_ids", ())),
-            frequency_penalty=given.get("frequency_penalty", 0.0),
-            presence_penalty=given.get("presence_penalty", 0.0),
-            repetition_penalty=pick("repetition_penalty", facts.default_repetition_penalty, 1.0),
-            logit_bias=given.get("logit_bias", {}),
             logprobs=logprobs,
             prompt_logprobs=logprobs if given.get("echo") else None,
         )
@@ -176,13 +166,13 @@ class RequestReader:
             )
 
     def chat_prompt(self, given: dict[str, Any], facts: ModelFacts) -> ChatPrompt:
-        """The checked messages and chat_template_kwargs of a body."""
-        messages, chars = read_messages(given.get("messages"), self._limits.max_messages)
-        self._check_chars("messages", chars, facts)
-        return ChatPrompt(
-            msgspec.json.encode(messages),
-            msgspec.json.encode(given.get("chat_template_kwargs", {})),
-        )
+        """The messages and chat_template_kwargs of a checked body."""
+        if "messages" not in given:
+            raise InvalidRequest("messages is required", param="messages")
+        messages = given["messages"]
+        self._check_chars("messages", sum(map(count_chars, messages)), facts)
+        options = given.get("chat_template_kwargs", {})
+        return ChatPrompt(msgspec.json.encode(messages), msgspec.json.encode(options))
 
     def _prompts(self, route: str, given: dict[str, Any], facts: ModelFacts) -> tuple[Prompt, ...]:
         """A prompt is text, a list of ids, or a list of either; input_ids is one list of ids."""
@@ -191,28 +181,30 @@ class RequestReader:
         if value is None:
             raise InvalidRequest(f"{name} is required", param=name)
         if route == GENERATE:
-            if isinstance(value, str):
-                raise checks.reject(name, "must be an array of token ids, not a string")
-            return (self.one_prompt(name, value, facts),)
-        if isinstance(value, list) and value and not isinstance(value[0], int):
-            if len(value) > self._limits.max_prompts:
-                most = f"must have at most {self._limits.max_prompts} items"
-                raise checks.reject("prompt", most, "max_prompts")
-            named = [(f"prompt[{index}]", item) for index, item in enumerate(value)]
-        else:
-            named = [("prompt", value)]
-        return tuple(self.one_prompt(param, item, facts) for param, item in named)
+            return (self.ids_prompt(name, value, facts),)
+        if not isinstance(value, list) or not value or isinstance(value[0], int):
+            return (self._prompt("prompt", value, facts),)
+        if len(value) > self._limits.max_prompts:
+            most = f"must have at most {self._limits.max_prompts} items"
+            raise checks.reject("prompt", most, "max_prompts")
+        named = ((f"prompt[{index}]", item) for index, item in enumerate(value))
+        return tuple(self._prompt(param, item, facts) for param, item in named)
 
-    def one_prompt(self, param: str, value: Any, facts: ModelFacts) -> Prompt:
-        """Text or ids, checked."""
-        if isinstance(value, str):
-            text = checks.string(empty=False)(param, value)
-            self._check_chars(param, len(text), facts)
-            return TextPrompt(text)
+    def _prompt(self, param: str, value: Any, facts: ModelFacts) -> Prompt:
+        is_list = isinstance(value, list)
+        return (self.ids_prompt if is_list else self.text_prompt)(param, value, facts)
+
+    def text_prompt(self, param: str, value: Any, facts: ModelFacts) -> TextPrompt:
+        """Text, checked."""
+        text = checks.string(empty=False)(param, value)
+        self._check_chars(param, len(text), facts)
+        return TextPrompt(text)
+
+    def ids_prompt(self, param: str, value: Any, facts: ModelFacts) -> IdsPrompt:
+        """Ids, checked."""
         if not isinstance(value, list):
-            raise checks.reject(
-                param, f"must be a string or an array of token ids, not {checks.type_name(value)}"
-            )
+            rule = f"must be an array of token ids, not {checks.type_name(value)}"
+            raise checks.reject(param, rule)
         if not value:
             raise checks.reject(param, "must not be empty")
         if len(value) > facts.max_seq_len:

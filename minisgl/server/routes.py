@@ -1,5 +1,6 @@
 """The routes beside generation: text to ids and back, and what an operator asks for."""
 
+import array
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from minisgl.message import DecodeIds, ToTokenizer
 from minisgl.server import checks
 from minisgl.server.generate import read_body, tokenize, unless_disconnected
 from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable, as_it_is
-from minisgl.server.requests import IdsPrompt, Prompt, RequestReader, TextPrompt, parse_body
+from minisgl.server.requests import Prompt, RequestReader, parse_body
 from minisgl.server.service import Service
 
 DETOKENIZE = checks.fields(
@@ -55,29 +56,21 @@ def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> N
         given, facts = await read(request, tokenizing)
         if ("prompt" in given) == ("messages" in given):
             raise InvalidRequest("either prompt or messages is required", param="prompt")
-        if "messages" in given:
-            name = "messages"
+        name = "messages" if "messages" in given else "prompt"
+        if name == "messages":
             prompt: Prompt = reader.chat_prompt(given, facts)
-        elif isinstance(given["prompt"], str):
-            name = "prompt"
-            prompt = reader.one_prompt(name, given["prompt"], facts)
         else:
-            raise checks.reject("prompt", "must be a string")
-        if isinstance(prompt, TextPrompt):
-            prompt = msgspec.structs.replace(
-                prompt, add_special=given.get("add_special_tokens", True)
-            )
+            text = reader.text_prompt(name, given["prompt"], facts)
+            add_special = given.get("add_special_tokens", True)
+            prompt = msgspec.structs.replace(text, add_special=add_special)
         work = tokenize(service.client, prompt, name)
         ids = await unless_disconnected(request.receive, work)
         return {"count": len(ids), "max_model_len": facts.max_seq_len, "tokens": ids.tolist()}
 
     async def to_text(request: Request) -> dict[str, Any]:
         given, facts = await read(request, DETOKENIZE)
-        if isinstance(given["tokens"], str):
-            raise checks.reject("tokens", "must be an array of token ids, not a string")
-        prompt = reader.one_prompt("tokens", given["tokens"], facts)
-        assert isinstance(prompt, IdsPrompt), "ids were read as text; this is a bug"
-        ids = await tokenize(service.client, prompt, "tokens")
+        prompt = reader.ids_prompt("tokens", given["tokens"], facts)
+        ids = array.array("i", prompt.token_ids)
         skip_special = given.get("skip_special_tokens", False)
 
         def message(uid: int) -> ToTokenizer:

@@ -119,7 +119,7 @@ class Shape:
         extras: Extras,
         generation: Generation | None,
     ) -> None:
-        if not self._request.return_token_ids:
+        if not self._request.text.token_ids:
             return
         body["token_ids"] = extras.token_ids
         if generation is not None and not self._is_chat:

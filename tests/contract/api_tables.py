@@ -68,8 +68,8 @@ def described(schema: dict[str, Any]) -> str:
 
 def refused() -> str:
     rows = ["| parameter | taken only as |", "|---|---|"]
-    for name, rule in sorted(NOT_OFFERED.items()):
-        values = ", ".join(f"`{value!r}`" for value in rule.neutral) or "absent or null"
+    for name, neutral in sorted(NOT_OFFERED.items()):
+        values = ", ".join(f"`{value!r}`" for value in neutral) or "absent or null"
         rows.append(f"| `{name}` | {values} |")
     ignored = ", ".join(f"`{name}`" for name in sorted(HARMLESS))
     return "\n".join(rows) + f"\n\nIgnored, since they change no answer: {ignored}."

@@ -37,8 +37,8 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMES = sorted(
-    ParamTable(Limits()).names(CHAT)
-    | ParamTable(Limits()).names(COMPLETIONS)
+    set(ParamTable(Limits()).offered[CHAT])
+    | set(ParamTable(Limits()).offered[COMPLETIONS])
     | HARMLESS
     | set(NOT_OFFERED)
 )
