@@ -57,9 +57,7 @@ def build_app(service: Service) -> App:
     _add_models(app, service, reader)
     add_token_routes(app, service, reader)
     add_admin_routes(app, service)
-    described = document(
-        reader.table, service.config.served_names, bool(service.config.api_key_hashes)
-    )
+    described = document(reader.table, bool(service.config.api_key_hashes))
     app.openapi = lambda: described  # type: ignore[method-assign]
 
     def generating(route: str) -> Callable[[Request], Awaitable[Response]]:
@@ -207,7 +205,7 @@ def _add_models(app: FastAPI, service: Service, reader: RequestReader) -> None:
         return {"object": "list", "data": [card(name) for name in service.config.served_names]}
 
     async def model(model_id: str) -> dict[str, Any]:
-        reader.check_model(model_id)
+        reader.table.model("model", model_id)
         return card(model_id)
 
     app.get("/v1/models")(models)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -70,8 +71,8 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
                 config=config,
                 url=_url(listener, "https" if config.ssl_certfile else "http"),
             )
-            service = _Service(supervisor, template, reason_read, scheduler_command, shell_key)
-            service.start(listener)
+            service = _Service(supervisor, template, reason_read, scheduler_command)
+            service.start(listener, shell_key)
             return service.supervise()
     finally:
         os.close(reason_read)
@@ -79,41 +80,35 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
         shutil.rmtree(socket_dir, ignore_errors=True)
 
 
+@dataclass(eq=False)
 class _Service:
     """The children of one launch, and what to do about each event."""
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        template: ChildSpec,
-        reason_fd: int,
-        scheduler_command: Sequence[str],
-        shell_key: str | None,
-    ) -> None:
-        self._supervisor = supervisor
-        self._template = template
-        self._config = template.config
-        self._reason_fd = reason_fd
-        self._scheduler_command = scheduler_command
-        self._shell_key = shell_key
-        self._stopping = False
-        self._stop_asked_s = 0.0
-        self._api: Child
-        self._shell: Child | None = None
+    _supervisor: Supervisor
+    _template: ChildSpec
+    _reason_fd: int
+    _scheduler_command: Sequence[str]
+    _stop_asked_s: float | None = None  # CLOCK_MONOTONIC; None: nobody has asked
+    _shell: Child | None = None
+    _api: Child = field(init=False)
 
-    def start(self, listener: socket.socket) -> None:
+    def start(self, listener: socket.socket, shell_key: str | None) -> None:
         """Start everything; the API server first, so that livez answers while the rest loads."""
-        config = self._config
+        config = self._template.config
         _say(f"loading {config.served_names[0]} from {config.engine.model_path}")
         _say(f"listening on {self._template.url} (not ready yet)")
         self._api = self._spawn("api", 0, listener.fileno())
-        for rank in range(self._config.engine.tp_size):
+        for rank in range(config.engine.tp_size):
             self._spawn("scheduler", rank)
-        for index in range(self._config.num_tokenizers):
+        for index in range(config.num_tokenizers):
             self._spawn("tokenizer", index)
         self._spawn("detokenizer", 0)
-        if self._config.shell:
-            self._shell = self._supervisor.adopt("shell", self._start_shell())
+        if config.shell:
+            # It stays in our process group: it owns the terminal and sees its Ctrl-C.
+            command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
+            environ = os.environ | ({"MINISGL_API_KEY": shell_key} if shell_key else {})
+            shell = subprocess.Popen([*command, "--model", config.served_names[0]], env=environ)
+            self._shell = self._supervisor.adopt("shell", shell)
 
     def _spawn(self, role: str, index: int, listen_fd: int | None = None) -> Child:
         spec = msgspec.structs.replace(self._template, role=role, index=index, listen_fd=listen_fd)
@@ -123,25 +118,17 @@ class _Service:
         argv = [*command, spec.name]
         return self._supervisor.spawn(spec.name, argv, msgspec.json.encode(spec), fds)
 
-    def _start_shell(self) -> subprocess.Popen[bytes]:
-        """The shell stays in our process group: it owns the terminal and sees its Ctrl-C."""
-        command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
-        environ = os.environ | ({"MINISGL_API_KEY": self._shell_key} if self._shell_key else {})
-        return subprocess.Popen([*command, "--model", self._config.served_names[0]], env=environ)
-
     def supervise(self) -> int:
         """Handle events until everything has ended; the exit code."""
         while True:
             events = self._supervisor.wait(self._drain_left_s())
-            if not events and self._stopping:
+            if not events and self._stop_asked_s is not None:
                 _say("error: the API server did not end by its drain deadline")
                 self._supervisor.kill_all()
                 return _FAILED_EXIT
             for event in events:
                 if isinstance(event, ChildExit):
                     code = self._on_exit(event)
-                elif self._shell is not None and event is signal.SIGINT:
-                    continue  # Ctrl-C belongs to the shell
                 else:
                     code = self._on_signal(event)
                 if code is not None:
@@ -149,35 +136,37 @@ class _Service:
 
     def _drain_left_s(self) -> float | None:
         """Time until the API server must have ended; None while nothing stops."""
-        if not self._stopping:
+        if self._stop_asked_s is None:
             return None
-        allowed_s = self._config.drain_timeout_s + _DRAIN_MARGIN_S
+        allowed_s = self._template.config.drain_timeout_s + _DRAIN_MARGIN_S
         return max(0.0, self._stop_asked_s + allowed_s - time.monotonic())
 
-    def _on_signal(self, number: signal.Signals) -> int | None:
-        now_s = time.monotonic()
-        if self._stopping:
-            if now_s - self._stop_asked_s < _SAME_SIGNAL_S:
-                return None  # a terminal, or `timeout`, signals a process and then its group
-            _say("stopping at once")
-            self._supervisor.kill_all()
-            return 128 + number
-        self._stopping = True
-        self._stop_asked_s = now_s
+    def _ask_to_stop(self, number: signal.Signals) -> None:
+        self._stop_asked_s = time.monotonic()
         self._supervisor.send_signal(self._api, number)
-        return None
+
+    def _on_signal(self, number: signal.Signals) -> int | None:
+        if self._shell is not None and number is signal.SIGINT:
+            return None  # Ctrl-C belongs to the shell
+        if self._stop_asked_s is None:
+            self._ask_to_stop(number)
+            return None
+        if time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
+            return None  # a terminal, or `timeout`, signals a process and then its group
+        _say("stopping at once")
+        self._supervisor.kill_all()
+        return 128 + number
 
     def _on_exit(self, event: ChildExit) -> int | None:
         child, code = event
+        stopping = self._stop_asked_s is not None
         if child is self._shell:
-            self._stopping = True
-            self._stop_asked_s = time.monotonic()
-            self._supervisor.send_signal(self._api, signal.SIGINT)
+            self._ask_to_stop(signal.SIGINT)
             return None
-        if self._stopping and child is self._api and code in _STOPPED_EXITS:
+        if stopping and child is self._api and code in _STOPPED_EXITS:
             self._stop_rest()
             return 0
-        if self._stopping and code == 0:
+        if stopping and code == 0:
             return None  # a scheduler that has left by its Shutdown
         return self._fail(event)
 

@@ -1,64 +1,38 @@
 """The OpenAPI document: requests from the validator's own tables, and what comes back."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import minisgl
 from minisgl.server.auth import ADMIN_PATHS, OPEN_PATHS
-from minisgl.server.checks import object_schema
+from minisgl.server.checks import Schema, object_schema
+from minisgl.server.errors import status_table
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
-from minisgl.server.routes import ABORT, DETOKENIZE, tokenize_check
+from minisgl.server.routes import ABORT, detokenize_check, tokenize_check
 
-Schema = dict[str, Any]
-_TEXT, _INT, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+_TEXT, _INT = {"type": "string"}, {"type": "integer"}
 _REQUIRED = {CHAT: "messages", COMPLETIONS: "prompt", GENERATE: "input_ids"}
-_ERRORS = {
-    400: "A parameter is wrong, unknown or not supported, or the prompt is too long.",
-    401: "No valid API key.",
-    403: "No admin key is set.",
-    404: "No such path or model.",
-    405: "Another method is needed.",
-    413: "The body is too large.",
-    431: "Request line and headers are too large.",
-    499: "The request was aborted.",
-    500: "The engine failed; trying again would fail again.",
-    503: "Loading, draining, overloaded, or waited too long; see Retry-After.",
-    504: "The answer took too long.",
-}
 
 
-def document(table: ParamTable, models: Sequence[str], has_keys: bool) -> Schema:
+def document(table: ParamTable, has_keys: bool) -> Schema:
     """The whole document of one configured server."""
-    model = {"enum": list(models)}
-
-    def of_model(body: Schema) -> Schema:
-        value = model if "model" in body.get("required", ()) else _or_null(model)
-        return {**body, "properties": {**body["properties"], "model": value}}
-
     paths = {
-        "/v1/chat/completions": _post(
-            of_model(request_schema(table, CHAT)), _answer("chat.completion", _MESSAGE), True
-        ),
-        "/v1/completions": _post(
-            of_model(request_schema(table, COMPLETIONS)),
-            _answer("text_completion", {"text": _TEXT}),
-            True,
-        ),
-        "/generate": _post(
-            of_model(request_schema(table, GENERATE)), _answer("generation", {"text": _TEXT}), True
-        ),
+        "/v1/chat/completions": _stream(table, CHAT, "chat.completion", _MESSAGE),
+        "/v1/completions": _stream(table, COMPLETIONS, "text_completion", {"text": _TEXT}),
+        "/generate": _stream(table, GENERATE, "generation", {"text": _TEXT}),
         "/tokenize": _post(
-            of_model(tokenize_check(table).schema),
+            tokenize_check(table).schema,
             _object(count=_INT, max_model_len=_INT, tokens=_list(_INT)),
         ),
-        "/detokenize": _post(of_model(DETOKENIZE.schema), _object(prompt=_TEXT)),
+        "/detokenize": _post(detokenize_check(table).schema, _object(prompt=_TEXT)),
         "/abort": _post(ABORT.schema, _object(aborted=_INT)),
-        "/flush_cache": _post(None, _object(status=_TEXT)),
-        "/server_info": _get({"type": "object"}),
-        "/v1/models": _get(_object(object={"const": "list"}, data=_list(_MODEL))),
-        "/v1/models/{model_id}": _get(_MODEL, path_parameter="model_id"),
-        **{path: _probe() for path in ("/livez", "/readyz", "/health")},
-        "/metrics": {"get": {"responses": _METRICS}},
+        "/flush_cache": {"post": _operation(_object(status=_TEXT))},
+        "/server_info": {"get": _operation({"type": "object"})},
+        "/v1/models": {
+            "get": _operation(_object(object={"const": "list"}, data=_list(_MODEL))),
+        },
+        "/v1/models/{model_id}": {"get": {**_operation(_MODEL), "parameters": [_MODEL_ID]}},
+        **{path: {"get": {"responses": _PROBE}} for path in ("/livez", "/readyz", "/health")},
+        "/metrics": {"get": {"responses": {"200": _METRICS}}},
     }
     schemes: Schema = {}
     for path, operations in paths.items():
@@ -78,12 +52,9 @@ def document(table: ParamTable, models: Sequence[str], has_keys: bool) -> Schema
 def request_schema(table: ParamTable, route: str) -> Schema:
     """What `table.validate` and the readers behind it accept, as far as a schema can say it."""
     properties = {name: check.schema for name, check in table.offered[route].items()}
-    required = ("model", _REQUIRED[route])
-    found = object_schema(properties, required)
-    for name in HARMLESS:
-        found["properties"].setdefault(name, {})
-    for name, neutral in NOT_OFFERED.items():
-        found["properties"].setdefault(name, {"enum": [*neutral, None]})
+    found = object_schema(properties, ("model", _REQUIRED[route]))
+    others = {name: {"enum": [*neutral, None]} for name, neutral in NOT_OFFERED.items()}
+    found["properties"] = {name: {} for name in HARMLESS} | others | found["properties"]
     return found
 
 
@@ -99,12 +70,55 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+def _answer(kind: str, content: dict[str, Schema]) -> Schema:
+    finish = {"enum": ["stop", "length"]}
+    logprobs = _or_null({"type": "object"})
+    choice = _object(index=_INT, **content, logprobs=logprobs, finish_reason=finish)
+    choice["properties"] |= {"token_ids": _list(_INT), "prompt_token_ids": _list(_INT)}
+    head = {"id": _TEXT, "object": {"const": kind}, "created": _INT, "model": _TEXT}
+    return _object(**head, system_fingerprint=_TEXT, choices=_list(choice), usage=_USAGE)
+
+
+def _content(schema: Schema, *kinds: str) -> Schema:
+    return {kind: {"schema": schema} for kind in kinds or ("application/json",)}
+
+
+def _operation(answer: Schema) -> Schema:
+    good = {"description": "The answer.", "content": _content(answer)}
+    return {"responses": {"200": good, **_REFUSALS}}
+
+
+def _post(body: Schema, answer: Schema) -> Schema:
+    given = {"required": True, "content": _content(body)}
+    return {"post": {"requestBody": given, **_operation(answer)}}
+
+
+def _stream(table: ParamTable, route: str, kind: str, content: dict[str, Schema]) -> Schema:
+    found = _post(request_schema(table, route), _answer(kind, content))
+    found["post"]["responses"]["200"]["content"] |= _content({}, "text/event-stream")
+    return found
+
+
+def _refusals() -> Schema:
+    """Each status, with all that it may mean."""
+    meanings: dict[int, list[str]] = {}
+    for status, _, meaning in status_table():
+        meanings.setdefault(status, []).append(meaning)
+    content = _content({"$ref": "#/components/schemas/Error"})
+    return {
+        str(status): {"description": " ".join(texts), "content": content}
+        for status, texts in meanings.items()
+    }
+
+
+_REFUSALS = _refusals()
 _ERROR = _object(
     error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))
 )
 _MODEL = _object(
     id=_TEXT, object={"const": "model"}, created=_INT, owned_by=_TEXT, max_model_len=_or_null(_INT)
 )
+_MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT}
 _USAGE = _object(
     prompt_tokens=_INT,
     completion_tokens=_INT,
@@ -112,78 +126,17 @@ _USAGE = _object(
     prompt_tokens_details=_object(cached_tokens=_INT),
     completion_tokens_details=_object(reasoning_tokens=_INT),
 )
-_MESSAGE = {
+_MESSAGE: dict[str, Any] = {
     "message": _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
 }
 _MESSAGE["message"]["properties"]["reasoning_content"] = _TEXT
-
-
-_METRICS = {
-    "200": {
-        "description": "For Prometheus.",
-        "content": {
-            kind: {"schema": _TEXT} for kind in ("text/plain", "application/openmetrics-text")
-        },
-    }
+_STATE = _content(_object(status=_TEXT))
+_PROBE = {
+    "200": {"description": "Yes.", "content": _STATE},
+    "405": _REFUSALS["405"],
+    "503": {"description": "No; the body says why.", "content": _STATE},
 }
-
-
-def _answer(kind: str, content: dict[str, Schema]) -> Schema:
-    choice = _object(
-        index=_INT,
-        **content,
-        logprobs=_or_null({"type": "object"}),
-        finish_reason={"enum": ["stop", "length"]},
-    )
-    choice["properties"] |= {"token_ids": _list(_INT), "prompt_token_ids": _list(_INT)}
-    return _object(
-        id=_TEXT,
-        object={"const": kind},
-        created=_INT,
-        model=_TEXT,
-        system_fingerprint=_TEXT,
-        choices=_list(choice),
-        usage=_USAGE,
-    )
-
-
-def _content(schema: Schema) -> Schema:
-    return {"application/json": {"schema": schema}}
-
-
-def _responses(answer: Schema, streams: bool = False) -> Schema:
-    error = _content({"$ref": "#/components/schemas/Error"})
-    good = _content(answer)
-    if streams:
-        good["text/event-stream"] = {"schema": {}}
-    responses = {str(s): {"description": d, "content": error} for s, d in _ERRORS.items()}
-    return {"200": {"description": "The answer.", "content": good}, **responses}
-
-
-def _post(body: Schema | None, answer: Schema, streams: bool = False) -> Schema:
-    operation: Schema = {"responses": _responses(answer, streams)}
-    if body is not None:
-        operation["requestBody"] = {"required": True, "content": _content(body)}
-    return {"post": operation}
-
-
-def _get(answer: Schema, path_parameter: str | None = None) -> Schema:
-    operation: Schema = {"responses": _responses(answer)}
-    if path_parameter is not None:
-        operation["parameters"] = [
-            {"name": path_parameter, "in": "path", "required": True, "schema": _TEXT}
-        ]
-    return {"get": operation}
-
-
-def _probe() -> Schema:
-    state = _content(_object(status=_TEXT))
-    responses = {
-        "200": {"description": "Yes.", "content": state},
-        "503": {"description": "No; the body says why.", "content": state},
-        "405": {
-            "description": _ERRORS[405],
-            "content": _content({"$ref": "#/components/schemas/Error"}),
-        },
-    }
-    return {"get": {"responses": responses}}
+_METRICS = {
+    "description": "For Prometheus.",
+    "content": _content(_TEXT, "text/plain", "application/openmetrics-text"),
+}

@@ -4,7 +4,7 @@ A parameter is offered (checked and obeyed), harmless (ignored: it does not chan
 not offered (refused unless it has its neutral value). Everything else is unknown, hence refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.core import InvalidRequest, Unsupported
@@ -12,6 +12,7 @@ from minisgl.server import checks
 from minisgl.server.chat import messages_check
 from minisgl.server.checks import Check
 from minisgl.server.config import Limits
+from minisgl.server.errors import ModelNotFound
 from minisgl.utils import near_names
 
 CHAT = "chat"
@@ -88,6 +89,16 @@ _WHY = {
 }
 
 
+def _model(served: Sequence[str]) -> Check:
+    def check(param: str, value: Any) -> str:
+        name = str(checks.string()(param, value))
+        if name not in served:
+            raise ModelNotFound(f"the model '{name[:128]}' does not exist", param=param)
+        return name
+
+    return Check(check, {"type": "string", "enum": list(served)})
+
+
 def _stop(limits: Limits) -> Check:
     one = checks.string(limits.max_stop_chars, empty=False, limit="max_stop_chars")
     many = checks.list_of(one, limits.max_stop_strings, limit="max_stop_strings")
@@ -132,13 +143,16 @@ IDS_PROMPT = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minI
 class ParamTable:
     """The offered parameters with their checks under these limits, and the validator."""
 
-    def __init__(self, limits: Limits, allow_unknown: bool = False) -> None:
+    def __init__(
+        self, limits: Limits, models: Sequence[str] = (), allow_unknown: bool = False
+    ) -> None:
         self._allow_unknown = allow_unknown
+        self.model = _model(models)
         tokens, penalty = checks.integer(1, _INT32), checks.number(-2, 2)
         most_logprobs = checks.integer(0, limits.max_logprobs, "max_logprobs")
         token_id = checks.integer(0, _INT32)
         shared: dict[str, Check] = {
-            "model": checks.string(max_chars=512),
+            "model": self.model,
             "max_tokens": tokens,
             "temperature": checks.number(0, 2),
             "top_p": checks.number(0, 1, above=True),

@@ -9,7 +9,6 @@ from minisgl.message import TextSpec
 from minisgl.server import checks
 from minisgl.server.chat import count_chars
 from minisgl.server.config import ServerConfig
-from minisgl.server.errors import ModelNotFound
 from minisgl.server.params import CHAT, GENERATE, ParamTable
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the legacy route; a chat may fill the context
@@ -73,22 +72,15 @@ class RequestReader:
     """The one validator behind all generating routes."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._served_names = config.served_names
         self._limits = config.limits
         self._use_model_defaults = not config.ignore_generation_config
-        self.table = ParamTable(config.limits, config.allow_unknown_params)
-
-    def check_model(self, name: str) -> None:
-        """Raise ModelNotFound unless this name is served."""
-        if name not in self._served_names:
-            raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
+        self.table = ParamTable(config.limits, config.served_names, config.allow_unknown_params)
 
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
         """Raises RequestError of the class and with the param that the client should see."""
         given = self.table.validate(route, parse_body(raw))
         if "model" not in given:
             raise InvalidRequest("model is required", param="model")
-        self.check_model(given["model"])
         limits = self._limits
         if route == CHAT:
             prompts: tuple[Prompt, ...] = (self.chat_prompt(given, facts),)

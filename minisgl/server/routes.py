@@ -15,14 +15,6 @@ from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable, as_
 from minisgl.server.requests import Prompt, RequestReader, parse_body
 from minisgl.server.service import Service
 
-DETOKENIZE = checks.fields(
-    {
-        "model": checks.string(max_chars=512),
-        "tokens": checks.Check(as_it_is, IDS_PROMPT),
-        "skip_special_tokens": checks.boolean,
-    },
-    required=("tokens",),
-)
 ABORT = checks.fields(
     {"request_id": checks.string(max_chars=128, empty=False)}, required=("request_id",)
 )
@@ -41,16 +33,20 @@ def tokenize_check(table: ParamTable) -> checks.Check:
     return checks.Check(known.run, {**known.schema, "oneOf": one_of})
 
 
+def detokenize_check(table: ParamTable) -> checks.Check:
+    """What /detokenize takes."""
+    ids = checks.Check(as_it_is, IDS_PROMPT)
+    known = {"model": table.model, "tokens": ids, "skip_special_tokens": checks.boolean}
+    return checks.fields(known, required=("tokens",))
+
+
 def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> None:
     """/tokenize and /detokenize, in the shapes that vLLM gives them."""
-    tokenizing = tokenize_check(reader.table)
+    tokenizing, detokenizing = tokenize_check(reader.table), detokenize_check(reader.table)
 
     async def read(request: Request, check: checks.Check) -> tuple[dict[str, Any], ModelFacts]:
         raw, facts = await read_body(service.lifecycle, request)
-        given = check("", parse_body(raw))
-        if "model" in given:
-            reader.check_model(given["model"])
-        return given, facts
+        return check("", parse_body(raw)), facts
 
     async def to_ids(request: Request) -> dict[str, Any]:
         given, facts = await read(request, tokenizing)
@@ -68,7 +64,7 @@ def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> N
         return {"count": len(ids), "max_model_len": facts.max_seq_len, "tokens": ids.tolist()}
 
     async def to_text(request: Request) -> dict[str, Any]:
-        given, facts = await read(request, DETOKENIZE)
+        given, facts = await read(request, detokenizing)
         prompt = reader.ids_prompt("tokens", given["tokens"], facts)
         ids = array.array("i", prompt.token_ids)
         skip_special = given.get("skip_special_tokens", False)
