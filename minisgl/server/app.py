@@ -5,12 +5,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-import minisgl
 from minisgl.core import Cancelled, RequestError
 from minisgl.server.auth import OPEN_PATHS, Auth
 from minisgl.server.errors import (
@@ -26,7 +27,7 @@ from minisgl.server.middleware import App, Bounded, Edge
 from minisgl.server.openapi import document
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import RequestReader
-from minisgl.server.routes import add_admin_routes, add_token_routes
+from minisgl.server.routes import admin_routes, answer, token_routes
 from minisgl.server.service import Service
 from minisgl.server.shapes import Shape
 from minisgl.server.stream import EventStream, finished
@@ -37,41 +38,30 @@ logger = logging.getLogger(__name__)
 
 def build_app(service: Service) -> App:
     """The ASGI app of one service."""
-    app = FastAPI(
-        title="minisgl",
-        version=minisgl.__version__,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
-    limits = service.config.limits
-    reader = RequestReader(service.config)
-    metrics = service.client.metrics
+    config, metrics = service.config, service.client.metrics
+    reader = RequestReader(config)
 
     def refused(error: RequestError) -> None:
         metrics.on_refused(error, service.lifecycle.phase)
 
-    _add_error_handlers(app, limits.retry_after_s, refused)
-    _add_probes(app, service)
-    _add_metrics(app, service)
-    _add_models(app, service, reader)
-    add_token_routes(app, service, reader)
-    add_admin_routes(app, service)
-    described = document(reader.table, bool(service.config.api_key_hashes))
-    app.openapi = lambda: described  # type: ignore[method-assign]
+    async def described(request: Request) -> Response:
+        return answer(document(reader.table, bool(config.api_key_hashes)))
 
-    def generating(route: str) -> Callable[[Request], Awaitable[Response]]:
-        async def handler(request: Request) -> Response:
-            return await _generate(service, reader, route, request)
-
-        return handler
-
-    app.post("/v1/chat/completions", response_model=None)(generating(CHAT))
-    app.post("/v1/completions", response_model=None)(generating(COMPLETIONS))
-    app.post("/generate", response_model=None)(generating(GENERATE))
-    # Around the app and not by add_middleware, so that the answer to a bug has its id too.
-    config = service.config
-    bounded = Bounded(app, limits, OPEN_PATHS, refused)
+    routes = [
+        _generating(service, reader, "/v1/chat/completions", CHAT),
+        _generating(service, reader, "/v1/completions", COMPLETIONS),
+        _generating(service, reader, "/generate", GENERATE),
+        *token_routes(service, reader),
+        *admin_routes(service),
+        *_model_routes(service, reader),
+        *_probes(service),
+        Route("/openapi.json", described),
+    ]
+    retry_after_s = config.limits.retry_after_s
+    app = Starlette(routes=routes, exception_handlers=_error_handlers(retry_after_s, refused))
+    app.router.redirect_slashes = False
+    # Around the app and not as its middleware, so that the answer to a bug has its id too.
+    bounded = Bounded(app, config.limits, OPEN_PATHS, refused)
     guarded: App = Auth(bounded, config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # outside, since a browser's preflight carries no key
         guarded = CORSMiddleware(
@@ -84,36 +74,35 @@ def build_app(service: Service) -> App:
     return Edge(guarded, metrics, OPEN_PATHS)
 
 
-async def _generate(
-    service: Service, reader: RequestReader, route: str, request: Request
-) -> Response:
+def _generating(service: Service, reader: RequestReader, path: str, route: str) -> Route:
     """Chat and completions, streaming and not: one path until the answer is written."""
-    raw, facts = await read_body(service.lifecycle, request)
-    call = reader.read(route, raw, facts)
-    shape = Shape(call)
-    client = service.client
-    request_id = str(request.scope["state"].get("request_id", ""))
-    generation = await unless_disconnected(request.receive, start(client, call, facts, request_id))
-    if call.stream:
-        return EventStream(client, call, shape, generation)
-    try:
-        await unless_disconnected(request.receive, finished(generation))
-        return _json(200, shape.whole(generation))
-    finally:
-        client.close(generation)
 
+    async def handler(request: Request) -> Response:
+        raw, facts = await read_body(service.lifecycle, request)
+        call = reader.read(route, raw, facts)
+        shape = Shape(call)
+        client = service.client
+        request_id = str(request.scope["state"].get("request_id", ""))
+        begun = start(client, call, facts, request_id)
+        generation = await unless_disconnected(request.receive, begun)
+        if call.stream:
+            return EventStream(client, call, shape, generation)
+        try:
+            await unless_disconnected(request.receive, finished(generation))
+            return Response(shape.whole(generation), media_type="application/json")
+        finally:
+            client.close(generation)
 
-def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
-    return Response(body, status, headers, "application/json")
+    return Route(path, handler, methods=["POST"])
 
 
 def _error_response(reply: ErrorReply) -> Response:
-    return _json(reply.status, reply.json(), reply.headers)
+    return answer(reply.body, reply.status, reply.headers)
 
 
-def _add_error_handlers(
-    app: FastAPI, retry_after_s: int, refused: Callable[[RequestError], None]
-) -> None:
+def _error_handlers(
+    retry_after_s: int, refused: Callable[[RequestError], None]
+) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
     async def on_request_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, Cancelled | RequestError):
             raise error
@@ -155,58 +144,46 @@ def _add_error_handlers(
         )
         return _error_response(error_reply(error, retry_after_s))
 
-    app.add_exception_handler(RequestError, on_request_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_bug)
+    return {RequestError: on_request_error, HTTPException: on_http_error, Exception: on_bug}
 
 
-def _add_probes(app: FastAPI, service: Service) -> None:
-    async def live() -> Response:
+def _probes(service: Service) -> list[Route]:
+    async def live(request: Request) -> Response:
         if service.stuck():
-            return _json(503, b'{"status":"the scheduler makes no progress"}')
-        if service.lifecycle.phase is Phase.FAILED:
-            return _json(503, b'{"status":"failed"}')
-        return _json(200, b'{"status":"ok"}')
+            return answer({"status": "the scheduler makes no progress"}, 503)
+        failed = service.lifecycle.phase is Phase.FAILED
+        return answer({"status": "failed"}, 503) if failed else answer({"status": "ok"})
 
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         phase = service.lifecycle.phase
         if phase is Phase.READY and not service.stuck():
-            return _json(200, b'{"status":"ok"}')
-        return _json(503, b'{"status":"%s"}' % phase.value.encode(), {"retry-after": "1"})
+            return answer({"status": "ok"})
+        return answer({"status": phase.value}, 503, {"retry-after": "1"})
 
-    for path, handler in (("/livez", live), ("/readyz", ready), ("/health", ready)):
-        app.api_route(path, methods=["GET", "HEAD"], response_model=None)(handler)
-
-
-def _add_metrics(app: FastAPI, service: Service) -> None:
     async def scrape(request: Request) -> Response:
         client = service.client
         now = Now(service.lifecycle.phase, service.stuck(), client.open_choices)
         body, kind = client.metrics.render(request.headers.get("accept", ""), now)
         return Response(body, headers={"content-type": kind})
 
-    app.get("/metrics", response_model=None)(scrape)
+    paths = {"/livez": live, "/readyz": ready, "/health": ready, "/metrics": scrape}
+    return [Route(path, handler) for path, handler in paths.items()]
 
 
-def _add_models(app: FastAPI, service: Service, reader: RequestReader) -> None:
+def _model_routes(service: Service, reader: RequestReader) -> list[Route]:
     created = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
         facts = service.lifecycle.facts
-        return {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "minisgl",
-            "max_model_len": facts.max_seq_len if facts else None,
-        }
+        length = facts.max_seq_len if facts else None
+        head = {"id": name, "object": "model", "created": created}
+        return {**head, "owned_by": "minisgl", "max_model_len": length}
 
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in service.config.served_names]}
+    async def models(request: Request) -> Response:
+        cards = [card(name) for name in service.config.served_names]
+        return answer({"object": "list", "data": cards})
 
-    async def model(model_id: str) -> dict[str, Any]:
-        reader.table.model("model", model_id)
-        return card(model_id)
+    async def model(request: Request) -> Response:
+        return answer(card(reader.table.model("model", request.path_params["model_id"])))
 
-    app.get("/v1/models")(models)
-    app.get("/v1/models/{model_id:path}")(model)
+    return [Route("/v1/models", models), Route("/v1/models/{model_id:path}", model)]

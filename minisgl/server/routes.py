@@ -1,10 +1,13 @@
 """The routes beside generation: text to ids and back, and what an operator asks for."""
 
 import array
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 import minisgl
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts
@@ -40,7 +43,12 @@ def detokenize_check(table: ParamTable) -> checks.Check:
     return checks.fields(known, required=("tokens",))
 
 
-def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> None:
+def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """This content as JSON."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def token_routes(service: Service, reader: RequestReader) -> list[Route]:
     """/tokenize and /detokenize, in the shapes that vLLM gives them."""
     tokenizing, detokenizing = tokenize_check(reader.table), detokenize_check(reader.table)
 
@@ -48,7 +56,7 @@ def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> N
         raw, facts = await read_body(service.lifecycle, request)
         return check("", parse_body(raw)), facts
 
-    async def to_ids(request: Request) -> dict[str, Any]:
+    async def to_ids(request: Request) -> Response:
         given, facts = await read(request, tokenizing)
         if ("prompt" in given) == ("messages" in given):
             raise InvalidRequest("either prompt or messages is required", param="prompt")
@@ -61,9 +69,10 @@ def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> N
             prompt = msgspec.structs.replace(text, add_special=add_special)
         work = tokenize(service.client, prompt, name)
         ids = await unless_disconnected(request.receive, work)
-        return {"count": len(ids), "max_model_len": facts.max_seq_len, "tokens": ids.tolist()}
+        found = {"count": len(ids), "max_model_len": facts.max_seq_len}
+        return answer({**found, "tokens": ids.tolist()})
 
-    async def to_text(request: Request) -> dict[str, Any]:
+    async def to_text(request: Request) -> Response:
         given, facts = await read(request, detokenizing)
         prompt = reader.ids_prompt("tokens", given["tokens"], facts)
         ids = array.array("i", prompt.token_ids)
@@ -72,43 +81,44 @@ def add_token_routes(app: FastAPI, service: Service, reader: RequestReader) -> N
         def message(uid: int) -> ToTokenizer:
             return DecodeIds(uid=uid, token_ids=ids.tobytes(), skip_special=skip_special)
 
-        return {
-            "prompt": await unless_disconnected(request.receive, service.client.decode(message))
-        }
+        text = await unless_disconnected(request.receive, service.client.decode(message))
+        return answer({"prompt": text})
 
-    app.post("/tokenize")(to_ids)
-    app.post("/detokenize")(to_text)
+    paths = {"/tokenize": to_ids, "/detokenize": to_text}
+    return [Route(path, handler, methods=["POST"]) for path, handler in paths.items()]
 
 
-def add_admin_routes(app: FastAPI, service: Service) -> None:
+def admin_routes(service: Service) -> list[Route]:
     """/server_info, /abort, /flush_cache. `Auth` lets only admins come here."""
 
-    async def info() -> dict[str, Any]:
+    async def info(request: Request) -> Response:
         """No paths and no secrets."""
-        config, facts, stats = service.config, service.lifecycle.facts, service.stats
-        return {
+        found = {
             "version": minisgl.__version__,
-            "phase": service.lifecycle.phase.value,
-            "served_names": config.served_names,
+            "phase": service.lifecycle.phase,
+            "served_names": service.config.served_names,
             "open_requests": service.client.open_generations,
-            "limits": msgspec.to_builtins(config.limits),
-            "scheduler": msgspec.to_builtins(config.scheduler),
-            "model": None if facts is None else msgspec.to_builtins(facts),
-            "stats": None if stats is None else msgspec.to_builtins(stats),
+            "limits": service.config.limits,
+            "scheduler": service.config.scheduler,
+            "model": service.lifecycle.facts,
+            "stats": service.stats,
         }
+        return answer(found)
 
-    async def abort(request: Request) -> dict[str, Any]:
+    async def abort(request: Request) -> Response:
         raw, _ = await read_body(service.lifecycle, request)
         given = ABORT("", parse_body(raw))
         error = Cancelled("this request was aborted by an operator")
-        return {"aborted": service.client.end_by_id(given["request_id"], error)}
+        return answer({"aborted": service.client.end_by_id(given["request_id"], error)})
 
-    async def flush() -> dict[str, Any]:
+    async def flush(request: Request) -> Response:
         """Requests that come after the answer find an empty cache (but for running prefixes)."""
         service.lifecycle.require_accepting()
         service.client.flush_cache()
-        return {"status": "ok"}
+        return answer({"status": "ok"})
 
-    app.get("/server_info")(info)
-    app.post("/abort")(abort)
-    app.post("/flush_cache")(flush)
+    return [
+        Route("/server_info", info),
+        Route("/abort", abort, methods=["POST"]),
+        Route("/flush_cache", flush, methods=["POST"]),
+    ]
