@@ -91,7 +91,9 @@ def test_echo_with_logprobs_scores_the_prompt(
     real_server: ServerProcess, max_tokens: int, stream: bool
 ) -> None:
     """lm-eval's loglikelihood; the same with and without the prompt in the cache."""
-    complete(real_server)  # now it is
+    for _ in range(2):
+        usage = post(real_server, "/v1/completions", prompt=PROMPT, max_tokens=1)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0, "now it is"
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0}
     client = real_server.client()
     answers = []
@@ -143,7 +145,11 @@ def test_logit_bias_forces_and_forbids(real_server: ServerProcess) -> None:
 def test_penalties_end_a_repetition(real_server: ServerProcess) -> None:
     body = {"logit_bias": {"40": 12, "41": 11.5, "42": 11}, "return_token_ids": True}
     plain = complete(real_server, **body)["token_ids"]
-    for name, value in (("presence_penalty", 2), ("frequency_penalty", 2)):
+    for name, value in (
+        ("presence_penalty", 2),
+        ("frequency_penalty", 2),
+        ("repetition_penalty", 2),
+    ):
         assert len(set(complete(real_server, **body, **{name: value})["token_ids"])) > len(
             set(plain)
         )
@@ -156,6 +162,23 @@ def test_min_tokens_holds_off_stop_ids(real_server: ServerProcess) -> None:
     assert len(late["token_ids"]) == 4
     assert late["token_ids"][-1] == 40
     assert late["finish_reason"] == "stop"
+
+
+def test_parts_and_tool_history_reach_the_template(real_server: ServerProcess) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "calling", "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "c", "content": "three"},
+    ]
+    tokens = post(real_server, "/tokenize", messages=messages)["tokens"]
+    body = {"tokens": tokens, "skip_special_tokens": True}
+    text = post(real_server, "/detokenize", **body)["prompt"]
+    assert text == "system\nbe brief\nuser\none\ntwo\nassistant\ncalling\ntool\nthree\nassistant\n"
+    answer = post(real_server, "/v1/chat/completions", messages=messages, max_tokens=2)
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
 def test_ids_go_in_and_out(real_server: ServerProcess) -> None:
