@@ -3,21 +3,9 @@
 import logging
 
 from minisgl.core import FinishReason
-from minisgl.message import (
-    Alive,
-    Ping,
-    Ready,
-    Receiver,
-    Sender,
-    StepOutput,
-    StepText,
-    TextUpdate,
-    ToApi,
-    ToDetokenizer,
-    TokenLogprobs,
-    endpoint,
-)
+from minisgl.message import StepOutput, StepText, TextUpdate, ToDetokenizer, TokenLogprobs
 from minisgl.tokenizer.answer import OpenAnswer
+from minisgl.tokenizer.pump import serve_queue
 from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -95,21 +83,14 @@ class Detokenizer:
 def run_detokenizer(model_path: str, socket_dir: str) -> None:
     """Serve `detokenizer` for ever."""
     detokenizer = Detokenizer(TextTokenizer.load(model_path).vocabulary)
-    address = endpoint(socket_dir, "detokenizer")
-    receiver: Receiver[ToDetokenizer] = Receiver(address, ToDetokenizer)
-    api: Sender[ToApi] = Sender(endpoint(socket_dir, "api"))
-    api.send(Ready(role="detokenizer"))
-    while True:
-        receiver.poll(None)
-        for output in receiver.drain():
-            if isinstance(output, Ping):
-                api.send(Alive(role="detokenizer"))
-                continue
-            try:
-                text = detokenizer.step(output)
-            # The gate of this pump: what one step holds must not end those of other steps (W35).
-            except Exception:
-                logger.exception("step failed step_id=%d", output.step_id)
-                text = detokenizer.fail(output)
-            if text.updates:
-                api.send(text)
+
+    def answer(output: StepOutput) -> StepText | None:
+        try:
+            text = detokenizer.step(output)
+        # The gate of this pump: what one step holds must not end those of other steps (W35).
+        except Exception:
+            logger.exception("step failed step_id=%d", output.step_id)
+            text = detokenizer.fail(output)
+        return text if text.updates else None
+
+    serve_queue("detokenizer", socket_dir, ToDetokenizer, answer)

@@ -131,9 +131,5 @@ def _tojson(
 ) -> str:
     # Jinja's own tojson escapes HTML characters, which would change the prompt.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -5,21 +5,8 @@ import json
 import logging
 import os
 
-from minisgl.message import (
-    Alive,
-    Decoded,
-    DecodeIds,
-    Ping,
-    Ready,
-    Receiver,
-    Sender,
-    ToApi,
-    TokenizeChat,
-    Tokenized,
-    TokenizeText,
-    ToTokenizer,
-    endpoint,
-)
+from minisgl.message import Decoded, DecodeIds, TokenizeChat, Tokenized, TokenizeText, ToTokenizer
+from minisgl.tokenizer.pump import serve_queue
 from minisgl.tokenizer.template import TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
 
@@ -66,13 +53,8 @@ def run_tokenizer(
     # One message at a time: the library's thread pool would only fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer.load(model_path, max_template_chars)
-    receiver: Receiver[ToTokenizer] = Receiver(endpoint(socket_dir, name), ToTokenizer)
-    api: Sender[ToApi] = Sender(endpoint(socket_dir, "api"))
-    api.send(Ready(role=name))
-    while True:
-        receiver.poll(None)
-        for message in receiver.drain():
-            if isinstance(message, Ping):
-                api.send(Alive(role=name))
-                continue
-            api.send(handle(tokenizer, message, template_timeout_s))
+
+    def answer(message: TokenizeText | TokenizeChat | DecodeIds) -> Tokenized | Decoded:
+        return handle(tokenizer, message, template_timeout_s)
+
+    serve_queue(name, socket_dir, ToTokenizer, answer)
