@@ -52,6 +52,8 @@ _ENDPOINT = _object(
     port=_STRING,
     path=_STRING,
     interval=_DURATION,
+    scrapeTimeout=_DURATION,
+    honorLabels={"type": "boolean"},
     relabelings=_list(_ANY),
     metricRelabelings=_list(_ANY),
 )

@@ -141,10 +141,12 @@ def test_service_monitor_finds_one_service(render):
 
 def test_monitors_scrape_the_named_port(render):
     for kind, field in (("podMonitor", "podMetricsEndpoints"), ("serviceMonitor", "endpoints")):
-        objects = render({"metrics": {kind: {"enabled": True, "labels": {"release": "p"}}}})
+        values = {"enabled": True, "labels": {"release": "p"}, "scrapeTimeout": "9s"}
+        objects = render({"metrics": {kind: values | {"honorLabels": True}}})
         monitor = pick(objects, kind[0].upper() + kind[1:])
         endpoint = monitor["spec"][field][0]
         assert (endpoint["port"], endpoint["path"]) == ("http", "/metrics")
+        assert (endpoint["scrapeTimeout"], endpoint["honorLabels"]) == ("9s", True)
         assert monitor["metadata"]["labels"]["release"] == "p"
 
 

@@ -28,6 +28,7 @@ _COUNT_OR_SHARE: Json = {
     ]
 }
 _DURATION: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))+$"}
+_DURATION_OR_EMPTY: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))*$"}
 _NAMED: Json = {
     "type": "array",
     "items": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
@@ -90,9 +91,11 @@ RULES: dict[str, Json] = {
     "metrics.podMonitor.interval": _DURATION,
     "metrics.podMonitor.metricRelabelings": _OBJECTS,
     "metrics.podMonitor.relabelings": _OBJECTS,
+    "metrics.podMonitor.scrapeTimeout": _DURATION_OR_EMPTY,
     "metrics.serviceMonitor.interval": _DURATION,
     "metrics.serviceMonitor.metricRelabelings": _OBJECTS,
     "metrics.serviceMonitor.relabelings": _OBJECTS,
+    "metrics.serviceMonitor.scrapeTimeout": _DURATION_OR_EMPTY,
     "minReadySeconds": _SECONDS,
     "model.servedNames": _STRINGS,
     "networkPolicy.extraEgress": _OBJECTS,
