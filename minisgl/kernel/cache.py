@@ -9,6 +9,8 @@ FlashInfer, which writes down the sources of its kernels before it looks for com
 """
 
 import importlib.util
+import os
+import shutil
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,6 +29,10 @@ def use_kernel_cache(folder: Path) -> None:
 
     ahead.read_first(folder / "triton")
     sys.path.append(str(folder))
+    nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    if shutil.which("nvcc") is None and not nvcc.exists():
+        # FlashInfer then says which of its modules is missing, and not that there is no nvcc
+        os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 
 
 def compiling(folder: Path, arch: int) -> AbstractContextManager[None]:
