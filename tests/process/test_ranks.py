@@ -1,0 +1,131 @@
+"""Tensor-parallel ranks over gloo: what dies, hangs or runs out of memory ends all, with a reason.
+
+Nothing that they open can be reached from outside the host.
+"""
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from minisgl.core import ConfigError, SamplingParams, WorkerDied
+from minisgl.llm import LLM, Completion
+from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+
+pytestmark = pytest.mark.process
+
+RANKS = ["scheduler", "scheduler-1"]
+FLAGS = ("--num-pages", "256", "--tp", "2")
+
+
+@pytest.fixture
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
+    flags = ("--model", str(tiny_model), *FLAGS, "--step-timeout", "2")
+    with run_server(*flags) as server:
+        yield server.wait_ready()
+
+
+def ask(server: ServerProcess, prompt: str | list[int] = "hi", model: str = "tiny") -> int:
+    body = {"model": model, "prompt": prompt, "max_tokens": 3}
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S).status_code
+
+
+LONG_PROMPT = [7] * 3000  # its attention asks for 72 MB at once on the demo model, of two ranks
+
+
+def leave_no_memory(pid: int) -> None:
+    """From now on this process gets no more address space: a real shortage when it asks."""
+    resource.prlimit(pid, resource.RLIMIT_AS, (1, 1))
+
+
+def assert_all_end(server: ServerProcess, reason: str) -> None:
+    pids = list(server.child_pids().values())
+    assert server.wait_exit() == 1
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the children")
+    assert reason in server.stderr
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_rank_without_memory_ends_the_service(rank: str) -> None:
+    with run_server(*FLAGS) as server:
+        leave_no_memory(server.wait_ready().child_pid(rank))
+        assert ask(server, LONG_PROMPT, "minisgl-demo") in (500, 503)
+        assert_all_end(server, f"error: {rank}: ")
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_rank_that_hangs_ends_the_service(server: ServerProcess, rank: str) -> None:
+    """The other one waits in a collective; it goes with the rest."""
+    os.kill(server.child_pid(rank), signal.SIGSTOP)
+    assert ask(server) in (500, 503)
+    assert_all_end(server, "no progress")
+
+
+def test_only_loopback_is_listened_on(server: ServerProcess) -> None:
+    found = {
+        name: {
+            connection.laddr.ip
+            for connection in psutil.Process(pid).net_connections(kind="inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        for name, pid in server.child_pids().items()
+    }
+    assert found.pop("api") == {"127.0.0.1"}
+    ranks = set().union(*found.values())
+    assert ranks <= {"127.0.0.1", "::1"}
+    assert found["scheduler"] or found["scheduler-1"], "gloo listens, or this test sees nothing"
+    peers = {
+        connection.raddr.ip
+        for name in RANKS
+        for connection in psutil.Process(server.child_pid(name)).net_connections(kind="inet")
+        if connection.raddr
+    }
+    assert peers <= {"127.0.0.1", "::1"}
+
+
+def test_two_servers_do_not_meet(server: ServerProcess, tiny_model: Path) -> None:
+    with run_server("--model", str(tiny_model), *FLAGS) as other:
+        other.wait_ready()
+        assert ask(server) == ask(other) == 200
+        psutil.Process(other.child_pid("scheduler-1")).kill()
+        assert other.wait_exit() == 1
+        assert ask(server) == 200
+
+
+@pytest.mark.parametrize("harm", ["killed", "memory"])
+def test_a_rank_that_ends_is_an_error_of_the_llm(harm: str) -> None:
+    """And close() leaves no process, also when a rank of the rest waits for the lost one."""
+    before = set(psutil.Process().children())
+    llm = LLM(tp=2, num_pages=256)
+    ranks = [child for child in psutil.Process().children() if child not in before]
+    assert len(ranks) == 2
+    greedy = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    stream = llm.stream([LONG_PROMPT if harm == "memory" else [5, 6, 7]], greedy)
+    if harm == "killed":
+        next(stream)
+        ranks[1].kill()
+    else:
+        leave_no_memory(ranks[1].pid)
+    with pytest.raises(WorkerDied, match="scheduler-1"):
+        list(stream)
+    with pytest.raises(WorkerDied):
+        llm.generate([5], greedy, progress=False)
+    llm.close()
+    assert not [rank for rank in ranks if rank.is_running()]
+
+
+def test_an_llm_with_ranks_answers_aborts_and_refuses() -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=24)
+    with LLM(tp=2, num_pages=256) as llm:
+        for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=900, ignore_eos=True)):
+            break
+        answer = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], greedy, progress=False)
+        assert isinstance(answer, Completion)
+        assert answer.text == "42"
+    with pytest.raises(ConfigError, match="cannot be split over tensor-parallel 3"):
+        LLM(tp=3, num_pages=256)
