@@ -7,6 +7,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,20 +55,38 @@ def measure(comm: GroupCommunicator, rows: int, width: int) -> tuple[float, floa
     )
 
 
-def _rank(tp: TPInfo, folder: str, widths: Sequence[int], rows: Sequence[int]) -> None:
+def run_ranks(tp: int, folder: str, function: Callable[..., None], *args: Any) -> int:
+    """function(comm, *args) in a process for each GPU, meeting in `folder`; the worst exit code."""
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [
+        spawn.Process(target=_rank, args=(TPInfo(rank, tp), folder, function, args))
+        for rank in range(tp)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
+def _rank(tp: TPInfo, folder: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     comm = connect(tp, torch.device("cuda", tp.rank), str(Path(folder) / "rendezvous"))
-    assert isinstance(comm, GroupCommunicator), "several ranks: this is a bug"
+    function(comm, *args)
+    comm.close()
+
+
+def compare(comm: GroupCommunicator, widths: Sequence[int], rows: Sequence[int]) -> None:
+    """All sizes on one rank; rank 0 prints."""
     found = []
     for width in widths:
         for count in rows:
             times = measure(comm, count, width)
             found.append({"rows": count, "width": width, "us": times})
-            if tp.rank == 0:
+            if comm.tp.rank == 0:
                 line = "".join(f"{time:>12.1f}" for time in times)
                 print(f"{count:>6} x {width:<6} {line}", flush=True)
-    if tp.rank == 0:
-        print(json.dumps({"tp": tp.size, "times": found}))
-    comm.close()
+    if comm.tp.rank == 0:
+        print(json.dumps({"tp": comm.tp.size, "times": found}))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,16 +100,4 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     print(f"{'rows x width':<16}{'engine':>12}{'NCCL + norm':>12}{'NCCL alone':>12}  µs, bfloat16")
     with tempfile.TemporaryDirectory() as folder:
-        spawn = multiprocessing.get_context("spawn")
-        ranks = [
-            spawn.Process(
-                target=_rank,
-                args=(TPInfo(rank, options.tp), folder, options.width, options.rows),
-            )
-            for rank in range(options.tp)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-    return max(abs(rank.exitcode or 0) for rank in ranks)
+        return run_ranks(options.tp, folder, compare, options.width, options.rows)

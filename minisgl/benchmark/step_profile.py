@@ -13,11 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minisgl.benchmark.floor import Ceilings, cost_of, load_shape
+from minisgl.benchmark.floor import Ceilings, cost_of, load_shape, reduce_s
 from minisgl.benchmark.models import SHAPES
+from minisgl.benchmark.reduce import run_ranks
 from minisgl.core import Batch, ConfigError, EngineConfig, SamplingArrays
-from minisgl.distributed import SingleCommunicator
+from minisgl.distributed import Communicator, SingleCommunicator
 from minisgl.engine import Engine
+from minisgl.models import ModelConfig
 
 _WARM_UP, _STEPS, _PROFILED = 5, 50, 4
 
@@ -103,45 +105,70 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--kernels", type=int, default=25, help="lines of the table (25)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model (1)")
     options = parser.parse_args(argv)
-    comm = SingleCommunicator()
-    pages = options.batch * -(-(options.context + 128) // options.page_size)
     with tempfile.TemporaryDirectory() as folder:
-        path, model = load_shape(options.model, Path(folder))
-        config = EngineConfig(
-            model_path=path,
-            device=options.device,
-            page_size=options.page_size,
-            num_pages=pages,
-            max_running_reqs=options.batch,
-            dummy_weight=options.model in SHAPES,
-        )
-        engine = Engine(config, comm.tp, comm)
+        if options.tp == 1:
+            profile_rank(SingleCommunicator(), options, folder)
+            return 0
+        return run_ranks(options.tp, folder, profile_rank, options, folder)
+
+
+def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -> None:
+    """The benchmark on one rank; rank 0 prints."""
+    model_folder = Path(folder) / str(comm.tp.rank)
+    path, model = load_shape(options.model, model_folder)
+    config = EngineConfig(
+        model_path=path,
+        device=options.device,
+        tp_size=comm.tp.size,
+        page_size=options.page_size,
+        num_pages=options.batch * -(-(options.context + 128) // options.page_size),
+        max_running_reqs=options.batch,
+        dummy_weight=options.model in SHAPES,
+    )
+    engine = Engine(config, comm.tp, comm)
     total = _WARM_UP + _STEPS + _PROFILED
     batches = [decode_batch(engine, options.batch, options.context, i) for i in range(total)]
     run_steps(engine, batches[:_WARM_UP])
     step_s, launch_s = run_steps(engine, batches[_WARM_UP : _WARM_UP + _STEPS])
-    cost, ceilings = cost_of(model), Ceilings()
-    weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
-    kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
-    arithmetic_s = options.batch * cost.operations / ceilings.operations_per_s
-    floor_s = max(weights_s, arithmetic_s) + kv_s
-    print(f"{options.model}, {options.batch} requests at {options.context} tokens of context")
-    print(
-        f"step {step_s * 1e6:,.0f} µs, launch {launch_s * 1e6:,.0f} µs of CPU; floor "
-        f"{floor_s * 1e6:,.0f} µs ({floor_s / step_s:.1%}): weights {weights_s * 1e6:,.0f} µs, "
-        f"arithmetic {arithmetic_s * 1e6:,.0f} µs, KV {kv_s * 1e6:,.0f} µs"
-    )
     kernels: list[KernelTime] = []
     if torch.cuda.is_available():
         kernels = kernel_times(engine, batches[_WARM_UP + _STEPS :])
+    if comm.tp.rank == 0:
+        report(options, model, step_s, launch_s, kernels)
+    engine.close()
+
+
+def report(
+    options: argparse.Namespace,
+    model: ModelConfig,
+    step_s: float,
+    launch_s: float,
+    kernels: list[KernelTime],
+) -> None:
+    cost, ceilings = cost_of(model, options.tp), Ceilings()
+    weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
+    kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
+    arithmetic_s = options.batch * cost.operations / ceilings.operations_per_s
+    sums_s = cost.sums * reduce_s(options.tp, options.batch * cost.sum_bytes)
+    floor_s = max(weights_s, arithmetic_s) + kv_s + sums_s
+    print(
+        f"{options.model}, {options.batch} requests at {options.context} tokens of context, "
+        f"{options.tp} GPUs"
+    )
+    print(
+        f"step {step_s * 1e6:,.0f} µs, launch {launch_s * 1e6:,.0f} µs of CPU; floor "
+        f"{floor_s * 1e6:,.0f} µs ({floor_s / step_s:.1%}): weights {weights_s * 1e6:,.0f} µs, "
+        f"arithmetic {arithmetic_s * 1e6:,.0f} µs, KV {kv_s * 1e6:,.0f} µs, "
+        f"sums {sums_s * 1e6:,.0f} µs"
+    )
+    if kernels:
         print(f"{'kernel':<72} {'calls':>7} {'µs/step':>9}")
         for kernel in kernels[: options.kernels]:
             print(f"{kernel.name[:72]:<72} {kernel.calls:>7.1f} {kernel.microseconds:>9.1f}")
         busy = sum(kernel.microseconds for kernel in kernels)
         print(f"{'all kernels and copies':<72} {'':>7} {busy:>9.1f}")
-    engine.close()
     summary = {"model": options.model, "batch": options.batch, "context": options.context}
-    times = {"step_s": step_s, "launch_s": launch_s, "floor_s": floor_s}
+    times = {"tp": options.tp, "step_s": step_s, "launch_s": launch_s, "floor_s": floor_s}
     print(json.dumps({**summary, **times, "kernels": [kernel._asdict() for kernel in kernels]}))
-    return 0
