@@ -134,6 +134,13 @@ def namespace(
         yield kube
 
 
+@pytest.fixture
+def empty(cluster: tuple[Kube, str], spaces: Spaces) -> Iterator[Kube]:
+    """A namespace for one test alone."""
+    with spaces.open(cluster[0], "single") as kube:
+        yield kube
+
+
 @pytest.fixture(scope="module")
 def helm(namespace: Kube) -> Helm:
     return find_helm(namespace.access, namespace.namespace, run)

@@ -1,6 +1,5 @@
 """Every file of helm/ci installs, gets ready and passes `helm test` where a cluster can take it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,11 @@ from k8s_harness.kube import Kube
 from k8s_harness.objects import Object
 from k8s_harness.release import NAME, Release
 from k8s_harness.shell import run
-from k8s_harness.spaces import Spaces
 from k8s_harness.values import CI_FILES, ci_values, demo_on_cpu, merged
 from k8s_harness.wait import Broken
 
 from tests.chart.helm import find_helm as find_renderer
 from tests.chart.helm import parse
-
-
-@pytest.fixture
-def empty(cluster: tuple[Kube, str], spaces: Spaces) -> Iterator[Kube]:
-    with spaces.open(cluster[0], "values") as kube:
-        yield kube
 
 
 def rendered(values: Object, kube: Kube) -> list[Object]:
