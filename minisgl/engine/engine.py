@@ -21,6 +21,7 @@ from minisgl.engine.extras import apply_history, edited, start_logprobs
 from minisgl.engine.graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from minisgl.engine.inputs import StepInputs, pack
 from minisgl.engine.pending import LaunchedStep
+from minisgl.engine.pieces import PieceGraphs, piece_sizes
 from minisgl.engine.settings import (
     cpu_threads,
     resolve_device,
@@ -66,6 +67,7 @@ class Engine:
         self._max_chunk_tokens = max_chunk_tokens
         self._show_progress = tp.rank == 0
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             if config.kernel_cache is not None:
@@ -98,7 +100,8 @@ class Engine:
             loaded_s = time.monotonic()
             self._state = self._assemble(self._num_pages)
             assembled_s = time.monotonic()
-            self._capture(graph_sizes(self._largest_graph()))
+            most_tokens = max_chunk_tokens + config.max_running_reqs
+            self._capture(graph_sizes(self._largest_graph()), piece_sizes(most_tokens))
         self.startup_s = {
             "load": loaded_s - began_s,
             "kv_alloc": assembled_s - loaded_s,
@@ -172,9 +175,14 @@ class Engine:
             return None, graph.run_forward(inputs.start)
         state, n = self._state, batch.num_decode
         num_tokens = n + batch.num_prefill_tokens
-        tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=self._device)
         step = state.attention_step(views, n, inputs.start, inputs.lengths)
-        hidden = state.forward(views, n, tokens, state.attention.prepare(step))
+        attention = state.attention.prepare(step)
+        hidden = None
+        if self._pieces is not None:
+            hidden = self._pieces.forward(views, n, num_tokens, attention)
+        if hidden is None:
+            tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=self._device)
+            hidden = state.forward(views, n, tokens, attention)
         if not batch.samples.any():
             return hidden, None
         return hidden, state.model.logits(hidden[views.first + views.lengths - 1])
@@ -237,7 +245,7 @@ class Engine:
     def close(self) -> None:
         """Give the memory back. The communicator stays open: it belongs to the caller."""
         self._synchronize()
-        self._graphs = None
+        self._graphs = self._pieces = None
         del self._model, self._state
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -279,12 +287,14 @@ class Engine:
         )
 
     @torch.inference_mode()
-    def _capture(self, sizes: Sequence[int]) -> None:
-        """Capture decode graphs of these sizes, on a GPU."""
+    def _capture(self, sizes: Sequence[int], token_sizes: Sequence[int]) -> None:
+        """Capture decode graphs and pieces of these sizes, on a GPU."""
         if self._device.type == "cuda" and sizes:
-            self._graphs = DecodeGraphs(
-                self._state, sizes, self._model_config.vocab_size, self._show_progress
-            )
+            show = self._show_progress
+            graphs = DecodeGraphs(self._state, sizes, self._model_config.vocab_size, show)
+            self._graphs = graphs
+            if graphs.graphs:
+                self._pieces = PieceGraphs(self._state, token_sizes, graphs.memory, show)
             self._clear_dummy()
 
     def _largest_graph(self) -> int:
@@ -312,13 +322,14 @@ class Engine:
     def _graph_bytes(self) -> int:
         """What all graphs take: the two largest tried, the others like the second of them."""
         sizes = graph_sizes(self._largest_graph())
+        tokens = piece_sizes(self._max_chunk_tokens + self._config.max_running_reqs)
         taken: list[int] = []
         for count in (1, 2):
             torch.cuda.empty_cache()
             before = self._free_bytes()
-            self._capture(sizes[-count:])
+            self._capture(sizes[-count:], tokens[-1:])  # smaller pieces reuse the memory
             taken.append(before - self._free_bytes())
-            self._graphs = None
+            self._graphs = self._pieces = None
         return taken[1] + max(taken[1] - taken[0], 0) * max(len(sizes) - 2, 0)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:

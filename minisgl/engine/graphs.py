@@ -61,6 +61,7 @@ class DecodeGraphs:
     """Graphs of several sizes over one set of fixed buffers.
 
     buffer  int32 on the device; a decode step's packed inputs go to its beginning.
+    memory  the pool that all of them share.
     graphs  by rising size; empty where the attention backend cannot be captured.
     """
 
@@ -75,7 +76,7 @@ class DecodeGraphs:
         self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=device)
         self._logits = torch.zeros((largest, vocab_size), dtype=state.pool.dtype, device=device)
         self._chosen = torch.zeros(2 * largest, dtype=torch.int32, device=device)
-        self._memory = torch.cuda.graph_pool_handle()
+        self.memory: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[DecodeGraph] = []
         bar = tqdm(
             sorted(sizes, reverse=True),
@@ -136,7 +137,7 @@ class DecodeGraphs:
         run()  # compiles, and lets libraries choose their algorithms and get their workspaces
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")
         run()
         graph.capture_end()
         return graph

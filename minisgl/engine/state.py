@@ -59,6 +59,11 @@ class DeviceState:
 
         tokens: int32 [3, T], overwritten with ids, positions and slots.
         """
+        self.stage(views, num_decode, tokens)
+        return self.run(tokens, attention)
+
+    def stage(self, views: StepViews, num_decode: int, tokens: Tensor) -> None:
+        """The first half of `forward`: fill `tokens`."""
         ids, positions, slots = tokens.unbind(0)
         stage_tokens(
             views.rows,
@@ -73,6 +78,10 @@ class DeviceState:
             positions,
             slots,
         )
+
+    def run(self, tokens: Tensor, attention: StepAttention) -> Tensor:
+        """The second half: the model over what stands in `tokens`."""
+        ids, positions, slots = tokens.unbind(0)
         context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)
         hidden: Tensor = self.model(ids, context)
         return hidden

@@ -1,0 +1,143 @@
+"""CUDA graphs for steps with prompt tokens: one for all that lies between two attentions.
+
+How attention is launched depends on lengths that no graph can fix, so it runs eagerly; the rest
+depends on the number of tokens alone and is captured for some numbers, to which steps are padded.
+Launched one by one, the kernels of such a step take the host 0.3 ms a layer: longer than a small
+step takes the GPU.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minisgl.attention import StepAttention
+from minisgl.engine.state import DeviceState
+from minisgl.kernel import StepViews
+
+
+def piece_sizes(largest: int) -> list[int]:
+    """Numbers of tokens to capture: tiles of matrix kernels; coarser where a step takes long."""
+    sizes = [16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256)]
+    return [size for size in (*sizes, *range(2048, 4097, 512)) if size <= largest]
+
+
+class _Piece(NamedTuple):
+    """A graph, and the q and out [size, Hq, D] of the attention that follows it."""
+
+    graph: torch.cuda.CUDAGraph
+    q: Tensor
+    out: Tensor
+
+
+class _Cutter:
+    """Stands for attention during a capture: ends one graph there and begins the next."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.pieces: list[_Piece] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        self.graph.capture_end()
+        self.pieces.append(_Piece(self.graph, _alias(q), _alias(out)))
+        self.begin()
+
+
+class _NoAttention:
+    """For the run before a capture."""
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        out.zero_()
+
+
+class _Forward(NamedTuple):
+    """The graphs of one size. tokens: int32 [3, size]; hidden: [size, H], overwritten by `last`."""
+
+    size: int
+    tokens: Tensor
+    pieces: list[_Piece]
+    last: torch.cuda.CUDAGraph
+    hidden: Tensor
+
+
+class PieceGraphs:
+    """Forwards of several sizes, which run one after the other on the engine's stream.
+
+    I1  Graphs share their memory, and views of it outlive the tensors that were captured: what a
+        step leaves there is read in the order of the stream, before the next graph runs.
+    """
+
+    def __init__(
+        self, state: DeviceState, sizes: Sequence[int], memory: Any, show_progress: bool
+    ) -> None:
+        """memory: the pool of the decode graphs, which may share it. Blocks the host."""
+        self._state = state
+        pool, largest = state.pool, max(sizes, default=0)
+        self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=state.device)
+        padding = [0, 0, pool.dummy_page * pool.page_size]  # id, position, slot
+        self._padding = torch.tensor(padding, dtype=torch.int32, device=state.device)[:, None]
+        bar = tqdm(
+            sorted(sizes, reverse=True),
+            desc="capturing pieces",
+            disable=None if show_progress else True,
+        )
+        self._forwards = [self._capture(size, memory) for size in bar][::-1]
+
+    def forward(
+        self, views: StepViews, num_decode: int, num_tokens: int, attention: StepAttention
+    ) -> Tensor | None:
+        """As DeviceState.forward: hidden states [T, H]; None where no size is large enough.
+
+        The result is overwritten by the next graph that runs.
+        """
+        index = bisect_left(self._forwards, num_tokens, key=lambda forward: forward.size)
+        if index == len(self._forwards):
+            return None
+        chosen = self._forwards[index]
+        tokens = chosen.tokens[:, :num_tokens]
+        if num_tokens < chosen.size:
+            chosen.tokens[:, num_tokens:] = self._padding
+        self._state.stage(views, num_decode, tokens)
+        for layer, piece in enumerate(chosen.pieces):
+            piece.graph.replay()
+            attention.forward(layer, piece.q[:num_tokens], piece.out[:num_tokens])
+        chosen.last.replay()
+        return chosen.hidden[:num_tokens]
+
+    def _capture(self, size: int, memory: Any) -> _Forward:
+        state = self._state
+        tokens = torch.as_strided(self._tokens, (3, size), (size, 1))
+        tokens[:] = self._padding
+        state.run(tokens, _NoAttention())  # compiles, and lets libraries choose
+        torch.cuda.current_stream().synchronize()
+        cutter = _Cutter(memory)
+        hidden = state.run(tokens, cutter)
+        cutter.graph.capture_end()
+        return _Forward(size, tokens, cutter.pieces, cutter.graph, _alias(hidden))
+
+
+class _Memory:
+    """Device memory as torch.as_tensor takes it, without owning it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same contiguous memory; `tensor` can be freed, and graphs captured later reuse it."""
+    assert tensor.is_contiguous(), "kernels write whole tensors: this is a bug"
+    flat = torch.as_tensor(_Memory(tensor), device=tensor.device)
+    return flat.view(tensor.dtype).view(tensor.shape)
