@@ -45,14 +45,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill_budget_tokens  prompt tokens per step at most (the chunk size).
     target_step_ms         while streams decode, prefill chunks are cut so that the predicted step
-                           stays under this; None: no target (the offline LLM).
+                           stays under this, or what the planner allows a crowded engine; None:
+                           no target (the offline LLM).
     cache_type             radix or naive.
     overlap                plan and launch step n+1 before the result of step n is read.
     check_plans            for debugging: tensor-parallel ranks compare a hash of each plan.
     """
 
     prefill_budget_tokens: int = 8192
-    target_step_ms: float | None = 20.0
+    target_step_ms: float | None = 15.0
     cache_type: str = "radix"
     overlap: bool = True
     check_plans: bool = False

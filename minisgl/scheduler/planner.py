@@ -18,7 +18,10 @@ from minisgl.scheduler.table import RequestTable
 
 MAX_DEFERRED = 64  # waiting reqs looked past in one plan, so that its cost stays bounded
 MIN_SHARED_TOKENS = 64  # a shorter shared prefix is not worth a step of waiting
-MIN_CHUNK_TOKENS = 32  # prefill never stands still, even when decoding alone exceeds the target
+MIN_CHUNK_TOKENS = 32  # prefill never stands still, whatever a step is predicted to take
+MOST_STRETCH = 2.4  # of a step with a chunk, over the same step without
+LONG_QUEUE_S = 0.5  # of prefill alone; twice as much doubles what a step may take
+TILE_TOKENS = 128
 
 
 class Chunk(NamedTuple):
@@ -50,6 +53,7 @@ class Planner:
     I1  A req is in exactly one of: waiting, prefilling, decoding, or on its way out.
     I2  decode_rows holds the rows of the decoding reqs, in order of entering decode.
     I3  unpublished holds the running reqs whose prompt is not in the prefix cache yet.
+    I4  waiting_tokens is the sum of what the waiting reqs have to compute if nothing is cached.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Planner:
         self.unpublished: list[Req] = []
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
         self.preempted_waiting = 0
+        self.waiting_tokens = 0
 
     def calibrate(self, cost: StepCost) -> None:
         """Use `cost` to predict step times from now on."""
@@ -95,15 +100,22 @@ class Planner:
         self.published(req)
         req.state = ReqState.ENDING
 
+    def enqueue(self, req: Req) -> None:
+        """A new req waits, after all others."""
+        self.waiting.append(req)
+        self.waiting_tokens += len(req.tokens)
+
     def forget(self, req: Req) -> None:
         """Take a waiting req out of the queue."""
         self.waiting.remove(req)
+        self.waiting_tokens -= len(req.tokens)
         self.preempted_waiting -= req.admitted
 
     def requeue(self, req: Req) -> None:
         """A preempted req waits again, before all that never ran."""
         req.state = ReqState.WAITING
         self.waiting.appendleft(req)
+        self.waiting_tokens += len(req.tokens)
         self.preempted_waiting += 1
 
     def published(self, req: Req) -> None:
@@ -204,6 +216,7 @@ class Planner:
         return False
 
     def _admit(self, req: Req) -> None:
+        self.waiting_tokens -= len(req.tokens)
         if req.admitted:
             self.preempted_waiting -= 1
         else:
@@ -224,21 +237,31 @@ class Planner:
         return len(self.decode_rows) + len(self.prefilling) if crowded else 0
 
     def _chunk_budget(self, decode_rows: Int32Array) -> int:
-        """Prompt tokens of this step: all of the budget, or what the step-time target leaves."""
+        """Prompt tokens of this step: all of the budget, or what the limit on its time leaves.
+
+        The limit is the step-time target, or where that is more some times what decoding alone
+        would take, and up to twice as much while a long queue waits: streams that go on smoothly
+        are no use to those that have not begun, and they themselves end sooner.
+        """
         budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
-        if not len(decode_rows) or target_ms is None or self._cost is None:
+        n, cost = len(decode_rows), self._cost
+        if not n or target_ms is None or cost is None:
             return budget
-        decode_keys = int(self._table.computed[decode_rows].sum())
+        keys = int(self._table.computed[decode_rows].sum())
+        limit_s = max(target_ms / 1000, MOST_STRETCH * cost.predict_s(n, keys, 0))
+        queue_s = cost.per_token_s * self.waiting_tokens
+        limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), 2.0)
         start = int(self._table.computed[self.prefilling[0].row]) if self.prefilling else 0
         low, high = min(MIN_CHUNK_TOKENS, budget), budget
-        while low < high:  # the largest count whose predicted step stays under the target
+        while low < high:  # the largest count whose predicted step stays below the limit
             middle = (low + high + 1) // 2
-            tokens, pairs = len(decode_rows) + middle, middle * (start + middle // 2)
-            if self._cost.predict_s(tokens, decode_keys, pairs) * 1000 <= target_ms:
+            pairs = middle * (start + middle // 2)
+            if cost.predict_s(n + middle, keys, pairs) <= limit_s:
                 low = middle
             else:
                 high = middle - 1
-        return low
+        beyond = (n + low) % TILE_TOKENS  # matrix kernels take as long for a whole tile
+        return low - beyond if beyond <= low // 2 else low
 
     # --- the batch ------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ class Scheduler:
             self._outputs.refuse(message, error)
             return
         self._reqs[req.uid] = req
-        self.planner.waiting.append(req)
+        self.planner.enqueue(req)
 
     def _abort(self, message: AbortReq) -> None:
         """Idempotent: an unknown or finished uid is nothing to do."""

@@ -178,7 +178,53 @@ def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
     harness.add(prompt_of(600, 5), max_tokens=2, ignore_eos=True)
     harness.run()
     chunks = [b.num_prefill_tokens for b in engine.batches if b.num_decode and len(b.chunk_ids)]
-    assert chunks[:4] == [149, 149, 149, 149], "1 decode + 149 prompt tokens take 20 ms"
+    assert chunks[:4] == [127] * 4, "20 ms are enough for 150 tokens, of which 128 are a whole tile"
+
+
+def mixed_steps(base_s: float, waiting: int) -> list[int]:
+    """Prompt tokens of the steps in which 4 streams decode beside 1 + waiting prompts of 600.
+
+    A token takes 0.1 ms, the target is 20 ms and one prompt is admitted at a time.
+    """
+    engine = FakeEngine(2048, 4, max_running_reqs=5, max_seq_len=1024)
+    harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
+    cost = StepCost(base_s=base_s, per_token_s=0.0001, per_decode_key_s=0.0, per_prefill_pair_s=0.0)
+    harness.scheduler.calibrate(cost)
+    for stream in range(4):
+        harness.add(prompt_of(4, stream), max_tokens=200, ignore_eos=True)
+    harness.step()
+    engine.batches.clear()
+    for index in range(1 + waiting):
+        harness.add(prompt_of(600, 10 + index), max_tokens=1, ignore_eos=True)
+    harness.run()
+    return [b.num_prefill_tokens for b in engine.batches if b.num_decode and len(b.chunk_ids)]
+
+
+def test_steps_of_a_crowded_engine_are_stretched_for_prompts() -> None:
+    # decoding alone takes 29.6 ms + 4 x 0.1 ms = 30 ms, so a step may take 72 ms: 424 tokens
+    assert mixed_steps(0.0296, waiting=0) == [380, 220], "380 + 4 are three whole tiles"
+
+
+def test_steps_are_stretched_further_while_a_long_queue_waits() -> None:
+    # behind the first prompt 20 x 600 tokens wait, 1.2 s: twice 20 ms less 5 ms are 350 tokens
+    chunks = mixed_steps(0.005, waiting=20)
+    assert chunks[0] == 252, "252 + 4 are two whole tiles"
+    assert chunks[-3:-1] == [124, 124], "at the end nobody waits"
+
+
+def test_waiting_tokens_count_what_waits() -> None:
+    harness = Harness(FakeEngine(12, 2, max_running_reqs=4, max_seq_len=24), config())
+    uids = [harness.add(prompt_of(5, i), max_tokens=14, ignore_eos=True) for i in range(6)]
+    planner = harness.scheduler.planner
+    seen = []
+    harness.abort(uids[5])
+    while not harness.scheduler.idle or harness.inbox.messages:
+        harness.step()
+        assert planner.waiting_tokens == sum(len(req.tokens) for req in planner.waiting)
+        seen.append(planner.waiting_tokens)
+    assert harness.scheduler.totals.preemptions_total > 0
+    assert max(seen) > 0
+    assert seen[-1] == 0
 
 
 def test_preemption_takes_the_newest_and_loses_nothing() -> None:
