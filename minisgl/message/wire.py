@@ -23,9 +23,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class TokenizeText(Message, frozen=True, kw_only=True):
-    """Encode plain text; special-token spellings in it are encoded as the tokenizer does."""
+    """Encode plain text; special-token spellings in it are encoded as the tokenizer does.
 
-    uid: int
+    uid, here and below: set when it is sent. add_special: with the BOS that the tokenizer may set.
+    """
+
+    uid: int = 0
     text: str
     add_special: bool = True
 
@@ -37,7 +40,7 @@ class TokenizeChat(Message, frozen=True, kw_only=True):
     nothing a client sends is ever decoded into one of our own types.
     """
 
-    uid: int
+    uid: int = 0
     messages_json: bytes
     template_kwargs_json: bytes = b"{}"
 
@@ -45,7 +48,7 @@ class TokenizeChat(Message, frozen=True, kw_only=True):
 class DecodeIds(Message, frozen=True, kw_only=True):
     """Give the text of ids (int32 little-endian): the echo of a prompt that came as ids."""
 
-    uid: int
+    uid: int = 0
     token_ids: bytes
     skip_special: bool = True
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,10 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from minisgl.core import Cancelled, RequestError
+from minisgl.core import RequestError
 from minisgl.server.auth import OPEN_PATHS, Auth
 from minisgl.server.errors import (
-    ErrorReply,
     MethodNotAllowed,
     RouteNotFound,
     error_reply,
@@ -96,55 +95,31 @@ def _generating(service: Service, reader: RequestReader, path: str, route: str) 
     return Route(path, handler, methods=["POST"])
 
 
-def _error_response(reply: ErrorReply) -> Response:
-    return answer(reply.body, reply.status, reply.headers)
-
-
 def _error_handlers(
     retry_after_s: int, refused: Callable[[RequestError], None]
 ) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-    async def on_request_error(request: Request, error: Exception) -> Response:
-        if not isinstance(error, Cancelled | RequestError):
-            raise error
-        refused(error)
+    async def on_error(request: Request, error: Exception) -> Response:
+        headers: Mapping[str, str] = {}
+        if isinstance(error, HTTPException):  # of the router
+            headers = error.headers or {}
+            wrong_method = MethodNotAllowed(f"{request.method} is not allowed here")
+            is_path = error.status_code == 405
+            error = wrong_method if is_path else RouteNotFound("there is no such path")
+        elif isinstance(error, RequestError):
+            refused(error)
         reply = error_reply(error, retry_after_s)
+        is_ours = not isinstance(error, RequestError)  # uvicorn logs its traceback
         log_event(
             logger,
-            logging.INFO,
-            "call refused",
+            logging.ERROR if is_ours else logging.INFO,
+            "request failed" if is_ours else "call refused",
             request_id=request.scope["state"].get("request_id"),
             status=reply.status,
             reason=type(error).__name__,
         )
-        return _error_response(reply)
+        return answer(reply.body, reply.status, {**reply.headers, **headers})
 
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        known: RequestError
-        if error.status_code == 405:
-            known = MethodNotAllowed(f"{request.method} is not allowed here")
-        elif error.status_code == 404:
-            known = RouteNotFound("there is no such path")
-        else:
-            known = RequestError(str(error.detail))
-        reply = error_reply(known, retry_after_s)
-        status = error.status_code
-        return _error_response(
-            reply._replace(status=status, headers={**reply.headers, **(error.headers or {})})
-        )
-
-    async def on_bug(request: Request, error: Exception) -> Response:
-        # uvicorn logs the traceback; here is the request that it belongs to.
-        log_event(
-            logger,
-            logging.ERROR,
-            "request failed",
-            request_id=request.scope["state"].get("request_id"),
-            path=request.scope["path"],
-        )
-        return _error_response(error_reply(error, retry_after_s))
-
-    return {RequestError: on_request_error, HTTPException: on_http_error, Exception: on_bug}
+    return dict.fromkeys((RequestError, HTTPException, Exception), on_error)
 
 
 def _probes(service: Service) -> list[Route]:

@@ -41,7 +41,7 @@ class Auth:
         self._admin_keys = tuple(admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
+        error = self._refusal(scope)
         if error is None:
             await self._app(scope, receive, send)
         else:

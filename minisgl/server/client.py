@@ -9,10 +9,12 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from minisgl.core import (
     DeadlineExceeded,
@@ -26,10 +28,13 @@ from minisgl.message import (
     AbortReq,
     AddReq,
     Decoded,
+    DecodeIds,
     FlushCache,
     StepText,
     TextUpdate,
+    TokenizeChat,
     Tokenized,
+    TokenizeText,
     TokenText,
     ToScheduler,
     ToTokenizer,
@@ -37,15 +42,12 @@ from minisgl.message import (
 from minisgl.server.config import Limits
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.metrics import Metrics
+from minisgl.server.requests import Prompt, TokenArray
 from minisgl.utils import log_event
 
 T = TypeVar("T", contravariant=True)
 
 logger = logging.getLogger(__name__)
-
-TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in 3.11
-Question = Callable[[int], ToTokenizer]  # what a tokenizer is asked, by its uid
-
 
 # What a scheduler may refuse a request for, by the name that its Finished carries.
 _REFUSALS: Mapping[str, type[RequestError]] = MappingProxyType(
@@ -293,10 +295,12 @@ class EngineClient:
         self._scheduler.send(FlushCache())
 
     async def tokenize(
-        self, message: Question, param: str, call: Generation | None = None
+        self, prompt: Prompt, param: str, call: Generation | None = None
     ) -> TokenArray:
-        """Ids of the text or chat given as `param`. Raises what the worker found wrong."""
-        answer = await self._ask(message, call)
+        """Ids of the prompt given as `param`. Raises what the worker found wrong."""
+        if isinstance(prompt, array.array):
+            return prompt
+        answer = await self._ask(prompt, call)
         assert isinstance(answer, Tokenized), "a tokenizer answered with text; this is a bug"
         if answer.error is not None:
             if answer.internal:
@@ -305,14 +309,19 @@ class EngineClient:
             raise kind(answer.error, param=param, limit=answer.limit)
         return array.array("i", answer.token_ids)
 
-    async def decode(self, message: Question, call: Generation | None = None) -> str:
+    async def decode(
+        self, token_ids: TokenArray, skip_special: bool, call: Generation | None = None
+    ) -> str:
         """The text of ids."""
-        answer = await self._ask(message, call)
+        question = DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
+        answer = await self._ask(question, call)
         if isinstance(answer, Tokenized):
             raise EngineFailure(answer.error or "the prompt could not be decoded")
         return answer.text
 
-    async def _ask(self, message: Question, call: Generation | None) -> Tokenized | Decoded:
+    async def _ask(
+        self, question: TokenizeText | TokenizeChat | DecodeIds, call: Generation | None
+    ) -> Tokenized | Decoded:
         """Ask the least busy worker; an end of the call ends the wait."""
         uid = next(self._uids)
         worker = self._outstanding.index(min(self._outstanding))
@@ -322,7 +331,7 @@ class EngineClient:
         self._answers[uid] = answer
         if call is not None:
             call.question = answer
-        self._tokenizers[worker].send(message(uid))
+        self._tokenizers[worker].send(msgspec.structs.replace(question, uid=uid))
         try:
             return await answer
         finally:

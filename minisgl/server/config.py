@@ -12,22 +12,10 @@ SERVING_MARKER = "serving"  # file in the socket directory, there once the servi
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one client may ask for, and all of them together. Checked in `requests` and `client`.
+    """What one client may ask for, and all of them together: flags.toml says what each one means,
+    and their names here are those in minisgl_limits_exceeded_total.
 
-    max_body_bytes        of one HTTP body.
-    max_prompt_chars      of one prompt, before it is tokenized; None: 32 per token of context.
-    max_prompts           in one completions call.
-    max_choices           prompts x n of one call.
-    max_stop_strings, max_stop_chars, max_stop_token_ids, max_messages, max_logprobs,
-    max_logit_bias        per request.
-    max_queued_reqs       generations accepted and still without a first token, over all clients.
-    max_queued_tokens     their prompt tokens; a single prompt is never too many.
-    max_wait_s, max_total_s   of one call: until its first token, and in all.
-    max_connections       requests at a time; max_head_bytes: of request line and headers, which
-                          must have come within head_timeout_s.
-    read_timeout_s        a client that takes no data for so long is disconnected.
-    template_timeout_s, max_template_chars   that rendering one chat may take, and give.
-    retry_after_s         told to clients with each 503.
+    retry_after_s   told to clients with each 503.
     """
 
     max_body_bytes: int = 16 * 2**20

@@ -1,6 +1,5 @@
 """One call from validated request to texts: tokenize, check against the model, submit, wait."""
 
-import array
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
@@ -18,12 +17,11 @@ from minisgl.core import (
     SamplingParams,
 )
 from minisgl.core.sampling import MAX_SEED
-from minisgl.message import AddReq, DecodeIds, TokenizeChat, TokenizeText, ToTokenizer
-from minisgl.server.client import EngineClient, Generation, TokenArray
+from minisgl.message import AddReq, TokenizeText
+from minisgl.server.client import EngineClient, Generation
 from minisgl.server.connection import KEPT
 from minisgl.server.lifecycle import Lifecycle
-from minisgl.server.params import GENERATE
-from minisgl.server.requests import ChatPrompt, GenerateRequest, IdsPrompt, Prompt
+from minisgl.server.requests import GenerateRequest, Prompt, TokenArray
 
 # A character has at most four bytes, so at most three tokens of it can lie in the prompt.
 PROMPT_TAIL_TOKENS = 4
@@ -61,12 +59,9 @@ async def start(
 async def _until_first_output(
     client: EngineClient, generation: Generation, request: GenerateRequest, facts: ModelFacts
 ) -> None:
-    prompts = [
-        await tokenize(client, prompt, _param_of(request, index), generation)
-        for index, prompt in enumerate(request.prompts)
-    ]
+    prompts = [await client.tokenize(prompt, name, generation) for name, prompt in request.prompts]
     for index, token_ids in enumerate(prompts):
-        name = _param_of(request, index)
+        name, _ = request.prompts[index]
         sampling = fit_max_tokens(request, token_ids, facts, name)
         for sibling in range(request.n):
             choice = generation.choices[index * request.n + sibling]
@@ -76,8 +71,10 @@ async def _until_first_output(
     if request.text.token_ids:
         generation.prompt_ids = [token_ids.tolist() for token_ids in prompts]
     if request.echo:
-        pairs = zip(request.prompts, prompts, strict=True)
-        generation.echoes = [await _echo(client, generation, request, *pair) for pair in pairs]
+        generation.echoes = [
+            await _echo(client, generation, request, prompt, token_ids)
+            for (_, prompt), token_ids in zip(request.prompts, prompts, strict=True)
+        ]
     while not generation.opened and generation.error is None:
         await generation.news()
 
@@ -142,25 +139,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def tokenize(
-    client: EngineClient, prompt: Prompt, param: str, call: Generation | None = None
-) -> TokenArray:
-    """The ids of a prompt of `call`; `param` is its name in errors."""
-    if isinstance(prompt, IdsPrompt):
-        return array.array("i", prompt.token_ids)
-
-    def message(uid: int) -> ToTokenizer:
-        if isinstance(prompt, ChatPrompt):
-            return TokenizeChat(
-                uid=uid,
-                messages_json=prompt.messages_json,
-                template_kwargs_json=prompt.template_kwargs_json,
-            )
-        return TokenizeText(uid=uid, text=prompt.text, add_special=prompt.add_special)
-
-    return await client.tokenize(message, param, call)
-
-
 async def _echo(
     client: EngineClient,
     call: Generation,
@@ -168,16 +146,10 @@ async def _echo(
     prompt: Prompt,
     token_ids: TokenArray,
 ) -> str:
-    if not isinstance(prompt, IdsPrompt):
-        return getattr(prompt, "text", "")
-    return await client.decode(
-        lambda uid: DecodeIds(
-            uid=uid,
-            token_ids=token_ids.tobytes(),
-            skip_special=request.text.skip_special_tokens,
-        ),
-        call,
-    )
+    if isinstance(prompt, TokenizeText):
+        return prompt.text
+    skip_special = request.text.skip_special_tokens
+    return await client.decode(token_ids, skip_special, call)
 
 
 def _add_req(
@@ -211,11 +183,3 @@ def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
 
 def _with(sampling: SamplingParams, **changes: Any) -> SamplingParams:
     return msgspec.structs.replace(sampling, **changes)
-
-
-def _param_of(request: GenerateRequest, index: int) -> str:
-    if isinstance(request.prompts[index], ChatPrompt):
-        return "messages"
-    if request.route == GENERATE:
-        return "input_ids"
-    return "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"

@@ -1,5 +1,5 @@
 """Pure ASGI layers around the app: its edge, and its limits. (A BaseHTTPMiddleware would hide
-disconnects from the handlers.)"""
+disconnects from the handlers.) uvicorn is told to bring nothing but HTTP."""
 
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -32,9 +32,6 @@ class Edge:
         self._probes = probes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = _given_id(scope) or uuid.uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
 
@@ -93,7 +90,7 @@ class Bounded:
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        if scope["type"] != "http" or scope["path"] in self._always:
+        if scope["path"] in self._always:
             await self._app(scope, receive, send)
             return
         error = self._refusal(scope)

@@ -1,16 +1,18 @@
 """From a JSON body to one complete `GenerateRequest`: parse, check, fill defaults, cross-check."""
 
-from typing import Any
+import array
+from typing import Any, TypeAlias
 
 import msgspec
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message import TextSpec
+from minisgl.message import TextSpec, TokenizeChat, TokenizeText
 from minisgl.server import checks
 from minisgl.server.chat import count_chars
 from minisgl.server.config import ServerConfig
 from minisgl.server.params import CHAT, GENERATE, ParamTable
 
+TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in 3.11
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the legacy route; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
 # Parameters that are called the same in SamplingParams; of the first ones models have defaults.
@@ -19,32 +21,14 @@ _PENALTIES = ("frequency_penalty", "presence_penalty")
 _AS_GIVEN = ("seed", "min_tokens", "ignore_eos", "logit_bias", *_PENALTIES)
 
 
-class ChatPrompt(msgspec.Struct, frozen=True):
-    """A chat to be rendered by the tokenizer worker."""
-
-    messages_json: bytes
-    template_kwargs_json: bytes
-
-
-class TextPrompt(msgspec.Struct, frozen=True):
-    """Plain text. add_special: with the BOS that the tokenizer may set before it."""
-
-    text: str
-    add_special: bool = True
-
-
-class IdsPrompt(msgspec.Struct, frozen=True):
-    """Token ids, each below the logit width."""
-
-    token_ids: tuple[int, ...]
-
-
-Prompt = ChatPrompt | TextPrompt | IdsPrompt
+# Ids are each below the logit width; text and chats are for a tokenizer worker.
+Prompt: TypeAlias = "TokenizeChat | TokenizeText | array.array[int]"
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One HTTP call, complete: every default filled in, every limit checked that needs no tokens.
 
+    prompts: each with its name in errors.
     text: what the detokenizer is told, but for the prompt; its `silent` when no answer is wanted
     (max_tokens 0), only the echo with its log-probabilities.
     explicit_max_tokens: the client asked for sampling.max_tokens, so a prompt that leaves less
@@ -53,7 +37,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     route: str
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[tuple[str, Prompt], ...]
     n: int
     sampling: SamplingParams
     text: TextSpec
@@ -83,7 +67,7 @@ class RequestReader:
             raise InvalidRequest("model is required", param="model")
         limits = self._limits
         if route == CHAT:
-            prompts: tuple[Prompt, ...] = (self.chat_prompt(given, facts),)
+            prompts = [("messages", self.chat_prompt(given, facts))]
         else:
             prompts = self._prompts(route, given, facts)
         n = given.get("n", 1)
@@ -109,7 +93,7 @@ class RequestReader:
         return GenerateRequest(
             route=route,
             model=given["model"],
-            prompts=prompts,
+            prompts=tuple(prompts),
             n=n,
             sampling=self._sampling(route, given, 1 if silent else max_tokens, facts),
             text=text,
@@ -157,42 +141,48 @@ class RequestReader:
                 limit="max_prompt_chars",
             )
 
-    def chat_prompt(self, given: dict[str, Any], facts: ModelFacts) -> ChatPrompt:
+    def chat_prompt(self, given: dict[str, Any], facts: ModelFacts) -> Prompt:
         """The messages and chat_template_kwargs of a checked body."""
         if "messages" not in given:
             raise InvalidRequest("messages is required", param="messages")
         messages = given["messages"]
         self._check_chars("messages", sum(map(count_chars, messages)), facts)
-        options = given.get("chat_template_kwargs", {})
-        return ChatPrompt(msgspec.json.encode(messages), msgspec.json.encode(options))
+        return TokenizeChat(
+            messages_json=msgspec.json.encode(messages),
+            template_kwargs_json=msgspec.json.encode(given.get("chat_template_kwargs", {})),
+        )
 
-    def _prompts(self, route: str, given: dict[str, Any], facts: ModelFacts) -> tuple[Prompt, ...]:
+    def _prompts(
+        self, route: str, given: dict[str, Any], facts: ModelFacts
+    ) -> list[tuple[str, Prompt]]:
         """A prompt is text, a list of ids, or a list of either; input_ids is one list of ids."""
         name = "input_ids" if route == GENERATE else "prompt"
         value = given.get(name)
         if value is None:
             raise InvalidRequest(f"{name} is required", param=name)
         if route == GENERATE:
-            return (self.ids_prompt(name, value, facts),)
-        if not isinstance(value, list) or not value or isinstance(value[0], int):
-            return (self._prompt("prompt", value, facts),)
-        if len(value) > self._limits.max_prompts:
-            most = f"must have at most {self._limits.max_prompts} items"
-            raise checks.reject("prompt", most, "max_prompts")
-        named = ((f"prompt[{index}]", item) for index, item in enumerate(value))
-        return tuple(self._prompt(param, item, facts) for param, item in named)
+            return [(name, self.ids_prompt(name, value, facts))]
+        named = [(name, value)]
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            if len(value) > self._limits.max_prompts:
+                most = f"must have at most {self._limits.max_prompts} items"
+                raise checks.reject(name, most, "max_prompts")
+            named = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+        return [(param, self._prompt(param, item, facts)) for param, item in named]
 
     def _prompt(self, param: str, value: Any, facts: ModelFacts) -> Prompt:
         is_list = isinstance(value, list)
         return (self.ids_prompt if is_list else self.text_prompt)(param, value, facts)
 
-    def text_prompt(self, param: str, value: Any, facts: ModelFacts) -> TextPrompt:
+    def text_prompt(
+        self, param: str, value: Any, facts: ModelFacts, add_special: bool = True
+    ) -> Prompt:
         """Text, checked."""
         text = checks.string(empty=False)(param, value)
         self._check_chars(param, len(text), facts)
-        return TextPrompt(text)
+        return TokenizeText(text=text, add_special=add_special)
 
-    def ids_prompt(self, param: str, value: Any, facts: ModelFacts) -> IdsPrompt:
+    def ids_prompt(self, param: str, value: Any, facts: ModelFacts) -> TokenArray:
         """Ids, checked."""
         if not isinstance(value, list):
             rule = f"must be an array of token ids, not {checks.type_name(value)}"
@@ -209,7 +199,7 @@ class RequestReader:
             check = checks.integer(0, facts.vocab_size - 1)
             for index, item in enumerate(value):
                 check(f"{param}[{index}]", item)
-        return IdsPrompt(tuple(value))
+        return array.array("i", value)
 
 
 def _logprobs(route: str, given: dict[str, Any]) -> int | None:

@@ -1,6 +1,5 @@
 """The routes beside generation: text to ids and back, and what an operator asks for."""
 
-import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +10,10 @@ from starlette.routing import Route
 
 import minisgl
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts
-from minisgl.message import DecodeIds, ToTokenizer
 from minisgl.server import checks
-from minisgl.server.generate import read_body, tokenize, unless_disconnected
+from minisgl.server.generate import read_body, unless_disconnected
 from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable, as_it_is
-from minisgl.server.requests import Prompt, RequestReader, parse_body
+from minisgl.server.requests import RequestReader, parse_body
 from minisgl.server.service import Service
 
 ABORT = checks.fields(
@@ -60,28 +58,22 @@ def token_routes(service: Service, reader: RequestReader) -> list[Route]:
         given, facts = await read(request, tokenizing)
         if ("prompt" in given) == ("messages" in given):
             raise InvalidRequest("either prompt or messages is required", param="prompt")
-        name = "messages" if "messages" in given else "prompt"
-        if name == "messages":
-            prompt: Prompt = reader.chat_prompt(given, facts)
+        if "messages" in given:
+            name, prompt = "messages", reader.chat_prompt(given, facts)
         else:
-            text = reader.text_prompt(name, given["prompt"], facts)
             add_special = given.get("add_special_tokens", True)
-            prompt = msgspec.structs.replace(text, add_special=add_special)
-        work = tokenize(service.client, prompt, name)
+            name = "prompt"
+            prompt = reader.text_prompt(name, given[name], facts, add_special)
+        work = service.client.tokenize(prompt, name)
         ids = await unless_disconnected(request.receive, work)
         found = {"count": len(ids), "max_model_len": facts.max_seq_len}
         return answer({**found, "tokens": ids.tolist()})
 
     async def to_text(request: Request) -> Response:
         given, facts = await read(request, detokenizing)
-        prompt = reader.ids_prompt("tokens", given["tokens"], facts)
-        ids = array.array("i", prompt.token_ids)
-        skip_special = given.get("skip_special_tokens", False)
-
-        def message(uid: int) -> ToTokenizer:
-            return DecodeIds(uid=uid, token_ids=ids.tobytes(), skip_special=skip_special)
-
-        text = await unless_disconnected(request.receive, service.client.decode(message))
+        ids = reader.ids_prompt("tokens", given["tokens"], facts)
+        work = service.client.decode(ids, given.get("skip_special_tokens", False))
+        text = await unless_disconnected(request.receive, work)
         return answer({"prompt": text})
 
     paths = {"/tokenize": to_ids, "/detokenize": to_text}

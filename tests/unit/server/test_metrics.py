@@ -246,10 +246,8 @@ def test_what_the_scheduler_refuses_as_the_clients_fault_is_no_error() -> None:
 
 def test_a_broken_tokenizer_is_an_error() -> None:
     async def scenario(world: World) -> None:
-        def question(uid: int) -> TokenizeText:
-            return TokenizeText(uid=uid, text="x")
-
-        asking = asyncio.create_task(world.client.tokenize(question, "prompt"))
+        prompt = TokenizeText(text="x")
+        asking = asyncio.create_task(world.client.tokenize(prompt, "prompt"))
         await asyncio.sleep(0)
         (asked,) = world.tokenizers[0].sent
         world.client.receive_answer(Tokenized(uid=asked.uid, error="x", internal=True))

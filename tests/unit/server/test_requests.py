@@ -9,11 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minisgl.core import InvalidRequest, PromptTooLong, RequestError, Unsupported
+from minisgl.message import TokenizeChat
 from minisgl.server import Limits
 from minisgl.server.errors import error_reply
 from minisgl.server.generate import fit_max_tokens
 from minisgl.server.params import CHAT, COMPLETIONS, HARMLESS, NOT_OFFERED, ParamTable
-from minisgl.server.requests import ChatPrompt, GenerateRequest, RequestReader
+from minisgl.server.requests import GenerateRequest, RequestReader
 from tests.unit.server.fakes import CONFIG, FACTS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -26,8 +27,8 @@ def read(route: str = CHAT, config: Any = CONFIG, facts: Any = FACTS, **body: An
 
 
 def rendered(**body: Any) -> Any:
-    (prompt,) = read(**body).prompts
-    assert isinstance(prompt, ChatPrompt)
+    ((_, prompt),) = read(**body).prompts
+    assert isinstance(prompt, TokenizeChat)
     return json.loads(prompt.messages_json)
 
 
@@ -90,11 +91,11 @@ def test_any_messages_give_a_chat_or_a_4xx(messages: list[Any]) -> None:
     raw = json.dumps({"model": "m", "messages": messages}).encode()
     statuses = []
     try:
-        (prompt,) = RequestReader(CONFIG).read(CHAT, raw, FACTS).prompts
+        ((_, prompt),) = RequestReader(CONFIG).read(CHAT, raw, FACTS).prompts
     except RequestError as error:
         statuses.append(error_reply(error).status)
     else:
-        assert isinstance(prompt, ChatPrompt)
+        assert isinstance(prompt, TokenizeChat)
         json.loads(prompt.messages_json)
     assert all(400 <= status < 500 for status in statuses)
 
