@@ -76,7 +76,7 @@ def build_app(service: Service) -> App:
 def _generating(service: Service, reader: RequestReader, path: str, route: str) -> Route:
     """Chat and completions, streaming and not: one path until the answer is written."""
 
-    async def handler(request: Request) -> Response:
+    async def handler(request: Request) -> Response | EventStream:
         raw, facts = await read_body(service.lifecycle, request)
         call = reader.read(route, raw, facts)
         shape = Shape(call)

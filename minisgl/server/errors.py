@@ -10,7 +10,6 @@ from minisgl.core import (
     DeadlineExceeded,
     EngineError,
     InvalidRequest,
-    MinisglError,
     Overloaded,
     PromptTooLong,
     RequestError,
@@ -93,7 +92,6 @@ _TABLE: dict[type[BaseException], _Kind] = {
     Cancelled: _Kind(499, _INVALID, "cancelled"),
     EngineFailure: _Kind(500, _SERVER, "engine_error"),
     EngineError: _Kind(500, _SERVER, "engine_error"),
-    MinisglError: _Kind(500, _SERVER, "internal_error"),
     BaseException: _Kind(500, _SERVER, "internal_error"),
 }
 
@@ -115,23 +113,16 @@ class ErrorReply(NamedTuple):
         return msgspec.json.encode(self.body)
 
 
-def _kind_of(error: BaseException) -> _Kind:
-    return next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
-
-
-def error_body(error: BaseException) -> dict[str, Any]:
-    """The nested body. What is not a RequestError never shows its text to a client."""
-    kind = _kind_of(error)
-    if isinstance(error, RequestError):
-        message, param, code = error.message, error.param, error.code or kind.code
-    else:
-        message, param, code = "internal error; see the server's log", None, kind.code
-    return {"error": {"message": message, "type": kind.type, "param": param, "code": code}}
-
-
 def error_reply(error: BaseException, retry_after_s: int = 1) -> ErrorReply:
-    """What to answer. A 500 tells clients not to repeat what would fail the same way."""
-    kind = _kind_of(error)
+    """What to answer. What is not a RequestError never shows its text to a client.
+
+    A 500 tells clients not to repeat what would fail the same way.
+    """
+    kind = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
+    body: dict[str, str | None] = {"message": "internal error; see the server's log"}
+    body |= {"type": kind.type, "param": None, "code": kind.code}
+    if isinstance(error, RequestError):
+        body |= {"message": error.message, "param": error.param, "code": error.code or kind.code}
     headers: dict[str, str] = {}
     if kind.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -139,4 +130,4 @@ def error_reply(error: BaseException, retry_after_s: int = 1) -> ErrorReply:
         headers["retry-after"] = str(retry_after_s)
     elif kind.status >= 500:
         headers["x-should-retry"] = "false"
-    return ErrorReply(kind.status, headers, error_body(error))
+    return ErrorReply(kind.status, headers, {"error": body})

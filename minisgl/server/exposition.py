@@ -15,16 +15,21 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 class Spec(NamedTuple):
-    """One metric. kind: counter, gauge or histogram; bounds: of a histogram's buckets, inclusive.
+    """One metric. bounds: of a histogram's buckets, inclusive; others have none.
 
     labels: label -> its values known from the start, whose series exist at 0; () when none is.
     """
 
     name: str
-    kind: str
     help: str
     labels: Mapping[str, tuple[str, ...]] = {}
     bounds: tuple[float, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Counters are those whose name says so."""
+        is_counter = self.name.endswith("_total")
+        return "histogram" if self.bounds else "counter" if is_counter else "gauge"
 
 
 class Value:

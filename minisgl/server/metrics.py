@@ -43,86 +43,78 @@ _WHOLE_S += (120, 240, 480, 960, 1920)
 _TOKENS = tuple(first * 10**power for power in range(6) for first in (1, 2, 5))
 
 
-def _gauge(name: str, text: str, **labels: tuple[str, ...]) -> Spec:
-    return Spec(name, "gauge", text, labels)
-
-
-def _counter(name: str, text: str, **labels: tuple[str, ...]) -> Spec:
-    return Spec(name, "counter", text, labels)
-
-
-def _histogram(name: str, text: str, bounds: tuple[float, ...], **labels: tuple[str, ...]) -> Spec:
-    return Spec(name, "histogram", text, labels, bounds)
+def _metric(
+    name: str, text: str, bounds: tuple[float, ...] = (), **labels: tuple[str, ...]
+) -> Spec:
+    return Spec(name, text, labels, bounds)
 
 
 # Each has the label model_name too: the first name that is served.
 _OF_THE_MODEL = (
-    _gauge("minisgl_requests_running", "Requests in the batch."),
-    _gauge("minisgl_requests_waiting", "Requests accepted and not yet admitted."),
-    _gauge("minisgl_kv_cache_usage_ratio", "KV tokens held by requests, of all, 0 to 1."),
-    _gauge("minisgl_kv_cache_page_size_tokens", "Tokens in a KV page."),
-    _gauge("minisgl_kv_cache_pages", "KV pages."),
-    _gauge("minisgl_kv_cache_tokens", "KV tokens.", state=("used", "evictable", "free")),
-    _counter("minisgl_prefix_cache_query_tokens_total", "Prompt tokens, once per request."),
-    _counter("minisgl_prefix_cache_hit_tokens_total", "Of those, tokens found in the cache."),
-    _gauge("minisgl_prefix_cache_hit_ratio", f"Tokens found by the last {_WINDOW_REQS} requests."),
-    _counter("minisgl_prefix_cache_evicted_tokens_total", "Tokens evicted from the cache."),
-    _histogram(
-        "minisgl_batch_size", "Requests in a forward pass.", BATCH_SIZE_BOUNDS, phase=_PHASES
-    ),
-    _histogram(
+    _metric("minisgl_requests_running", "Requests in the batch."),
+    _metric("minisgl_requests_waiting", "Requests accepted and not yet admitted."),
+    _metric("minisgl_kv_cache_usage_ratio", "KV tokens held by requests, of all, 0 to 1."),
+    _metric("minisgl_kv_cache_page_size_tokens", "Tokens in a KV page."),
+    _metric("minisgl_kv_cache_pages", "KV pages."),
+    _metric("minisgl_kv_cache_tokens", "KV tokens.", state=("used", "evictable", "free")),
+    _metric("minisgl_prefix_cache_query_tokens_total", "Prompt tokens, once per request."),
+    _metric("minisgl_prefix_cache_hit_tokens_total", "Of those, tokens found in the cache."),
+    _metric("minisgl_prefix_cache_hit_ratio", f"Tokens found by the last {_WINDOW_REQS} requests."),
+    _metric("minisgl_prefix_cache_evicted_tokens_total", "Tokens evicted from the cache."),
+    _metric("minisgl_batch_size", "Requests in a forward pass.", BATCH_SIZE_BOUNDS, phase=_PHASES),
+    _metric(
         "minisgl_batch_tokens", "Tokens of a forward pass.", BATCH_TOKENS_BOUNDS, phase=_PHASES
     ),
-    _counter(
+    _metric(
         "minisgl_forward_passes_total",
         "Forward passes, run by a CUDA graph or not.",
         phase=_PHASES,
         cuda_graph=("true", "false"),
     ),
-    _counter("minisgl_forward_seconds_total", "Time in forward passes.", phase=_PHASES),
-    _counter("minisgl_prompt_tokens_total", "Prompt tokens, each prompt once."),
-    _counter("minisgl_generation_tokens_total", "Tokens generated."),
-    _counter(
+    _metric("minisgl_forward_seconds_total", "Time in forward passes.", phase=_PHASES),
+    _metric("minisgl_prompt_tokens_total", "Prompt tokens, each prompt once."),
+    _metric("minisgl_generation_tokens_total", "Tokens generated."),
+    _metric(
         "minisgl_requests_total",
         "Requests that ended; what clients did wrong does not count.",
         outcome=("stop", "length", "abort", "error", "rejected"),
     ),
-    _counter(
+    _metric(
         "minisgl_requests_rejected_total",
         "Requests refused with 503.",
         reason=("queue_full", "loading", "draining", "failed"),
     ),
-    _counter(
+    _metric(
         "minisgl_limits_exceeded_total", "Requests and connections over a limit.", limit=LIMITS
     ),
-    _counter("minisgl_preemptions_total", "Running requests put back into the queue."),
-    _counter("minisgl_nonfinite_rows_total", "Rows of logits with NaN or infinity."),
-    _histogram("minisgl_time_to_first_token_seconds", "Arrival to first output.", _FIRST_S),
-    _histogram("minisgl_inter_token_latency_seconds", "Between outputs.", _BETWEEN_S),
-    _histogram(
+    _metric("minisgl_preemptions_total", "Running requests put back into the queue."),
+    _metric("minisgl_nonfinite_rows_total", "Rows of logits with NaN or infinity."),
+    _metric("minisgl_time_to_first_token_seconds", "Arrival to first output.", _FIRST_S),
+    _metric("minisgl_inter_token_latency_seconds", "Between outputs.", _BETWEEN_S),
+    _metric(
         "minisgl_time_per_output_token_seconds", "Mean of a request after the first.", _BETWEEN_S
     ),
-    _histogram("minisgl_request_duration_seconds", "Arrival to last output.", _WHOLE_S),
-    _histogram("minisgl_request_queue_seconds", "Arrival to first admission.", _WHOLE_S),
-    _histogram("minisgl_request_prefill_seconds", "First admission to first output.", _WHOLE_S),
-    _histogram("minisgl_request_decode_seconds", "First to last output.", _WHOLE_S),
-    _histogram("minisgl_request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
-    _histogram("minisgl_request_generation_tokens", "Tokens generated for a request.", _TOKENS),
-    _gauge("minisgl_scheduler_last_step_timestamp_seconds", "Unix time of the last step's end."),
-    _gauge("minisgl_model_info", "Always 1.", dtype=(), device=(), tp_size=()),
+    _metric("minisgl_request_duration_seconds", "Arrival to last output.", _WHOLE_S),
+    _metric("minisgl_request_queue_seconds", "Arrival to first admission.", _WHOLE_S),
+    _metric("minisgl_request_prefill_seconds", "First admission to first output.", _WHOLE_S),
+    _metric("minisgl_request_decode_seconds", "First to last output.", _WHOLE_S),
+    _metric("minisgl_request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+    _metric("minisgl_request_generation_tokens", "Tokens generated for a request.", _TOKENS),
+    _metric("minisgl_scheduler_last_step_timestamp_seconds", "Unix time of the last step's end."),
+    _metric("minisgl_model_info", "Always 1.", dtype=(), device=(), tp_size=()),
 )
 _OF_THE_PROCESS = (
-    _counter("minisgl_http_requests_total", "HTTP answers.", route=(), method=(), code=()),
-    _gauge("minisgl_http_requests_in_flight", "HTTP requests but for probes, streams too."),
-    _gauge(
+    _metric("minisgl_http_requests_total", "HTTP answers.", route=(), method=(), code=()),
+    _metric("minisgl_http_requests_in_flight", "HTTP requests but for probes, streams too."),
+    _metric(
         "minisgl_startup_seconds",
         "How long each phase of the start took.",
         phase=("load", "kv_alloc", "cuda_graph", "warm_up", "total"),
     ),
-    _gauge("minisgl_ready", "1 when /readyz answers 200."),
-    _gauge("minisgl_draining", "1 from SIGTERM on."),
-    _gauge("minisgl_build_info", "Always 1.", version=(), commit=()),
-    _gauge("process_start_time_seconds", "Unix time of the start of the API process."),
+    _metric("minisgl_ready", "1 when /readyz answers 200."),
+    _metric("minisgl_draining", "1 from SIGTERM on."),
+    _metric("minisgl_build_info", "Always 1.", version=(), commit=()),
+    _metric("process_start_time_seconds", "Unix time of the start of the API process."),
 )
 
 

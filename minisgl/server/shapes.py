@@ -74,6 +74,9 @@ class Shape:
         self._add_ids(body, choice, extras, generation)
         return body
 
+    def _chunk(self, index: int, fields: bytes, ids: bytes = b"") -> bytes:
+        return b"%s%d,%s}]%s%s" % (self._before, index, fields, ids, self._after)
+
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
         """What comes before any generated text: the role of a chat."""
         if not self._is_chat:
@@ -81,19 +84,14 @@ class Shape:
         ids = b""
         if generation.prompt_ids:
             ids = b',"prompt_token_ids":' + msgspec.json.encode(generation.prompt_ids[0])
-        delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return b"%s%d%s%s%s" % (self._before, choice.index, delta, ids, self._after)
+        fields = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        return self._chunk(choice.index, fields, ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """New text of one choice."""
-        field = b',"delta":{"content":%s}' if self._is_chat else b',"text":%s'
-        body = field % msgspec.json.encode(text)
-        return b'%s%d%s,"logprobs":null,"finish_reason":null}]%s' % (
-            self._before,
-            index,
-            body,
-            self._after,
-        )
+        field = b'"delta":{"content":%s}' if self._is_chat else b'"text":%s'
+        rest = b',"logprobs":null,"finish_reason":null'
+        return self._chunk(index, field % msgspec.json.encode(text) + rest)
 
     def rich_chunk(
         self, choice: Choice, text: str, extras: Extras, generation: Generation | None
@@ -109,8 +107,7 @@ class Shape:
         body["logprobs"] = self._logprobs(extras)
         body["finish_reason"] = None
         self._add_ids(body, choice, extras, generation)
-        fields = msgspec.json.encode(body)[1:-1]
-        return b"%s%d,%s}]%s" % (self._before, choice.index, fields, self._after)
+        return self._chunk(choice.index, msgspec.json.encode(body)[1:-1])
 
     def _add_ids(
         self,
@@ -135,14 +132,9 @@ class Shape:
 
     def last_chunk(self, choice: Choice) -> bytes:
         """The finish reason of one choice."""
-        body = b',"delta":{}' if self._is_chat else b',"text":""'
-        return b'%s%d%s,"logprobs":null,"finish_reason":"%s"}]%s' % (
-            self._before,
-            choice.index,
-            body,
-            _finish_name(choice).encode(),
-            self._after,
-        )
+        field = b'"delta":{}' if self._is_chat else b'"text":""'
+        rest = b',"logprobs":null,"finish_reason":"%s"' % _finish_name(choice).encode()
+        return self._chunk(choice.index, field + rest)
 
     def usage_chunk(self, generation: Generation) -> bytes:
         """Sent last, when include_usage asks for it."""

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import Cancelled
@@ -15,6 +15,11 @@ from minisgl.server.shapes import DONE, Shape, sse
 
 logger = logging.getLogger(__name__)
 
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise hold events back
+)
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: proxies see traffic, clients see nothing
 
 
@@ -67,38 +72,27 @@ async def events(
         generation.beat = False
 
 
-class EventStream(Response):
-    """Sends the events, and closes the generation whatever ends the stream."""
+@dataclass(eq=False)
+class EventStream:
+    """An ASGI answer: sends the events, and closes the generation whatever ends the stream."""
 
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        client: EngineClient,
-        request: GenerateRequest,
-        shape: Shape,
-        generation: Generation,
-    ) -> None:
-        # X-Accel-Buffering: nginx would otherwise hold events back.
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(None, 200, headers)
-        del self.headers["content-length"]
-        self._client = client
-        self._generation = generation
-        self._events = events(generation, request, shape)
+    client: EngineClient
+    request: GenerateRequest
+    shape: Shape
+    generation: Generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_disconnected(receive, self._send(send))
         except Cancelled:
-            logger.debug("client gone request_id=%s", self._generation.request_id)
+            logger.debug("client gone request_id=%s", self.generation.request_id)
         finally:
-            self._client.close(self._generation)
+            self.client.close(self.generation)
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
         try:
-            async for event in self._events:
+            async for event in events(self.generation, self.request, self.shape):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         # The status line has gone, so the stream itself must say it; uvicorn logs the traceback.
         except Exception as error:
