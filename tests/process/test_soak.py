@@ -15,6 +15,7 @@ pytestmark = pytest.mark.process
 
 CLIENTS = 6
 GROWTH = 1.05
+STUCK_S = 300.0  # far beyond any answer, also on a machine that has much else to do
 TOTAL_PAGES = 512  # small enough for evictions and preemptions
 ADMIN = {"authorization": "Bearer root"}
 
@@ -59,20 +60,23 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(120)
+            thread.join(STUCK_S)
         assert not any(thread.is_alive() for thread in self._threads), "a call never ended"
 
     def _run(self, seed: int) -> None:
         draw = random.Random(seed)
-        with httpx.Client(base_url=self._url, timeout=60) as client:
+        with httpx.Client(base_url=self._url, timeout=STUCK_S) as client:
             while not self._stop.is_set():
+                path, body = request_of(draw)
+                begun_s = time.monotonic()
                 try:
-                    self._one(client, draw)
+                    self._one(client, draw, path, body)
                 except httpx.HTTPError as error:
-                    self.bad.append(repr(error))
+                    self.bad.append(f"{error!r} {time.monotonic() - begun_s:.0f} s {path} {body}")
 
-    def _one(self, client: httpx.Client, draw: random.Random) -> None:
-        path, body = request_of(draw)
+    def _one(
+        self, client: httpx.Client, draw: random.Random, path: str, body: dict[str, Any]
+    ) -> None:
         name = f"soak-{draw.randrange(2**60)}"
         fate = draw.random()
         with client.stream("POST", path, json=body, headers={"x-request-id": name}) as answer:
