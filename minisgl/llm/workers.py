@@ -139,7 +139,9 @@ class RankWorkers:
     def close(self) -> None:
         self.send(Shutdown())
         end_s = time.monotonic() + (_LEAVE_S if hasattr(self, "facts") else 0.0)
-        while time.monotonic() < end_s and None in self._exits():
+        while time.monotonic() < end_s and None in (codes := self._exits()):
+            if any(codes):
+                break  # one has failed: the others may wait for it without end
             time.sleep(0.01)
         for child in self.children:
             child.process.kill()

@@ -84,7 +84,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-wide": lambda: _qwen3(head_dim=128),
     "qwen3-moe-wide": lambda: _qwen3_moe(head_dim=128, norm_topk_prob=True),
     "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True),
-    "qwen3-moe-mixed": lambda: _qwen3_moe(num_hidden_layers=3, mlp_only_layers=[1]),
+    "qwen3-moe-mixed": lambda: _qwen3_moe(  # sizes that no number of ranks divides
+        num_hidden_layers=3, mlp_only_layers=[1], intermediate_size=97, moe_intermediate_size=39
+    ),
 }
 
 
@@ -95,7 +97,7 @@ def build_model(family: str, folder: Path, seed: int = 0) -> str:
         torch.manual_seed(seed)
         config = FAMILIES[family]()
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
+            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -108,7 +110,7 @@ def build_model(family: str, folder: Path, seed: int = 0) -> str:
 @cache
 def _reference(path: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     return model.eval()
 

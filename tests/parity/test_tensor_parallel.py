@@ -30,9 +30,9 @@ CASES = [
     RankCase("mistral", 64, "naive", overlap=True, crowded=True, aborts=False),
     RankCase("qwen2-yarn-tied", 13, "radix", overlap=True, crowded=False, aborts=False, drawn=True),
 ]
-FOUR = [  # more ranks than KV heads, and 151 ids, 96 columns and experts of 40 over four
+FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),
-    RankCase("qwen3-moe", MANY, "naive", overlap=True, crowded=False, aborts=False, drawn=True),
+    RankCase("qwen3-moe-mixed", MANY, "naive", overlap=True, crowded=False, aborts=False),
 ]
 ModelPath = Callable[[str], str]
 Runs = list[list[Outcome]]
