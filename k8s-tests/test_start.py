@@ -30,7 +30,8 @@ def test_not_ready_until_loaded_and_live_meanwhile(release: Release, namespace: 
         name = pods[0]["metadata"]["name"]
         is_up = is_ready(pods[0])
         served = ready_endpoints(namespace.all("EndpointSlice"))
-        live, ready = namespace.probe(name, "/livez")[0], namespace.probe(name, "/readyz")[0]
+        # In this order: once the one has answered, the other has to.
+        ready, live = namespace.probe(name, "/readyz")[0], namespace.probe(name, "/livez")[0]
         if live or ready:
             probes.append((live, ready))
         if is_up or served:
