@@ -12,6 +12,7 @@ _HELP = {
     "reduce": "sums over GPUs as the engine asks for them, and by NCCL",
     "scheduler": "CPU time of the scheduler alone, with a model that does no work",
     "server": "stream events per second and core of the API process, with a stub engine",
+    "simulate": "the scheduler and its prefix cache under a load, in virtual time",
     "step": "one decode step on the GPU, kernel by kernel",
 }
 
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from minisgl.benchmark.reduce import main as run
     elif name == "server":
         from minisgl.benchmark.server import main as run
+    elif name == "simulate":
+        from minisgl.benchmark.simulate import main as run
     elif name == "step":
         from minisgl.benchmark.step_profile import main as run
     else:

@@ -9,24 +9,22 @@ import asyncio
 import contextlib
 import gc
 import json
-import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import uvloop
 from tqdm import tqdm
 
 from minisgl.benchmark.client import Answer, StreamingClient
 from minisgl.benchmark.latency import latencies, summarise, table
+from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.own_server import OwnServer, fetch, own_server, read_metrics
 from minisgl.benchmark.plot import plot_latencies
-from minisgl.benchmark.trace import Load, ideal_hit_ratio, read_trace, replay
-from minisgl.benchmark.workload import add_workload_flags, workload_from
+from minisgl.benchmark.trace import ideal_hit_ratio, lru_hit_ratio
 from minisgl.core import ConfigError, Int32Array
 
 
@@ -60,34 +58,6 @@ async def open_loop(
 
     pairs = zip(bodies, arrivals_s, strict=True)
     return list(await asyncio.gather(*(work(body, due_s) for body, due_s in pairs)))
-
-
-def arrivals(count: int, rate: float, poisson: bool, seed: int) -> list[float]:
-    """Seconds of arrival: gaps of 1 / rate, or exponential ones of that mean; inf: all at once."""
-    source = random.Random(seed)
-    times, now_s = [], 0.0
-    for _ in range(count):
-        times.append(now_s)
-        now_s += source.expovariate(rate) if poisson else 1 / rate
-    return times
-
-
-def load_of(options: argparse.Namespace) -> Load:
-    """The prompts, lengths and arrivals that the flags describe."""
-    if options.trace is not None:
-        return replay(
-            read_trace(options.trace, options.requests),
-            time_scale=options.time_scale,
-            length_scale=options.length_scale,
-            max_prompt_tokens=options.max_prompt,
-            largest_id=options.largest_id,
-        )
-    workload = workload_from(options)
-    prompts = [np.array(prompt, dtype=np.int32) for prompt in workload.prompts]
-    times = None
-    if options.rate is not None:
-        times = arrivals(len(prompts), options.rate, options.arrival == "poisson", options.seed)
-    return Load(prompts, workload.max_tokens, times)
 
 
 def body_of(index: int, prompt: Int32Array, max_tokens: int, options: argparse.Namespace) -> bytes:
@@ -131,8 +101,10 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     summary |= _server_side(before, after)
     if options.trace is not None and (pages := int(after.get("minisgl_kv_cache_pages", 0))):
         page_size = int(after["minisgl_kv_cache_page_size_tokens"])
+        summary["lru_hit_ratio"] = lru_hit_ratio(load.prompts, pages, page_size)
         summary["ideal_hit_ratio"] = ideal_hit_ratio(load.prompts, pages, page_size)
-    return {"summary": summary, "requests": [_row(answer, answers[0]) for answer in answers]}
+    rows = [_row(answer, answers[0], options.samples) for answer in answers]
+    return {"summary": summary, "requests": rows}
 
 
 async def _run(
@@ -160,9 +132,10 @@ def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str,
     return {"server": changed | startup} if after else {}
 
 
-def _row(answer: Answer, first: Answer) -> dict[str, Any]:
+def _row(answer: Answer, first: Answer, samples: bool) -> dict[str, Any]:
     outputs_s = answer.outputs_s or [answer.sent_s]
-    return {
+    times = {"outputs_s": [at_s - first.sent_s for at_s in outputs_s]} if samples else {}
+    return times | {
         "sent_s": answer.sent_s - first.sent_s,
         "ttft_s": outputs_s[0] - answer.sent_s,
         "e2e_s": outputs_s[-1] - answer.sent_s,
@@ -187,17 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--obey-eos", action="store_true", help="answers may end early")
     parser.add_argument("--json", type=Path, help="write settings, summary and requests")
+    parser.add_argument("--samples", action="store_true", help="with the time of each output")
     parser.add_argument("--plot", type=Path, help="write the latencies as an SVG")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    load = parser.add_argument_group("load")
-    load.add_argument("--concurrency", type=int, default=256, help="requests at a time (256)")
-    load.add_argument("--rate", type=float, help="arrivals per second, whatever runs; inf: at once")
-    load.add_argument("--arrival", choices=("poisson", "uniform"), default="poisson")
-    load.add_argument("--trace", type=Path, help="replay the first --requests of this file")
-    load.add_argument("--time-scale", type=float, default=1.0, help="times its arrival times")
-    load.add_argument("--length-scale", type=float, default=1.0, help="times its lengths")
-    load.add_argument("--max-prompt", type=int, help="cut its prompts to so many tokens")
-    add_workload_flags(parser)
+    add_load_flags(parser)
     return parser
 
 
@@ -216,8 +182,6 @@ def _server(options: argparse.Namespace) -> Iterator[OwnServer]:
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON; 1 when a request failed."""
     options = _parser().parse_args(argv)
-    if options.concurrency < 1 or (options.rate is not None and options.rate <= 0):
-        raise ConfigError("--concurrency and --rate must be positive")
     with _server(options) as server:
         if options.served_name is None:
             models = json.loads(fetch(server.url + "/v1/models", options.api_key))

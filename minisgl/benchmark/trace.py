@@ -6,6 +6,7 @@ prompts that share their first k ids share their first 512 k tokens.
 """
 
 import heapq
+from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,6 +114,23 @@ def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> fl
             negative, _, page = heapq.heappop(queue)
             if cached.get(page) == -negative:
                 del cached[page]
+    total = sum(len(prompt) for prompt in prompts)
+    return hits / total if total else 0.0
+
+
+def lru_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> float:
+    """The same where what was used least recently is given up, the ends of prompts first."""
+    cached: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for prompt in prompts:
+        chain = _page_chain(prompt, page_size)
+        found = next((i for i, page in enumerate(chain) if page not in cached), len(chain))
+        hits += min(found, (len(prompt) - 1) // page_size) * page_size
+        for page in reversed(chain):
+            cached[page] = None
+            cached.move_to_end(page)
+        while len(cached) > pages:
+            cached.popitem(last=False)
     total = sum(len(prompt) for prompt in prompts)
     return hits / total if total else 0.0
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.benchmark.trace import BLOCK_TOKENS, ideal_hit_ratio, read_trace, replay
+from minisgl.benchmark.trace import (
+    BLOCK_TOKENS,
+    ideal_hit_ratio,
+    lru_hit_ratio,
+    read_trace,
+    replay,
+)
 from minisgl.core import ConfigError, Int32Array
 
 
@@ -90,3 +96,12 @@ def _best_hits(prompts: list[Int32Array], cached: frozenset[tuple[int, ...]], pa
     held = cached | set(chain)
     kept = combinations(held, min(pages, len(held)))
     return hits + max(_best_hits(prompts[1:], frozenset(choice), pages) for choice in kept)
+
+
+def test_lru_keeps_what_was_used_last_from_the_front() -> None:
+    a, b, c = prompt(1, 2), prompt(3, 4), prompt(1, 5)
+    assert lru_hit_ratio([a, b, a], 4, 4) == pytest.approx(8 / 27)
+    assert lru_hit_ratio([a, b, a], 3, 4) == pytest.approx(4 / 27), "of a the end was given up"
+    assert lru_hit_ratio([a, b, a], 2, 4) == 0.0
+    assert lru_hit_ratio([a, c, b, a], 4, 4) == pytest.approx(8 / 36), "1 was used after 2"
+    assert lru_hit_ratio([], 4, 4) == 0.0

@@ -1,0 +1,54 @@
+"""Which requests arrive when: their lengths, at a rate or from a trace, as command-line flags."""
+
+import argparse
+import random
+from pathlib import Path
+
+import numpy as np
+
+from minisgl.benchmark.trace import Load, read_trace, replay
+from minisgl.benchmark.workload import add_workload_flags, workload_from
+from minisgl.core import ConfigError
+
+
+def arrivals(count: int, rate: float, poisson: bool, seed: int) -> list[float]:
+    """Seconds of arrival: gaps of 1 / rate, or exponential ones of that mean; inf: all at once."""
+    source = random.Random(seed)
+    times, now_s = [], 0.0
+    for _ in range(count):
+        times.append(now_s)
+        now_s += source.expovariate(rate) if poisson else 1 / rate
+    return times
+
+
+def load_of(options: argparse.Namespace) -> Load:
+    """The prompts, lengths and arrivals that the flags describe. Raises ConfigError."""
+    if options.concurrency < 1 or (options.rate is not None and options.rate <= 0):
+        raise ConfigError("--concurrency and --rate must be positive")
+    if options.trace is not None:
+        return replay(
+            read_trace(options.trace, options.requests),
+            time_scale=options.time_scale,
+            length_scale=options.length_scale,
+            max_prompt_tokens=options.max_prompt,
+            largest_id=options.largest_id,
+        )
+    workload = workload_from(options)
+    prompts = [np.array(prompt, dtype=np.int32) for prompt in workload.prompts]
+    times = None
+    if options.rate is not None:
+        times = arrivals(len(prompts), options.rate, options.arrival == "poisson", options.seed)
+    return Load(prompts, workload.max_tokens, times)
+
+
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that load_of reads."""
+    load = parser.add_argument_group("load")
+    load.add_argument("--concurrency", type=int, default=256, help="requests at a time (256)")
+    load.add_argument("--rate", type=float, help="arrivals per second, whatever runs; inf: at once")
+    load.add_argument("--arrival", choices=("poisson", "uniform"), default="poisson")
+    load.add_argument("--trace", type=Path, help="replay the first --requests of this file")
+    load.add_argument("--time-scale", type=float, default=1.0, help="times its arrival times")
+    load.add_argument("--length-scale", type=float, default=1.0, help="times its lengths")
+    load.add_argument("--max-prompt", type=int, help="cut its prompts to so many tokens")
+    add_workload_flags(parser)

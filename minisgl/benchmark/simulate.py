@@ -1,0 +1,134 @@
+"""The real scheduler and prefix cache in virtual time: what a load gives, from the cost of a step.
+
+The engine is replaced by a clock that a step moves by what StepCost says of it; a server logs the
+cost of its machine when it starts ("step cost calibrated"). Beside the latencies stand the prefix
+hits, which hardly depend on the times, and those of an ideal cache.
+"""
+
+import argparse
+import heapq
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minisgl.benchmark.client import Answer
+from minisgl.benchmark.latency import summarise, table
+from minisgl.benchmark.load import add_load_flags, load_of
+from minisgl.benchmark.trace import Load, ideal_hit_ratio, lru_hit_ratio
+from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepCost, StepResult
+from minisgl.message import AddReq
+from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+
+_HOST_S = 0.0003  # between the end of a step and the launch of the next but one
+# Qwen3-8B, bfloat16, on one H200, as its server logged it.
+_COST = (5.2, 16.3, 28.8, 0.95)
+
+
+class _Pending:
+    def __init__(self, engine: "VirtualEngine", batch: Batch, end_s: float) -> None:
+        self._engine, self._reqs, self._end_s = engine, batch.num_reqs, end_s
+
+    def wait(self) -> StepResult:
+        self._engine.now_s = max(self._engine.now_s, self._end_s) + _HOST_S
+        tokens, finite = np.ones(self._reqs, dtype=np.int32), np.ones(self._reqs, dtype=np.bool_)
+        return StepResult(tokens, finite)
+
+
+class VirtualEngine:
+    """Implements core.EngineLike. now_s: virtual time; busy_s: what all steps took together."""
+
+    def __init__(self, cost: StepCost, num_pages: int, rows: int, max_seq_len: int) -> None:
+        self._cost = cost
+        self.num_pages, self.page_size = num_pages, 16
+        self.max_running_reqs, self.max_seq_len = rows, max_seq_len
+        self.now_s = self.busy_s = self._free_s = 0.0
+
+    def launch(self, batch: Batch) -> _Pending:
+        lengths, n = batch.lengths.astype(np.int64), batch.num_decode
+        keys = lengths * batch.start + lengths * (lengths + 1) // 2
+        seconds = self._cost.predict_s(int(lengths.sum()), int(keys[:n].sum()), int(keys[n:].sum()))
+        self.busy_s += seconds
+        self._free_s = max(self.now_s, self._free_s) + seconds
+        return _Pending(self, batch, self._free_s)
+
+
+def simulate(
+    load: Load, engine: VirtualEngine, cost: StepCost, config: SchedulerConfig, concurrency: int
+) -> list[Answer]:
+    """The answers to `load`, in order; `concurrency` at a time where it has no arrivals."""
+    inbox, outbox = LocalInbox(), LocalOutbox()
+    scheduler = Scheduler(
+        engine, config, vocab_size=2**31 - 1, eos_token_ids=(), inbox=inbox, outbox=outbox
+    )
+    if config.target_step_ms is not None:
+        scheduler.calibrate(cost)
+    answers = [Answer(0.0, prompt_tokens=len(prompt)) for prompt in load.prompts]
+    times = load.arrivals_s or [0.0] * min(concurrency, len(answers))
+    due = [(due_s, index) for index, due_s in enumerate(times)]
+    heapq.heapify(due)
+    started = len(due)
+    while due or not scheduler.idle:
+        if scheduler.idle:
+            engine.now_s = max(engine.now_s, due[0][0])
+        while due and due[0][0] <= engine.now_s:
+            due_s, index = heapq.heappop(due)
+            answers[index].sent_s = due_s
+            sampling = SamplingParams(max_tokens=load.max_tokens[index], ignore_eos=True, seed=0)
+            ids = load.prompts[index].astype("<i4").tobytes()
+            inbox.messages.append(AddReq(uid=index, token_ids=ids, sampling=sampling))
+        scheduler.iterate()
+        while outbox.outputs:
+            output = outbox.outputs.popleft()
+            for opened in output.opened:
+                answers[opened.uid].cached_tokens = opened.cached_tokens
+            for uid in output.uids:
+                answers[uid].outputs_s.append(engine.now_s)
+                answers[uid].output_tokens += 1
+            for finished in output.finished:
+                answers[finished.uid].error = finished.error
+                if started < len(answers):
+                    heapq.heappush(due, (engine.now_s, started))
+                    started += 1
+    return answers
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="minisgl bench simulate", description=__doc__)
+    parser.add_argument(
+        "--cost",
+        type=float,
+        nargs=4,
+        default=_COST,
+        metavar=("BASE_MS", "TOKEN_US", "KEY_NS", "PAIR_NS"),
+        help=f"of a step, as logged by a server {_COST}",
+    )
+    parser.add_argument("--num-pages", type=int, default=49_000, help="of 16 tokens (49000)")
+    parser.add_argument("--max-running-requests", type=int, default=256)
+    parser.add_argument("--max-seq-len", type=int, default=40_960)
+    parser.add_argument("--target-step-ms", type=float, default=SchedulerConfig().target_step_ms)
+    parser.add_argument("--cache-type", choices=("radix", "naive"), default="radix")
+    add_load_flags(parser)
+    options = parser.parse_args(argv)
+    base_ms, token_us, key_ns, pair_ns = options.cost
+    cost = StepCost(
+        base_s=base_ms / 1e3,
+        per_token_s=token_us / 1e6,
+        per_decode_key_s=key_ns / 1e9,
+        per_prefill_pair_s=pair_ns / 1e9,
+    )
+    config = SchedulerConfig(
+        target_step_ms=options.target_step_ms or None, cache_type=options.cache_type
+    )
+    engine = VirtualEngine(
+        cost, options.num_pages, options.max_running_requests, options.max_seq_len
+    )
+    load = load_of(options)
+    summary: dict[str, Any] = summarise(simulate(load, engine, cost, config, options.concurrency))
+    print(table(summary))
+    for name, ratio in (("lru", lru_hit_ratio), ("ideal", ideal_hit_ratio)):
+        summary[f"{name}_hit_ratio"] = ratio(load.prompts, engine.num_pages, engine.page_size)
+    print(json.dumps(summary | {"busy_s": engine.busy_s}))
+    return 1 if summary["failed"] else 0
