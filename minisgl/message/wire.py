@@ -240,10 +240,10 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     uid: int
-    text: str
-    completion_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
+    text: str = ""
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     token_ids: list[int] = []
     reasoning: str = ""
     reasoning_tokens: int = 0

@@ -122,14 +122,9 @@ class ApiServer:
                 timeout_graceful_shutdown=5,
             )
         )
-        tasks = {
-            asyncio.create_task(self._receive(), name="receiver"),
-            asyncio.create_task(self._watch(), name="watch"),
-            asyncio.create_task(self._beat(), name="beat"),
-            asyncio.create_task(self._wait_failed(), name="failed"),
-            asyncio.create_task(self._drain(), name="drain"),
-        }
-        serving = asyncio.create_task(server.serve([listener]), name="http")
+        works = (self._receive, self._watch, self._beat, self._wait_failed, self._drain)
+        tasks = {asyncio.create_task(work()) for work in works}
+        serving = asyncio.create_task(server.serve([listener]))
         try:
             # Each of these runs for ever unless it is the end: none may die unseen (W27).
             await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -170,17 +165,16 @@ class ApiServer:
                 self._on_ready(message)
 
     def _on_ready(self, message: Ready) -> None:
-        logger.info("ready role=%s still_loading=%s", message.role, self._still_loading(message))
         self.client.metrics.on_ready(message, self.config.engine.tp_size)
-        if self.lifecycle.on_ready(message) and self.lifecycle.facts is not None:
+        is_last = self.lifecycle.on_ready(message)
+        still_loading = ",".join(sorted(self.lifecycle.missing)) or "none"
+        logger.info("ready role=%s still_loading=%s", message.role, still_loading)
+        if is_last and self.lifecycle.facts is not None:
             # What lives now lives for good; the collector need not walk it again.
             gc.collect()
             gc.freeze()
             self.client.metrics.on_started("total", process_age_s(os.getppid()))
             self._announce(self.lifecycle.facts)
-
-    def _still_loading(self, message: Ready) -> str:
-        return ",".join(role for role in self.lifecycle.missing if role != message.role) or "none"
 
     def _announce(self, facts: ModelFacts) -> None:
         """The one line that says that, and where, minisgl serves."""

@@ -43,15 +43,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The resolved command line.
+    """The resolved command line; what each field means is told by its flag in flags.toml.
 
     served_names        names that `model` may have; the first one is told to clients.
-    drain_grace_s       after SIGTERM, new requests are still accepted for so long.
-    drain_timeout_s     after SIGTERM, running requests are ended after so long.
     api_key_hashes, admin_key_hashes   SHA-256 in hex; the keys themselves stay with the launcher.
-    allowed_origins     of web pages that may call (CORS); none by default.
     commit              of the source that runs, or unknown.
-    step_timeout_s      work pending and no step for so long counts as a hang; 0: never.
     """
 
     engine: EngineConfig

@@ -25,27 +25,18 @@ class Lifecycle:
     """Waits for one Ready of each role, and then for the signal to drain."""
 
     def __init__(self, roles: frozenset[str]) -> None:
-        self._missing = set(roles)
-        self._facts: ModelFacts | None = None
+        self.missing = set(roles)
+        self.facts: ModelFacts | None = None
         self.phase = Phase.LOADING
-
-    @property
-    def facts(self) -> ModelFacts | None:
-        return self._facts
-
-    @property
-    def missing(self) -> list[str]:
-        return sorted(self._missing)
 
     def on_ready(self, message: Ready) -> bool:
         """True when this was the last one that was missing."""
-        self._missing.discard(message.role)
-        if message.facts is not None:
-            self._facts = message.facts
-        if self.phase is Phase.LOADING and not self._missing and self._facts is not None:
-            self.phase = Phase.READY
-            return True
-        return False
+        self.missing.discard(message.role)
+        self.facts = message.facts or self.facts
+        if self.phase is not Phase.LOADING or self.missing or self.facts is None:
+            return False
+        self.phase = Phase.READY
+        return True
 
     @property
     def leaving(self) -> bool:
@@ -58,8 +49,8 @@ class Lifecycle:
         answer tells its client to close, so this one could not have been told.
         """
         accepting = self.phase in (Phase.READY, Phase.GRACE)
-        if (accepting or (kept and self.phase is Phase.DRAINING)) and self._facts is not None:
-            return self._facts
+        if (accepting or (kept and self.phase is Phase.DRAINING)) and self.facts is not None:
+            return self.facts
         if self.phase is Phase.LOADING:
             raise NotReady("the model is still loading")
         if self.phase is Phase.FAILED:

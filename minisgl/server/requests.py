@@ -218,12 +218,10 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        reason = str(error) if isinstance(error, msgspec.MsgspecError) else type(error).__name__
-        raise InvalidRequest(
-            f"the body is not valid JSON: {reason[:200]}", code="invalid_json"
-        ) from None
-    if not isinstance(body, dict):
-        raise InvalidRequest(
-            f"the body must be a JSON object, not {checks.type_name(body)}", code="invalid_json"
-        )
-    return body
+        reason = str(error)[:200] if isinstance(error, msgspec.MsgspecError) else "not readable"
+        text = f"the body is not valid JSON: {reason}"
+        raise InvalidRequest(text, code="invalid_json") from None
+    if isinstance(body, dict):
+        return body
+    text = f"the body must be a JSON object, not {checks.type_name(body)}"
+    raise InvalidRequest(text, code="invalid_json")

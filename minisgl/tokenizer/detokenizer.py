@@ -68,10 +68,6 @@ class Detokenizer:
                 updates.append(
                     TextUpdate(
                         uid=uid,
-                        text="",
-                        completion_tokens=0,
-                        prompt_tokens=0,
-                        cached_tokens=0,
                         finish=FinishReason.ERROR,
                         error="the text of this request could not be made",
                         stopped=True,
