@@ -1,7 +1,4 @@
-"""The API server in plain JSON, over the official client's connection and credentials.
-
-Objects are dicts as `kubectl get -o json` shows them, so that tests can replay recorded ones.
-"""
+"""The API server in plain JSON, so that tests can replay it, over the official client."""
 
 import copy
 import json
@@ -61,9 +58,8 @@ class Kube:
                     for r in version.get("resources", []):
                         namespaced = r["scope"] == "Namespaced"
                         kind = r["responseKind"]["kind"]
-                        one = _Resource(
-                            f"{root}/{api}", r["resource"], namespaced, tuple(r["verbs"])
-                        )
+                        verbs = tuple(r["verbs"])
+                        one = _Resource(f"{root}/{api}", r["resource"], namespaced, verbs)
                         found[f"{api}/{kind}"] = one
                         found.setdefault(kind, one)
         return found
@@ -150,9 +146,10 @@ class Kube:
         """None when there are none."""
         query = [("container", container), ("previous", str(previous).lower())]
         try:
-            return self._text("GET", self._path("Pod", pod, "log"), query)
+            answer = self._call("GET", self._path("Pod", pod, "log"), query)
         except ApiException:
             return None
+        return str(answer.read().decode(errors="replace"))
 
     def probe(self, pod: str, path: str) -> tuple[int, str]:
         """Status and text of a pod's HTTP answer, through the API server; 0 without an answer.
@@ -221,10 +218,7 @@ class Kube:
             yield json.loads(line)
 
     def _json(self, method: str, path: str, *rest: Any, **more: Any) -> Any:
-        return json.loads(self._text(method, path, *rest, **more))
-
-    def _text(self, method: str, path: str, *rest: Any, **more: Any) -> str:
-        return str(self._call(method, path, *rest, **more).read().decode(errors="replace"))
+        return json.loads(self._call(method, path, *rest, **more).read())
 
     def _call(
         self,

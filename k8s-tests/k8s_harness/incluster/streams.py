@@ -60,7 +60,7 @@ class Caller:
                     self._data(line[6:].strip(), seen, name)
             if not seen["done"]:
                 seen["error"] = seen["error"] or "the stream ended early"
-        if answer.will_close:
+        if answer.will_close or not self._stream["keep_alive"]:
             self._close()
 
     def _data(self, data: bytes, seen: Event, name: Event) -> None:
