@@ -5,12 +5,18 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernel.triton.overlap import overlaps
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul(x, out, width, x_stride, BLOCK: tl.constexpr):
+def _silu_and_mul(x, out, width, x_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -40,7 +46,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = x.new_empty((*x.shape[:-1], width))
     if out.numel():
         grid = (triton.cdiv(width, _BLOCK) * len(rows),)
-        _silu_and_mul[grid](rows, out, width, rows.stride(0), BLOCK=_BLOCK, num_warps=4)
+        overlap = overlaps()
+        options = {"OVERLAP": overlap, "launch_pdl": overlap, "num_warps": 4}
+        _silu_and_mul[grid](rows, out, width, rows.stride(0), BLOCK=_BLOCK, **options)
     return out
 
 

@@ -1,8 +1,9 @@
 """x @ weight.T for few rows: the weight is read once, split over K so that all of the chip reads.
 
-A program holds BN rows of the weight as the tall operand of the matrix unit and x as the narrow
-one, so few rows waste nothing. With splits > 1 each writes its float32 part to a workspace; the
-last to arrive at a tile adds the parts in order, so results do not change between runs.
+A program holds BN rows of the weight as the tall operand of the matrix unit and BM of x as the
+narrow one, so few rows waste nothing. While the kernel before it ends, it has the beginning of
+its weights brought into L2. With splits > 1 each writes its float32 part to a workspace; the last
+to arrive at a tile adds the parts in order, so results do not change between runs.
 
 Bytes: 2 N K, and 8 M N for each split: small as long as M is.
 """
@@ -15,10 +16,32 @@ from typing import Final, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor, float32
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
+from minisgl.kernel.triton.overlap import overlaps
 
-@triton.jit(do_not_specialize=["num_rows", "splits"])
+_AHEAD = 256  # columns of each row of the weight that are brought into L2
+
+
+@triton.jit
+def _prefetch(rows, count, ROWS: tl.constexpr):
+    """Bring `count` 2-byte elements at each of ROWS addresses into L2."""
+    PIECES: tl.constexpr = 128 // ROWS if ROWS < 128 else 1  # so that every thread has one
+    piece = tl.arange(0, PIECES)
+    at = rows[:, None] + piece[None, :] * (count // PIECES)
+    size = tl.zeros([ROWS, PIECES], tl.int32) + count * 2 // PIECES
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [at.to(tl.int64), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "splits", "ahead"])
 def _linear(
     x,
     weight,
@@ -30,10 +53,12 @@ def _linear(
     K,
     x_stride,
     splits,
+    ahead,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -42,7 +67,12 @@ def _linear(
     k = tl.arange(0, BK)
     steps = tl.cdiv(K, BK * splits)
     begin = split * steps * BK
-    weight_at = weight + n[:, None].to(tl.int64) * K + (begin + k)[None, :]
+    weight_row = weight + n.to(tl.int64) * K + begin
+    if OVERLAP:
+        gdc_launch_dependents()
+        _prefetch(weight_row, ahead, BN)
+        gdc_wait()
+    weight_at = weight_row[:, None] + k[None, :]
     x_at = x + m[None, :] * x_stride + (begin + k)[:, None]
     total = tl.zeros([BN, BM], tl.float32)
     for step in tl.range(0, tl.minimum(steps, tl.cdiv(K - begin, BK)), num_stages=STAGES):
@@ -75,37 +105,43 @@ class Tiling(NamedTuple):
     stages: int
 
 
-_WHOLE = Tiling(64, 128, 1, 6)
-# (N, K): up to 16 rows of x, up to 32. One H200, 2026-11-21, torch 2.11, Triton 3.6, bf16, in CUDA
-# graphs over weights that exceed the L2 cache. Each beats cuBLAS by 4 to 25 %; gate and up of 8B
-# and 14B (cuBLAS: 4.0 to 4.2 TB/s) and 5120 x 5120 differ by noise and are left to it.
+_DEEP = Tiling(64, 128, 1, 8)
+# (N, K): up to 16, 32 and 64 rows of x; None: cuBLAS was faster, alone or in a whole step. One
+# H200, 2026-11-21, torch 2.11, Triton 3.6, bf16, in CUDA graphs that alternate with a norm, over
+# weights that exceed the L2 cache. Those listed take 0.4 to 8 us less than cuBLAS.
 _TILINGS: Final = MappingProxyType(
     {
-        (4096, 1024): (_WHOLE, _WHOLE),
-        (1024, 2048): (Tiling(64, 256, 4, 3), Tiling(32, 256, 4, 4)),
-        (6144, 1024): (_WHOLE, _WHOLE),
-        (1024, 3072): (Tiling(64, 256, 6, 3), Tiling(64, 128, 4, 6)),
-        (6144, 4096): (_WHOLE, _WHOLE),
-        (5120, 2048): (_WHOLE, _WHOLE),
-        (2048, 4096): (Tiling(64, 256, 4, 3), Tiling(64, 128, 4, 4)),
-        (4096, 4096): (_WHOLE, _WHOLE),
-        (4096, 12288): (Tiling(64, 128, 2, 6), Tiling(64, 128, 2, 6)),
-        (7168, 5120): (_WHOLE, _WHOLE),
-        (5120, 17408): (_WHOLE, _WHOLE),
+        (4096, 1024): (Tiling(64, 128, 2, 4),) * 2 + (None,),
+        (1024, 2048): (Tiling(64, 128, 8, 2), Tiling(32, 256, 4, 4), None),
+        (6144, 1024): (_DEEP, _DEEP, None),
+        (1024, 3072): (Tiling(64, 128, 6, 4),) * 2 + (None,),
+        (5120, 2048): (Tiling(64, 128, 1, 6),) * 2 + (None,),
+        (2048, 4096): (Tiling(64, 256, 4, 3), Tiling(64, 128, 4, 4), None),
+        (6144, 4096): (_DEEP, _DEEP, Tiling(64, 64, 1, 8)),
+        (4096, 4096): (Tiling(64, 128, 2, 8),) * 2 + (Tiling(64, 64, 2, 8),),
+        (24576, 4096): (Tiling(64, 128, 1, 3),) * 2 + (Tiling(64, 64, 1, 4),),
+        (4096, 12288): (Tiling(64, 128, 2, 8),) * 2 + (Tiling(64, 128, 2, 6),),
+        (7168, 5120): (_DEEP, _DEEP, Tiling(64, 128, 1, 6)),
+        (5120, 5120): (Tiling(64, 256, 1, 5), _DEEP, Tiling(64, 128, 1, 6)),
+        (34816, 5120): (Tiling(64, 128, 1, 3),) + (Tiling(128, 64, 1, 3),) * 2,
+        (5120, 17408): (Tiling(64, 64, 2, 7), _DEEP, None),
     }
 )
+_ROWS: Final = (16, 32, 64)
 
 
 def tiling_for(num_rows: int, out_features: int, in_features: int) -> Tiling | None:
     """The measured tiling that beats torch on this shape on Hopper, or None; None elsewhere."""
-    pair = _TILINGS.get((out_features, in_features))
-    if pair is None or not 0 < num_rows <= 32 or driver.active.get_current_target().arch != 90:
+    tilings = _TILINGS.get((out_features, in_features))
+    if tilings is None or not 0 < num_rows <= _ROWS[-1]:
         return None
-    return pair[num_rows > 16]
+    if driver.active.get_current_target().arch != 90:
+        return None
+    return tilings[sum(num_rows > rows for rows in _ROWS)]
 
 
 def small_linear(x: Tensor, weight: Tensor, arrived: Tensor, tiling: Tiling) -> Tensor:
-    """x @ weight.T. x: [M, K], M up to 32, unit stride in K; weight: contiguous [N, K]; bf16.
+    """x @ weight.T. x: [M, K], M up to 64, unit stride in K; weight: contiguous [N, K]; bf16.
 
     arrived: int32 [N / 32] or more, zeros before the first call and again after each; calls that
     share it must follow one another on one stream. N and K divide into the tiling's tiles.
@@ -117,6 +153,7 @@ def small_linear(x: Tensor, weight: Tensor, arrived: Tensor, tiling: Tiling) -> 
     parts = out
     if tiling.splits > 1:
         parts = x.new_empty((tiling.splits, num_rows, height), dtype=float32)
+    overlap = overlaps()
     _linear[(height // tiling.rows, tiling.splits)](
         x,
         weight,
@@ -128,10 +165,13 @@ def small_linear(x: Tensor, weight: Tensor, arrived: Tensor, tiling: Tiling) -> 
         width,
         x.stride(0),
         tiling.splits,
-        BM=16 if num_rows <= 16 else 32,
+        min(_AHEAD, width // tiling.splits),
+        BM=max(triton.next_power_of_2(num_rows), 16),
         BN=tiling.rows,
         BK=tiling.columns,
         STAGES=tiling.stages,
-        num_warps=4,
+        OVERLAP=overlap,
+        num_warps=tiling.rows // 16 if tiling.rows > 64 else 4,
+        launch_pdl=overlap,
     )
     return out

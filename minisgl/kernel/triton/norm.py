@@ -8,6 +8,9 @@ Bytes: rms_norm 2 T H, add_rms_norm 4 T H elements; both are bound by memory.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernel.triton.overlap import overlaps
 
 _ELEMENTS_PER_THREAD = 8
 _SMALLEST_TILE = 1024
@@ -28,12 +31,16 @@ def _norm(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     inside = cols < width
     mask = (rows < num_rows)[:, None] & inside[None, :]
     scale = tl.load(weight + cols, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
     if ADD:
         at = residual + rows[:, None] * residual_stride + cols[None, :]
@@ -57,6 +64,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     rows = max(1, _SMALLEST_TILE // block)
     warps = min(max(rows * block // (32 * _ELEMENTS_PER_THREAD), 1), 16)
     other = x if residual is None else residual
+    overlap = overlaps()
     _norm[(triton.cdiv(num_rows, rows),)](
         x,
         other,
@@ -71,7 +79,9 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         ADD=residual is not None,
         ROWS=rows,
         BLOCK=block,
+        OVERLAP=overlap,
         num_warps=warps,
+        launch_pdl=overlap,
     )
 
 

@@ -10,6 +10,9 @@ them apart. Bytes: 2 T (Hq + 2 Hkv) D elements, and D * 4 of cos_sin for each to
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernel.triton.overlap import overlaps
 
 _TILE_ELEMENTS = 512  # of one half: 8 for each of 64 threads
 
@@ -41,6 +44,7 @@ def _qk_norm_rope_store(
     NORM: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     blocks: tl.constexpr = (Q_HEADS + 2 * KV_HEADS + HEADS - 1) // HEADS
     token = (tl.program_id(0) // blocks).to(tl.int64)
@@ -53,6 +57,9 @@ def _qk_norm_rope_store(
     mask = (is_q | is_k | is_v)[:, None] & inside[None, :]
     at = head[:, None] * (2 * HALF) + cols[None, :]
     row = qkv + token * qkv_stride
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     first = tl.load(row + at, mask=mask, other=0.0)
     second = tl.load(row + at + HALF, mask=mask, other=0.0)
     slot = tl.load(slots + token).to(tl.int64)
@@ -108,6 +115,7 @@ def qk_norm_rope_store(
     heads = max(_TILE_ELEMENTS // block, 1)
     grid = (triton.cdiv(q_heads + 2 * kv_heads, heads) * tokens,)
     normed = q_weight is not None and k_weight is not None
+    overlap = overlaps()
     _qk_norm_rope_store[grid](
         qkv,
         q_weight if normed else qkv,
@@ -127,6 +135,8 @@ def qk_norm_rope_store(
         NORM=normed,
         HEADS=heads,
         BLOCK=block,
+        OVERLAP=overlap,
         num_warps=2,
+        launch_pdl=overlap,
     )
     return q_out
