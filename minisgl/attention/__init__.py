@@ -98,7 +98,7 @@ def _one(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:
 
 def _flashinfer(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:
     if pool.device.type == "meta":
-        return MetaAttention(pool)
+        return MetaAttention(pool, q_heads)
     major, minor = torch.cuda.get_device_capability(pool.device)
     variant = _variant(name) or default_prefill_variant(10 * major + minor)
     return FlashInferAttention(pool, q_heads, variant)

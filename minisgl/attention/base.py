@@ -54,13 +54,6 @@ class StepAttention(Protocol):
 class DecodeGraphAttention(StepAttention, Protocol):
     """Attention of a decode step of fixed size over fixed tensors, to be captured in a graph."""
 
-    def plan(self, start: Int32Array) -> None:
-        """Prepare for contexts start + 1 (int32 [size]): before the capture and each replay.
-
-        Queued on the current stream; may wait for the copies of the plan before, never for more.
-        """
-        ...
-
     def describe(self) -> None:
         """Compute the metadata on the device; the first operation of the captured part."""
         ...

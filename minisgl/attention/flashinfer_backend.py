@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
-from minisgl.attention.flashinfer_graph import SplitDecode, WholeDecode
+from minisgl.attention.decode_graph import BalancedDecode, WholeDecode
 from minisgl.core import Int32Array
-from minisgl.kernel import kv_metadata
+from minisgl.kernel import DecodeScratch, decode_scratch, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
 _HEAD_DIMS = (64, 128, 256)
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
 _MOST_QUERY_ROWS = 128  # of one block of the fa2 kernels
 _BLOCKS_PER_MULTIPROCESSOR = 2  # for which FlashInfer plans
+_WAVES = 2  # of one block for each req and KV head; with fewer our own decode kernel is faster,
+_SMALL_GROUP = 2  # and with so few query heads for a KV head always
 
 
 def why_not_flashinfer(pool: KVPool) -> str | None:
@@ -92,6 +94,7 @@ class FlashInferAttention:
             )
         )
         self._graph_indices: Tensor | None = None
+        self._scratch: DecodeScratch | None = None
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """A step of one phase only (PhasedAttention splits)."""
@@ -114,13 +117,17 @@ class FlashInferAttention:
         return _Planned(self._pool, planner.wrapper)
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        """The first size asked for is the largest; the page ids' buffer is shared by all."""
+        """Of several sizes the largest is asked for first: they share buffers."""
+        pool, (q_heads, kv_heads, head_dim, _) = self._pool, self._shape
+        if size * kv_heads <= _WAVES * self._blocks or q_heads <= _SMALL_GROUP * kv_heads:
+            if self._scratch is None:
+                self._scratch = decode_scratch(size, q_heads, kv_heads, head_dim, pool.device)
+            return BalancedDecode(pool, step, self._scratch)
         if self._graph_indices is None:
             entries = size * step.page_table.shape[1]
-            self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=self._pool.device)
-        kind = SplitDecode if size * self._pool.kv_heads <= self._blocks else WholeDecode
-        arguments = (self._flashinfer, self._pool, self._workspace, self._graph_indices)
-        return kind(*arguments, step, self._shape, self._types)
+            self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=pool.device)
+        arguments = (self._flashinfer, pool, self._workspace, self._graph_indices)
+        return WholeDecode(*arguments, step, self._shape, self._types)
 
 
 class _Planned:
@@ -138,12 +145,18 @@ class MetaAttention:
     """What the device meta has for FlashInfer, so that our own kernels compile without a GPU: the
     launches beside FlashInfer's, and no attention. Implements AttentionBackend, StepAttention."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, q_heads: int) -> None:
         self._pool = pool
+        self._shape = (q_heads, pool.kv_heads, pool.head_dim)
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         _pages(self._pool, step)
-        return self
+        if not step.num_decode:
+            return self
+        scratch = decode_scratch(step.num_decode, *self._shape, self._pool.device)
+        captured = BalancedDecode(self._pool, step, scratch)
+        captured.describe()
+        return captured
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         return None

@@ -172,7 +172,7 @@ class Engine:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Hidden states [T, H], None from a graph, and logits [N, V], None when nobody samples."""
         if graph is not None:
-            return None, graph.run_forward(inputs.start)
+            return None, graph.run_forward()
         state, n = self._state, batch.num_decode
         num_tokens = n + batch.num_prefill_tokens
         step = state.attention_step(views, n, inputs.start, inputs.lengths)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minisgl.attention import DecodeGraphAttention
-from minisgl.core import Batch, Int32Array
+from minisgl.core import Batch
 from minisgl.engine.inputs import pad
 from minisgl.engine.state import DeviceState
 from minisgl.kernel import StepLayout, StepViews
@@ -45,9 +45,8 @@ class DecodeGraph:
     filtered: torch.cuda.CUDAGraph
     chosen: Tensor
 
-    def run_forward(self, start: Int32Array) -> Tensor:
-        """start: int32 [size] on the host, as in `views`. Returns logits."""
-        self.attention.plan(start)
+    def run_forward(self) -> Tensor:
+        """Compute `logits` from `views`, and return them."""
         self.forward.replay()
         return self.logits
 
@@ -121,7 +120,6 @@ class DecodeGraphs:
         def sampler(filters: bool) -> Callable[[], object]:
             return lambda: chosen.copy_(state.choose(logits, views, draws=True, filters=filters))
 
-        attention.plan(start)
         return DecodeGraph(
             size=size,
             views=views,

@@ -5,8 +5,11 @@ references themselves: elementwise.py, rotary.py, sampling.py, random.py, step.p
 """
 
 from minisgl.kernel.cache import compiling, use_kernel_cache
+from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
     add_rms_norm,
+    balanced_decode,
+    count_blocks,
     gather_embedding,
     kv_metadata,
     linear,
@@ -26,6 +29,7 @@ from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 from minisgl.kernel.step import StepLayout, StepViews
 
 __all__ = [
+    "DecodeScratch",
     "EditTensors",
     "SampledTokens",
     "SamplingTensors",
@@ -33,8 +37,11 @@ __all__ = [
     "StepViews",
     "TopLogprobs",
     "add_rms_norm",
+    "balanced_decode",
     "compile_flashinfer",
     "compiling",
+    "count_blocks",
+    "decode_scratch",
     "edit_logits",
     "gather_embedding",
     "gumbel_noise",

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minisgl.kernel import elementwise, rotary, sampling, step
+from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 
 
@@ -200,3 +201,27 @@ def put_tokens(
 
         run = kernels.put_tokens
     run(token_pool, rows, start, lengths, samples, tokens)
+
+
+def count_blocks(start: Tensor, lengths: Tensor, scratch: DecodeScratch) -> None:
+    """See minisgl.kernel.triton.decode.count_blocks. Not for CPU tensors."""
+    from minisgl.kernel.triton import decode as kernels
+
+    kernels.count_blocks(start, lengths, scratch)
+
+
+def balanced_decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    out: Tensor,
+    page_table: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    scratch: DecodeScratch,
+) -> None:
+    """See minisgl.kernel.decode.decode. Not for CPU tensors."""
+    from minisgl.kernel.triton import decode as kernels
+
+    kernels.decode(q, k_pool, v_pool, out, page_table, rows, start, lengths, scratch)

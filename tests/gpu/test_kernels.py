@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import StepLayout, elementwise, rotary, step
+from minisgl.kernel import StepLayout, decode_scratch, elementwise, rotary, step
+from minisgl.kernel.decode import decode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -126,9 +127,9 @@ def test_qk_norm_rope_store(
 
 
 @pytest.mark.parametrize(
-    "tiling", [(64, 128, 1, 6), (64, 128, 6, 4), (32, 256, 4, 4), (64, 256, 3, 3)], ids=str
+    "tiling", [(64, 128, 1, 6), (64, 128, 6, 4), (32, 256, 4, 4), (128, 64, 3, 3)], ids=str
 )
-@pytest.mark.parametrize("rows", [1, 3, 16, 32])
+@pytest.mark.parametrize("rows", [1, 16, 23, 64])
 def test_small_linear(tiling: tuple[int, ...], rows: int) -> None:
     """Twice with the same counters: each call leaves them as it found them."""
     if INTERPRETED:
@@ -143,18 +144,90 @@ def test_small_linear(tiling: tuple[int, ...], rows: int) -> None:
     assert not arrived.any()
 
 
+@pytest.mark.parametrize("rows", [5, 32])
+def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
+    """A long chain in a graph, where each kernel starts while others end, gives to the bit what
+    the same kernels give with a wait after each."""
+    if INTERPRETED:
+        pytest.skip("the interpreter has no CUDA graphs")
+    from minisgl.kernel import add_rms_norm, linear, silu_and_mul
+
+    up = [normal(6144, 1024, dtype=torch.bfloat16) / 32 for _ in range(24)]
+    down = [normal(1024, 3072, dtype=torch.bfloat16) / 32 for _ in range(24)]
+    weight = normal(1024, dtype=torch.bfloat16)
+    counters = torch.zeros(192, dtype=torch.int32, device=DEVICE)
+    start, stream = normal(rows, 1024, dtype=torch.bfloat16), torch.cuda.Stream()
+
+    def chain(wait: bool) -> Tensor:
+        x, residual = start.clone(), start.clone()
+        for first, second in zip(up, down, strict=True):
+            for layer in (
+                lambda x: add_rms_norm(x, residual, weight, 1e-6)[0],
+                lambda x, first=first: linear(x, first, None, counters),
+                silu_and_mul,
+                lambda x, second=second: linear(x, second, None, counters),
+            ):
+                x = layer(x)
+                if wait:
+                    torch.cuda.synchronize()
+        return x + residual
+
+    expected = chain(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = chain(wait=False)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+
+
 def test_tilings_fit_their_shapes() -> None:
     from minisgl.kernel.triton import linear
 
     for height, width in ((1024, 3072), (2048, 4096), (4096, 12288), (5120, 17408)):
-        for rows in (1, 16, 17, 32):
+        for rows in (1, 16, 17, 32, 64):
             tiling = linear.tiling_for(rows, height, width)
             if tiling is not None:
                 assert height % tiling.rows == 0
                 assert width % (tiling.columns * tiling.splits) == 0
-    assert linear.tiling_for(33, 1024, 3072) is None
-    assert linear.tiling_for(1, 24576, 4096) is None
+    assert linear.tiling_for(65, 4096, 12288) is None
     assert linear.tiling_for(1, 1000, 3072) is None
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
+@pytest.mark.parametrize("contexts", [[1], [700], [3, 65, 64, 1, 200, 129, 63, 1]], ids=len)
+def test_decode_splits_contexts_anywhere(contexts: list[int], group: int) -> None:
+    """Twice with the same scratch: each call leaves its counters as it found them."""
+    from minisgl.kernel.triton import decode as kernels
+
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    kv_heads, dim, page_size, reqs = 2, 64, 4, len(contexts)
+    pages = [-(-context // page_size) for context in contexts]
+    order = torch.randperm(sum(pages) + 3, dtype=torch.int32)
+    table = torch.full((reqs + 2, max(pages)), -1, dtype=torch.int32)
+    rows = torch.randperm(reqs + 2)[:reqs].int()
+    for row, count in zip(rows.tolist(), pages, strict=True):
+        table[row, :count], order = order[:count], order[count:]
+    pools = normal(2, sum(pages) + 3, page_size, kv_heads, dim, dtype=dtype)
+    pools[:, order.long()] = torch.nan
+    start, lengths = torch.tensor(contexts).int() - 1, torch.ones(reqs, dtype=torch.int32)
+    where = [tensor.to(DEVICE) for tensor in (table, rows, start, lengths)]
+    scratch = decode_scratch(reqs, kv_heads * group, kv_heads, dim, torch.device(DEVICE))
+    if INTERPRETED:
+        scratch = scratch._replace(
+            parts=torch.full((14, 16, dim), torch.nan), stats=torch.full((14, 2, 16), torch.nan)
+        )
+    q = normal(reqs, kv_heads * group, dim, dtype=dtype)
+    expected = torch.empty_like(q)
+    decode(q, *pools, expected, *where, scratch)
+    for _ in range(2):
+        out = torch.full_like(q, torch.nan)
+        kernels.count_blocks(*where[2:], scratch)
+        kernels.decode(q, *pools, out, *where, scratch)
+        assert error(out, expected) < TOLERANCE[dtype]
+        assert not scratch.arrived.any()
 
 
 def packed_step() -> tuple[StepLayout, Tensor, Tensor, Tensor]:
