@@ -38,20 +38,24 @@ def _high(product: Tensor) -> Tensor:
     return (product >> 32) & _MASK
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Gumbel(0, 1) noise for every token id of each row.
+def gumbel_noise(
+    seeds: Tensor, positions: Tensor, count: int, *, first: Tensor | int = 0, stream: int = 0
+) -> Tensor:
+    """Gumbel(0, 1) noise for `count` ids of each row, from `first` on.
 
-    seeds: int64 [N], any value; positions: integers [N], the position of the token drawn.
-    Returns float32 [N, vocab_size]. Token v of a row takes word v % 4 of
-    philox(counter = (v // 4, position, 0, 0), key = (low, high half of seed)).
+    seeds: int64 [N], any value; positions: integers [N], the position of the token drawn. first:
+    a multiple of 4, or one for each row. Returns float32 [N, count]. Id v of a row takes word
+    v % 4 of philox(counter = (v // 4, position, stream, 0), key = (low, high half of seed)).
 
     A word r becomes u = (r + 0.5) / 2**32 and then -log(-log1p(-u)): the large values, which
     decide an argmax, come from small u, where float32 still tells 2**32 steps apart.
     """
     seeds, positions = seeds.long().unsqueeze(1), positions.long().unsqueeze(1)
-    groups = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)
-    zero = torch.zeros_like(groups)
-    words = philox4x32((groups, positions, zero, zero), (seeds & _MASK, (seeds >> 32) & _MASK))
+    quads = torch.arange((count + 3) // 4, device=seeds.device).unsqueeze(0)
+    quads = quads + (first.long().unsqueeze(1) if isinstance(first, Tensor) else first) // 4
+    zero = torch.zeros_like(quads)
+    counter = (quads, positions, zero + stream, zero)
+    words = philox4x32(counter, (seeds & _MASK, (seeds >> 32) & _MASK))
     uniform = (torch.stack(words, dim=-1).float() + 0.5) * 2.0**-32
-    uniform = uniform.clamp_(max=_LARGEST_BELOW_ONE).flatten(1)[:, :vocab_size]
+    uniform = uniform.clamp_(max=_LARGEST_BELOW_ONE).flatten(1)[:, :count]
     return -torch.log(-torch.log1p(-uniform))

@@ -1,7 +1,8 @@
 """Device functions of sampling: Philox, and draws as an exponential race.
 
 Gumbel-max takes argmax(logit / T + g) with g = -log(e) and e = -log1p(-u) exponential, which is
-the token whose arrival e / exp(logit / T) comes first. So a token beats the best one so far when
+the token whose arrival e / exp(logit / T) comes first. So a token (or a group of tokens, by the sum
+of their exp(logit / T)) beats the best one so far when
 e < e_best * exp((logit - logit_best) / T): one logarithm and one exponential each, no overflow
 whatever T is, and no need to know the row's maximum beforehand.
 """
@@ -22,14 +23,14 @@ _SMALL = tl.constexpr(0.03125)
 
 
 @triton.jit
-def philox(group, position, seed):
-    """minisgl.kernel.philox4x32 on counter (group, position, 0, 0) under the key of `seed`.
+def philox(group, position, seed, STREAM: tl.constexpr = 0):
+    """minisgl.kernel.philox4x32 on counter (group, position, STREAM, 0) under the key of `seed`.
 
     group: a tensor, position and seed: scalars. Returns four uint32 words of group's shape.
     """
     c0 = group.to(tl.uint32)
     c1 = tl.zeros_like(c0) + position.to(tl.uint32)
-    c2 = tl.zeros_like(c0)
+    c2 = tl.zeros_like(c0) + STREAM
     c3 = tl.zeros_like(c0)
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -84,9 +85,9 @@ def draw_arrival(word, FAST: tl.constexpr):
 
 
 @triton.jit
-def arrivals(ids, place, salt, FAST: tl.constexpr):
+def arrivals(ids, place, salt, FAST: tl.constexpr, STREAM: tl.constexpr = 0):
     """draw_arrival of single ids, of any shape and order, at the price of four."""
-    w0, w1, w2, w3 = philox(ids >> 2, place, salt)
+    w0, w1, w2, w3 = philox(ids >> 2, place, salt, STREAM)
     low_half = tl.where((ids & 1) == 0, w0, w1)
     high_half = tl.where((ids & 1) == 0, w2, w3)
     return draw_arrival(tl.where((ids & 2) == 0, low_half, high_half), FAST)
