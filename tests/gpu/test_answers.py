@@ -1,0 +1,80 @@
+"""What comes out on the GPU: the demo model's answers, and errors where logits are not finite."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from demo.evaluate import MAX_ANSWER_TOKENS, accuracy_by_task, accuracy_table, load_evaluation
+from minisgl.benchmark.models import write_model
+from minisgl.core import FinishReason, SamplingParams
+from minisgl.llm import LLM, Completion
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LEAST_ACCURACY = 0.95
+VOCAB, POISON = 1511, 777
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
+}
+
+
+def completed(answers: Completion | list[Completion]) -> list[Completion]:
+    assert isinstance(answers, list)
+    return answers
+
+
+@pytest.mark.slow
+def test_the_demo_model_answers_as_on_the_cpu() -> None:
+    """bfloat16 with FlashInfer against float32 on the CPU, which answers as transformers do."""
+    prompts = load_evaluation()
+    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
+    scores = {}
+    for device, backend in (("cpu", "torch"), ("cuda", "flashinfer-fa2")):
+        with LLM(device=device, attention_backend=backend, prefill_budget_tokens=512) as llm:
+            answers = completed(llm.chat([p.messages for p in prompts], greedy, progress=False))
+        scores[device] = accuracy_by_task(prompts, [answer.text for answer in answers])
+        print(f"{device}\n{accuracy_table(scores[device])}")
+    for task, exact in scores["cpu"].items():
+        assert exact.accuracy >= LEAST_ACCURACY
+        assert abs(scores["cuda"][task].right - exact.right) <= 0.02 * exact.total
+
+
+def test_nonfinite_logits_end_their_req_alone(tmp_path: Path) -> None:
+    """One token's embedding is NaN: who has it in the prompt gets an error, who has not all
+    tokens, and nothing of the broken prompts is handed on, in chunks, graphs and mixed steps."""
+    path = Path(write_model("qwen3-0.6b", tmp_path))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | SMALL))
+    stem = torch.randint(3, POISON, (70,)).tolist()
+    clean = [torch.randint(3, POISON, (length,)).tolist() for length in (5, 40, 100, 17)]
+    broken = [[*stem, POISON], [*stem, POISON, 5, 6], [POISON]]
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    options: dict[str, Any] = {"device": "cuda", "dummy_weight": True, "prefill_budget_tokens": 48}
+    with LLM(str(path), max_running_reqs=8, **options) as llm:
+        llm.worker._engine._model.model.embed_tokens.weight.data[POISON] = torch.nan
+        for _ in range(2):
+            both = completed(llm.generate([*clean, *broken], greedy, progress=False))
+            for answer in both[: len(clean)]:
+                assert answer.finish_reason is FinishReason.LENGTH
+                assert len(answer.token_ids) == 20
+            for answer in both[len(clean) :]:
+                assert answer.finish_reason is FinishReason.ERROR
+                assert answer.token_ids == []
+                assert "non-finite" in str(answer.error)
+        totals = llm.worker.scheduler.totals
+        assert totals.nonfinite_rows_total == 2 * len(broken)
+        cached = totals.cached_tokens_total
+        llm.generate([[*stem, 5]], greedy, progress=False)
+        assert totals.cached_tokens_total == cached
