@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.benchmark.floor import Ceilings, cost_of, floor_of, load_shape
+from minisgl.benchmark.floor import Ceilings, cost_of, floor_of, load_shape, reduce_s
 from minisgl.benchmark.workload import Workload
+from minisgl.core import ConfigError
 
 
 def test_a_dense_model_reads_its_weights_once_a_step(tmp_path: Path) -> None:
@@ -40,3 +41,25 @@ def test_decoding_reads_what_its_steps_read(tmp_path: Path) -> None:
     reads = cost.read_bytes(2) + cost.read_bytes(1) + context * cost.kv_bytes
     assert floor.decode_s == pytest.approx(reads)
     assert floor.prefill_s == pytest.approx(cost.read_bytes(8192))
+
+
+def test_a_sum_takes_its_measured_time_and_between_two_a_part() -> None:
+    row = 2 * 5120
+    assert reduce_s(1, row) == 0
+    assert reduce_s(4, 256 * row) == pytest.approx(19.9e-6)
+    assert reduce_s(4, 160 * row) == pytest.approx((10.5 + 19.9) / 2 * 1e-6)
+    assert reduce_s(2, 2 * 8192 * row) == pytest.approx(2 * 309e-6)
+    with pytest.raises(ConfigError, match="no sum over 8 GPUs was measured"):
+        reduce_s(8, row)
+
+
+def test_several_gpus_divide_the_work_and_add_their_sums(tmp_path: Path) -> None:
+    _, model = load_shape("qwen3-14b", tmp_path)
+    one, four = cost_of(model), cost_of(model, 4)
+    assert four.weight_bytes == one.weight_bytes // 4
+    assert four.kv_bytes == one.kv_bytes // 4
+    assert cost_of(model, 16).kv_bytes == one.kv_bytes // 8, "8 KV heads: two ranks share one"
+    work, ceilings = Workload([[5] * 100] * 8, [50] * 8), Ceilings()
+    alone, shared = (floor_of(model, work, ceilings, tp=tp) for tp in (1, 4))
+    sums_s = 49 * 81 * reduce_s(4, 8 * 2 * 5120)
+    assert shared.decode_s == pytest.approx(alone.decode_s / 4 + sums_s)

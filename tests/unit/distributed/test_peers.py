@@ -1,0 +1,29 @@
+"""Which sums go over peer memory: decided by shape and dtype alone, so alike on every rank."""
+
+import pytest
+import torch
+
+from minisgl.distributed.peers import PeerMemory
+from minisgl.kernel.peers import PeerLayout
+
+MIB = 2**20
+
+
+def rows(count: int, width: int = 5120, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(count, width, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_sums_up_to_80_mib_in_whole_16_bytes_are_taken(size: int) -> None:
+    peers = PeerMemory(0, size, torch.device("meta"))
+    assert all(peers.takes(rows(count)) for count in (1, 7, 256, 8192))
+    assert not peers.takes(rows(8193)), "padded to whole rows of every rank it does not fit"
+    assert not peers.takes(rows(8192, dtype=torch.float32))
+    assert not peers.takes(rows(0))
+    assert not peers.takes(rows(4, width=1001))
+
+
+def test_parts_of_peer_memory_do_not_overlap() -> None:
+    layout = PeerLayout(slot_bytes=64 * MIB, row_bytes=32 * MIB)
+    assert layout.flags_offset == 160 * MIB
+    assert layout.size(4) == 160 * MIB + 2 * 128 * 4 * 4
