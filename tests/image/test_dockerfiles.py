@@ -31,13 +31,27 @@ def last_stage(name: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_base_image_is_an_argument_and_both_stages_use_it(name: str) -> None:
+def test_base_image_is_an_argument_and_all_stages_use_it(name: str) -> None:
     steps = instructions(name)
     word, base = steps[0]
     assert (word, base.split("=")[0]) == ("ARG", "PYTHON_IMAGE")
     assert re.search(r":\d+\.\d+-slim-\w+$", base), "pinned by a tag that names its Debian"
     bases = [rest.split()[0] for word, rest in steps if word == "FROM"]
-    assert bases == ["${PYTHON_IMAGE}"] * 2
+    assert bases == ["${PYTHON_IMAGE}"] * (2 if name.endswith(".cpu") else 3)
+
+
+def test_kernels_are_compiled_in_a_stage_that_stays_behind() -> None:
+    """What has the compilers, and what only the build stage's layer nvcc brings, is not shipped."""
+    built = " ".join(rest for _, rest in instructions("docker/Dockerfile"))
+    assert "minisgl compile" in built
+    assert "--arch $CUDA_ARCHS" in built
+    stage = last_stage("docker/Dockerfile")
+    assert not any("apt-get" in rest or "compile" in rest for rest in stage["RUN"])
+    assert not any("nvcc" in rest for rest in stage["COPY"])
+    copied = [rest.split()[-2] for rest in stage["COPY"] if rest.startswith("--from=kernels")]
+    settings = dict(re.findall(r"(\w+)=(\S+)", " ".join(stage["ENV"])))
+    assert copied == ["/kernels/"]
+    assert f"--kernel-cache /kernels{settings['MINISGL_KERNEL_CACHE']} " in built
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -60,6 +74,7 @@ def test_user_and_entry_point_are_what_the_chart_expects(name: str) -> None:
     assert "/livez" in healthcheck
     assert stage["EXPOSE"] == ["1919"]
     assert f"VERSION={minisgl.__version__}" in stage["ARG"]
+    assert "MINISGL_COMMIT=$REVISION" in stage["ENV"]
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
