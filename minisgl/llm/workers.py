@@ -10,7 +10,14 @@ from typing import Protocol
 
 import msgspec
 
-from minisgl.core import ConfigError, EngineConfig, ModelFacts, SchedulerConfig, WorkerDied
+from minisgl.core import (
+    ConfigError,
+    EngineConfig,
+    MinisglError,
+    ModelFacts,
+    SchedulerConfig,
+    WorkerDied,
+)
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine
 from minisgl.message import (
@@ -89,6 +96,7 @@ class RankWorkers:
         """Blocks until all are ready. Raises ConfigError or WorkerDied when one ends instead."""
         self._folder = tempfile.mkdtemp(prefix="minisgl-")
         self.children: list[Child] = []
+        self._lost: MinisglError | None = None
         self._outputs: Receiver[StepOutput] = Receiver(self._at("detokenizer"), StepOutput)
         self._status: Receiver[Ready | SchedulerStats] = Receiver(
             self._at("api"), Ready | SchedulerStats
@@ -171,18 +179,22 @@ class RankWorkers:
         return facts
 
     def _check(self) -> None:
-        """Raise when a rank has ended; the first that said why is believed to be the cause."""
-        ended = {c.role: code for c in self.children if (code := c.process.poll()) is not None}
-        if not ended:
-            return
-        for role, code in ended.items():
-            if code < 0:
-                raise WorkerDied(f"{role} {describe_exit(code)}")
+        """Raise when a rank has ended, the same each time."""
+        if self._lost is None:
+            ended = {c.role: code for c in self.children if (code := c.process.poll()) is not None}
+            self._lost = self._cause(ended) if ended else None
+        if self._lost is not None:
+            raise self._lost
+
+    def _cause(self, ended: dict[str, int]) -> MinisglError:
+        """A rank that was killed, else the first that said why: the others then lose a peer."""
+        role, code = min(ended.items(), key=lambda end: end[1])
+        said = b""
         with contextlib.suppress(BlockingIOError):
-            line = os.read(self._reasons, 65536).decode("utf-8", "replace").partition("\n")[0]
-            role, _, reason = line.partition("\t")
-            if ended.get(role) == CONFIG_EXIT:
-                raise ConfigError(reason)
-            raise WorkerDied(f"{role}: {reason}")
-        role, code = next(iter(ended.items()))
-        raise WorkerDied(f"{role} {describe_exit(code)}")
+            said = os.read(self._reasons, 65536)
+        if code < 0 or not said:
+            return WorkerDied(f"{role} {describe_exit(code)}")
+        role, _, reason = said.decode("utf-8", "replace").partition("\n")[0].partition("\t")
+        if ended.get(role) == CONFIG_EXIT:
+            return ConfigError(reason)
+        return WorkerDied(f"{role}: {reason}")
