@@ -88,8 +88,11 @@ def disagree(comm: Communicator) -> bytes:
         return head.logits(torch.randn(3, 64)).numpy().tobytes()
 
 
-def calibrate(comm: Communicator, path: str) -> StepCost:
-    return make_engine(path, comm).calibrate()
+def start(comm: Communicator, path: str) -> tuple[StepCost, int]:
+    """On ranks with room for 16 and 24 pages of 2 KiB."""
+    room = (2 + comm.tp.rank) * 2**14
+    engine = make_engine(path, comm, num_pages=None, cpu_kv_bytes=room)
+    return engine.calibrate(), engine.num_pages
 
 
 def test_every_rank_samples_from_the_same_bits(tmp_path: Path) -> None:
@@ -100,6 +103,9 @@ def test_every_rank_samples_from_the_same_bits(tmp_path: Path) -> None:
     assert np.isfinite(np.frombuffer(first, dtype=np.float32)).all()
 
 
-def test_every_rank_plans_by_the_same_cost(model_path: ModelPath, tmp_path: Path) -> None:
-    first, second = run_ranks(2, tmp_path, calibrate, model_path("qwen3"))
+def test_every_rank_plans_with_the_same_cost_and_pages(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, tmp_path, start, model_path("qwen3"))
     assert first == second
+    assert first[1] == 16, "the smallest rank decides"
