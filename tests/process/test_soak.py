@@ -111,6 +111,7 @@ def is_whole(server: ServerProcess) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800 + 3 * STUCK_S)
 @pytest.mark.parametrize("duration_s", [180, pytest.param(1800, marks=pytest.mark.proof)])
 def test_soak(duration_s: int) -> None:
     flags = ("--num-pages", str(TOTAL_PAGES), "--max-running-requests", "8")
