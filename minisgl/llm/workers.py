@@ -1,9 +1,7 @@
 """What computes for an `LLM`: a scheduler in its own process, or one process for each rank."""
 
-import contextlib
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Collection
 from typing import Protocol
@@ -22,6 +20,7 @@ from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine
 from minisgl.message import (
     AbortReq,
+    AddReq,
     Ready,
     Receiver,
     SchedulerStats,
@@ -33,7 +32,7 @@ from minisgl.message import (
 )
 from minisgl.scheduler import LocalInbox, LocalOutbox, build_scheduler
 from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
-from minisgl.utils import CONFIG_EXIT, Child, describe_exit, spawn_child
+from minisgl.utils import CONFIG_EXIT, Child, make_socket_dir, read_reasons, spawn_child
 
 _LOOK_S = 0.2  # how often, at least, it is looked whether the ranks live
 _LEAVE_S = 5.0  # for ranks to end by themselves
@@ -94,9 +93,10 @@ class RankWorkers:
 
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         """Blocks until all are ready. Raises ConfigError or WorkerDied when one ends instead."""
-        self._folder = tempfile.mkdtemp(prefix="minisgl-")
+        self._folder = make_socket_dir()
         self.children: list[Child] = []
         self._lost: MinisglError | None = None
+        self._unfinished: set[int] = set()  # uids whose last output has not been received
         self._outputs: Receiver[StepOutput] = Receiver(self._at("detokenizer"), StepOutput)
         self._status: Receiver[Ready | SchedulerStats] = Receiver(
             self._at("api"), Ready | SchedulerStats
@@ -129,20 +129,23 @@ class RankWorkers:
             os.close(reason_fd)
 
     def send(self, message: ToScheduler) -> None:
+        if isinstance(message, AddReq):
+            self._unfinished.add(message.uid)
         self._requests.send(message)
 
     def step(self) -> list[StepOutput]:
         self._check()
         for _ in self._status.drain():
             pass  # counters, for nobody
-        return list(self._outputs.drain()) if self._outputs.poll(_LOOK_S) else []
+        outputs = list(self._outputs.drain()) if self._outputs.poll(_LOOK_S) else []
+        self._unfinished -= {finished.uid for output in outputs for finished in output.finished}
+        return outputs
 
     def settle(self, uids: Collection[int]) -> None:
         for uid in uids:
             self.send(AbortReq(uid=uid))
-        left = set(uids)
-        while left:
-            left -= {finished.uid for output in self.step() for finished in output.finished}
+        while self._unfinished:
+            self.step()
 
     def close(self) -> None:
         self.send(Shutdown())
@@ -180,21 +183,18 @@ class RankWorkers:
 
     def _check(self) -> None:
         """Raise when a rank has ended, the same each time."""
-        if self._lost is None:
-            ended = {c.role: code for c in self.children if (code := c.process.poll()) is not None}
-            self._lost = self._cause(ended) if ended else None
+        if self._lost is None and any(code is not None for code in self._exits()):
+            self._lost = self._cause()
         if self._lost is not None:
             raise self._lost
 
-    def _cause(self, ended: dict[str, int]) -> MinisglError:
+    def _cause(self) -> MinisglError:
         """A rank that was killed, else the first that said why: the others then lose a peer."""
-        role, code = min(ended.items(), key=lambda end: end[1])
-        said = b""
-        with contextlib.suppress(BlockingIOError):
-            said = os.read(self._reasons, 65536)
-        if code < 0 or not said:
-            return WorkerDied(f"{role} {describe_exit(code)}")
-        role, _, reason = said.decode("utf-8", "replace").partition("\n")[0].partition("\t")
-        if ended.get(role) == CONFIG_EXIT:
-            return ConfigError(reason)
-        return WorkerDied(f"{role}: {reason}")
+        killed = [child for child in self.children if (child.process.poll() or 0) < 0]
+        reasons = read_reasons(self._reasons)
+        ended = [child for child in self.children if child.process.poll() is not None]
+        said = [child for role in reasons for child in self.children if child.role == role]
+        child = [*killed, *said, *ended][0]
+        code = child.process.wait()  # who has said why ends at once
+        kind = ConfigError if code == CONFIG_EXIT else WorkerDied
+        return kind(child.explain(code, reasons))

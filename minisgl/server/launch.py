@@ -5,7 +5,6 @@
 It loads no torch and holds no state of requests; it may run as PID 1.
 """
 
-import contextlib
 import logging
 import os
 import secrets
@@ -14,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,8 +27,9 @@ from minisgl.utils import (
     Child,
     ChildExit,
     Supervisor,
-    describe_exit,
     logs_are_json,
+    make_socket_dir,
+    read_reasons,
     setup_logging,
 )
 
@@ -44,7 +43,6 @@ _TERM_GRACE_S = 3.0
 _LAST_WORDS_S = 4.0  # for the API server to send error chunks
 _DRAIN_MARGIN_S = 8.0  # over --drain-timeout: 2 s for error chunks, 5 s for closing connections
 _SAME_SIGNAL_S = 0.2
-_MAX_SOCKET_DIR_CHARS = 80  # an ipc path holds 107
 
 
 def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAND) -> int:
@@ -58,7 +56,7 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
         hashes = (*config.api_key_hashes, *key_hashes([shell_key], None))
         config = msgspec.structs.replace(config, api_key_hashes=hashes)
     listener = _bind(config.host, config.port)
-    socket_dir = _make_socket_dir()
+    socket_dir = make_socket_dir()
     reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         with listener, Supervisor() as supervisor:
@@ -181,22 +179,12 @@ class _Service:
 
     def _fail(self, event: ChildExit) -> int:
         """One child has ended unasked: say which and why, then end the others."""
-        reason = self._reported_reason(event)
-        _say(f"error: {reason}")
+        _say(f"error: {event.child.explain(event.code, read_reasons(self._reason_fd))}")
         if event.child is not self._api and self._api.exit_code is None:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
             self._supervisor.join([self._api], _LAST_WORDS_S)
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
         return CONFIG_EXIT if event.code == CONFIG_EXIT else _FAILED_EXIT
-
-    def _reported_reason(self, event: ChildExit) -> str:
-        """What the child itself wrote, or else how it ended."""
-        with contextlib.suppress(BlockingIOError):
-            for line in os.read(self._reason_fd, 65536).decode("utf-8", "replace").splitlines():
-                name, _, reason = line.partition("\t")
-                if name == event.child.role:
-                    return reason if event.code == CONFIG_EXIT else f"{name}: {reason}"
-        return f"{event.child.role} (pid {event.child.pid}) {describe_exit(event.code)}"
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -218,14 +206,6 @@ def _url(listener: socket.socket, scheme: str) -> str:
     """What it listens on; on Linux the shell reaches 0.0.0.0 and [::] too."""
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def _make_socket_dir() -> str:
-    """A new directory that only this user can enter (mode 0700)."""
-    base = tempfile.gettempdir()
-    if len(base) > _MAX_SOCKET_DIR_CHARS:
-        base = "/tmp"
-    return tempfile.mkdtemp(prefix="minisgl-", dir=base)
 
 
 def _say(text: str) -> None:

@@ -1,10 +1,20 @@
-"""What the kernel knows of a process. Linux only, as all of minisgl."""
+"""What processes of this host know of each other, and where they meet. Linux only."""
 
 import os
+import tempfile
 import time
 from pathlib import Path
 
+_MAX_SOCKET_DIR_CHARS = 80  # an ipc path holds 107
 _START_FIELD = 19  # of /proc/PID/stat, counted after the name, which may hold spaces
+
+
+def make_socket_dir() -> str:
+    """A new directory that only this user can enter (mode 0700)."""
+    base = tempfile.gettempdir()
+    if len(base) > _MAX_SOCKET_DIR_CHARS:
+        base = "/tmp"
+    return tempfile.mkdtemp(prefix="minisgl-", dir=base)
 
 
 def process_age_s(pid: int) -> float:

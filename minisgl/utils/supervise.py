@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self
@@ -67,6 +67,17 @@ def describe_exit(code: int) -> str:
     return f"was killed by {name}"
 
 
+def read_reasons(fd: int) -> dict[str, str]:
+    """Why children are about to end, as they wrote it to this non-blocking pipe: role to reason.
+
+    In the order in which they wrote, each told once.
+    """
+    lines: list[str] = []
+    with contextlib.suppress(BlockingIOError):
+        lines = os.read(fd, 65536).decode("utf-8", "replace").splitlines()
+    return {role: reason for role, _, reason in (line.partition("\t") for line in lines)}
+
+
 @dataclass(eq=False, slots=True)
 class Child:
     """One spawned process; `exit_code` is None while it runs."""
@@ -79,6 +90,13 @@ class Child:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def explain(self, code: int, reasons: Mapping[str, str]) -> str:
+        """Why it ended with this code: what it wrote itself (read_reasons), or else how."""
+        reason = reasons.get(self.role)
+        if reason is None:
+            return f"{self.role} (pid {self.pid}) {describe_exit(code)}"
+        return reason if code == CONFIG_EXIT else f"{self.role}: {reason}"
 
 
 def spawn_child(

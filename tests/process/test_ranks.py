@@ -122,8 +122,9 @@ def test_a_rank_that_ends_is_an_error_of_the_llm(harm: str) -> None:
 def test_an_llm_with_ranks_answers_aborts_and_refuses() -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     with LLM(tp=2, num_pages=256) as llm:
-        for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=900, ignore_eos=True)):
-            break
+        for max_tokens in (900, 1):  # left in the middle, and where the last output has come
+            for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=max_tokens, ignore_eos=True)):
+                break
         answer = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], greedy, progress=False)
         assert isinstance(answer, Completion)
         assert answer.text == "42"

@@ -1,13 +1,27 @@
-"""What the kernel tells of processes."""
+"""What processes know of each other, and where they meet."""
 
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-from minisgl.utils import process_age_s
+import pytest
+
+from minisgl.utils import make_socket_dir, process_age_s
 
 
 def test_a_child_is_younger_than_its_parent() -> None:
     code = "import os; from minisgl.utils import process_age_s as age; print(age(os.getpid()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0 <= float(done.stdout) < process_age_s(os.getpid()) + 1
+
+
+def test_a_long_temporary_folder_is_no_place_for_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    made = Path(make_socket_dir())
+    assert made.parent == Path("/tmp")
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.rmdir()

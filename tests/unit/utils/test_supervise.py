@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from minisgl.utils import ChildExit, Supervisor, describe_exit, near_names
+from minisgl.utils import ChildExit, Supervisor, near_names
+from minisgl.utils.supervise import describe_exit
 
 READ = "import sys, os\nfrom minisgl.utils import read_payload\nfd = int(sys.argv[-1])\n"
 
