@@ -31,13 +31,13 @@ def graph_sizes(largest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGraph:
-    """A decode step of `size` reqs over fixed tensors. What it reads lies in `views`.
+    """A decode step of `size` reqs over fixed tensors. What it reads lies in DecodeGraphs.buffer.
 
-    logits  [size, V] of the model's dtype; chosen int32 [2, size], as DeviceState.choose.
+    attention  held because its tensors are read too.
+    logits     [size, V] of the model's dtype; chosen int32 [2, size], as DeviceState.choose.
     """
 
     size: int
-    views: StepViews
     attention: DecodeGraphAttention
     forward: torch.cuda.CUDAGraph
     logits: Tensor
@@ -46,7 +46,7 @@ class DecodeGraph:
     chosen: Tensor
 
     def run_forward(self) -> Tensor:
-        """Compute `logits` from `views`, and return them."""
+        """Compute `logits`, and return them."""
         self.forward.replay()
         return self.logits
 
@@ -122,7 +122,6 @@ class DecodeGraphs:
 
         return DecodeGraph(
             size=size,
-            views=views,
             attention=attention,
             forward=self._capture(forward),
             logits=logits,

@@ -88,7 +88,7 @@ def model_config_from(
     """Check and complete the JSON objects. Raises ConfigError that names what is wrong."""
     fields = Fields(config)
     architecture, family = family_of(config.get("architectures"))
-    _refuse_unsupported(fields, family)
+    _refuse_unsupported(fields)
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers")
     q_heads = fields.integer("num_attention_heads")
@@ -127,7 +127,7 @@ def model_config_from(
     )
 
 
-def _refuse_unsupported(fields: Fields, family: Family) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("quantization_config") is not None:
         method = fields.mapping("quantization_config").get("quant_method", "unknown")
         raise ConfigError(
