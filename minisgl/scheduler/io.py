@@ -5,15 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.core import InvariantBroken
-from minisgl.message import (
-    LeaderStep,
-    Ready,
-    Receiver,
-    SchedulerStats,
-    Sender,
-    StepOutput,
-    ToScheduler,
-)
+from minisgl.message import LeaderStep, Receiver, Sender, StepOutput, ToScheduler
 
 
 class Inbox(Protocol):
@@ -28,11 +20,12 @@ class Inbox(Protocol):
 
 
 class Outbox(Protocol):
-    """The output of one rank. Sending never blocks."""
+    """The output of one rank: on rank 0 of a server the queue to the detokenizer.
 
-    def send(self, output: StepOutput) -> None: ...
+    Sending never blocks.
+    """
 
-    def send_stats(self, stats: SchedulerStats) -> None: ...
+    def send(self, message: StepOutput, /) -> None: ...
 
 
 class QueueInbox:
@@ -104,41 +97,18 @@ class FollowerInbox:
         return step.messages
 
 
-class QueueOutbox:
-    """Rank 0 of a server: tokens to the detokenizer, stats to the API server."""
-
-    def __init__(
-        self, detokenizer: Sender[StepOutput], api: Sender[Ready | SchedulerStats]
-    ) -> None:
-        self._detokenizer = detokenizer
-        self._api = api
-
-    def send(self, output: StepOutput) -> None:
-        self._detokenizer.send(output)
-
-    def send_stats(self, stats: SchedulerStats) -> None:
-        self._api.send(stats)
-
-
 class LocalOutbox:
     """Keeps outputs for the same process to take."""
 
     def __init__(self) -> None:
         self.outputs: deque[StepOutput] = deque()
-        self.stats: SchedulerStats | None = None
 
-    def send(self, output: StepOutput) -> None:
-        self.outputs.append(output)
-
-    def send_stats(self, stats: SchedulerStats) -> None:
-        self.stats = stats
+    def send(self, message: StepOutput, /) -> None:
+        self.outputs.append(message)
 
 
 class SilentOutbox:
     """Ranks 1..n-1: their outputs equal those of rank 0, who speaks."""
 
-    def send(self, output: StepOutput) -> None:
-        pass
-
-    def send_stats(self, stats: SchedulerStats) -> None:
+    def send(self, message: StepOutput, /) -> None:
         pass

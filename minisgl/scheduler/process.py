@@ -24,7 +24,6 @@ from minisgl.scheduler.io import (
     LeaderInbox,
     Outbox,
     QueueInbox,
-    QueueOutbox,
     SilentOutbox,
 )
 from minisgl.scheduler.scheduler import Scheduler
@@ -54,8 +53,7 @@ def run_scheduler(
     api: Sender[Ready | SchedulerStats] = Sender(endpoint(socket_dir, "api"))
     outbox: Outbox = SilentOutbox()
     if tp.rank == 0:
-        detokenizer: Sender[StepOutput] = Sender(endpoint(socket_dir, "detokenizer"))
-        outbox = QueueOutbox(detokenizer, api)
+        outbox = Sender[StepOutput](endpoint(socket_dir, "detokenizer"))
     constructed_s = time.monotonic()
     scheduler = build_scheduler(engine, scheduler_config, inbox, outbox)
     gc.collect()
@@ -64,7 +62,7 @@ def run_scheduler(
     startup_s = {**engine.startup_s, "warm_up": time.monotonic() - constructed_s}
     facts = engine.facts() if tp.rank == 0 else None
     api.send(Ready(role=name, facts=facts, startup_s=startup_s))
-    _loop(scheduler, outbox)
+    _loop(scheduler, api if tp.rank == 0 else None)
     comm.close()
     logger.info("scheduler stopped")
 
@@ -100,13 +98,14 @@ def build_scheduler(
     return scheduler
 
 
-def _loop(scheduler: Scheduler, outbox: Outbox) -> None:
+def _loop(scheduler: Scheduler, api: Sender[Ready | SchedulerStats] | None) -> None:
+    """api: who is told how it goes; None where another rank tells it."""
     sent_at = -STATS_INTERVAL_S
     while not scheduler.stopping:
         scheduler.iterate()
         now = time.monotonic()
-        if scheduler.idle or now - sent_at >= STATS_INTERVAL_S:
-            outbox.send_stats(scheduler.stats())
+        if api is not None and (scheduler.idle or now - sent_at >= STATS_INTERVAL_S):
+            api.send(scheduler.stats())
             sent_at = now
     scheduler.drain_in_flight()
 
