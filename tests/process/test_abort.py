@@ -20,14 +20,14 @@ pytestmark = pytest.mark.process
 ADMIN = {"authorization": "Bearer root"}
 PAGES = 256
 BACK_S = 1.0  # the contract: pages are back within a second of a disconnect
-LONG = [3 + i % 40 for i in range(1900)]  # more than a hundred chunks of 16
+LONG = [3 + i % 40 for i in range(1900)]  # as many steps: the server takes chunks of one token
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 1900, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[ServerProcess]:
     flags = ("--num-pages", str(PAGES), "--max-running-requests", "1", "--admin-api-key", "root")
-    with run_server("--model", str(tiny_model), *flags, "--max-prefill-length", "16") as found:
+    with run_server("--model", str(tiny_model), *flags, "--max-prefill-length", "1") as found:
         yield found.wait_ready()
 
 
