@@ -14,11 +14,7 @@ from starlette.routing import Route
 
 from minisgl.core import RequestError
 from minisgl.server.auth import OPEN_PATHS, Auth
-from minisgl.server.errors import (
-    MethodNotAllowed,
-    RouteNotFound,
-    error_reply,
-)
+from minisgl.server.errors import RETRY_AFTER, MethodNotAllowed, RouteNotFound, error_reply
 from minisgl.server.generate import read_body, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import Now
@@ -56,8 +52,7 @@ def build_app(service: Service) -> App:
         *_probes(service),
         Route("/openapi.json", described),
     ]
-    retry_after_s = config.limits.retry_after_s
-    app = Starlette(routes=routes, exception_handlers=_error_handlers(retry_after_s, refused))
+    app = Starlette(routes=routes, exception_handlers=_error_handlers(refused))
     app.router.redirect_slashes = False
     # Around the app and not as its middleware, so that the answer to a bug has its id too.
     bounded = Bounded(app, config.limits, OPEN_PATHS, refused)
@@ -96,7 +91,7 @@ def _generating(service: Service, reader: RequestReader, path: str, route: str) 
 
 
 def _error_handlers(
-    retry_after_s: int, refused: Callable[[RequestError], None]
+    refused: Callable[[RequestError], None],
 ) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
     async def on_error(request: Request, error: Exception) -> Response:
         headers: Mapping[str, str] = {}
@@ -107,7 +102,7 @@ def _error_handlers(
             error = wrong_method if is_path else RouteNotFound("there is no such path")
         elif isinstance(error, RequestError):
             refused(error)
-        reply = error_reply(error, retry_after_s)
+        reply = error_reply(error)
         is_ours = not isinstance(error, RequestError)  # uvicorn logs its traceback
         log_event(
             logger,
@@ -133,7 +128,7 @@ def _probes(service: Service) -> list[Route]:
         phase = service.lifecycle.phase
         if phase is Phase.READY and not service.stuck():
             return answer({"status": "ok"})
-        return answer({"status": phase.value}, 503, {"retry-after": "1"})
+        return answer({"status": phase.value}, 503, {"retry-after": RETRY_AFTER})
 
     async def scrape(request: Request) -> Response:
         client = service.client

@@ -13,10 +13,7 @@ SERVING_MARKER = "serving"  # file in the socket directory, there once the servi
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What one client may ask for, and all of them together: flags.toml says what each one means,
-    and their names here are those in minisgl_limits_exceeded_total.
-
-    retry_after_s   told to clients with each 503.
-    """
+    and their names here are those in minisgl_limits_exceeded_total."""
 
     max_body_bytes: int = 16 * 2**20
     max_prompt_chars: int | None = None
@@ -39,7 +36,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     read_timeout_s: float = 60.0
     template_timeout_s: float = 5.0
     max_template_chars: int = 8 * 2**20
-    retry_after_s: int = 1
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,6 +70,7 @@ class _Kind(NamedTuple):
     retry: bool = False
 
 
+RETRY_AFTER = "1"  # seconds, told with each 503
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
@@ -113,7 +114,7 @@ class ErrorReply(NamedTuple):
         return msgspec.json.encode(self.body)
 
 
-def error_reply(error: BaseException, retry_after_s: int = 1) -> ErrorReply:
+def error_reply(error: BaseException) -> ErrorReply:
     """What to answer. What is not a RequestError never shows its text to a client.
 
     A 500 tells clients not to repeat what would fail the same way.
@@ -127,7 +128,7 @@ def error_reply(error: BaseException, retry_after_s: int = 1) -> ErrorReply:
     if kind.status == 401:
         headers["www-authenticate"] = "Bearer"
     if kind.retry:
-        headers["retry-after"] = str(retry_after_s)
+        headers["retry-after"] = RETRY_AFTER
     elif kind.status >= 500:
         headers["x-should-retry"] = "false"
     return ErrorReply(kind.status, headers, {"error": body})

@@ -31,7 +31,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _REASONS = {Phase.LOADING: "loading", Phase.FAILED: "failed"}
 _PHASES = ("prefill", "decode", "mixed")
 # By their names in Limits; the context length is the engine's own.
-LIMITS = (*(n for n in Limits.__struct_fields__ if n != "retry_after_s"), "max_seq_len")
+LIMITS = (*Limits.__struct_fields__, "max_seq_len")
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 _FIRST_S: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)

@@ -49,7 +49,7 @@ def test_only_request_errors_show_their_text() -> None:
 
 
 def test_retry_headers() -> None:
-    assert error_reply(Overloaded("m"), retry_after_s=3).headers == {"retry-after": "3"}
+    assert error_reply(Overloaded("m")).headers == {"retry-after": "1"}
     assert error_reply(NotReady("m")).headers == {"retry-after": "1"}
     assert error_reply(RequestError("m")).headers == {"x-should-retry": "false"}
     assert error_reply(InvalidRequest("m")).headers == {}
