@@ -1,129 +1,42 @@
-"""Every metric of minisgl: its declaration, and what of the service's life it counts.
+"""Every metric of minisgl: what counts it, and the scrape.
 
-The API server counts requests by itself, so that each number is exact once its answer has been
-read; of the engine it shows the scheduler's latest SchedulerStats. The table for readers is in
-docs/operations.md.
+The API server counts requests by itself (`declared.py`), so that each number is exact once its
+answer has been read; of the engine it shows the scheduler's latest SchedulerStats (`stats.py`).
+The table for readers is in docs/operations.md.
 """
 
 import time
 from collections import deque
+from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import choose_encoder
 
 import minisgl
 from minisgl.core import FinishReason, Overloaded, RequestError
-from minisgl.message import (
-    BATCH_SIZE_BOUNDS,
-    BATCH_TOKENS_BOUNDS,
-    Ready,
-    SchedulerStats,
-    TextUpdate,
-)
-from minisgl.server.config import Limits
+from minisgl.message import Ready, SchedulerStats, TextUpdate
+from minisgl.server.declared import COUNTERS, GAUGES, HISTOGRAMS, PHASES, WINDOW_REQS, families
 from minisgl.server.errors import NotReady, error_reply
-from minisgl.server.exposition import Distribution, Exposition, Spec
 from minisgl.server.lifecycle import Phase
+from minisgl.server.stats import StatsCollector
 
 if TYPE_CHECKING:
     from minisgl.server.client import Choice
 
-_WINDOW_REQS = 1000
+# A text takes 1.8 ms of the event loop, as OpenMetrics 2.9: 2 or 3 % of it, whoever scrapes.
+KEPT_S = 0.1
+_OPENMETRICS = "application/openmetrics-text"
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _REASONS = {Phase.LOADING: "loading", Phase.FAILED: "failed"}
-_PHASES = ("prefill", "decode", "mixed")
-# By their names in Limits; the context length is the engine's own.
-LIMITS = (*Limits.__struct_fields__, "max_seq_len")
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-
-_FIRST_S: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)
-_FIRST_S += (1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_BETWEEN_S: tuple[float, ...] = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04)
-_BETWEEN_S += (0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
-_WHOLE_S: tuple[float, ...] = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60)
-_WHOLE_S += (120, 240, 480, 960, 1920)
-_TOKENS = tuple(first * 10**power for power in range(6) for first in (1, 2, 5))
-
-
-def _metric(
-    name: str, text: str, bounds: tuple[float, ...] = (), **labels: tuple[str, ...]
-) -> Spec:
-    return Spec(name, text, labels, bounds)
-
-
-# Each has the label model_name too: the first name that is served.
-_OF_THE_MODEL = (
-    _metric("minisgl_requests_running", "Requests in the batch."),
-    _metric("minisgl_requests_waiting", "Requests accepted and not yet admitted."),
-    _metric("minisgl_kv_cache_usage_ratio", "KV tokens held by requests, of all, 0 to 1."),
-    _metric("minisgl_kv_cache_page_size_tokens", "Tokens in a KV page."),
-    _metric("minisgl_kv_cache_pages", "KV pages."),
-    _metric("minisgl_kv_cache_tokens", "KV tokens.", state=("used", "evictable", "free")),
-    _metric("minisgl_prefix_cache_query_tokens_total", "Prompt tokens, once per request."),
-    _metric("minisgl_prefix_cache_hit_tokens_total", "Of those, tokens found in the cache."),
-    _metric("minisgl_prefix_cache_hit_ratio", f"Tokens found by the last {_WINDOW_REQS} requests."),
-    _metric("minisgl_prefix_cache_evicted_tokens_total", "Tokens evicted from the cache."),
-    _metric("minisgl_batch_size", "Requests in a forward pass.", BATCH_SIZE_BOUNDS, phase=_PHASES),
-    _metric(
-        "minisgl_batch_tokens", "Tokens of a forward pass.", BATCH_TOKENS_BOUNDS, phase=_PHASES
-    ),
-    _metric(
-        "minisgl_forward_passes_total",
-        "Forward passes, run by a CUDA graph or not.",
-        phase=_PHASES,
-        cuda_graph=("true", "false"),
-    ),
-    _metric("minisgl_forward_seconds_total", "Time in forward passes.", phase=_PHASES),
-    _metric("minisgl_prompt_tokens_total", "Prompt tokens, each prompt once."),
-    _metric("minisgl_generation_tokens_total", "Tokens generated."),
-    _metric(
-        "minisgl_requests_total",
-        "Requests that ended; what clients did wrong does not count.",
-        outcome=("stop", "length", "abort", "error", "rejected"),
-    ),
-    _metric(
-        "minisgl_requests_rejected_total",
-        "Requests refused with 503.",
-        reason=("queue_full", "loading", "draining", "failed"),
-    ),
-    _metric(
-        "minisgl_limits_exceeded_total", "Requests and connections over a limit.", limit=LIMITS
-    ),
-    _metric("minisgl_preemptions_total", "Running requests put back into the queue."),
-    _metric("minisgl_nonfinite_rows_total", "Rows of logits with NaN or infinity."),
-    _metric("minisgl_time_to_first_token_seconds", "Arrival to first output.", _FIRST_S),
-    _metric("minisgl_inter_token_latency_seconds", "Between outputs.", _BETWEEN_S),
-    _metric(
-        "minisgl_time_per_output_token_seconds", "Mean of a request after the first.", _BETWEEN_S
-    ),
-    _metric("minisgl_request_duration_seconds", "Arrival to last output.", _WHOLE_S),
-    _metric("minisgl_request_queue_seconds", "Arrival to first admission.", _WHOLE_S),
-    _metric("minisgl_request_prefill_seconds", "First admission to first output.", _WHOLE_S),
-    _metric("minisgl_request_decode_seconds", "First to last output.", _WHOLE_S),
-    _metric("minisgl_request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
-    _metric("minisgl_request_generation_tokens", "Tokens generated for a request.", _TOKENS),
-    _metric("minisgl_scheduler_last_step_timestamp_seconds", "Unix time of the last step's end."),
-    _metric("minisgl_model_info", "Always 1.", dtype=(), device=(), tp_size=()),
-)
-_OF_THE_PROCESS = (
-    _metric("minisgl_http_requests_total", "HTTP answers.", route=(), method=(), code=()),
-    _metric("minisgl_http_requests_in_flight", "HTTP requests but for probes, streams too."),
-    _metric(
-        "minisgl_startup_seconds",
-        "How long each phase of the start took.",
-        phase=("load", "kv_alloc", "cuda_graph", "warm_up", "total"),
-    ),
-    _metric("minisgl_ready", "1 when /readyz answers 200."),
-    _metric("minisgl_draining", "1 from SIGTERM on."),
-    _metric("minisgl_build_info", "Always 1.", version=(), commit=()),
-    _metric("process_start_time_seconds", "Unix time of the start of the API process."),
-)
-
-
-def declared(model_name: str) -> tuple[Spec, ...]:
-    """All metrics of a server of this model."""
-    labelled = (
-        spec._replace(labels={"model_name": (model_name,), **spec.labels}) for spec in _OF_THE_MODEL
-    )
-    return (*labelled, *_OF_THE_PROCESS)
 
 
 class Now(NamedTuple):
@@ -137,18 +50,46 @@ class Now(NamedTuple):
 class Metrics:
     """Told of what happens; `render` gives it to whoever scrapes. In the API server's loop."""
 
-    def __init__(self, model_name: str, commit: str = "unknown") -> None:
+    def __init__(
+        self,
+        model_name: str,
+        commit: str = "unknown",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        disable_created_metrics()  # or each counter and histogram has a gauge of its birth
+        self._registry = registry = CollectorRegistry()
         self._model_name = model_name
-        self._exposition = Exposition(declared(model_name))
-        self._stats: SchedulerStats | None = None
-        self._page_size = 0
-        self._recent: deque[tuple[int, int]] = deque(maxlen=_WINDOW_REQS)
-        self._first = self._distribution("minisgl_time_to_first_token_seconds")
-        self._between = self._distribution("minisgl_inter_token_latency_seconds")
-        self._generated = self._exposition.value("minisgl_generation_tokens_total", model_name)
-        self._exposition.value("process_start_time_seconds").value = time.time()
-        self._exposition.value("minisgl_build_info", minisgl.__version__, commit).value = 1
-        self._set("minisgl_scheduler_last_step_timestamp_seconds", time.time())
+        self._clock = clock
+        self._texts: dict[bool, tuple[float, bytes]] = {}
+        self._open_http = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=WINDOW_REQS)
+        self._stats = StatsCollector(model_name)
+        registry.register(self._stats)
+        self._gauges = families(Gauge, GAUGES, registry, model_name)
+        self._counters = families(Counter, COUNTERS, registry, model_name)
+        self._histograms = {
+            name: Histogram(
+                f"minisgl_{name}", text, ("model_name",), buckets=bounds, registry=registry
+            ).labels(model_name)
+            for name, (text, bounds) in HISTOGRAMS.items()
+        }
+        self._generated = self._counters["generation_tokens_total"].labels(model_name)
+        self._set("scheduler_last_step_timestamp_seconds", time.time())
+        self._answers = Counter(
+            "minisgl_http_requests", "HTTP answers.", ("route", "method", "code"), registry=registry
+        )
+        text = "HTTP requests but for probes, streams too."
+        self._in_flight = Gauge("minisgl_http_requests_in_flight", text, registry=registry)
+        text = "How long each phase of the start took."
+        self._startup = Gauge("minisgl_startup_seconds", text, ("phase",), registry=registry)
+        for phase in PHASES:
+            self._startup.labels(phase)
+        self._ready = Gauge("minisgl_ready", "1 when /readyz answers 200.", registry=registry)
+        self._draining = Gauge("minisgl_draining", "1 from SIGTERM on.", registry=registry)
+        build = Gauge("minisgl_build_info", "Always 1.", ("version", "commit"), registry=registry)
+        build.labels(minisgl.__version__, commit).set(1)
+        text = "Unix time of the start of the API process."
+        Gauge("process_start_time_seconds", text, registry=registry).set_to_current_time()
 
     # --- what happens ---------------------------------------------------------------------------
 
@@ -156,36 +97,35 @@ class Metrics:
         """The scheduler has loaded."""
         if message.facts is not None:
             facts = message.facts
-            self._page_size = facts.page_size
-            self._set("minisgl_kv_cache_page_size_tokens", facts.page_size)
-            self._set("minisgl_model_info", 1, facts.dtype, facts.device, str(tp_size))
+            self._stats.page_size = facts.page_size
+            self._set("model_info", 1, facts.dtype, facts.device, str(tp_size))
             for phase, seconds in message.startup_s.items():
                 self.on_started(phase, seconds)
 
     def on_started(self, phase: str, seconds: float) -> None:
         """This phase of the start took so long."""
-        self._exposition.value("minisgl_startup_seconds", phase).value = seconds
+        self._startup.labels(phase).set(seconds)
 
     def on_stats(self, stats: SchedulerStats) -> None:
-        if stats.step_id and (self._stats is None or stats.step_id != self._stats.step_id):
-            self._set("minisgl_scheduler_last_step_timestamp_seconds", time.time())
-        self._stats = stats
+        if stats.step_id != self._stats.latest.step_id:
+            self._set("scheduler_last_step_timestamp_seconds", time.time())
+        self._stats.latest = stats
 
     def on_update(self, choice: "Choice", update: TextUpdate, now_s: float) -> None:
         """The engine says something of a choice, to which it is not applied yet."""
         if not choice.opened and update.admitted_s:
-            self._count("minisgl_prompt_tokens_total", choice.prompt_share)
+            self._count("prompt_tokens_total", choice.prompt_share)
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
         tokens = update.completion_tokens - choice.completion_tokens
         if tokens <= 0:
             return
-        self._generated.value += tokens
+        self._generated.inc(tokens)
         if choice.first_s:
-            self._between.observe(now_s - choice.last_s)
+            self._observe("inter_token_latency_seconds", now_s - choice.last_s)
         else:
             choice.first_s = now_s
-            self._first.observe(now_s - choice.started_s)
+            self._observe("time_to_first_token_seconds", now_s - choice.started_s)
             if update.admitted_s:
                 self._observe("request_prefill_seconds", now_s - update.admitted_s)
         choice.last_s = now_s
@@ -195,7 +135,8 @@ class Metrics:
         if choice.error is not None and error_reply(choice.error).status < 499:
             return
         finish = choice.finish or FinishReason.ABORT
-        self._count("minisgl_requests_total", 1, finish.value)
+        self._renew()
+        self._count("requests_total", 1, finish.value)
         if finish not in _COMPLETE or not choice.first_s:
             return
         decode_s, later_tokens = choice.last_s - choice.first_s, choice.completion_tokens - 1
@@ -208,7 +149,8 @@ class Metrics:
 
     def on_limit(self, name: str) -> None:
         """Someone has exceeded this limit."""
-        self._count("minisgl_limits_exceeded_total", 1, name)
+        self._count("limits_exceeded_total", 1, name)
+        self._renew()
 
     def on_refused(self, error: RequestError, phase: Phase) -> None:
         """A call has been answered with this error."""
@@ -217,71 +159,62 @@ class Metrics:
         if isinstance(error, Overloaded):
             closed = _REASONS.get(phase, "draining")
             reason = closed if isinstance(error, NotReady) else "queue_full"
-            self._count("minisgl_requests_rejected_total", 1, reason)
-            self._count("minisgl_requests_total", 1, "rejected")
+            self._count("requests_rejected_total", 1, reason)
+            self._count("requests_total", 1, "rejected")
 
     def on_failed(self) -> None:
         """A call has failed for a reason of ours, before the engine had it."""
-        self._count("minisgl_requests_total", 1, "error")
+        self._count("requests_total", 1, "error")
 
     def on_http(self, route: str, method: str, code: int) -> None:
         """An answer has begun."""
         known = method if method in _METHODS else "other"
-        self._exposition.value("minisgl_http_requests_total", route, known, str(code)).value += 1
+        self._answers.labels(route, known, str(code)).inc()
 
     def on_http_open(self, change: int) -> None:
-        """+1: a request has come; -1: its answer is complete."""
-        self._exposition.value("minisgl_http_requests_in_flight").value += change
+        """+1: a request has come; -1: its answer is complete; 0: a probe."""
+        self._in_flight.inc(change)
+        self._open_http += change
+        if change:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Who is alone finds all of an answer in the numbers that are asked for after it."""
+        if self._open_http <= 1:
+            self._texts.clear()
 
     # --- the scrape -----------------------------------------------------------------------------
 
     def render(self, accept: str, now: Now) -> tuple[bytes, str]:
-        """The text and its content type; 0.2 ms."""
-        ready = now.phase is Phase.READY and not now.stuck
-        self._exposition.value("minisgl_ready").value = int(ready)
-        draining = now.phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED)
-        self._exposition.value("minisgl_draining").value = int(draining)
+        """The text, and its content type. It has every answer that a lone client has read; what
+        overlapping requests count may be missing for KEPT_S."""
+        # Not `accept` itself: the library fails on a version that is no number.
+        modern = _OPENMETRICS in accept
+        encode, content_type = choose_encoder(_OPENMETRICS if modern else "")
+        now_s = self._clock()
+        made_s, text = self._texts.get(modern, (-inf, b""))
+        if now_s - made_s >= KEPT_S:
+            self._refresh(now)
+            text = encode(self._registry)
+            self._texts[modern] = now_s, text
+        return text, content_type
+
+    def _refresh(self, now: Now) -> None:
+        self._ready.set(now.phase is Phase.READY and not now.stuck)
+        self._draining.set(now.phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)
-        self._set("minisgl_prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
+        self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
         # How many are open is known here at once, which of them run up to 50 ms late.
-        running = 0 if self._stats is None else min(self._stats.running_reqs, now.open_choices)
-        self._set("minisgl_requests_running", running)
-        self._set("minisgl_requests_waiting", now.open_choices - running)
-        if self._stats is not None:
-            self._show(self._stats)
-        return self._exposition.render(accept)
-
-    def _show(self, stats: SchedulerStats) -> None:
-        size = self._page_size
-        self._set("minisgl_kv_cache_pages", stats.total_pages)
-        ratio = stats.locked_pages / stats.total_pages if stats.total_pages else 0
-        self._set("minisgl_kv_cache_usage_ratio", ratio)
-        self._set("minisgl_kv_cache_tokens", stats.locked_pages * size, "used")
-        self._set("minisgl_kv_cache_tokens", stats.evictable_pages * size, "evictable")
-        self._set("minisgl_kv_cache_tokens", stats.free_pages * size, "free")
-        self._set("minisgl_prefix_cache_query_tokens_total", stats.prompt_tokens_total)
-        self._set("minisgl_prefix_cache_hit_tokens_total", stats.cached_tokens_total)
-        self._set("minisgl_prefix_cache_evicted_tokens_total", stats.evicted_pages_total * size)
-        self._set("minisgl_preemptions_total", stats.preemptions_total)
-        self._set("minisgl_nonfinite_rows_total", stats.nonfinite_rows_total)
-        for phase, steps in stats.phases.items():
-            self._set("minisgl_forward_passes_total", steps.eager_steps, phase, "false")
-            self._set("minisgl_forward_passes_total", steps.graph_steps, phase, "true")
-            self._set("minisgl_forward_seconds_total", steps.seconds, phase)
-            sizes = self._distribution("minisgl_batch_size", phase)
-            sizes.counts, sizes.sum = steps.reqs_counts, steps.reqs
-            tokens = self._distribution("minisgl_batch_tokens", phase)
-            tokens.counts, tokens.sum = steps.tokens_counts, steps.tokens
+        running = min(self._stats.latest.running_reqs, now.open_choices)
+        self._set("requests_running", running)
+        self._set("requests_waiting", now.open_choices - running)
 
     def _set(self, name: str, value: float, *labels: str) -> None:
-        self._exposition.value(name, self._model_name, *labels).value = value
+        self._gauges[name].labels(self._model_name, *labels).set(value)
 
     def _count(self, name: str, amount: int, *labels: str) -> None:
-        self._exposition.value(name, self._model_name, *labels).value += amount
+        self._counters[name].labels(self._model_name, *labels).inc(amount)
 
     def _observe(self, name: str, amount: float) -> None:
-        self._distribution(f"minisgl_{name}").observe(amount)
-
-    def _distribution(self, name: str, *labels: str) -> Distribution:
-        return self._exposition.distribution(name, self._model_name, *labels)
+        self._histograms[name].observe(amount)

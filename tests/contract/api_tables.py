@@ -7,8 +7,8 @@ from typing import Any
 
 from minisgl.server import Limits
 from minisgl.server.args import build_parser
+from minisgl.server.declared import LIMITS
 from minisgl.server.errors import status_table
-from minisgl.server.metrics import LIMITS
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
 
 __all__ = ["PAGE", "with_tables"]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from minisgl.message import Ready, Sender, endpoint
-from minisgl.server.metrics import LIMITS
+from minisgl.server.declared import LIMITS
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 from tests.process.stub_scheduler import FACTS
 

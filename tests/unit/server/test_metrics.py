@@ -1,6 +1,7 @@
 """What is exported, in which form, and what each number counts."""
 
 import asyncio
+import itertools
 import re
 import shutil
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client import Metric
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Metric
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -17,9 +19,8 @@ from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, Re
 from minisgl.message import Ready, SchedulerStats, TextUpdate, Tokenized, TokenizeText
 from minisgl.server.app import build_app
 from minisgl.server.errors import EngineFailure, NotReady
-from minisgl.server.exposition import CONTENT_TYPE, OPENMETRICS, Distribution
 from minisgl.server.lifecycle import Lifecycle, Phase
-from minisgl.server.metrics import Metrics, Now, declared
+from minisgl.server.metrics import KEPT_S, Metrics, Now
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 TABLE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
@@ -52,6 +53,16 @@ def filled() -> Metrics:
     return metrics
 
 
+def _text(metrics: Metrics) -> str:
+    return metrics.render("", READY)[0].decode()
+
+
+def exported() -> dict[str, Metric]:
+    """By the names that documentation uses; each has a series."""
+    found = parse_text(_text(filled()))
+    return {f.name + ("_total" if f.type == "counter" else ""): f for f in found}
+
+
 # --- the form -----------------------------------------------------------------------------------
 
 
@@ -60,22 +71,21 @@ def test_both_formats_hold_the_same_series_and_values() -> None:
     text, text_type = metrics.render("*/*", READY)
     wanted = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3"
     modern, modern_type = metrics.render(wanted, READY)
-    assert (text_type, modern_type) == (CONTENT_TYPE, OPENMETRICS)
+    assert (text_type, modern_type) == (CONTENT_TYPE_PLAIN_0_0_4, OPENMETRICS)
     assert modern.endswith(b"# EOF\n")
     assert values(parse_text(text.decode())) == values(parse_openmetrics(modern.decode()))
 
 
 def test_each_metric_has_type_and_help_and_follows_the_naming_rules() -> None:
-    families = list(parse_text(filled().render("", READY)[0].decode()))
-    assert len(families) == len(declared("m")) == len({spec.name for spec in declared("m")})
-    for family in families:
+    found = exported()
+    assert len(found) == len(list(parse_text(_text(filled())))), "none is there twice"
+    for name, family in found.items():
         assert family.documentation.endswith(".")
+        assert re.fullmatch(r"(minisgl|process)_[a-z0-9_]+", name)
+        assert name.endswith("_total") == (family.type == "counter")
         assert family.type in ("counter", "gauge", "histogram")
-    for spec in declared("m"):
-        assert re.fullmatch(r"(minisgl|process)_[a-z0-9_]+", spec.name)
-        assert spec.name.endswith("_total") == (spec.kind == "counter"), spec.name
-        assert bool(spec.bounds) == (spec.kind == "histogram")
-        assert list(spec.bounds) == sorted(set(spec.bounds))
+        suffixes = {sample.name.removeprefix(name) for sample in family.samples}
+        assert suffixes == ({"_bucket", "_count", "_sum"} if family.type == "histogram" else {""})
 
 
 def test_the_endpoint_picker_finds_one_series_of_each_from_the_start_on() -> None:
@@ -105,12 +115,13 @@ def test_documented_table_is_what_is_exported() -> None:
     """docs/operations.md, which dashboards and alerts are made from. Labels: at least those."""
     rows = ROW.findall(TABLE.read_text(encoding="utf-8"))
     documented = {name: (kind, _labels(labels)) for name, kind, labels in rows}
-    exported = {spec.name: (spec.kind, set(spec.labels)) for spec in declared("m")}
+    families = exported()
     assert {n: kind for n, (kind, _) in documented.items()} == {
-        n: kind for n, (kind, _) in exported.items()
+        n: family.type for n, family in families.items()
     }
     for name, (_, labels) in documented.items():
-        assert labels <= exported[name][1], name
+        for sample in families[name].samples:
+            assert labels <= sample.labels.keys(), name
 
 
 def _labels(cell: str) -> set[str]:
@@ -118,16 +129,32 @@ def _labels(cell: str) -> set[str]:
     return {"model_name" if label == "model" else label for label in given}
 
 
-def _text(metrics: Metrics) -> str:
-    return metrics.render("", READY)[0].decode()
+def test_a_text_is_kept_for_a_while_but_not_past_the_answer_to_a_lone_request() -> None:
+    time_s = 0.0
+    metrics = Metrics("m", clock=lambda: time_s)
+    failed = "minisgl_requests_total{model_name=m,outcome=error}"
+
+    def counted() -> float:
+        metrics.on_failed()
+        return scraped(metrics)[failed]
+
+    assert (counted(), counted()) == (1, 1)
+    time_s = KEPT_S
+    assert (counted(), counted()) == (3, 3)
+    modern, _ = metrics.render(OPENMETRICS, READY)
+    assert values(parse_openmetrics(modern.decode()))[failed] == 4, "each format has its own text"
+    for change, wanted in ((0, 3), (1, 6), (1, 6), (-1, 8), (0, 8), (-1, 10), (0, 10)):
+        metrics.on_http_open(change)
+        assert counted() == wanted, change
+    metrics.on_limit("head_timeout_s")
+    assert counted() == 12, "a connection without a request"
 
 
-def test_a_bound_belongs_to_its_bucket() -> None:
-    series = Distribution((1, 2))
-    for amount in (0.5, 1, 2, 2.5):
-        series.observe(amount)
-    assert series.counts == [2, 1, 1]
-    assert series.numbers() == (2, 3, 4, 4, 6.0)
+@pytest.mark.parametrize(
+    "accept", ["application/openmetrics-text;version=x", "text/plain;version="]
+)
+def test_versions_of_formats_that_do_not_exist_get_one_that_does(accept: str) -> None:
+    assert Metrics("m").render(accept, READY)[1] in (OPENMETRICS, CONTENT_TYPE_PLAIN_0_0_4)
 
 
 # --- requests -----------------------------------------------------------------------------------
@@ -174,6 +201,7 @@ def test_tokens_and_times_of_one_request() -> None:
         update(1, 100.5)
         update(2, 100.53)
         update(4, 100.56)  # the text of the third was held back
+        scraped(metrics)  # whose text is not kept: the client reads its end before the call is over
         choice.finish = FinishReason.LENGTH
         metrics.on_end(choice)
 
@@ -299,7 +327,7 @@ def stats(**fields: int) -> SchedulerStats:
 
 
 def test_a_request_waits_until_the_scheduler_says_that_it_runs() -> None:
-    metrics = Metrics("m")
+    metrics = Metrics("m", clock=itertools.count().__next__)  # each scrape a second later
     now = READY._replace(open_choices=5)
 
     def pair(now: Now) -> tuple[float, float]:
@@ -311,19 +339,6 @@ def test_a_request_waits_until_the_scheduler_says_that_it_runs() -> None:
     metrics.on_stats(stats(running_reqs=3))
     assert pair(now) == (3, 2)
     assert pair(now._replace(open_choices=1)) == (1, 0), "the rest has ended since"
-
-
-def test_kv_usage_counts_locked_tokens_only() -> None:
-    metrics = Metrics("m")
-    metrics.on_ready(Ready(role="scheduler", facts=FACTS), tp_size=1)
-    metrics.on_stats(stats(total_pages=10, locked_pages=1, evictable_pages=7, free_pages=2))
-    found = scraped(metrics)
-    assert found["minisgl_kv_cache_usage_ratio{model_name=m}"] == 0.1
-    states = [
-        found[f"minisgl_kv_cache_tokens{{model_name=m,state={state}}}"]
-        for state in ("used", "evictable", "free")
-    ]
-    assert states == [16, 112, 32]
 
 
 @pytest.mark.parametrize(
@@ -365,7 +380,7 @@ def test_http_answers_count_by_the_pattern_of_the_route_while_loading_too() -> N
             await client.get("/v1/completions")
             await client.post("/v1/completions", json={})
             answer = await client.get("/metrics")
-        assert answer.headers["content-type"] == CONTENT_TYPE
+        assert answer.headers["content-type"] == CONTENT_TYPE_PLAIN_0_0_4
         return values(parse_text(answer.text))
 
     found = asyncio.run(main())
