@@ -7,6 +7,7 @@ references themselves: elementwise.py, rotary.py, sampling.py, random.py, step.p
 from minisgl.kernel.cache import compiling, use_kernel_cache
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
+    add_linear,
     add_rms_norm,
     balanced_decode,
     count_blocks,
@@ -36,6 +37,7 @@ __all__ = [
     "StepLayout",
     "StepViews",
     "TopLogprobs",
+    "add_linear",
     "add_rms_norm",
     "balanced_decode",
     "compile_flashinfer",

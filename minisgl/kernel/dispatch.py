@@ -94,22 +94,42 @@ def linear(
     x: [..., K]; weight: [N, K]; bias: [N]. arrived: int32 zeros [N / 32] or more, which calls in
     flight together must not share; without it torch is used. Graph-capturable.
     """
-    if (
-        arrived is None
-        or bias is not None
-        or x.dim() != 2
-        or x.shape[0] > 64
-        or x.stride(1) != 1
-        or not (x.dtype == weight.dtype == torch.bfloat16)
-        or x.is_cpu
-    ):
-        return functional.linear(x, weight, bias)
-    from minisgl.kernel.triton import linear as kernels
+    if arrived is not None and _is_small(x, weight, bias):
+        from minisgl.kernel.triton import linear as kernels
 
-    tiling = kernels.tiling_for(x.shape[0], *weight.shape)
-    if tiling is None:
-        return functional.linear(x, weight)
-    return kernels.small_linear(x, weight, arrived, tiling)
+        tiling = kernels.tiling_for(x.shape[0], *weight.shape)
+        if tiling is not None:
+            return kernels.small_linear(x, weight, arrived, tiling)
+    return functional.linear(x, weight, bias)
+
+
+def add_linear(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    arrived: Tensor | None = None,
+) -> Tensor:
+    """See minisgl.kernel.elementwise.add_linear, and linear for `arrived`."""
+    if arrived is not None and _is_small(x, weight, bias):
+        from minisgl.kernel.triton import linear as kernels
+
+        tiling = kernels.tiling_for(x.shape[0], *weight.shape)
+        if tiling is not None:
+            return kernels.small_linear(x, weight, arrived, tiling, residual)
+    return elementwise.add_linear(residual, x, weight, bias)
+
+
+def _is_small(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a kernel of ours can take this product."""
+    return (
+        not x.is_cpu
+        and bias is None
+        and x.dim() == 2
+        and x.shape[0] <= 64
+        and x.stride(1) == 1
+        and x.dtype == weight.dtype == torch.bfloat16
+    )
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:

@@ -29,6 +29,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """residual + x @ weight.T + bias, rounded once without a bias; residual is overwritten.
+
+    residual: [T, N]; x: [T, K]; weight: [N, K]; bias: [N]. Returns residual.
+    """
+    residual.addmm_(x, weight.t())
+    return residual if bias is None else residual.add_(bias)
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up for x = [gate | up]. x: [..., 2I]; returns [..., I]."""
     gate, up = x.chunk(2, dim=-1)

@@ -7,7 +7,7 @@ from minisgl.layers.linear import (
     RowParallelLinear,
     share_counters,
 )
-from minisgl.layers.norm import RMSNorm, StreamNorm
+from minisgl.layers.norm import RMSNorm, Stream, StreamNorm
 from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope, rope_table
 from minisgl.layers.shards import Part, Placement, Sharded, split_evenly, split_heads
 
@@ -22,6 +22,7 @@ __all__ = [
     "RopeScaling",
     "RowParallelLinear",
     "Sharded",
+    "Stream",
     "StreamNorm",
     "VocabMatrix",
     "YarnRope",

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from minisgl.kernel import linear
+from minisgl.distributed import TPInfo
+from minisgl.kernel import add_linear, linear
+from minisgl.layers.norm import Stream
 from minisgl.layers.shards import Part, Placement
 
 
@@ -63,22 +65,25 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear cut by input columns: the output is the sum of all ranks', not formed here.
+    """A linear cut by input columns that ends a block: its output goes to the residual stream.
 
     weight: [out_features, part.local]. A bias is loaded by rank 0 alone (zero elsewhere), so that
-    the sum holds it once.
+    the sum over ranks holds it once.
     """
 
-    def __init__(self, part: Part, out_features: int, bias: bool, rank: int) -> None:
+    def __init__(self, part: Part, out_features: int, bias: bool, tp: TPInfo) -> None:
         super().__init__()
         self.part = part
-        self.rank = rank
+        self.tp = tp
         self.weight = nn.Parameter(torch.empty(out_features, part.local))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.counters: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.counters)
+    def forward(self, x: Tensor, residual: Tensor) -> Stream:
+        """residual: [T, out_features], given up."""
+        if self.tp.size == 1:
+            return Stream(add_linear(residual, x, self.weight, self.bias, self.counters))
+        return Stream(linear(x, self.weight, self.bias, self.counters), residual)
 
     def placements(self, name: str) -> Iterator[Placement]:
         part, out_features = self.part, self.weight.shape[0]
@@ -86,7 +91,7 @@ class RowParallelLinear(nn.Module):
             f"{name}.weight", (out_features, part.full), f"{name}.weight", 1, part.begin, part.end
         )
         if self.bias is not None:
-            end = out_features if self.rank == 0 else 0
+            end = out_features if self.tp.rank == 0 else 0
             yield Placement(f"{name}.bias", (out_features,), f"{name}.bias", 0, 0, end)
 
 

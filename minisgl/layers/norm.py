@@ -1,12 +1,23 @@
-"""RMSNorm as modules: the parameters, and the norm on the residual stream."""
+"""The residual stream, and RMSNorm as modules: the parameters, and the norm on the stream."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.distributed import Communicator
 from minisgl.layers.shards import Placement
+
+
+class Stream(NamedTuple):
+    """The residual stream between two blocks: the sum of all ranks' x, plus residual. [T, size].
+
+    One rank's blocks add to the stream themselves: then it is x alone.
+    """
+
+    x: Tensor
+    residual: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
@@ -22,12 +33,12 @@ class RMSNorm(nn.Module):
 
 
 class StreamNorm(RMSNorm):
-    """Where layers meet: sums what the ranks computed in parts, adds it to the stream, norms."""
+    """Where blocks meet: makes the stream whole and norms it."""
 
     def __init__(self, size: int, eps: float, comm: Communicator) -> None:
         super().__init__(size, eps)
         self.comm = comm
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See Communicator.reduce_norm. x: this rank's part of the sum, [T, size]."""
-        return self.comm.reduce_norm(x, residual, self.weight, self.eps)
+    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """What the next block reads, and the residual that it gives on. See reduce_norm."""
+        return self.comm.reduce_norm(*stream, self.weight, self.eps)

@@ -14,6 +14,7 @@ from minisgl.layers import (
     ColumnParallelLinear,
     RMSNorm,
     RowParallelLinear,
+    Stream,
     StreamNorm,
     VocabMatrix,
     split_evenly,
@@ -40,7 +41,7 @@ class ForwardContext:
 
 
 class Attention(nn.Module):
-    """Self-attention over this rank's heads: its part of a sum over ranks."""
+    """Self-attention over this rank's heads."""
 
     def __init__(self, config: ModelConfig, layer: int, comm: Communicator) -> None:
         super().__init__()
@@ -56,12 +57,12 @@ class Attention(nn.Module):
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
         parts = (q, k, k._replace(name="v_proj"))
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, rank)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, comm.tp)
         normed = config.family.qk_norm
         self.q_norm = RMSNorm(dim, config.norm_eps) if normed else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if normed else None
 
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Stream:
         q_norm, k_norm = self.q_norm, self.k_norm
         q = qk_norm_rope_store(
             self.qkv_proj(x),
@@ -78,30 +79,27 @@ class Attention(nn.Module):
         )
         attended = torch.empty_like(q)
         context.attention.forward(self.layer, q, attended)
-        out: Tensor = self.o_proj(attended.flatten(1))
-        return out
+        stream: Stream = self.o_proj(attended.flatten(1), residual)
+        return stream
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate) * up), in parts; the inner size is padded where ranks do not divide it."""
+    """down(silu(gate) * up); the inner size is padded where ranks do not divide it."""
 
     def __init__(self, config: ModelConfig, comm: Communicator) -> None:
         super().__init__()
         cut = split_evenly("gate_proj", config.intermediate_size, comm.tp.rank, comm.tp.size)
         parts = (cut, cut._replace(name="up_proj"))
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, config.mlp_bias)
-        self.down_proj = RowParallelLinear(cut, config.hidden_size, config.mlp_bias, comm.tp.rank)
+        self.down_proj = RowParallelLinear(cut, config.hidden_size, config.mlp_bias, comm.tp)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
-        return out
+    def forward(self, x: Tensor, residual: Tensor) -> Stream:
+        stream: Stream = self.down_proj(silu_and_mul(self.gate_up_proj(x)), residual)
+        return stream
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP around a residual stream that is carried beside x.
-
-    x is this rank's part of a sum over ranks between the blocks, and whole inside them.
-    """
+    """Attention and MLP, each with a norm before it, on the residual stream."""
 
     def __init__(
         self, config: ModelConfig, layer: int, comm: Communicator, moe_backend: MoeBackend
@@ -115,12 +113,10 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = GatedMlp(config, comm)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, context: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x, residual = self.post_attention_layernorm(self.self_attn(x, context), residual)
-        return self.mlp(x), residual
+    def forward(self, stream: Stream, context: ForwardContext) -> Stream:
+        stream = self.self_attn(*self.input_layernorm(stream), context)
+        end: Stream = self.mlp(*self.post_attention_layernorm(stream))
+        return end
 
 
 class Decoder(nn.Module):
@@ -135,10 +131,10 @@ class Decoder(nn.Module):
         self.norm = StreamNorm(config.hidden_size, config.norm_eps, comm)
 
     def forward(self, ids: Tensor, context: ForwardContext) -> Tensor:
-        x, residual = self.embed_tokens.embed(ids), None
+        stream = Stream(self.embed_tokens.embed(ids))
         for layer in self.layers:
-            x, residual = layer(x, residual, context)
-        normed: Tensor = self.norm(x, residual)[0]
+            stream = layer(stream, context)
+        normed: Tensor = self.norm(stream)[0]
         return normed
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed import Communicator
-from minisgl.layers import Placement, ReplicatedLinear, split_evenly
+from minisgl.layers import Placement, ReplicatedLinear, Stream, split_evenly
 from minisgl.models.config import MoeConfig
 from minisgl.moe import ExpertWeights, MoeBackend
 
@@ -14,8 +14,7 @@ from minisgl.moe import ExpertWeights, MoeBackend
 class MoeBlock(nn.Module):
     """Every rank routes all tokens and holds a slice of each expert's intermediate dimension.
 
-    gate_up: [E, 2I, H], gate rows first; down: [E, H, I]; I is this rank's padded share. The output
-    is the sum of all ranks', not formed here.
+    gate_up: [E, 2I, H], gate rows first; down: [E, H, I]; I is this rank's padded share.
     """
 
     def __init__(
@@ -29,10 +28,11 @@ class MoeBlock(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * self.cut.local, hidden_size))
         self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, self.cut.local))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Stream:
         weights = ExpertWeights(self.gate.weight, self.gate_up, self.down)
         moe = self.moe
-        return self.backend.forward(x, weights, moe.experts_per_token, moe.renormalise)
+        out = self.backend.forward(x, weights, moe.experts_per_token, moe.renormalise)
+        return Stream(out, residual)
 
     def placements(self, name: str) -> Iterator[Placement]:
         cut, hidden_size = self.cut, self.down.shape[1]

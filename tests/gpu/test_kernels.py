@@ -138,9 +138,15 @@ def test_small_linear(tiling: tuple[int, ...], rows: int) -> None:
 
     x, weight = normal(rows, 3072, dtype=torch.bfloat16), normal(256, 3072, dtype=torch.bfloat16)
     arrived = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    expected = x.double() @ weight.double().T
     outs = [linear.small_linear(x, weight, arrived, linear.Tiling(*tiling)) for _ in range(2)]
-    assert error(outs[0], x.double() @ weight.double().T) < TOLERANCE[torch.bfloat16]
+    assert error(outs[0], expected) < TOLERANCE[torch.bfloat16]
     assert torch.equal(*outs)
+    residual = normal(rows, 256, dtype=torch.bfloat16) * 50
+    expected += residual
+    out = linear.small_linear(x, weight, arrived, linear.Tiling(*tiling), residual)
+    assert out is residual
+    assert error(out, expected) < TOLERANCE[torch.bfloat16]
     assert not arrived.any()
 
 
@@ -150,7 +156,7 @@ def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
     the same kernels give with a wait after each."""
     if INTERPRETED:
         pytest.skip("the interpreter has no CUDA graphs")
-    from minisgl.kernel import add_rms_norm, linear, silu_and_mul
+    from minisgl.kernel import add_linear, linear, rms_norm, silu_and_mul
 
     up = [normal(6144, 1024, dtype=torch.bfloat16) / 32 for _ in range(24)]
     down = [normal(1024, 3072, dtype=torch.bfloat16) / 32 for _ in range(24)]
@@ -159,18 +165,18 @@ def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
     start, stream = normal(rows, 1024, dtype=torch.bfloat16), torch.cuda.Stream()
 
     def chain(wait: bool) -> Tensor:
-        x, residual = start.clone(), start.clone()
+        x, residual = start, start.clone()
         for first, second in zip(up, down, strict=True):
             for layer in (
-                lambda x: add_rms_norm(x, residual, weight, 1e-6)[0],
+                lambda x: rms_norm(residual, weight, 1e-6),
                 lambda x, first=first: linear(x, first, None, counters),
                 silu_and_mul,
-                lambda x, second=second: linear(x, second, None, counters),
+                lambda x, second=second: add_linear(residual, x, second, None, counters),
             ):
                 x = layer(x)
                 if wait:
                     torch.cuda.synchronize()
-        return x + residual
+        return residual
 
     expected = chain(wait=True)
     graph = torch.cuda.CUDAGraph()

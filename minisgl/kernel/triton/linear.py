@@ -1,9 +1,10 @@
-"""x @ weight.T for few rows: the weight is read once, split over K so that all of the chip reads.
+"""x @ weight.T for few rows, added to a residual or alone.
 
-A program holds BN rows of the weight as the tall operand of the matrix unit and BM of x as the
-narrow one, so few rows waste nothing. While the kernel before it ends, it has the beginning of
-its weights brought into L2. With splits > 1 each writes its float32 part to a workspace; the last
-to arrive at a tile adds the parts in order, so results do not change between runs.
+The weight is read once, split over K so that all of the chip reads. A program holds BN rows of the
+weight as the tall operand of the matrix unit and BM of x as the narrow one, so few rows waste
+nothing. While the kernel before it ends, it has the beginning of its weights brought into L2. With
+splits > 1 each writes its float32 part to a workspace; the last to arrive at a tile adds the parts
+in order, so results do not change between runs.
 
 Bytes: 2 N K, and 8 M N for each split: small as long as M is.
 """
@@ -58,6 +59,7 @@ def _linear(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -82,6 +84,8 @@ def _linear(
     out_at = out + m[None, :] * N + n[:, None]
     mask = (m < num_rows)[None, :] & (n < N)[:, None]
     if splits == 1:
+        if ADD:
+            total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
     else:
         part_at = parts + m[None, :] * N + n[:, None]
@@ -92,6 +96,8 @@ def _linear(
             total = tl.zeros([BN, BM], tl.float32)
             for other in range(splits):
                 total += tl.load(part_at + other * num_rows * N, mask=mask, other=0.0)
+            if ADD:
+                total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
             tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
             tl.store(arrived + tile, 0)
 
@@ -140,16 +146,19 @@ def tiling_for(num_rows: int, out_features: int, in_features: int) -> Tiling | N
     return tilings[sum(num_rows > rows for rows in _ROWS)]
 
 
-def small_linear(x: Tensor, weight: Tensor, arrived: Tensor, tiling: Tiling) -> Tensor:
+def small_linear(
+    x: Tensor, weight: Tensor, arrived: Tensor, tiling: Tiling, residual: Tensor | None = None
+) -> Tensor:
     """x @ weight.T. x: [M, K], M up to 64, unit stride in K; weight: contiguous [N, K]; bf16.
 
     arrived: int32 [N / 32] or more, zeros before the first call and again after each; calls that
     share it must follow one another on one stream. N and K divide into the tiling's tiles.
-    Returns a new [M, N]. No host sync; graph-capturable; the same result in every run.
+    Returns a new [M, N], or residual, contiguous [M, N], with the product added to it. No host
+    sync; graph-capturable; the same result in every run.
     """
     num_rows, width = x.shape
     height = weight.shape[0]
-    out = x.new_empty((num_rows, height))
+    out = x.new_empty((num_rows, height)) if residual is None else residual
     parts = out
     if tiling.splits > 1:
         parts = x.new_empty((tiling.splits, num_rows, height), dtype=float32)
@@ -170,6 +179,7 @@ def small_linear(x: Tensor, weight: Tensor, arrived: Tensor, tiling: Tiling) -> 
         BN=tiling.rows,
         BK=tiling.columns,
         STAGES=tiling.stages,
+        ADD=residual is not None,
         OVERLAP=overlap,
         num_warps=tiling.rows // 16 if tiling.rows > 64 else 4,
         launch_pdl=overlap,

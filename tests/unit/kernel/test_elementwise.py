@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minisgl.kernel import (
+    add_linear,
     add_rms_norm,
     gather_embedding,
     rms_norm,
@@ -34,6 +35,16 @@ def test_add_rms_norm_returns_norm_and_sum(generator: torch.Generator) -> None:
     normed, total = add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, rms_norm(x + residual, weight, 1e-6))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_add_linear_adds_in_place(generator: torch.Generator, biased: bool) -> None:
+    x, weight = torch.randn(3, 8, generator=generator), torch.randn(5, 8, generator=generator)
+    residual = torch.randn(3, 5, generator=generator)
+    bias = torch.randn(5, generator=generator) if biased else None
+    expected = residual + torch.nn.functional.linear(x, weight, bias)
+    assert add_linear(residual, x, weight, bias) is residual
+    torch.testing.assert_close(residual, expected)
 
 
 def test_silu_and_mul_takes_the_gate_first() -> None:
