@@ -1,16 +1,6 @@
-"""KV memory: the tensors, the owner of free pages, and the prefix caches."""
+"""KV memory: the tensors, the owner of free pages, and the prefix cache."""
 
 from minisgl.kvcache.page_pool import PagePool
-from minisgl.kvcache.prefix import CacheHandle, Evicted, Insertion, Match, NaiveCache, PrefixCache
-from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.radix import Match, RadixCache, RadixNode
 
-__all__ = [
-    "CacheHandle",
-    "Evicted",
-    "Insertion",
-    "Match",
-    "NaiveCache",
-    "PagePool",
-    "PrefixCache",
-    "RadixCache",
-]
+__all__ = ["Match", "PagePool", "RadixCache", "RadixNode"]

@@ -8,11 +8,11 @@ an eviction costs O(log n).
 """
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
-from minisgl.kvcache.prefix import CacheHandle, Evicted, Insertion, Match
 
 
 class RadixNode:
@@ -57,8 +57,35 @@ class RadixNode:
         self.serial = serial
 
 
+class Match(NamedTuple):
+    """The longest cached prefix: where it ends, and its pages int32 [tokens / page_size]."""
+
+    node: RadixNode
+    pages: Int32Array
+
+
+class Insertion(NamedTuple):
+    """node: the end of the inserted key. pages: the ids that hold this key from now on.
+
+    The cache owns `pages`. Where an id differs from the one given, the key was there already, and
+    the given page stays with the caller, who points its page table at `pages` and frees its own.
+    """
+
+    node: RadixNode
+    pages: Int32Array
+
+
+class Evicted(NamedTuple):
+    """pages: given up by the cache. fence: the last step that may touch them."""
+
+    pages: Int32Array
+    fence: int
+
+
 class RadixCache:
-    """The prefix cache of the engine.
+    """The prefix cache of the engine. Keys are whole pages of token ids, under a salt.
+
+    Time is a counter of operations, so that tensor-parallel ranks agree on what is old.
 
     I1  lock_count of a node >= lock_count of each child: what is locked is locked to the root.
     I2  evictable_pages + locked_pages == pages held by all nodes.
@@ -111,17 +138,20 @@ class RadixCache:
             found.append(leaf.pages)
         return Insertion(node, self._joined(found))
 
-    def lock(self, handle: CacheHandle) -> None:
-        """Forbid eviction from the root to `handle`: O(depth)."""
-        for node in self._path(handle):
+    def lock(self, end: RadixNode) -> None:
+        """Forbid eviction from the root to `end`: O(depth)."""
+        for node in self._path(end):
             if node.lock_count == 0:
                 self._evictable_pages -= len(node.pages)
                 self._locked_pages += len(node.pages)
             node.lock_count += 1
 
-    def unlock(self, handle: CacheHandle, fence: int) -> None:
-        """Undo one lock. Raises InvariantBroken when there is none."""
-        for node in self._path(handle):
+    def unlock(self, end: RadixNode, fence: int) -> None:
+        """Undo one lock; the pages may be touched until step `fence` has completed.
+
+        Raises InvariantBroken when there is no lock.
+        """
+        for node in self._path(end):
             if node.lock_count == 0:
                 raise InvariantBroken("a node is unlocked more often than locked; this is a bug")
             node.lock_count -= 1
@@ -132,7 +162,10 @@ class RadixCache:
                 self._offer(node)
 
     def evict(self, count: int) -> list[Evicted]:
-        """Give up min(count, evictable_pages) pages; the last leaf is cut, not dropped whole."""
+        """Give up min(count, evictable_pages) pages, least recently used first.
+
+        The last leaf is cut, not dropped whole.
+        """
         evicted: list[Evicted] = []
         while count > 0 and self._heap:
             stamp, _, node = heapq.heappop(self._heap)
@@ -230,11 +263,10 @@ class RadixCache:
         node.in_heap = True
         heapq.heappush(self._heap, (node.last_use, node.serial, node))
 
-    def _path(self, handle: CacheHandle) -> list[RadixNode]:
-        """From `handle` up to, not including, the root."""
-        assert isinstance(handle, RadixNode), "a handle of another cache: this is a bug"
+    def _path(self, end: RadixNode) -> list[RadixNode]:
+        """From `end` up to, not including, the root."""
         path: list[RadixNode] = []
-        node: RadixNode | None = handle
+        node: RadixNode | None = end
         while node is not None and node is not self._root:
             path.append(node)
             node = node.parent

@@ -3,7 +3,7 @@
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
-from minisgl.kvcache import Match, PagePool, PrefixCache
+from minisgl.kvcache import Match, PagePool, RadixCache
 from minisgl.scheduler.req import Req
 from minisgl.scheduler.table import RequestTable
 
@@ -16,10 +16,12 @@ class KVMemory:
     I3  A row points at the cache's pages before its own copies of the same tokens are freed.
     """
 
-    def __init__(self, page_size: int, pool: PagePool, cache: PrefixCache) -> None:
+    def __init__(self, page_size: int, num_pages: int, publishes: bool) -> None:
+        """publishes: what is computed goes to the prefix cache; it stays empty otherwise."""
         self.page_size = page_size
-        self.pool = pool
-        self.cache = cache
+        self.pool = PagePool(num_pages)
+        self.cache = RadixCache(page_size)
+        self._publishes = publishes
         self.evicted_pages_total = 0
 
     @property
@@ -45,18 +47,18 @@ class KVMemory:
         One page beyond its tokens must be available too (unless it can never need it), and
         `reserve_pages` for others.
         """
-        self.cache.lock(match.handle)
+        self.cache.lock(match.node)
         own_pages = self.pages_for(len(req.tokens)) - len(match.pages)
         spare = min(1, self.pages_for(req.limit) - self.pages_for(len(req.tokens)))
         if own_pages + spare + reserve_pages > self.available:
-            self.cache.unlock(match.handle, 0)
+            self.cache.unlock(match.node, 0)
             return False
         pages = self.try_allocate(own_pages)
         if pages is None:  # evicted pages are still fenced by a step in flight
-            self.cache.unlock(match.handle, 0)
+            self.cache.unlock(match.node, 0)
             return False
         computed = len(match.pages) * self.page_size
-        req.handle, req.tree_pages = match.handle, len(match.pages)
+        req.node, req.tree_pages = match.node, len(match.pages)
         table.open_row(req, np.concatenate([match.pages, pages]), computed)
         return True
 
@@ -74,23 +76,21 @@ class KVMemory:
     def publish(self, req: Req, table: RequestTable, tokens: int) -> None:
         """Hand the row's first `tokens` tokens, in whole pages, to the cache; keep using them."""
         row, num_pages = req.row, tokens // self.page_size
-        if num_pages <= req.tree_pages:
+        if num_pages <= req.tree_pages or not self._publishes:
             return
         key = table.tokens[row, : num_pages * self.page_size]
         mine = table.page_table[row, :num_pages]
         fence = int(table.last_step[row])
-        handle, pages = self.cache.insert(key, mine, req.cache_salt)
-        if not len(pages):
-            return  # a cache that keeps nothing
-        self.cache.lock(handle)
-        assert req.handle is not None, "a running req has a handle: this is a bug"
-        self.cache.unlock(req.handle, fence)
+        node, pages = self.cache.insert(key, mine, req.cache_salt)
+        self.cache.lock(node)
+        assert req.node is not None, "a running req has a node: this is a bug"
+        self.cache.unlock(req.node, fence)
         own = np.arange(num_pages) >= req.tree_pages
         duplicates = mine[own & (pages != mine)].copy()
         mine[:] = pages
         if len(duplicates):
             table.clean_pages[row] = min(int(table.clean_pages[row]), req.tree_pages)
-        req.handle, req.tree_pages = handle, num_pages
+        req.node, req.tree_pages = node, num_pages
         self.pool.release(duplicates, fence)
 
     def release(self, req: Req, table: RequestTable, cached_tokens: int) -> None:
@@ -99,9 +99,9 @@ class KVMemory:
         row, fence = req.row, int(table.last_step[req.row])
         own = table.page_table[row, req.tree_pages : table.num_pages[row]].copy()
         self.pool.release(own, fence)
-        assert req.handle is not None, "a running req has a handle: this is a bug"
-        self.cache.unlock(req.handle, fence)
-        req.handle, req.tree_pages = None, 0
+        assert req.node is not None, "a running req has a node: this is a bug"
+        self.cache.unlock(req.node, fence)
+        req.node, req.tree_pages = None, 0
         table.close_row(req)
 
     def flush(self) -> None:

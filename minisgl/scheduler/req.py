@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from minisgl.core import FinishReason, Int32Array, SamplingParams
-from minisgl.kvcache import CacheHandle
+from minisgl.kvcache import RadixNode
 from minisgl.message import TextSpec
 
 
@@ -36,7 +36,7 @@ class Req:
     limit          most tokens in all, prompt + max_tokens cut to context and pool.
     serial         order of arrival; preemption takes the highest.
     row            line in page table and token pool, -1 without one.
-    handle         locked place in the prefix cache; tree_pages leading pages of the row are the
+    node           locked place in the prefix cache; tree_pages leading pages of the row are the
                    cache's, the others this req's own.
     cache_salt     reqs of another salt do not share its prefix.
     prompt_reported  prompt tokens whose log-probabilities have been sent.
@@ -55,7 +55,7 @@ class Req:
     cache_salt: str = ""
     state: ReqState = ReqState.WAITING
     row: int = -1
-    handle: CacheHandle | None = None
+    node: RadixNode | None = None
     tree_pages: int = 0
     cached_tokens: int = 0
     admitted: bool = False

@@ -21,7 +21,6 @@ from minisgl.core import (
     SchedulerConfig,
     StepCost,
 )
-from minisgl.kvcache import NaiveCache, PagePool, PrefixCache, RadixCache
 from minisgl.message import AbortReq, AddReq, FlushCache, SchedulerStats, Shutdown, ToScheduler
 from minisgl.scheduler.intake import Intake
 from minisgl.scheduler.io import Inbox, Outbox
@@ -62,11 +61,9 @@ class Scheduler:
         self._outbox = outbox
         self._eos: Int32Array = np.array(eos_token_ids, dtype=np.int32)
         max_pages = -(-engine.max_seq_len // engine.page_size)
-        cache: PrefixCache = (
-            NaiveCache() if config.cache_type == "naive" else RadixCache(engine.page_size)
-        )
         self.table = RequestTable(engine.max_running_reqs, engine.max_seq_len, max_pages)
-        self.memory = KVMemory(engine.page_size, PagePool(engine.num_pages), cache)
+        publishes = config.cache_type != "naive"
+        self.memory = KVMemory(engine.page_size, engine.num_pages, publishes)
         self.planner = Planner(config, self.memory, self.table, eos_token_ids)
         self._intake = Intake(
             vocab_size=vocab_size,

@@ -7,16 +7,16 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from minisgl.core import InvariantBroken
-from minisgl.kvcache import CacheHandle, RadixCache
+from minisgl.kvcache import RadixCache, RadixNode
 
 
 def ids(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def fill(cache: RadixCache, tokens: np.ndarray, first_page: int, page_size: int) -> CacheHandle:
+def fill(cache: RadixCache, tokens: np.ndarray, first_page: int, page_size: int) -> RadixNode:
     pages = np.arange(first_page, first_page + len(tokens) // page_size, dtype=np.int32)
-    return cache.insert(tokens, pages).handle
+    return cache.insert(tokens, pages).node
 
 
 def test_match_counts_whole_pages_only() -> None:
@@ -38,7 +38,7 @@ def test_insert_of_a_known_key_keeps_the_first_pages() -> None:
 def test_a_locked_prefix_survives_any_eviction() -> None:
     cache = RadixCache(1)
     fill(cache, ids(1, 2, 3), 0, 1)
-    handle = cache.match(ids(1, 2)).handle
+    handle = cache.match(ids(1, 2)).node
     cache.lock(handle)
     freed = [page for evicted in cache.evict(100) for page in evicted.pages.tolist()]
     assert freed == [2]
@@ -106,7 +106,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache = RadixCache(page_size)
         self.model: dict[tuple[int, ...], int] = {}
         self.next_page = 0
-        self.locks: list[tuple[CacheHandle, tuple[int, ...]]] = []
+        self.locks: list[tuple[RadixNode, tuple[int, ...]]] = []
 
     def prefixes(self, tokens: list[int]) -> list[tuple[int, ...]]:
         cuts = range(self.page_size, len(tokens) + 1, self.page_size)
@@ -133,8 +133,8 @@ class RadixMachine(RuleBasedStateMachine):
         match = self.cache.match(np.array(tokens, dtype=np.int32))
         assert match.pages.tolist() == expected
         if lock and expected:
-            self.cache.lock(match.handle)
-            self.locks.append((match.handle, tuple(tokens[: len(expected) * self.page_size])))
+            self.cache.lock(match.node)
+            self.locks.append((match.node, tuple(tokens[: len(expected) * self.page_size])))
 
     @rule(data=st.data(), fence=st.integers(0, 9))
     def unlock(self, data: st.DataObject, fence: int) -> None:
