@@ -30,6 +30,7 @@ __all__ = [
     "DecodeGraphAttention",
     "StepAttention",
     "TorchAttention",
+    "attention_kernels",
     "compile_attention",
     "create_attention_backend",
 ]
@@ -47,6 +48,9 @@ def create_attention_backend(name: str, pool: KVPool, q_heads: int) -> Attention
     q_heads: of this rank. Raises ConfigError that lists the known names, or says what is missing.
     """
     prefill, decode = _phases(name, pool)
+    reason = why_not_flashinfer(pool)
+    if "auto" in name and reason is not None and pool.device.type != "cpu":
+        logger.warning("attention falls back to torch, which is slow: flashinfer: %s", reason)
     shared: AttentionBackend | None = None
     if "torch" not in (prefill, decode):
         shared = _flashinfer(prefill, pool, q_heads)
@@ -61,12 +65,23 @@ def compile_attention(name: str, pool: KVPool, archs: Sequence[int], folder: Pat
 
     pool: on the device meta. Raises ConfigError as create_attention_backend does.
     """
+    if variants := _variants(name, pool, archs):
+        compile_flashinfer(folder, pool.dtype, pool.head_dim, sorted(variants), archs)
+
+
+def attention_kernels(name: str, pool: KVPool, archs: Sequence[int]) -> list[str]:
+    """Names of the kernels that compile_attention compiles."""
+    kind = f"{str(pool.dtype).removeprefix('torch.')} {pool.head_dim}"
+    return sorted(f"{variant} {kind}" for variant in _variants(name, pool, archs))
+
+
+def _variants(name: str, pool: KVPool, archs: Sequence[int]) -> set[str]:
+    """FlashInfer's kinds of kernels that those backends run on GPUs of `archs`."""
     prefill, decode = _phases(name, pool)
     variants = {"fa2"} if decode == "flashinfer" else set()
     if prefill.startswith("flashinfer"):
         variants |= {_variant(prefill) or default_prefill_variant(arch) for arch in archs}
-    if variants:
-        compile_flashinfer(folder, pool.dtype, pool.head_dim, sorted(variants), archs)
+    return variants
 
 
 def _phases(name: str, pool: KVPool) -> tuple[str, str]:
@@ -83,13 +98,11 @@ def _resolve(name: str, known: tuple[str, ...], pool: KVPool) -> str:
             f"attention backend {name!r} is not known; known: auto, {', '.join(known)}"
         )
     reason = None if name == "torch" else why_not_flashinfer(pool)
-    if reason is None:
-        return "flashinfer" if name == "auto" else name
-    if name != "auto":
+    if name == "auto":
+        return "flashinfer" if reason is None else "torch"
+    if reason is not None:
         raise ConfigError(f"attention backend {name!r} cannot be used: {reason}")
-    if pool.device.type != "cpu":
-        logger.warning("attention falls back to torch, which is slow: flashinfer: %s", reason)
-    return "torch"
+    return name
 
 
 def _one(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:

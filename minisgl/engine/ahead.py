@@ -12,14 +12,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from minisgl.attention import compile_attention
+from minisgl.attention import attention_kernels, compile_attention
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed import MetaCommunicator, TPInfo
 from minisgl.engine import probe
 from minisgl.engine.engine import Engine
-from minisgl.engine.settings import resolve_dtype
-from minisgl.kernel import compiling
-from minisgl.kvcache.pool import KVPool
+from minisgl.engine.settings import pool_without_memory, resolve_dtype
+from minisgl.kernel import compiling, filling
 from minisgl.models import load_model_config
 
 logger = logging.getLogger(__name__)
@@ -40,24 +39,18 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     dry = msgspec.structs.replace(
         config, device="meta", num_pages=1, dummy_weight=True, kernel_cache=None
     )
-    for arch in archs:
-        for rank in range(config.tp_size):
-            tp = TPInfo(rank, config.tp_size)
-            with compiling(folder, arch):
-                engine = Engine(dry, tp, MetaCommunicator(tp), max_chunk_tokens)
-                engine.warm_up()
-                probe.every_size(engine, engine.num_pages, max_chunk_tokens)
-    model, device = load_model_config(config.model_path), torch.device("meta")
-    pool = KVPool(
-        num_layers=1,
-        num_pages=1,
-        page_size=config.page_size,
-        kv_heads=1,
-        head_dim=model.head_dim,
-        dtype=resolve_dtype(dry, model, device),
-        device=device,
-    )
-    compile_attention(config.attention_backend, pool, archs, folder)
+    model = load_model_config(config.model_path)
+    dtype = resolve_dtype(dry, model, torch.device("meta"))
+    pool, backend = pool_without_memory(config, model, dtype), config.attention_backend
+    with filling(folder, archs, attention_kernels(backend, pool, archs)):
+        for arch in archs:
+            for rank in range(config.tp_size):
+                tp = TPInfo(rank, config.tp_size)
+                with compiling(folder, arch):
+                    engine = Engine(dry, tp, MetaCommunicator(tp), max_chunk_tokens)
+                    engine.warm_up()
+                    probe.every_size(engine, engine.num_pages, max_chunk_tokens)
+        compile_attention(backend, pool, archs, folder)
     logger.info(
         "kernels compiled folder=%s archs=%s s=%.0f", folder, archs, time.monotonic() - began_s
     )

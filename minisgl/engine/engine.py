@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention import create_attention_backend
+from minisgl.attention import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
 from minisgl.distributed import Communicator, TPInfo
 from minisgl.engine import probe
@@ -24,6 +24,7 @@ from minisgl.engine.pending import LaunchedStep
 from minisgl.engine.pieces import PieceGraphs, piece_sizes
 from minisgl.engine.settings import (
     cpu_threads,
+    pool_without_memory,
     resolve_device,
     resolve_dtype,
     resolve_max_seq_len,
@@ -71,7 +72,7 @@ class Engine:
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             if config.kernel_cache is not None:
-                use_kernel_cache(Path(config.kernel_cache))
+                self._use_kernel_cache(Path(config.kernel_cache))
             torch.cuda.set_device(self._device)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := cpu_threads(tp.size)) is not None:
@@ -251,6 +252,13 @@ class Engine:
             torch.cuda.empty_cache()
 
     # --- building -------------------------------------------------------------------------------
+
+    def _use_kernel_cache(self, folder: Path) -> None:
+        major, minor = torch.cuda.get_device_capability(self._device)
+        arch = 10 * major + minor
+        pool = pool_without_memory(self._config, self._model_config, self._dtype)
+        needed = attention_kernels(self._config.attention_backend, pool, [arch])
+        use_kernel_cache(folder, arch, needed)
 
     def _assemble(self, num_pages: int) -> DeviceState:
         """Everything on the device but the graphs, over a pool of so many pages."""

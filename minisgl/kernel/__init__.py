@@ -4,7 +4,7 @@ What is exported runs the reference on CPU tensors and Triton on others (dispatc
 references themselves: elementwise.py, rotary.py, sampling.py, random.py, step.py.
 """
 
-from minisgl.kernel.cache import compiling, use_kernel_cache
+from minisgl.kernel.cache import compiling, filling, use_kernel_cache
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
     add_linear,
@@ -45,6 +45,7 @@ __all__ = [
     "count_blocks",
     "decode_scratch",
     "edit_logits",
+    "filling",
     "gather_embedding",
     "gumbel_noise",
     "kv_metadata",

@@ -11,6 +11,7 @@ hold what Python says of the platform, which it learns from the command `file` w
 import json
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,26 +24,43 @@ from triton.runtime import driver
 from triton.runtime.build import platform_key
 from triton.runtime.cache import FileCacheManager
 
+from minisgl.core import ConfigError
+from minisgl.kernel.cache import find_compiler
+
 _FOLDER = "MINISGL_TRITON_AHEAD"  # Triton makes its cache managers from a key alone
+_GROUP = "__grp__"  # begins the name of what Triton writes last of a kernel
+_C_SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))  # ends that of a C module, one file
 
 
 class AheadCache(FileCacheManager):
-    """Triton's cache behind a folder that is only read: what is in there is never looked for
-    elsewhere, and everything else goes where it always goes."""
+    """Triton's cache behind a folder that is only read: what is complete in there is never looked
+    for elsewhere, and everything else goes where it always goes."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         folder = os.path.join(os.environ[_FOLDER], key)
-        self._ahead = not (override or dump) and os.path.isdir(folder)
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        complete = any(n.startswith(_GROUP) or n.endswith(_C_SUFFIX) for n in names)
+        self._ahead = complete and not (override or dump)
         if self._ahead:
             self.key, self.cache_dir, self.lock_path = key, folder, None
         else:
             super().__init__(key, override, dump)
 
+    def get_file(self, filename: str) -> str | None:
+        """Raises ConfigError for a C module that is nowhere and cannot be compiled."""
+        found: str | None = super().get_file(filename)
+        if found is None and filename.endswith(_C_SUFFIX) and find_compiler() is None:
+            raise ConfigError(
+                f"{os.environ[_FOLDER]} lacks a kernel that this model needs with these flags, and "
+                "there is no C compiler: run minisgl compile with the flags of this server"
+            )
+        return found
+
     def get_group(self, filename: str) -> dict[str, str] | None:
         if not self._ahead:
             found: dict[str, str] | None = super().get_group(filename)
             return found
-        names = json.loads(Path(self._make_path(f"__grp__{filename}")).read_text())["child_paths"]
+        names = json.loads(Path(self._make_path(_GROUP + filename)).read_text())["child_paths"]
         return {name: self._make_path(name) for name in names}
 
 
