@@ -101,8 +101,10 @@ class Engine:
             loaded_s = time.monotonic()
             self._state = self._assemble(self._num_pages)
             assembled_s = time.monotonic()
+            assembled_free_bytes = self._free_bytes()
             most_tokens = max_chunk_tokens + config.max_running_reqs
             self._capture(graph_sizes(self._largest_graph()), piece_sizes(most_tokens))
+            graph_bytes = assembled_free_bytes - self._free_bytes()
         self.startup_s = {
             "load": loaded_s - began_s,
             "kv_alloc": assembled_s - loaded_s,
@@ -110,7 +112,7 @@ class Engine:
         }
         logger.info(
             "engine loaded device=%s dtype=%s pages=%d page_size=%d kv_bytes=%d max_seq_len=%d "
-            "graphs=%d left_bytes=%d",
+            "graphs=%d graph_bytes=%d left_bytes=%d",
             self._device,
             self._dtype,
             self._num_pages,
@@ -118,6 +120,7 @@ class Engine:
             self._state.pool.num_bytes,
             self._max_seq_len,
             0 if self._graphs is None else len(self._graphs.graphs),
+            graph_bytes,
             self._free_bytes(),
         )
 
@@ -321,24 +324,34 @@ class Engine:
         self._num_pages = 1
         self._state = self._assemble(self._num_pages)
         probe.largest_step(self, self._state.pool.dummy_page, self._max_chunk_tokens)
-        overhead = loaded - self._free_bytes() + self._graph_bytes()
+        steps = loaded - self._free_bytes()
+        graphs = self._graph_bytes()
         del self._state
         torch.cuda.empty_cache()
-        logger.info("memory beside weights and KV steps_and_graphs_bytes=%d", overhead)
-        return int(self._config.memory_ratio * free_before) - (free_before - loaded) - overhead
+        logger.info("memory beside weights and KV steps_bytes=%d graph_bytes=%d", steps, graphs)
+        left = int(self._config.memory_ratio * free_before) - (free_before - loaded)
+        return left - steps - graphs
 
     def _graph_bytes(self) -> int:
-        """What all graphs take: the two largest tried, the others like the second of them."""
+        """What all graphs take, by the two largest of either kind, captured on trial.
+
+        Tensors of smaller graphs find room where those of larger ones were; what each further one
+        takes is the driver's, outside of torch's pool, and mostly the number of its kernels (which
+        size does not change: a piece graph for each layer). Both trials count from one beginning,
+        since the driver may keep what it had for the first.
+        """
         sizes = graph_sizes(self._largest_graph())
         tokens = piece_sizes(self._max_chunk_tokens + self._config.max_running_reqs)
+        torch.cuda.empty_cache()
+        before = self._free_bytes()
         taken: list[int] = []
         for count in (1, 2):
-            torch.cuda.empty_cache()
-            before = self._free_bytes()
-            self._capture(sizes[-count:], tokens[-1:])  # smaller pieces reuse the memory
+            self._capture(sizes[-count:], tokens[-count:])
             taken.append(before - self._free_bytes())
             self._graphs = self._pieces = None
-        return taken[1] + max(taken[1] - taken[0], 0) * max(len(sizes) - 2, 0)
+            torch.cuda.empty_cache()
+        others = max(len(sizes), len(tokens), 2) - 2
+        return taken[1] + max(taken[1] - taken[0], 0) * others
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

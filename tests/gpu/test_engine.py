@@ -1,13 +1,16 @@
 """The engine on CUDA in float32 gives the tokens that it gives on CPU, from the same weights."""
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from minisgl.core import OutOfMemory
+from minisgl.core import EngineConfig, OutOfMemory
+from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine
 from minisgl.kernel import gumbel_noise
 from tests.parity.driver import Driver, Sampling, Work, make_engine
@@ -98,3 +101,17 @@ def test_noise_is_the_same_on_both_devices() -> None:
     on_cpu = gumbel_noise(seeds, positions, 4099)
     on_gpu = gumbel_noise(seeds.cuda(), positions.cuda(), 4099).cpu()
     torch.testing.assert_close(on_gpu, on_cpu, atol=2e-6, rtol=2e-6)
+
+
+def test_graphs_take_no_more_than_was_set_aside_for_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver keeps memory for each graph outside of torch's pool: a thousand of small ones."""
+    path = write_config(tmp_path, "Qwen3ForCausalLM")
+    config = EngineConfig(model_path=path, device="cuda", dummy_weight=True, memory_ratio=0.5)
+    with caplog.at_level(logging.INFO, "minisgl.engine.engine"):
+        engine = Engine(config, TPInfo(0, 1), SingleCommunicator())
+    engine.close()
+    predicted, taken = (int(n) for n in re.findall(r"graph_bytes=(\d+)", caplog.text))
+    print(f"graph bytes predicted {predicted:,} taken {taken:,}")
+    assert 0 < taken <= predicted
