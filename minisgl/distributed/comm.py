@@ -52,11 +52,8 @@ class Communicator(Protocol):
         """
         ...
 
-    def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
-        """[T, n] of each rank, side by side in rank order, to [T, width]: the same on all ranks.
-
-        What lies past width is dropped. x is not changed. out: [T, width] to be written, or None.
-        """
+    def gather(self, x: Tensor) -> Tensor:
+        """The x of all ranks, contiguous and of one shape and dtype, in rank order: [ranks, *]."""
         ...
 
     def agree_min(self, value: int) -> int:
@@ -78,8 +75,8 @@ class SingleCommunicator:
     ) -> tuple[Tensor, Tensor]:
         return _add_norm(x, residual, weight, eps)
 
-    def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
-        return x[:, :width] if out is None else out.copy_(x[:, :width])
+    def gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
 
     def agree_min(self, value: int) -> int:
         return value
@@ -107,8 +104,8 @@ class MetaCommunicator(SingleCommunicator):
             self.peers.reduce_norm(x, residual, weight, eps)
         return _add_norm(x, residual, weight, eps)
 
-    def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
-        return x.new_empty((len(x), width)) if out is None else out
+    def gather(self, x: Tensor) -> Tensor:
+        return x.new_empty((self._tp.size, *x.shape))
 
 
 def _add_norm(
@@ -160,17 +157,12 @@ class GroupCommunicator:
         self.all_reduce(x)
         return _add_norm(x, residual, weight, eps)
 
-    def gather_columns(self, x: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self._tp.size, *x.shape))
         options: Any = AllgatherOptions()
         options.asyncOp = False
         _finish(lambda: self.group._allgather_base(parts.flatten(), x.flatten(), options))
-        if out is None:
-            out = x.new_empty((len(x), width))
-        for rank, part in enumerate(parts):
-            columns = out[:, rank * x.shape[1] : (rank + 1) * x.shape[1]]
-            columns.copy_(part[:, : columns.shape[1]])
-        return out
+        return parts
 
     def agree_min(self, value: int) -> int:
         box = torch.tensor([value], dtype=torch.int64, device=self.device)

@@ -174,7 +174,8 @@ class Engine:
     def _forward(
         self, batch: Batch, inputs: StepInputs, views: StepViews, graph: DecodeGraph | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Hidden states [T, H], None from a graph, and logits [N, V], None when nobody samples."""
+        """Hidden states [T, H], None from a graph, and logits [N, n] of this rank's ids, None when
+        nobody samples."""
         if graph is not None:
             return None, graph.run_forward()
         state, n = self._state, batch.num_decode
@@ -189,7 +190,7 @@ class Engine:
             hidden = state.forward(views, n, tokens, attention)
         if not batch.samples.any():
             return hidden, None
-        return hidden, state.model.logits(hidden[views.first + views.lengths - 1])
+        return hidden, state.model.head.logits(hidden[views.first + views.lengths - 1])
 
     def _finish_extras(
         self,
@@ -203,9 +204,9 @@ class Engine:
         state, reqs = self._state, batch.num_reqs
         chosen = tokens = None
         if logits is not None:
-            logits = logits.float()
+            logits = state.model.head.whole(logits).float()
             changed = edited(logits, batch, inputs, state.token_pool)
-            chosen = state.choose(changed, views, *_kinds(batch))
+            chosen = state.choose(changed, views, *_kinds(batch), whole=True)
             logits, tokens = logits[:reqs], chosen[0, :reqs]
         logprobs = start_logprobs(state.model, hidden, logits, tokens, batch, inputs)
         by_graph = logits is not None and hidden is None
@@ -302,7 +303,7 @@ class Engine:
         """Capture decode graphs and pieces of these sizes, on a GPU."""
         if self._device.type == "cuda" and sizes:
             show = self._show_progress
-            graphs = DecodeGraphs(self._state, sizes, self._model_config.vocab_size, show)
+            graphs = DecodeGraphs(self._state, sizes, show)
             self._graphs = graphs
             if graphs.graphs:
                 self._pieces = PieceGraphs(self._state, token_sizes, graphs.memory, show)

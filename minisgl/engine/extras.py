@@ -139,7 +139,8 @@ def _start_prompts(
         for offset in range(0, length, _PROMPT_ROWS):
             rows = slice(begin + offset, begin + min(offset + _PROMPT_ROWS, length))
             chosen = on_device[offset : offset + _PROMPT_ROWS]
-            parts.append(_to_host(top_logprobs(model.logits(hidden[rows]).float(), chosen, count)))
+            logits = model.head.whole(model.head.logits(hidden[rows])).float()
+            parts.append(_to_host(top_logprobs(logits, chosen, count)))
         pending.append(_PendingPrompt(index, parts))
     return pending
 

@@ -34,7 +34,7 @@ class DecodeGraph:
     """A decode step of `size` reqs over fixed tensors. What it reads lies in DecodeGraphs.buffer.
 
     attention  held because its tensors are read too.
-    logits     [size, V] of the model's dtype; chosen int32 [2, size], as DeviceState.choose.
+    logits     [size, n], as VocabMatrix.logits; chosen int32 [2, size], as DeviceState.choose.
     """
 
     size: int
@@ -64,16 +64,15 @@ class DecodeGraphs:
     graphs  by rising size; empty where the attention backend cannot be captured.
     """
 
-    def __init__(
-        self, state: DeviceState, sizes: Sequence[int], vocab_size: int, show_progress: bool
-    ) -> None:
+    def __init__(self, state: DeviceState, sizes: Sequence[int], show_progress: bool) -> None:
         self._state = state
         largest = max(sizes, default=0)
         device = state.device
         capacity = StepLayout(largest, _MOST_PAGE_UPDATES, 0).size
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=device)
-        self._logits = torch.zeros((largest, vocab_size), dtype=state.pool.dtype, device=device)
+        width, dtype = state.model.head.part.local, state.pool.dtype
+        self._logits = torch.zeros((largest, width), dtype=dtype, device=device)
         self._chosen = torch.zeros(2 * largest, dtype=torch.int32, device=device)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[DecodeGraph] = []
@@ -115,7 +114,7 @@ class DecodeGraphs:
         def forward() -> None:
             attention.describe()
             hidden = state.forward(views, size, tokens, attention)
-            state.model.logits(hidden, out=logits)
+            state.model.head.logits(hidden, out=logits)
 
         def sampler(filters: bool) -> Callable[[], object]:
             return lambda: chosen.copy_(state.choose(logits, views, draws=True, filters=filters))

@@ -86,10 +86,13 @@ class DeviceState:
         hidden: Tensor = self.model(ids, context)
         return hidden
 
-    def choose(self, logits: Tensor, views: StepViews, draws: bool, filters: bool) -> Tensor:
+    def choose(
+        self, logits: Tensor, views: StepViews, draws: bool, filters: bool, whole: bool = False
+    ) -> Tensor:
         """Sample a token for each of the N rows, and put it where the next step reads it.
 
-        logits: [N, V]. Returns int32 [2, N]: tokens, and whether the row was finite.
+        logits: as VocabMatrix.logits, or as VocabMatrix.whole. Returns int32 [2, N]: tokens, and
+        whether the row was finite.
         """
         params = SamplingTensors(
             temperature=views.temperature,
@@ -101,7 +104,8 @@ class DeviceState:
             draws=draws,
             filters=filters,
         )
-        sampled = sample(logits.float() if logits.is_cpu else logits, params)
+        choose = sample if whole else self.model.head.sample
+        sampled = choose(logits.float() if logits.is_cpu else logits, params)
         put_tokens(
             self.token_pool, views.rows, views.start, views.lengths, views.samples, sampled.tokens
         )

@@ -141,6 +141,24 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
     return sampling.sample(logits, params)
 
 
+def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
+    """See minisgl.kernel.sampling.best_of_part. On CUDA logits may be bfloat16 or float16."""
+    if not logits.is_cpu:
+        from minisgl.kernel.triton import sampling as kernels
+
+        return kernels.best_of_part(logits, params, first_id)
+    return sampling.best_of_part(logits, params, first_id)
+
+
+def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
+    """See minisgl.kernel.sampling.best_of_parts."""
+    if not offers.is_cpu:
+        from minisgl.kernel.triton import sampling as kernels
+
+        return kernels.best_of_parts(offers, params)
+    return sampling.best_of_parts(offers, params)
+
+
 def update_pages(
     page_table: Tensor, page_rows: Tensor, page_cols: Tensor, page_ids: Tensor
 ) -> None:

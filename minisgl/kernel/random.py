@@ -44,18 +44,19 @@ def gumbel_noise(
     """Gumbel(0, 1) noise for `count` ids of each row, from `first` on.
 
     seeds: int64 [N], any value; positions: integers [N], the position of the token drawn. first:
-    a multiple of 4, or one for each row. Returns float32 [N, count]. Id v of a row takes word
-    v % 4 of philox(counter = (v // 4, position, stream, 0), key = (low, high half of seed)).
+    one for all rows, or a multiple of 4 for each. Returns float32 [N, count]. Id v of a row takes
+    word v % 4 of philox(counter = (v // 4, position, stream, 0), key = (low, high half of seed)).
 
     A word r becomes u = (r + 0.5) / 2**32 and then -log(-log1p(-u)): the large values, which
     decide an argmax, come from small u, where float32 still tells 2**32 steps apart.
     """
     seeds, positions = seeds.long().unsqueeze(1), positions.long().unsqueeze(1)
-    quads = torch.arange((count + 3) // 4, device=seeds.device).unsqueeze(0)
+    skipped = 0 if isinstance(first, Tensor) else first % 4
+    quads = torch.arange((skipped + count + 3) // 4, device=seeds.device).unsqueeze(0)
     quads = quads + (first.long().unsqueeze(1) if isinstance(first, Tensor) else first) // 4
     zero = torch.zeros_like(quads)
     counter = (quads, positions, zero + stream, zero)
     words = philox4x32(counter, (seeds & _MASK, (seeds >> 32) & _MASK))
     uniform = (torch.stack(words, dim=-1).float() + 0.5) * 2.0**-32
-    uniform = uniform.clamp_(max=_LARGEST_BELOW_ONE).flatten(1)[:, :count]
+    uniform = uniform.clamp_(max=_LARGEST_BELOW_ONE).flatten(1)[:, skipped : skipped + count]
     return -torch.log(-torch.log1p(-uniform))

@@ -48,33 +48,68 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
     with a sixteenth of the random numbers.
     A row with NaN, with +inf or with nothing but -inf is not finite; its token means nothing.
     """
+    plain = best_of_parts(best_of_part(logits, params, 0).unsqueeze(0), params)
+    if not params.filters:
+        return plain
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / _divisors(params)
+    noise = gumbel_noise(params.seed, params.position, logits.shape[-1])
+    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    filtered &= params.temperature > 0
+    drawn = (_filter(scaled, params) + noise).argmax(dim=-1).int()
+    return plain._replace(tokens=torch.where(filtered, drawn, plain.tokens))
+
+
+def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
+    """What a rank that holds some of the ids offers for each row; filters are not looked at.
+
+    logits: float32 [N, n] of the ids from first_id on, a multiple of GROUP; n > 0. Returns int32
+    [N, 4]: an id, its part's largest logit and the score of the id over that one (both as bits of
+    float32), and whether a logit of the part is NaN or +inf.
+    """
     largest = logits.amax(dim=-1, keepdim=True)  # NaN when the row holds one
-    finite = torch.isfinite(largest).squeeze(-1)
-    greedy = logits.argmax(dim=-1)
-    if not params.draws:
-        return SampledTokens(greedy.int(), finite)
-    drawn_rows = params.temperature > 0
-    temperature = torch.where(drawn_rows, params.temperature, 1.0).unsqueeze(1)
-    scaled = (logits - largest) / temperature  # at most 0, so a tiny temperature cannot overflow
-    drawn = _draw(scaled, params)
-    if params.filters:
-        noise = gumbel_noise(params.seed, params.position, logits.shape[-1])
-        filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-        drawn = torch.where(filtered, (_filter(scaled, params) + noise).argmax(dim=-1), drawn)
-    return SampledTokens(torch.where(drawn_rows, drawn, greedy).int(), finite)
+    ids = logits.argmax(dim=-1)
+    score = torch.zeros_like(largest)
+    if params.draws:
+        drawn_rows = params.temperature > 0
+        scaled = (logits - largest) / _divisors(params)  # at most 0: no temperature overflows it
+        drawn, best = _draw(scaled, params, first_id)
+        ids = torch.where(drawn_rows, drawn, ids)
+        score[:, 0] = torch.where(drawn_rows, best, 0.0)
+    bits = torch.cat((largest, score), dim=1).view(torch.int32)
+    unusable = ~(largest < torch.inf)
+    return torch.cat((ids.int().unsqueeze(1) + first_id, bits, unusable.int()), dim=1)
 
 
-def _draw(scaled: Tensor, params: SamplingTensors) -> Tensor:
-    """An id of each row. scaled: [N, V]."""
+def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
+    """One token per row from what all ranks offer, int32 [ranks, N, 4] in rank order.
+
+    Equal scores go to the lower id. The parts together give what `sample` gives for all of the
+    logits, except between candidates whose scores differ by rounding alone.
+    """
+    largest, score = offers.view(torch.float32)[..., 1:3].unbind(-1)
+    over = (largest - largest.amax(dim=0)) / _divisors(params).squeeze(1) + score
+    score = torch.where(params.temperature > 0, over, largest)
+    score = score.masked_fill(~(largest > -torch.inf), -torch.inf)
+    tokens = offers[..., 0].gather(0, score.argmax(dim=0, keepdim=True)).squeeze(0)
+    finite = (offers[..., 3] == 0).all(dim=0) & (largest > -torch.inf).any(dim=0)
+    return SampledTokens(tokens, finite)
+
+
+def _divisors(params: SamplingTensors) -> Tensor:
+    return torch.where(params.temperature > 0, params.temperature, 1.0).unsqueeze(1)
+
+
+def _draw(scaled: Tensor, params: SamplingTensors, first_id: int) -> tuple[Tensor, Tensor]:
+    """A column of each row, and its group's score. scaled: [N, n] of ids from first_id on."""
     padded = torch.nn.functional.pad(scaled, (0, -scaled.shape[-1] % GROUP), value=-torch.inf)
     groups = padded.view(len(padded), -1, GROUP)
-    seed, position = params.seed, params.position
-    noise = gumbel_noise(seed, position, groups.shape[1], stream=GROUP_STREAM)
-    group = (groups.logsumexp(-1) + noise).argmax(dim=-1)
+    seed, position, begin = params.seed, params.position, first_id // GROUP
+    noise = gumbel_noise(seed, position, groups.shape[1], first=begin, stream=GROUP_STREAM)
+    score, group = (groups.logsumexp(-1) + noise).max(dim=-1)
     inside = groups[torch.arange(len(group), device=group.device), group]
     first = group * GROUP
-    inside = inside + gumbel_noise(seed, position, GROUP, first=first)
-    return first + inside.argmax(dim=-1)
+    inside = inside + gumbel_noise(seed, position, GROUP, first=first_id + first)
+    return first + inside.argmax(dim=-1), score
 
 
 def _filter(scaled: Tensor, params: SamplingTensors) -> Tensor:

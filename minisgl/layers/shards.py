@@ -52,9 +52,9 @@ class Sharded(Protocol):
         ...
 
 
-def split_evenly(name: str, full: int, rank: int, size: int) -> Part:
-    """Cut into `size` equal parts, the last ones padded when `full` does not divide."""
-    local = -(-full // size)
+def split_evenly(name: str, full: int, rank: int, size: int, unit: int = 1) -> Part:
+    """Cut into `size` equal parts of whole units, the last ones padded where it does not divide."""
+    local = -(-full // (size * unit)) * unit
     return Part(name, full, rank * local, local)
 
 

@@ -153,13 +153,10 @@ class CausalLM(nn.Module):
         hidden: Tensor = self.model(ids, context)
         return hidden
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [N, H] of the tokens that are sampled after. Returns [N, V] of the same dtype.
-
-        out: [N, V] to be overwritten and returned.
-        """
-        head = self.model.embed_tokens if self.config.tied_embeddings else self.lm_head
-        return head.logits(hidden, out)
+    @property
+    def head(self) -> VocabMatrix:
+        """What makes logits and tokens of hidden states."""
+        return self.model.embed_tokens if self.config.tied_embeddings else self.lm_head
 
 
 def local_kv_heads(config: ModelConfig, comm: Communicator) -> int:

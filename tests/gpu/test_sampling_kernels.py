@@ -181,6 +181,36 @@ def test_unusable_rows_are_marked(top_p: float) -> None:
         assert tokens[4] < 100
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_parts_of_the_logits_give_the_token_of_all(parts: int, dtype: torch.dtype) -> None:
+    """As ranks cut them: what each offers, then the best of all offers."""
+    from minisgl.kernel.triton import sampling as kernels
+
+    rows = 12 if INTERPRETED else 256
+    logits = (torch.randn(rows, VOCAB + 3, device=DEVICE) * 3).to(dtype)[:, :VOCAB]
+    logits[0] = 1.0
+    logits[1, : VOCAB // 2] = -math.inf
+    logits[2, VOCAB - 1] = math.nan
+    logits[3, 5] = math.inf
+    logits[4] = -math.inf
+    temperature = [(0.0, 0.6, 1.0, 1e-38)[row % 4] for row in range(rows)]
+    asked = params(rows, temperature=temperature)
+    width = -(-VOCAB // (parts * GROUP)) * GROUP
+    begins = range(0, VOCAB, width)
+    offers = [kernels.best_of_part(logits[:, at : at + width], asked, at) for at in begins]
+    tokens, finite = kernels.best_of_parts(torch.stack(offers), asked)
+    expected = kernels.sample(logits, asked)
+    assert torch.equal(finite, expected.finite)
+    assert finite.logical_not().nonzero().flatten().tolist() == [2, 3, 4]
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    for row in ((tokens != expected.tokens) & finite).nonzero().flatten().tolist():
+        assert temperature[row] > 0
+        gap = lead(logits, asked, row, int(tokens[row]), int(expected.tokens[row]))
+        assert abs(gap) < 1e-4
+    assert (tokens != expected.tokens)[finite].float().mean() <= 0.02
+
+
 def test_sampler_replays_in_a_cuda_graph() -> None:
     if INTERPRETED:
         pytest.skip("the interpreter has no CUDA graphs")

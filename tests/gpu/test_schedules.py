@@ -206,7 +206,7 @@ def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Ten
     hook = oracle._model.register_forward_hook(lambda _m, _i, hidden: caught.append(hidden))
     Driver(oracle).step(Work(0, 0, prompt + output[:-1]))
     hook.remove()
-    logits = oracle._model.logits(caught[0][len(prompt) - 1 :])
+    logits = oracle._model.head.logits(caught[0][len(prompt) - 1 :])
     return logits.max(dim=-1).values - logits[torch.arange(len(output)), torch.tensor(output)]
 
 

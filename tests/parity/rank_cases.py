@@ -158,9 +158,10 @@ def _lead(scheduler: Scheduler, source: LocalInbox, case: RankCase) -> None:
 def _sampling(case: RankCase, uid: int) -> SamplingParams:
     if not case.drawn:
         return SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    top = {"top_k": 20, "top_p": 0.9} if uid % 2 else {}
+    count = len(prompts())  # the first wave draws from parts of the logits, the second from all
+    top = {"top_k": 20, "top_p": 0.9} if uid >= count and uid % 2 else {}
     return SamplingParams(
-        temperature=1.2, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=uid % len(prompts()), **top
+        temperature=1.2, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=uid % count, **top
     )
 
 

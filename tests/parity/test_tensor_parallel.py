@@ -7,12 +7,12 @@ resident set of processes; every run proves that what it varies did take place.
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from minisgl.core import StepCost
 from minisgl.distributed import Communicator, SingleCommunicator
+from minisgl.kernel import SamplingTensors, sample
 from minisgl.layers import VocabMatrix
 from tests.parity.driver import make_engine
 from tests.parity.models import transformers_greedy
@@ -79,13 +79,34 @@ def test_four_ranks_give_the_tokens_of_one(
     check(FOUR[index], four, index, model_path(FOUR[index].family), tmp_path)
 
 
-def disagree(comm: Communicator) -> bytes:
-    """Logits of hidden states that differ between ranks, as they may by rounding."""
+def disagree(comm: Communicator) -> list[list[int]]:
+    """Tokens from hidden states that differ between ranks, as they may by rounding, greedy and
+    drawn: of parts of the logits, and those of all of them."""
     head = VocabMatrix(151, 64, comm)
     torch.manual_seed(comm.tp.rank)
-    head.weight.data.normal_()
+    head.weight.data.normal_(std=0.2)
+    found = []
     with torch.inference_mode():
-        return head.logits(torch.randn(3, 64)).numpy().tobytes()
+        logits = head.logits(torch.randn(64, 64))
+        for filters in (False, True):
+            asked = sampling_tensors(64, filters)
+            found.append(head.sample(logits, asked).tokens.tolist())
+            found.append(sample(head.whole(logits), asked).tokens.tolist())
+    return found
+
+
+def sampling_tensors(rows: int, filters: bool) -> SamplingTensors:
+    each = torch.arange(rows)
+    return SamplingTensors(
+        temperature=(each % 3) * 0.7,
+        top_k=torch.full((rows,), 9 if filters else 0, dtype=torch.int32),
+        top_p=torch.ones(rows),
+        min_p=torch.zeros(rows),
+        seed=each * 977,
+        position=each + 5,
+        draws=True,
+        filters=filters,
+    )
 
 
 def start(comm: Communicator, path: str) -> tuple[StepCost, int]:
@@ -95,12 +116,17 @@ def start(comm: Communicator, path: str) -> tuple[StepCost, int]:
     return engine.calibrate(), engine.num_pages
 
 
-def test_every_rank_samples_from_the_same_bits(tmp_path: Path) -> None:
-    """Each logit is computed by one rank and gathered, and draws depend on (seed, position, id):
-    so the token is the same everywhere, even if the ranks' hidden states were not."""
-    first, second = run_ranks(2, tmp_path, disagree)
-    assert first == second
-    assert np.isfinite(np.frombuffer(first, dtype=np.float32)).all()
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_has_the_token_that_all_logits_give(size: int, tmp_path: Path) -> None:
+    """Each logit is computed by one rank, and draws depend on (seed, position, id): so the token
+    is the same everywhere, even if the ranks' hidden states were not."""
+    first, *others = run_ranks(size, tmp_path, disagree)
+    assert all(other == first for other in others)
+    plain, of_all, filtered, filtered_of_all = first
+    assert plain == of_all
+    assert filtered == filtered_of_all
+    assert len(set(plain)) > 30
+    assert {token // 48 for token in plain} == set(range(4)), "each part has winners"
 
 
 def test_every_rank_plans_with_the_same_cost_and_pages(

@@ -3,7 +3,8 @@
 Stage one: each of B * S programs reads its part of a row and leaves its best group of ids, by
 largest logit or by a draw. Stage two: one program for each row takes the best of the S groups and
 an id in it. Rows with filters come out of both as greedy rows; their maximum then feeds
-minisgl.kernel.triton.filters.
+minisgl.kernel.triton.filters. A rank that holds a part of the vocabulary offers what comes out, and
+one program for each row takes the best of all ranks' offers.
 
 Bytes: B V elements once. At 256 x 151,936 bfloat16 that is 77.8 MB, 18 us at 4.25 TB/s.
 """
@@ -30,7 +31,7 @@ _PARTS = ["best_logit", "best_arrival", "best_group", "unusable"]
 
 
 @triton.jit(
-    do_not_specialize=["tiles_per_split"],
+    do_not_specialize=["tiles_per_split", "first_id"],
     do_not_specialize_on_alignment=_PARAMETERS + _PARTS,
 )
 def _scan(
@@ -48,6 +49,7 @@ def _scan(
     row_stride,
     vocab_size,
     tiles_per_split,
+    first_id,
     GROUP: tl.constexpr,
     STREAM: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -78,7 +80,7 @@ def _scan(
             base = tl.where(high > float("-inf"), high, 0.0)
             weight = tl.sum(exp2((value - base[:, None]) * inverse, FAST), axis=1)
             bad = tl.where(weight < float("inf"), bad, 1)  # NaN, also from inf - inf
-            mine = arrivals(each, place, salt, FAST, STREAM) / weight
+            mine = arrivals(first_id // GROUP + each, place, salt, FAST, STREAM) / weight
             wins = mine < arrival * exp2((high - top) * inverse, FAST)
             top = tl.where(wins, high, top)
             arrival = tl.where(wins, mine, arrival)
@@ -111,7 +113,7 @@ def _scan(
 
 
 @triton.jit(
-    do_not_specialize=["splits"],
+    do_not_specialize=["splits", "first_id"],
     do_not_specialize_on_alignment=_PARAMETERS + _PARTS,
 )
 def _choose(
@@ -132,10 +134,14 @@ def _choose(
     row_stride,
     vocab_size,
     splits,
+    first_id,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
     FAST: tl.constexpr,
 ):
+    """PART: tokens takes an offer for each row, as best_of_part returns it, and there is no
+    finite and no largest_out."""
     row = tl.program_id(0)
     degree = tl.load(temperature + row)
     filtered = asks_filter(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row))
@@ -152,41 +158,122 @@ def _choose(
     score = (top - largest) * inverse - log2(arrival, FAST)
     score = tl.where(top > float("-inf"), score, float("-inf"))
     score = tl.where(plain, score, top)
-    first = (score == tl.max(score, axis=0)) & inside
+    best = tl.max(score, axis=0)
+    first = (score == best) & inside
     group = tl.min(tl.where(first, groups, _NONE), axis=0)
     group = tl.where(group == _NONE, 0, group)
     ids = group * GROUP + tl.arange(0, GROUP)
     source = logits + row.to(tl.int64) * row_stride
     value = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-    noise = log2(arrivals(ids, tl.load(position + row), tl.load(seed + row), FAST), FAST)
+    place = tl.load(position + row)
+    noise = log2(arrivals(first_id + ids, place, tl.load(seed + row), FAST), FAST)
     drawn = (value - tl.max(value, axis=0)) * inverse - noise
     drawn = tl.where(value > float("-inf"), drawn, value)
     value = tl.where(plain, drawn, value)
     first = value == tl.max(value, axis=0)
     chosen = tl.min(tl.where(first, ids, _NONE), axis=0)
+    token = first_id + tl.where(chosen == _NONE, 0, chosen)
+    if PART:
+        tl.store(tokens + row * 4, token)
+        tl.store(tokens + row * 4 + 1, largest.to(tl.int32, bitcast=True))
+        tl.store(tokens + row * 4 + 2, tl.where(plain, best, 0.0).to(tl.int32, bitcast=True))
+        tl.store(tokens + row * 4 + 3, bad)
+    else:
+        tl.store(tokens + row, token)
+        tl.store(finite + row, (bad == 0) & (largest > float("-inf")))
+        tl.store(largest_out + row, largest)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["temperature"])
+def _choose_offer(
+    offers,
+    temperature,
+    tokens,
+    finite,
+    num_rows,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    degree = tl.load(temperature + row)
+    rank = tl.arange(0, BLOCK)
+    inside = rank < RANKS
+    at = offers + (rank * num_rows + row) * 4
+    ids = tl.load(at, mask=inside, other=_NONE)
+    top = tl.load(at + 1, mask=inside, other=0).to(tl.float32, bitcast=True)
+    top = tl.where(inside, top, float("-inf"))
+    own = tl.load(at + 2, mask=inside, other=0).to(tl.float32, bitcast=True)
+    bad = tl.max(tl.load(at + 3, mask=inside, other=0), axis=0)
+    largest = tl.max(top, axis=0)
+    over = (top - largest) * (LOG2E / tl.maximum(degree, 1e-37)) + own
+    score = tl.where(top > float("-inf"), tl.where(degree > 0, over, top), float("-inf"))
+    first = inside & (score == tl.max(score, axis=0))
+    chosen = tl.min(tl.where(first, ids, _NONE), axis=0)
     tl.store(tokens + row, tl.where(chosen == _NONE, 0, chosen))
     tl.store(finite + row, (bad == 0) & (largest > float("-inf")))
-    tl.store(largest_out + row, largest)
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
     """As the reference, except between candidates whose scores differ by rounding alone.
 
     logits: float32, bfloat16 or float16 [N, V] with V below 2**31, rows may be strided; not
-    changed. Two launches, three with params.filters; none depends on what the parameters hold.
+    changed. Two launches, five with params.filters; none depends on what the parameters hold.
     No host sync; graph-capturable over static tensors in `params`.
     """
-    num_rows, vocab_size = logits.shape
+    num_rows = len(logits)
     tokens = logits.new_empty(num_rows, dtype=int32)
     finite = logits.new_empty(num_rows, dtype=torch_bool)
-    if num_rows == 0:
-        return SampledTokens(tokens, finite)
+    largest = logits.new_empty(num_rows, dtype=float32)
+    if num_rows:
+        _search(logits, params, 0, tokens, finite, largest)
+        if params.filters:
+            fast = not knobs.runtime.interpret
+            draw_filtered(logits, params, largest, finite, tokens, _PROGRAMS, fast)
+    return SampledTokens(tokens, finite)
+
+
+def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
+    """As the reference and as `sample`, without filters; scores count in powers of two."""
+    offers = logits.new_empty((len(logits), 4), dtype=int32)
+    if len(logits):
+        _search(logits, params, first_id, offers, None, None)
+    return offers
+
+
+def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
+    """As the reference, of offers by best_of_part above; contiguous. One launch."""
+    ranks, num_rows, _ = offers.shape
+    tokens = offers.new_empty(num_rows)
+    finite = offers.new_empty(num_rows, dtype=torch_bool)
+    if num_rows:
+        _choose_offer[(num_rows,)](
+            offers,
+            params.temperature,
+            tokens,
+            finite,
+            num_rows,
+            RANKS=ranks,
+            BLOCK=triton.next_power_of_2(ranks),
+            num_warps=1,
+        )
+    return SampledTokens(tokens, finite)
+
+
+def _search(
+    logits: Tensor,
+    params: SamplingTensors,
+    first_id: int,
+    tokens: Tensor,
+    finite: Tensor | None,
+    largest: Tensor | None,
+) -> None:
+    """Fill the last three, or `tokens` alone with an offer for each row."""
+    num_rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, GROUP * _GROUPS)
     tiles_per_split = triton.cdiv(tiles, min(tiles, triton.cdiv(_PROGRAMS, num_rows)))
     splits = triton.cdiv(tiles, tiles_per_split)
     best_logit = logits.new_empty((2, num_rows, splits), dtype=float32)
     best_group = logits.new_empty((2, num_rows, splits), dtype=int32)
-    largest = logits.new_empty(num_rows, dtype=float32)
     asked = (params.temperature, params.top_k, params.top_p, params.min_p)
     drawn = (*asked, params.seed, params.position)
     parts = (best_logit[0], best_logit[1], best_group[0], best_group[1])
@@ -198,6 +285,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
         logits.stride(0),
         vocab_size,
         tiles_per_split,
+        first_id,
         GROUP=GROUP,
         STREAM=GROUP_STREAM,
         GROUPS=_GROUPS,
@@ -214,11 +302,10 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
         logits.stride(0),
         vocab_size,
         splits,
+        first_id,
         GROUP=GROUP,
         BLOCK=triton.next_power_of_2(tiles),
+        PART=finite is None,
         FAST=fast,
         num_warps=1,
     )
-    if params.filters:
-        draw_filtered(logits, params, largest, finite, tokens, _PROGRAMS, fast)
-    return SampledTokens(tokens, finite)

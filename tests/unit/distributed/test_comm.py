@@ -40,8 +40,7 @@ def exercise(comm: Communicator) -> tuple[object, ...]:
     part = part + whole / 2  # the parts of two ranks add up to `whole`
     normed, total = comm.reduce_norm(part.clone(), None, ones, 0.0)
     twice, _ = comm.reduce_norm(part, whole.clone(), ones, 0.0)
-    columns = torch.tensor([[rank, 10 + rank], [20 + rank, 30 + rank]])
-    gathered = comm.gather_columns(columns, 3)
+    gathered = comm.gather(torch.tensor([[rank, 10 + rank], [20 + rank, 30 + rank]]))
     smallest = comm.agree_min(7 - rank)
     return total.tolist(), [normed, twice], gathered.tolist(), smallest, own_listeners()
 
@@ -53,7 +52,7 @@ def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
         expected = torch.tensor([[0.6, 0.8], [0.0, 1.0]]) * 2**0.5
         for normed in norms:
             torch.testing.assert_close(normed, expected)
-        assert gathered == [[0, 10, 1], [20, 30, 21]]
+        assert gathered == [[[0, 10], [20, 30]], [[1, 11], [21, 31]]]
         assert smallest == 6
         assert listeners, "gloo listens somewhere, or this test sees nothing"
         assert set(listeners) <= {"127.0.0.1", "::1"}
@@ -64,7 +63,7 @@ def test_one_rank_needs_no_file() -> None:
     assert isinstance(comm, SingleCommunicator)
     x = torch.ones(1, 2)
     assert comm.reduce_norm(x, None, torch.ones(2), 0.0)[1] is x
-    assert comm.gather_columns(x, 1).shape == (1, 1)
+    assert comm.gather(x).shape == (1, 1, 2)
     assert comm.agree_min(3) == 3
     assert own_listeners() == []
 

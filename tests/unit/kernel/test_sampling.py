@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.kernel import SampledTokens, SamplingTensors, sample
+from minisgl.kernel import SampledTokens, SamplingTensors, best_of_part, best_of_parts, sample
 
 
 def params(n: int, **columns: Any) -> SamplingTensors:
@@ -140,3 +140,26 @@ def test_unusable_rows_are_marked_and_leave_others_alone() -> None:
             assert finite.tolist() == [False, False, False, True, True]
             assert tokens[3] == 3
             assert all(0 <= token < 4 for token in tokens.tolist())
+
+
+@pytest.mark.parametrize("width", [16, 48, 112, 304])
+def test_parts_of_the_logits_give_the_token_of_all(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randn(200, 300, generator=generator) * 2
+    logits[0] = logits[1] = 0.0  # all the same: the first one
+    logits[2, :width] = -math.inf
+    logits[3, 7] = logits[4, 299] = math.nan
+    logits[5, 18] = math.inf
+    logits[6] = -math.inf
+    asked = params(200, temperature=[(0.0, 1.0, 0.6, 1e-38)[row % 4] for row in range(200)])
+    parts = [
+        best_of_part(logits[:, begin : begin + width], asked, begin)
+        for begin in range(0, 300, width)
+    ]
+    tokens, finite = best_of_parts(torch.stack(parts), asked)
+    expected = sample(logits, asked)
+    assert finite.tolist() == expected.finite.tolist()
+    assert (~finite).nonzero().flatten().tolist() == [2, 3, 4, 5, 6][width < 300 :]
+    assert tokens[finite].tolist() == expected.tokens[finite].tolist()
+    assert tokens[0] == 0
+    assert ((tokens >= 0) & (tokens < 300)).all()

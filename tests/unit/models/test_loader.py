@@ -78,9 +78,14 @@ def test_ranks_together_hold_the_whole_checkpoint(
 
 def test_padding_is_zero(saved: Callable[[str], Path]) -> None:
     last = load(saved("qwen3"), rank=1, size=2)
-    assert last.lm_head.weight.shape[0] == 76
-    assert not last.lm_head.weight[75:].any()
-    assert last.lm_head.weight[74].any()
+    assert last.lm_head.weight.shape[0] == 80
+    assert not last.lm_head.weight[71:].any()
+    assert last.lm_head.weight[70].any()
+
+
+def test_ranks_without_token_ids_are_refused(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="151 token ids cannot be split over tensor-parallel 16"):
+        load(saved("qwen3"), rank=0, size=16)
 
 
 def test_heads_that_do_not_divide_are_refused(saved: Callable[[str], Path]) -> None:
