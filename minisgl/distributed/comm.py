@@ -5,6 +5,7 @@ symmetric memory asks for, so that a process has one. Ranks find each other thro
 and NCCL talk over loopback or shared memory: nothing listens outside the host.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, FileStore, Store
 
 from minisgl.core import ConfigError, WorkerDied
-from minisgl.distributed.peers import PeerMemory, share_memory
+from minisgl.distributed.peers import PeerMemory
 from minisgl.kernel import add_rms_norm, rms_norm
 
+logger = logging.getLogger(__name__)
+
 _LOOPBACK = "lo"
+_MEET_TIMEOUT = timedelta(seconds=30)  # for ranks that have all come to exchange addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +137,35 @@ class GroupCommunicator:
     Raises WorkerDied where the process group finds that another rank has gone.
     """
 
-    def __init__(
-        self,
-        tp: TPInfo,
-        group: ProcessGroup,
-        device: torch.device,
-        peers: PeerMemory | None = None,
-    ) -> None:
+    def __init__(self, tp: TPInfo, group: ProcessGroup, device: torch.device) -> None:
         self._tp = tp
         self.group = group
         self.device = device
-        self.peers = peers
+        self.peers: PeerMemory | None = None
 
     @property
     def tp(self) -> TPInfo:
         return self._tp
+
+    def share_memory(self) -> None:
+        """Sum over peer memory from now on; not where one rank, with a warning, cannot.
+
+        A collective on CUDA. Ranks agree after each step: none waits for one that has failed.
+        """
+        tp = self._tp
+        if tp.size & (tp.size - 1):
+            return
+        peers = PeerMemory(tp.rank, tp.size, self.device)
+        for step in (peers.allocate, peers.meet):
+            works = True
+            try:
+                step()
+            except RuntimeError as error:
+                works = False
+                logger.warning("no peer memory, all sums go through NCCL error=%s", error)
+            if not self.agree_min(int(works)):
+                return
+        self.peers = peers
 
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -207,16 +225,16 @@ def connect(
     timeout = timedelta(seconds=timeout_s)
     store = FileStore(rendezvous_file, tp.size)
     store.set_timeout(timeout)
-    if device.type != "cuda":
-        comm = GroupCommunicator(tp, _gloo(store, tp, timeout), device)
-        comm.agree_min(0)  # connects all pairs now, so that a missing rank is noticed here
-        return comm
-    group = _nccl(store, tp, device, timeout)
-    plain = GroupCommunicator(tp, group, device)
-    return GroupCommunicator(tp, group, device, share_memory(tp.rank, tp.size, device, plain))
+    meet = _nccl if device.type == "cuda" else _gloo
+    comm = GroupCommunicator(tp, meet(store, tp, device, timeout), device)
+    comm.agree_min(0)  # connects all pairs now, so that a missing rank is noticed here
+    if device.type == "cuda":
+        store.set_timeout(_MEET_TIMEOUT)
+        comm.share_memory()
+    return comm
 
 
-def _gloo(store: Store, tp: TPInfo, timeout: timedelta) -> ProcessGroup:
+def _gloo(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> ProcessGroup:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(interface=_LOOPBACK)]

@@ -4,10 +4,8 @@ torch's symmetric memory allocates it and maps the others' into this process; th
 on it is minisgl.kernel.triton.reduce. No multicast.
 """
 
-import logging
 import os
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +13,6 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from minisgl.kernel.peers import BLOCKS, PeerLayout, reduce_norm
-
-logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 8192 * 10240  # of one sum; NCCL takes larger ones
 # Of a sum, up to which one shot is as fast as two, by the number of ranks. On H200s of one host, µs
@@ -26,42 +22,44 @@ _ONE_SHOT_BYTES = MappingProxyType({2: 384 * 10240, 4: 24 * 10240})
 _ONE_SHOT_ELSE = 8 * 10240
 
 
-class _Agreeing(Protocol):
-    def agree_min(self, value: int) -> int: ...
-
-
 class PeerMemory:
-    """This rank's memory for sums, and where it sees that of the others."""
+    """This rank's memory for sums, and where it sees that of the others.
+
+    To be used after `allocate` and `meet`; on the device meta, where kernels only compile, at once.
+    """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Collective. Raises RuntimeError where the GPUs do not reach one another."""
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._device = rank, size, device
         self.layout = PeerLayout(slot_bytes=_MOST_BYTES, row_bytes=_MOST_BYTES)
-        addresses = [0] * size
-        if device.type == "meta":  # where kernels only compile
-            self.memory = torch.empty(self.layout.size(size), dtype=torch.uint8, device=device)
-        else:
-            addresses = self._map(device)
-        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.memory = torch.empty(self.layout.size(size), dtype=torch.uint8, device="meta")
+        self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
 
-    def _map(self, device: torch.device) -> list[int]:
-        """Allocate, and meet the others: where each rank's memory lies in this process."""
+    def allocate(self) -> None:
+        """Raises RuntimeError where there is no such memory, or not enough."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        from torch.distributed import _symmetric_memory as symmetric
-
-        length, world = self.layout.size(self._size), dist.group.WORLD
+        world = dist.group.WORLD
         assert world is not None, "the process group comes first: this is a bug"
         self.memory = _SymmetricMemory.empty_strided_p2p(
-            (length,), (1,), torch.uint8, device, world.group_name
+            self.memory.shape, (1,), torch.uint8, self._device, world.group_name
         )
         self.memory.zero_()
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(self._device)
+
+    def meet(self) -> None:
+        """Find where each rank's memory lies in this process, once all have allocated theirs.
+
+        A collective. Raises RuntimeError where the GPUs do not reach one another.
+        """
+        from torch.distributed import _symmetric_memory as symmetric
+
+        world = dist.group.WORLD
+        assert world is not None, "the process group comes first: this is a bug"
         self._handle = symmetric.rendezvous(self.memory, world)
         addresses = list(self._handle.buffer_ptrs)
         if addresses[self._rank] != self.memory.data_ptr():
             raise RuntimeError("symmetric memory is not mapped at its beginning")
-        return addresses
+        self._addresses.copy_(torch.tensor(addresses, dtype=torch.int64))
 
     def takes(self, x: Tensor) -> bool:
         """Whether reduce_norm can sum x; depends on shape and dtype alone. x: [T, H]."""
@@ -90,14 +88,3 @@ class PeerMemory:
             layout=self.layout,
             rows=rows,
         )
-
-
-def share_memory(rank: int, size: int, device: torch.device, comm: _Agreeing) -> PeerMemory | None:
-    """Peer memory of all ranks, or None, with a warning, where one of them cannot have it."""
-    peers: PeerMemory | None = None
-    if size & (size - 1) == 0:
-        try:
-            peers = PeerMemory(rank, size, device)
-        except RuntimeError as error:
-            logger.warning("no peer memory, all sums go through NCCL error=%s", error)
-    return peers if comm.agree_min(int(peers is not None)) else None
