@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 
 _ROWS = 4
-_FEW = 4096  # assignments that one pass of a small program looks through
+_CHUNK, _STEP = 512, 32  # assignments of one program, and how many of them it compares at once
+_FEW = 4096  # assignments that every program can count by itself
 
 
 @triton.jit
@@ -116,46 +117,75 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     return weights, experts
 
 
-@triton.jit(do_not_specialize=["num_assigned", "num_blocks"])
-def _align(
+@triton.jit(do_not_specialize=["num_assigned"])
+def _count(experts, counts, num_assigned, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = at < num_assigned
+    taken = tl.load(experts + at, mask=inside, other=0)
+    found = tl.histogram(taken, WIDTH, mask=inside)
+    tl.store(counts + chunk * WIDTH + tl.arange(0, WIDTH), found)
+
+
+@triton.jit(do_not_specialize=["num_assigned", "num_blocks", "num_chunks"])
+def _place(
     experts,
+    counts,
     slots,
     owners,
     num_assigned,
     num_blocks,
+    num_chunks,
     num_experts,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
-    """One program an expert: each counts everybody's assignments and places its own."""
-    expert = tl.program_id(0)
+    """One program a chunk, which places its own assignments. COUNTED: by `_count`."""
+    chunk = tl.program_id(0)
     ids = tl.arange(0, WIDTH)
-    counts = tl.zeros([WIDTH], tl.int32)
-    for start in range(0, num_assigned, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        inside = at < num_assigned
-        taken = tl.load(experts + at, mask=inside, other=0)
-        counts += tl.histogram(taken, WIDTH, mask=inside)
-    blocks = (counts + BLOCK - 1) // BLOCK
-    first = tl.sum(tl.where(ids < expert, blocks, 0))
-    count = tl.sum(tl.where(ids == expert, counts, 0))
-    mine = (count + BLOCK - 1) // BLOCK
-    found = 0
-    for start in range(0, num_assigned, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        hit = tl.load(experts + at, mask=at < num_assigned, other=-1) == expert
-        order = tl.cumsum(hit.to(tl.int32), axis=0)
-        tl.store(slots + first * BLOCK + found + order - 1, at, mask=hit)
-        found += tl.sum(hit.to(tl.int32))
-    pad = count + tl.arange(0, BLOCK)
-    tl.store(slots + first * BLOCK + pad, num_assigned, mask=pad < mine * BLOCK)
-    last = expert == num_experts - 1
-    end = tl.where(last, num_blocks, first + mine)  # the last also marks what nobody owns
-    for start in range(0, num_blocks, WIDTH):
-        at = start + ids
-        owner = tl.where(at < first + mine, expert, -1)
-        tl.store(owners + at, owner, mask=(at >= first) & (at < end))
+    whole = tl.zeros([WIDTH], tl.int32)
+    before = tl.zeros([WIDTH], tl.int32)  # of assignments in the chunks before this one
+    if COUNTED:
+        for start in range(0, num_chunks, STEP):
+            other = (start + tl.arange(0, STEP))[:, None]
+            found = tl.load(counts + other * WIDTH + ids[None, :], mask=other < num_chunks, other=0)
+            whole += tl.sum(found, axis=0)
+            before += tl.sum(tl.where(other < chunk, found, 0), axis=0)
+    else:
+        for other in range(num_chunks):
+            at = other * CHUNK + tl.arange(0, CHUNK)
+            inside = at < num_assigned
+            taken = tl.load(experts + at, mask=inside, other=0)
+            found = tl.histogram(taken, WIDTH, mask=inside)
+            whole += found
+            before += tl.where(other < chunk, found, 0)
+    blocks = (whole + BLOCK - 1) // BLOCK
+    ends = tl.cumsum(blocks, axis=0)
+    first = ends - blocks
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    taken = tl.load(experts + at, mask=at < num_assigned, other=WIDTH - 1)
+    order = tl.gather(first * BLOCK + before, taken, axis=0)
+    for start in range(0, CHUNK, STEP):
+        earlier = chunk * CHUNK + start + tl.arange(0, STEP)
+        theirs = tl.load(experts + earlier, mask=earlier < num_assigned, other=-1)
+        same = (theirs[None, :] == taken[:, None]) & (earlier[None, :] < at[:, None])
+        order += tl.sum(same.to(tl.int32), axis=1)
+    tl.store(slots + order, at, mask=at < num_assigned)
+    for start in range(chunk * GROUP, WIDTH, num_chunks * GROUP):  # room at the end of experts
+        some = start + tl.arange(0, GROUP)
+        filled = tl.gather(first * BLOCK + whole, some, axis=0)
+        end = tl.gather(ends * BLOCK, some, axis=0)
+        pad = filled[:, None] + tl.arange(0, BLOCK)[None, :]
+        tl.store(slots + pad, num_assigned, mask=pad < end[:, None])
+    for start in range(chunk * STEP, num_blocks, num_chunks * STEP):
+        block = start + tl.arange(0, STEP)
+        owner = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), axis=1)
+        owner = tl.where(owner < num_experts, owner, -1)
+        tl.store(owners + block, owner, mask=block < num_blocks)
 
 
 class Blocks(NamedTuple):
@@ -175,19 +205,29 @@ def align(experts: Tensor, num_experts: int, block: int) -> Blocks:
     """
     num_assigned = experts.numel()
     num_blocks = num_assigned // block + min(num_experts, num_assigned)
+    num_chunks = triton.cdiv(num_assigned, _CHUNK)
+    width = triton.next_power_of_2(num_experts)
+    counts = experts.new_empty((num_chunks, width))
     slots = experts.new_empty((num_blocks * block,))
     owners = experts.new_empty((num_blocks,))
-    few = num_assigned <= _FEW
-    _align[(num_experts,)](
+    counted = num_assigned > _FEW
+    if counted:
+        _count[(num_chunks,)](experts, counts, num_assigned, WIDTH=width, CHUNK=_CHUNK, num_warps=4)
+    _place[(num_chunks,)](
         experts,
+        counts,
         slots,
         owners,
         num_assigned,
         num_blocks,
+        num_chunks,
         num_experts,
         BLOCK=block,
-        WIDTH=triton.next_power_of_2(num_experts),
-        CHUNK=2048 if few else 8192,
-        num_warps=8 if few else 16,
+        WIDTH=width,
+        CHUNK=_CHUNK,
+        STEP=_STEP,
+        GROUP=min(16, width),
+        COUNTED=counted,
+        num_warps=8,
     )
     return Blocks(slots, owners, block)
