@@ -11,12 +11,12 @@ from typing import Any
 from minisgl.benchmark.floor import Ceilings, floor_of, load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
-from minisgl.core import SamplingParams
+from minisgl.core import ConfigError, SamplingParams
 from minisgl.llm import LLM
 
 
 def run_workload(llm: LLM, workload: Workload, temperature: float, progress: bool) -> float:
-    """Generate all of it; the seconds it took. Asserts that every token was generated."""
+    """Generate all of it; the seconds it took. Raises ConfigError when a prompt is refused."""
     sampling = [
         SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=index)
         for index, count in enumerate(workload.max_tokens)
@@ -25,6 +25,9 @@ def run_workload(llm: LLM, workload: Workload, temperature: float, progress: boo
     completions = llm.generate(workload.prompts, sampling, progress=progress)
     seconds = time.perf_counter() - begin
     assert isinstance(completions, list), "many prompts give a list: this is a bug"
+    refused = next((completion.error for completion in completions if completion.error), None)
+    if refused is not None:
+        raise ConfigError(f"this model cannot run the workload: {refused}")
     generated = [len(completion.token_ids) for completion in completions]
     assert generated == workload.max_tokens, "some req ended early: this is a bug"
     return seconds
@@ -50,9 +53,9 @@ def main(argv: Sequence[str]) -> int:
     group.add_argument("--tp", type=int, default=1, help="GPUs that share the model (1)")
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
-    workload = workload_from(options)
     with tempfile.TemporaryDirectory() as folder:
         path, config = load_shape(options.model, Path(folder))
+        workload = workload_from(options, config.vocab_size)
         begin = time.perf_counter()
         llm = LLM(
             path,

@@ -67,13 +67,14 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def workload_from(options: argparse.Namespace) -> Workload:
-    """The workload that the flags describe."""
+def workload_from(options: argparse.Namespace, vocab_size: int | None = None) -> Workload:
+    """The workload that the flags describe, of ids below the vocabulary's size where it is known."""
+    known = options.largest_id if vocab_size is None else vocab_size - 1
     return make_workload(
         options.requests,
         tuple(options.prompt_tokens),
         tuple(options.output_tokens),
         options.shared_prefix,
         options.seed,
-        options.largest_id,
+        min(options.largest_id, known),
     )
