@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Collection
 from typing import Protocol
 
@@ -63,7 +64,11 @@ class LocalWorker:
         comm = SingleCommunicator()
         self._engine = Engine(engine, TPInfo(0, 1), comm, config.prefill_budget_tokens)
         self._inbox, self._outbox = LocalInbox(), LocalOutbox()
-        self.scheduler = build_scheduler(self._engine, config, self._inbox, self._outbox)
+        try:
+            self.scheduler = build_scheduler(self._engine, config, self._inbox, self._outbox)
+        except BaseException:
+            self._engine.close()
+            raise
         self.facts = self._engine.facts()
 
     def send(self, message: ToScheduler) -> None:
@@ -86,7 +91,8 @@ class LocalWorker:
 
 
 class RankWorkers:
-    """All ranks as processes, started as the server starts them: they end with this one.
+    """All ranks as processes, started as the server starts them: they end with this one, or when
+    nobody refers to it any more.
 
     (Linux ends them with the thread that made the LLM, if that ends earlier.)
     """
@@ -103,6 +109,8 @@ class RankWorkers:
         )
         self._requests: Sender[ToScheduler] = Sender(self._at("scheduler"))
         self._reasons, reason_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        belongings = (self.children, self._reasons, self._folder)
+        self._clean_up = weakref.finalize(self, _clean_up, *belongings)
         spec = ChildSpec(
             role="scheduler",
             index=0,
@@ -154,14 +162,9 @@ class RankWorkers:
             if any(codes):
                 break  # one has failed: the others may wait for it without end
             time.sleep(0.01)
-        for child in self.children:
-            child.process.kill()
-            child.process.wait()
-            os.close(child.life_fd)
         for queue in (self._outputs, self._status, self._requests):
             queue.close()
-        os.close(self._reasons)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._clean_up()
 
     def _at(self, name: str) -> str:
         return endpoint(self._folder, name)
@@ -198,3 +201,13 @@ class RankWorkers:
         code = child.process.wait()  # who has said why ends at once
         kind = ConfigError if code == CONFIG_EXIT else WorkerDied
         return kind(child.explain(code, reasons))
+
+
+def _clean_up(children: list[Child], reasons_fd: int, folder: str) -> None:
+    """Leave nothing of a RankWorkers behind."""
+    for child in children:
+        child.process.kill()
+        child.process.wait()
+        os.close(child.life_fd)
+    os.close(reasons_fd)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,8 @@ Nothing that they open can be reached from outside the host.
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,3 +132,19 @@ def test_an_llm_with_ranks_answers_aborts_and_refuses() -> None:
         assert answer.text == "42"
     with pytest.raises(ConfigError, match="cannot be split over tensor-parallel 3"):
         LLM(tp=3, num_pages=256)
+
+
+@pytest.mark.parametrize("forget", [True, False], ids=["forgotten", "at exit"])
+def test_an_llm_that_nobody_closes_leaves_nothing_behind(forget: bool, tmp_path: Path) -> None:
+    """Neither its folder of sockets nor its ranks, also where the caller's process goes on."""
+    lines = [
+        "import os, psutil",
+        "from minisgl.llm import LLM",
+        "llm = LLM(tp=2, num_pages=256)",
+        "left = lambda: (os.listdir(os.environ['TMPDIR']), psutil.Process().children())",
+        "assert all(left())",
+        *(["del llm", "assert not any(left()), left()"] if forget else []),
+    ]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environ, check=True, timeout=120)
+    assert os.listdir(tmp_path) == []

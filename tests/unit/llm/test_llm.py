@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from minisgl.core import ConfigError, FinishReason, InvalidRequest, SamplingParams
+from minisgl.core import ConfigError, FinishReason, InvalidRequest, OutOfMemory, SamplingParams
+from minisgl.engine import Engine
 from minisgl.llm import LLM, Completion
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -125,3 +126,19 @@ def test_a_closed_llm_says_so() -> None:
 def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         LLM("./no-such-folder")
+
+
+def test_an_engine_that_cannot_warm_up_gives_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller may try again with other settings in the same process."""
+
+    def fail(engine: Engine) -> None:
+        raise OutOfMemory("no room for a step")
+
+    closed: list[Engine] = []
+    monkeypatch.setattr(Engine, "warm_up", fail)
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(OutOfMemory):
+        LLM(num_pages=8, max_seq_len=16)
+    assert len(closed) == 1
