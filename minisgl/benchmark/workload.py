@@ -68,7 +68,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_from(options: argparse.Namespace, vocab_size: int | None = None) -> Workload:
-    """The workload that the flags describe, of ids below the vocabulary's size where it is known."""
+    """The workload that the flags describe; vocab_size: its ids are below that."""
     known = options.largest_id if vocab_size is None else vocab_size - 1
     return make_workload(
         options.requests,

@@ -6,21 +6,8 @@ import msgspec
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine (all of its tensor-parallel ranks share these values).
 
-    model_path           local folder with config.json and safetensors (already resolved).
-    dtype                auto, float32, bfloat16 or float16; auto: the checkpoint's on a GPU,
-                         float32 on CPU.
-    device               auto, cpu or cuda.
-    page_size            tokens per page, a power of two.
-    num_pages            KV pages; None: sized from memory.
-    memory_ratio         share of the device's free memory that weights, KV and the rest may use.
-    cpu_kv_bytes         KV pool size on CPU when num_pages is None.
-    max_running_reqs     rows of the page table.
-    max_seq_len          context length in tokens; None: the model's.
-    attention_backend    auto, or one name, or prefill,decode.
-    cuda_graph_max_bs    largest captured decode batch; None: max_running_reqs up to 256;
-                         0: no graphs.
-    kernel_cache         folder that minisgl compile has filled; GPU kernels are looked for there
-                         before they are compiled.
+    model_path is a local folder; cpu_kv_bytes the size of the KV pool on a CPU when num_pages is
+    None. What the others mean is told by their flags in server/flags.toml.
     """
 
     model_path: str
@@ -41,16 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy of the scheduler.
-
-    prefill_budget_tokens  prompt tokens per step at most (the chunk size).
-    target_step_ms         while streams decode, prefill chunks are cut so that the predicted step
-                           stays under this, or what the planner allows a crowded engine; None:
-                           no target (the offline LLM).
-    cache_type             radix or naive.
-    overlap                plan and launch step n+1 before the result of step n is read.
-    check_plans            for debugging: tensor-parallel ranks compare a hash of each plan.
-    """
+    """Policy of the scheduler, as told by flags.toml and env/settings.py."""
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 15.0

@@ -1,19 +1,4 @@
-"""The error tree: what can go wrong, named by who has to act on it.
-
-MinisglError
-├── ConfigError          start-up: a flag, a file or a model that cannot be used
-├── RequestError         one request: refused or ended, all others go on
-│   ├── InvalidRequest       a parameter is wrong (carries its name)
-│   ├── PromptTooLong        prompt, or prompt + max_tokens, exceeds context or KV pool
-│   ├── Unsupported          understood, would change the answer, not offered
-│   ├── Overloaded           refused now, may succeed later
-│   ├── DeadlineExceeded     waited or ran longer than allowed
-│   └── Cancelled            the client went away or asked to stop
-└── EngineError          the process: cannot go on
-    ├── WorkerDied           a child process ended unexpectedly
-    ├── OutOfMemory          weights or KV pool do not fit
-    └── InvariantBroken      a bug in minisgl itself
-"""
+"""The error tree: what can go wrong, named by who has to act on it."""
 
 
 class MinisglError(Exception):
