@@ -10,30 +10,6 @@ from collections.abc import Sequence
 from minisgl.tokenizer.vocab import Vocabulary
 
 
-class _StopString:
-    """Knuth-Morris-Pratt over one stop string: O(1) per character, whatever the text."""
-
-    __slots__ = ("_failure", "_text", "matched")
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._failure = [0] * len(text)
-        length = 0
-        for i in range(1, len(text)):
-            while length and text[i] != text[length]:
-                length = self._failure[length - 1]
-            length += text[i] == text[length]
-            self._failure[i] = length
-        self.matched = 0  # characters of the stop string that end the text so far
-
-    def feed(self, char: str) -> bool:
-        """True when the stop string ends with this character."""
-        while self.matched and char != self._text[self.matched]:
-            self.matched = self._failure[self.matched - 1]
-        self.matched += char == self._text[self.matched]
-        return self.matched == len(self._text)
-
-
 class StopMatcher:
     """Cuts text at the stop string that is complete first (of two at once, the longer).
 
@@ -41,7 +17,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        self._stops = [_StopString(stop) for stop in stops]
+        self._stops = stops
         self._include_stop = include_stop
         self._held = ""
         self.stopped = False
@@ -52,27 +28,29 @@ class StopMatcher:
             return ""
         if not self._stops:
             return text
-        for position, char in enumerate(text):
-            found = 0
-            for stop in self._stops:
-                if stop.feed(char):
-                    found = max(found, stop.matched)
-            if found:
-                self.stopped = True
-                whole = self._held + text[: position + 1]
-                self._held = ""
-                return whole if self._include_stop else whole[:-found]
-        whole = self._held + text
-        keep = max(stop.matched for stop in self._stops)
-        self._held = whole[len(whole) - keep :]
-        return whole[: len(whole) - keep]
+        text = self._held + text
+        ends = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
+        self.stopped = bool(ends)
+        if ends:
+            end, minus_length = min(ends)
+            self._held = ""
+            return text[: end if self._include_stop else end + minus_length]
+        certain = len(text) - max(_begun(stop, text) for stop in self._stops)
+        self._held = text[certain:]
+        return text[:certain]
 
     def flush(self) -> str:
         """The withheld text, when no more will come that could go on with it."""
-        for stop in self._stops:
-            stop.matched = 0
         held, self._held = self._held, ""
         return held
+
+
+def _begun(stop: str, text: str) -> int:
+    """With how many characters of its beginning, but not all, the text ends."""
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) - start if start >= 0 else 0
 
 
 class TextStream:
