@@ -7,7 +7,7 @@ scheduler) never blocks. A message that does not decode is logged and dropped.
 import logging
 from collections.abc import Iterator
 from types import UnionType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -42,13 +42,18 @@ class Sender(Generic[T]):
         self._socket.close(linger=linger_ms)
 
 
-class _Decoding(Generic[T]):
-    """Decode what arrived, or log and drop it."""
+class _Reader(Generic[T]):
+    """The pulling end; binds."""
 
-    def __init__(self, union: type[T] | UnionType) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, union: type[T] | UnionType) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(union)
 
-    def decode(self, frame: bytes) -> T | None:
+    def _decode(self, frame: bytes) -> T | None:
+        """None for what is logged and dropped."""
         try:
             message: T = self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -56,16 +61,15 @@ class _Decoding(Generic[T]):
             return None
         return message
 
+    def close(self) -> None:
+        self._socket.close(linger=0)
 
-class Receiver(Generic[T]):
-    """The pulling end for a synchronous process; binds."""
+
+class Receiver(_Reader[T]):
+    """For a synchronous process."""
 
     def __init__(self, address: str, union: type[T] | UnionType) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
-        self._decoding: _Decoding[T] = _Decoding(union)
+        super().__init__(zmq.Context.instance(), address, union)
 
     def poll(self, timeout_s: float | None) -> bool:
         """Wait until a message is there; None waits without end."""
@@ -78,30 +82,20 @@ class Receiver(Generic[T]):
                 frame = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            message = self._decoding.decode(frame)
+            message = self._decode(frame)
             if message is not None:
                 yield message
 
-    def close(self) -> None:
-        self._socket.close(linger=0)
 
-
-class AsyncReceiver(Generic[T]):
-    """The pulling end for an asyncio process; binds."""
+class AsyncReceiver(_Reader[T]):
+    """For an asyncio process."""
 
     def __init__(self, address: str, union: type[T] | UnionType) -> None:
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
-        self._decoding: _Decoding[T] = _Decoding(union)
+        super().__init__(zmq.asyncio.Context.instance(), address, union)
 
     async def recv(self) -> T:
         """The next message that decodes."""
         while True:
-            message = self._decoding.decode(await self._socket.recv())
+            message = self._decode(await self._socket.recv())
             if message is not None:
                 return message
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
