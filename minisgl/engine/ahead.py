@@ -15,7 +15,6 @@ import torch
 from minisgl.attention import attention_kernels, compile_attention
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed import MetaCommunicator, TPInfo
-from minisgl.engine import probe
 from minisgl.engine.engine import Engine
 from minisgl.engine.settings import pool_without_memory, resolve_dtype
 from minisgl.kernel import compiling, filling
@@ -47,9 +46,7 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
             for rank in range(config.tp_size):
                 tp = TPInfo(rank, config.tp_size)
                 with compiling(folder, arch):
-                    engine = Engine(dry, tp, MetaCommunicator(tp), max_chunk_tokens)
-                    engine.warm_up()
-                    probe.every_size(engine, engine.num_pages, max_chunk_tokens)
+                    Engine(dry, tp, MetaCommunicator(tp), max_chunk_tokens).warm_up()
         compile_attention(backend, pool, archs, folder)
     logger.info(
         "kernels compiled folder=%s archs=%s s=%.0f", folder, archs, time.monotonic() - began_s

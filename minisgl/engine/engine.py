@@ -231,8 +231,11 @@ class Engine:
         )
 
     def warm_up(self) -> None:
-        """Run every kind of step once, on the dummy page, so that nothing compiles later."""
+        """Run every kind of step once, on the dummy page, so that nothing compiles later: with
+        graphs, which have run at all sizes, a few; without them steps of all sizes."""
         probe.warm_up(self, self._state.pool.dummy_page)
+        if self._device.type != "cpu" and self._pieces is None:
+            probe.every_size(self, self._state.pool.dummy_page, self._max_chunk_tokens)
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:
