@@ -1,5 +1,6 @@
 """Two and four GPUs: sums over peer memory, and the tokens of one GPU whatever is varied."""
 
+import gc
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minisgl.benchmark.models import write_model
 from minisgl.core import SamplingParams, WorkerDied
 from minisgl.distributed import Communicator, GroupCommunicator
 from minisgl.llm import LLM, Completion
@@ -154,14 +156,34 @@ def test_bfloat16_stays_within_rounding(size: int, paths: dict[str, str], tmp_pa
         assert exact > 0.85 * count, str(case)
 
 
+def without_room(comm: Communicator) -> tuple[bool, float]:
+    """Whether there is peer memory where the last rank has no memory left, and a sum then."""
+    assert isinstance(comm, GroupCommunicator)
+    comm.peers = filled = None
+    gc.collect()
+    if comm.tp.rank == comm.tp.size - 1:
+        free, _ = torch.cuda.mem_get_info(comm.device)
+        filled = torch.empty(free - 2**27, dtype=torch.uint8, device=comm.device)
+    comm.share_memory()
+    del filled
+    ones = torch.ones(4, 8, device=comm.device)
+    return comm.peers is not None, comm.reduce_norm(ones, None, ones[0], 0.0)[1].mean().item()
+
+
 @SIZES
-def test_a_dead_rank_ends_the_llm(size: int) -> None:
+def test_ranks_do_not_wait_for_one_without_peer_memory(size: int, tmp_path: Path) -> None:
+    assert run_ranks(size, tmp_path, without_room, device="cuda") == [(False, size)] * size
+
+
+@SIZES
+def test_a_dead_rank_ends_the_llm(size: int, tmp_path: Path) -> None:
     """The others spin in a sum that never ends; the caller has its error all the same."""
 
     def greedy(count: int) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
-    with LLM(tp=size, num_pages=256) as llm:
+    path = write_model("qwen3-0.6b", tmp_path)
+    with LLM(path, dummy_weight=True, tp=size, num_pages=256, max_running_reqs=8) as llm:
         done = llm.generate([5, 6, 7], greedy(8), progress=False)
         assert isinstance(done, Completion)
         assert len(done.token_ids) == 8
