@@ -1,7 +1,9 @@
 """Sampling parameters of one request, already validated and with every default filled in."""
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 
 import msgspec
 
@@ -71,54 +73,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise InvalidRequest that names the first parameter out of its range."""
-        _require(
-            math.isfinite(self.temperature) and 0 <= self.temperature <= 2,
-            "temperature",
-            "must be a number from 0 to 2",
-        )
-        _require(
-            -1 <= self.top_k < 2**31, "top_k", "must be -1 or 0 (off), or from 1 to 2147483647"
-        )
-        _require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, "min_p", "must be from 0 to 1")
-        _require(
-            self.seed is None or -MAX_SEED - 1 <= self.seed <= MAX_SEED,
-            "seed",
-            "must fit into 64 bits",
-        )
-        _require(
-            self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1"
-        )
-        _require(self.min_tokens >= 0, "min_tokens", "must not be negative")
-        _require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            "must not exceed max_tokens",
-        )
-        _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "must not be negative")
-        self._validate_extras()
-
-    def _validate_extras(self) -> None:
-        for name in ("frequency_penalty", "presence_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, "must be from -2 to 2")
-        _require(
-            # much smaller ones would make logits infinite
-            0.01 <= self.repetition_penalty <= 100,
-            "repetition_penalty",
-            "must be from 0.01 to 100",
-        )
-        for token_id, bias in self.logit_bias.items():
-            _require(token_id >= 0, "logit_bias", "must have token ids as keys")
-            _require(-100 <= bias <= 100, "logit_bias", "must have values from -100 to 100")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            _require(
-                count is None or 0 <= count <= MAX_LOGPROBS,
-                name,
-                f"must be from 0 to {MAX_LOGPROBS}",
-            )
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:  # nor is NaN
+                above = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise InvalidRequest(f"{name} must be {above}", param=name)
+        if not self.top_p > 0:
+            raise InvalidRequest("top_p must be above 0", param="top_p")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
+        for name, token_ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", self.logit_bias),
+        ):
+            if min(token_ids, default=0) < 0:
+                raise InvalidRequest(f"{name} must hold no negative token id", param=name)
+        if not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
+            text = "logit_bias must have values from -100 to 100"
+            raise InvalidRequest(text, param="logit_bias")
 
 
-def _require(holds: bool, param: str, rule: str) -> None:
-    if not holds:
-        raise InvalidRequest(f"{param} {rule}", param=param)
+# Both ends belong to them.
+_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "temperature": (0, 2),
+        "top_k": (-1, 2**31 - 1),
+        "top_p": (0, 1),
+        "min_p": (0, 1),
+        "seed": (-MAX_SEED - 1, MAX_SEED),
+        "max_tokens": (1, math.inf),
+        "min_tokens": (0, math.inf),
+        "frequency_penalty": (-2, 2),
+        "presence_penalty": (-2, 2),
+        "repetition_penalty": (0.01, 100),  # much smaller ones would make logits infinite
+        "logprobs": (0, MAX_LOGPROBS),
+        "prompt_logprobs": (0, MAX_LOGPROBS),
+    }
+)

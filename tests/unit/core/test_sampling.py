@@ -1,0 +1,46 @@
+"""Sampling parameters out of their range are refused by name, wherever they come from."""
+
+import math
+from typing import Any
+
+import pytest
+
+from minisgl.core import MAX_SEED, InvalidRequest, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (-0.1, 2.1, math.nan, math.inf)),
+        ("top_k", (-2, 2**31)),
+        ("top_p", (0, 1.1, math.nan)),
+        ("min_p", (-0.1, 1.1)),
+        ("seed", (MAX_SEED + 1, -MAX_SEED - 2)),
+        ("max_tokens", (0, -1)),
+        ("min_tokens", (-1,)),
+        ("frequency_penalty", (-2.1, 2.1)),
+        ("repetition_penalty", (0.0, 101, math.nan)),
+        ("logprobs", (-1, 21)),
+        ("prompt_logprobs", (21,)),
+        ("stop_token_ids", ((3, -1),)),
+        ("logit_bias", ({-1: 1.0}, {3: 101.0}, {3: math.nan})),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest, match=f"^{name} must ") as refused:
+            SamplingParams(**{name: value}).validate()
+        assert refused.value.param == name
+
+
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    SamplingParams().validate()
+    least: dict[str, Any] = {"temperature": 0, "top_k": -1, "min_p": 0, "seed": -MAX_SEED - 1}
+    SamplingParams(**least, max_tokens=1, min_tokens=1, repetition_penalty=0.01).validate()
+    most: dict[str, Any] = {"temperature": 2, "top_k": 2**31 - 1, "top_p": 1, "seed": MAX_SEED}
+    SamplingParams(**most, logprobs=20, logit_bias={0: 100.0}).validate()
+
+
+def test_more_tokens_at_least_than_at_most_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens must not exceed max_tokens"):
+        SamplingParams(max_tokens=3, min_tokens=4).validate()
