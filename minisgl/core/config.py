@@ -38,7 +38,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front end must know of a loaded engine (it never opens the model itself)."""
+    """What the front end must know of a loaded engine (it never opens the model itself).
+
+    sampling_defaults: values of SamplingParams that the model's author recommends, by their names.
+    """
 
     max_seq_len: int
     vocab_size: int
@@ -47,8 +50,4 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     device: str
     dtype: str
-    default_temperature: float | None = None
-    default_top_k: int | None = None
-    default_top_p: float | None = None
-    default_min_p: float | None = None
-    default_repetition_penalty: float | None = None
+    sampling_defaults: dict[str, int | float] = {}

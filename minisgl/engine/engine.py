@@ -214,7 +214,7 @@ class Engine:
 
     def facts(self) -> ModelFacts:
         """What the front end must know."""
-        model, defaults = self._model_config, self._model_config.defaults
+        model = self._model_config
         return ModelFacts(
             max_seq_len=self._max_seq_len,
             vocab_size=model.vocab_size,
@@ -223,11 +223,7 @@ class Engine:
             page_size=self.page_size,
             device=str(self._device),
             dtype=str(self._dtype).removeprefix("torch."),
-            default_temperature=defaults.temperature,
-            default_top_k=defaults.top_k,
-            default_top_p=defaults.top_p,
-            default_min_p=defaults.min_p,
-            default_repetition_penalty=defaults.repetition_penalty,
+            sampling_defaults=model.sampling_defaults,
         )
 
     def warm_up(self) -> None:

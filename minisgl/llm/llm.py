@@ -100,17 +100,7 @@ class LLM:
 
     def default_sampling(self) -> SamplingParams:
         """What the model's generation config recommends."""
-        facts = self.facts
-        given = {
-            "temperature": facts.default_temperature,
-            "top_k": facts.default_top_k,
-            "top_p": facts.default_top_p,
-            "min_p": facts.default_min_p,
-            "repetition_penalty": facts.default_repetition_penalty,
-        }
-        return msgspec.structs.replace(
-            SamplingParams(), **{name: value for name, value in given.items() if value is not None}
-        )
+        return SamplingParams(**self.facts.sampling_defaults)  # type: ignore[arg-type]
 
     def generate(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 from minisgl.core import ConfigError
 from minisgl.layers import RopeScaling
 from minisgl.models.fields import Fields
-from minisgl.models.generation import GenerationDefaults, eos_token_ids, read_generation_defaults
+from minisgl.models.generation import eos_token_ids, sampling_defaults
 from minisgl.models.registry import Family, family_of
 from minisgl.models.rope import rope_from
 
@@ -58,7 +58,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     moe: MoeConfig | None
-    defaults: GenerationDefaults
+    sampling_defaults: dict[str, int | float]
 
 
 def load_model_config(folder: str) -> ModelConfig:
@@ -123,7 +123,7 @@ def model_config_from(
         dtype=_dtype(fields),
         eos_token_ids=eos_token_ids(config, generation or {}),
         moe=_moe(fields, num_layers) if family.moe else None,
-        defaults=read_generation_defaults(generation or {}),
+        sampling_defaults=sampling_defaults(generation or {}),
     )
 
 

@@ -1,44 +1,27 @@
 """What generation_config.json adds: further EOS ids and the author's sampling defaults."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from minisgl.core import ConfigError
 from minisgl.models.fields import Fields
 
 _FILE = "generation_config.json"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """Sampling parameters for requests that do not give them; None where the author gave none."""
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, int | float]:
+    """Parameters for requests that do not give them, where the author did.
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
-def read_generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
-    """An explicit do_sample false means greedy, so temperature 0."""
+    An explicit do_sample false means greedy, so temperature 0.
+    """
     fields = Fields(generation, _FILE)
-
-    def number(key: str) -> float | None:
-        return None if fields.get(key) is None else fields.number(key)
-
-    temperature = number("temperature")
-    if fields.get("do_sample") is False:
-        temperature = 0.0
-    top_k = number("top_k")
-    return GenerationDefaults(
-        temperature=temperature,
-        top_k=None if top_k is None else int(top_k),
-        top_p=number("top_p"),
-        min_p=number("min_p"),
-        repetition_penalty=number("repetition_penalty"),
-    )
+    found: dict[str, int | float] = {
+        name: fields.number(name) for name in _SAMPLING if fields.get(name) is not None
+    }
+    if "top_k" in found:
+        found["top_k"] = int(found["top_k"])
+    return found | ({"temperature": 0.0} if fields.get("do_sample") is False else {})
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -15,10 +15,16 @@ from minisgl.server.params import CHAT, GENERATE, ParamTable
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in 3.11
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the legacy route; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
-# Parameters that are called the same in SamplingParams; of the first ones models have defaults.
-_MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_PENALTIES = ("frequency_penalty", "presence_penalty")
-_AS_GIVEN = ("seed", "min_tokens", "ignore_eos", "logit_bias", *_PENALTIES)
+# Parameters that are called the same in SamplingParams.
+_AS_GIVEN: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_AS_GIVEN += (
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "logit_bias",
+)
 
 
 # Ids are each below the logit width; text and chats are for a tokenizer worker.
@@ -112,10 +118,8 @@ class RequestReader:
                 raise checks.reject(name, f"must have token ids below {facts.vocab_size}")
         chosen: dict[str, Any] = {}
         if self._use_model_defaults:
-            of_model = {name: getattr(facts, f"default_{name}") for name in _MODEL_DEFAULTS}
-            chosen |= {name: value for name, value in of_model.items() if value is not None}
-        names = (*_MODEL_DEFAULTS, *_AS_GIVEN)
-        chosen |= {name: given[name] for name in names if name in given}
+            chosen |= facts.sampling_defaults
+        chosen |= {name: given[name] for name in _AS_GIVEN if name in given}
         if max_tokens is None and route != CHAT:
             max_tokens = COMPLETIONS_MAX_TOKENS
         logprobs = _logprobs(route, given)

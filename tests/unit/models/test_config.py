@@ -187,11 +187,11 @@ def test_eos_ids_of_both_files_are_united() -> None:
 
 def test_sampling_defaults_come_from_generation_config() -> None:
     model = config({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05})
-    defaults = model.defaults
-    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
-    assert (defaults.min_p, defaults.repetition_penalty) == (None, 1.05)
-    assert config({"do_sample": False, "temperature": 0.6}).defaults.temperature == 0.0
-    assert config().defaults.temperature is None
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    assert model.sampling_defaults == expected
+    greedy = config({"do_sample": False, "temperature": 0.6})
+    assert greedy.sampling_defaults == {"temperature": 0.0}
+    assert config().sampling_defaults == {}
 
 
 def test_files_are_read(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_max_completion_tokens_wins() -> None:
 
 
 def test_defaults_are_the_models_unless_told_otherwise() -> None:
-    facts = msgspec.structs.replace(FACTS, default_temperature=0.6, default_top_k=20)
+    facts = msgspec.structs.replace(FACTS, sampling_defaults={"temperature": 0.6, "top_k": 20})
     assert read(facts=facts).sampling.temperature == 0.6
     assert read(facts=facts).sampling.top_k == 20
     assert read(facts=facts, temperature=0).sampling.temperature == 0
