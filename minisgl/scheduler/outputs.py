@@ -28,21 +28,16 @@ class Totals(msgspec.Struct):
 
 
 class OutputBuilder:
-    """One StepOutput in the making."""
+    """One StepOutput in the making: `_next`, whose lists grow until it is taken."""
 
     def __init__(self) -> None:
-        self._opened: list[Opened] = []
-        self._uids: list[int] = []
-        self._token_ids: list[int] = []
-        self._finished: list[Finished] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[PromptLogprobs] = []
+        self._next = _nothing()
         self._held: dict[int, list[PromptLogprobs]] = {}  # of reqs that are not open yet
 
     def open(self, req: Req) -> None:
         """The first output of `req` is about to be added."""
         req.opened = True
-        self._opened.append(
+        self._next.opened.append(
             Opened(
                 uid=req.uid,
                 prompt_tokens=req.prompt_len,
@@ -51,12 +46,12 @@ class OutputBuilder:
                 admitted_s=req.admitted_s,
             )
         )
-        self._prompt_logprobs += self._held.pop(req.uid, ())
+        self._next.prompt_logprobs.extend(self._held.pop(req.uid, ()))
 
     def tokens(self, uids: NDArray[np.int64], token_ids: Int32Array) -> None:
         """token_ids[i] is the next token of uids[i]."""
-        self._uids.extend(uids.tolist())
-        self._token_ids.extend(token_ids.tolist())
+        self._next.uids.extend(uids.tolist())
+        self._next.token_ids.extend(token_ids.tolist())
 
     def logprobs(
         self,
@@ -74,7 +69,7 @@ class OutputBuilder:
         for index in np.flatnonzero(extras.logprobs >= 0).tolist():
             row, count = int(batch.rows[index]), int(extras.logprobs[index])
             if row in got_token:
-                self._logprobs.append(
+                self._next.logprobs.append(
                     TokenLogprobs(
                         uid=int(table.uid[row]),
                         logprob=float(found.sampled[index]),
@@ -96,7 +91,7 @@ class OutputBuilder:
             return
         req.prompt_reported = position + last
         early = None if req.opened else self._held.setdefault(req.uid, [])
-        (self._prompt_logprobs if early is None else early).append(
+        (self._next.prompt_logprobs if early is None else early).append(
             PromptLogprobs(
                 uid=req.uid,
                 position=position + first,
@@ -110,15 +105,15 @@ class OutputBuilder:
         """The one terminal message of `req`."""
         if not req.opened:
             self.open(req)
-        self._finished.append(Finished(uid=req.uid, reason=reason, error=error))
+        self._next.finished.append(Finished(uid=req.uid, reason=reason, error=error))
 
     def refuse(self, message: AddReq, error: RequestError) -> None:
         """The one terminal message of a req that was never accepted."""
         prompt_tokens = len(message.token_ids) // 4
-        self._opened.append(
+        self._next.opened.append(
             Opened(uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0, text=message.text)
         )
-        self._finished.append(
+        self._next.finished.append(
             Finished(
                 uid=message.uid,
                 reason=FinishReason.ERROR,
@@ -129,17 +124,20 @@ class OutputBuilder:
 
     def take(self, step_id: int) -> StepOutput | None:
         """Everything collected since the last call; None when there is nothing."""
-        if not (self._opened or self._uids or self._finished):
+        found = self._next
+        if not (found.opened or found.uids or found.finished):
             return None
-        output = StepOutput(
-            step_id=step_id,
-            opened=self._opened,
-            uids=self._uids,
-            token_ids=self._token_ids,
-            finished=self._finished,
-            logprobs=self._logprobs,
-            prompt_logprobs=self._prompt_logprobs,
-        )
-        self._opened, self._uids, self._token_ids, self._finished = [], [], [], []
-        self._logprobs, self._prompt_logprobs = [], []
-        return output
+        self._next = _nothing()
+        return msgspec.structs.replace(found, step_id=step_id)
+
+
+def _nothing() -> StepOutput:
+    return StepOutput(
+        step_id=0,
+        opened=[],
+        uids=[],
+        token_ids=[],
+        finished=[],
+        logprobs=[],
+        prompt_logprobs=[],
+    )

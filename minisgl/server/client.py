@@ -212,8 +212,7 @@ class EngineClient:
         self.metrics = metrics
         self._uids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
-        self._answers: dict[int, asyncio.Future[Tokenized | Decoded]] = {}
-        self._worker_of: dict[int, int] = {}
+        self._asked: dict[int, tuple[int, asyncio.Future[Tokenized | Decoded]]] = {}
         self._outstanding = [0] * len(tokenizers)
         self._generations: set[Generation] = set()
         self.queued = self.queued_tokens = 0
@@ -228,7 +227,7 @@ class EngineClient:
 
     @property
     def pending_answers(self) -> int:
-        return len(self._worker_of)
+        return len(self._asked)
 
     def open(self, num_choices: int, request_id: str = "") -> Generation:
         """Admit a call. Raises Overloaded at once when the queue is full."""
@@ -326,24 +325,21 @@ class EngineClient:
         uid = next(self._uids)
         worker = self._outstanding.index(min(self._outstanding))
         self._outstanding[worker] += 1
-        self._worker_of[uid] = worker
         answer: asyncio.Future[Tokenized | Decoded] = asyncio.get_running_loop().create_future()
-        self._answers[uid] = answer
+        self._asked[uid] = worker, answer
         if call is not None:
             call.question = answer
         self._tokenizers[worker].send(msgspec.structs.replace(question, uid=uid))
-        try:
-            return await answer
-        finally:
-            del self._answers[uid]
+        return await answer
 
     def receive_answer(self, message: Tokenized | Decoded) -> int | None:
         """A worker has answered; nobody may be waiting any more. Which worker it was."""
-        worker = self._worker_of.pop(message.uid, None)
-        if worker is not None:
-            self._outstanding[worker] -= 1
-        answer = self._answers.get(message.uid)
-        if answer is not None and not answer.done():
+        asked = self._asked.pop(message.uid, None)
+        if asked is None:
+            return None
+        worker, answer = asked
+        self._outstanding[worker] -= 1
+        if not answer.done():
             answer.set_result(message)
         return worker
 
@@ -374,7 +370,7 @@ class EngineClient:
         """End every open call with this error; their handlers then close them."""
         for choice in list(self._choices.values()):
             choice.fail(error)
-        for answer in self._answers.values():
+        for _, answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error)
 

@@ -15,17 +15,9 @@ from minisgl.server.params import CHAT, GENERATE, ParamTable
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in 3.11
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the legacy route; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
-# Parameters that are called the same in SamplingParams.
-_AS_GIVEN: tuple[str, ...] = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_AS_GIVEN += (
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-    "logit_bias",
-)
-
+# The others that are called the same in SamplingParams are taken as they are.
+_OWN_WAY = frozenset({"max_tokens", "stop_token_ids", "logprobs"})
+_AS_GIVEN = frozenset(SamplingParams.__struct_fields__) - _OWN_WAY
 
 # Ids are each below the logit width; text and chats are for a tokenizer worker.
 Prompt: TypeAlias = "TokenizeChat | TokenizeText | array.array[int]"
@@ -119,7 +111,7 @@ class RequestReader:
         chosen: dict[str, Any] = {}
         if self._use_model_defaults:
             chosen |= facts.sampling_defaults
-        chosen |= {name: given[name] for name in _AS_GIVEN if name in given}
+        chosen |= {name: value for name, value in given.items() if name in _AS_GIVEN}
         if max_tokens is None and route != CHAT:
             max_tokens = COMPLETIONS_MAX_TOKENS
         logprobs = _logprobs(route, given)
