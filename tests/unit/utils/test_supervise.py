@@ -33,6 +33,19 @@ def test_child_gets_its_payload_and_its_exit_is_seen() -> None:
         assert supervisor.running() == []
 
 
+@pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_idle_threads_of_a_child_sleep_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    with Supervisor() as supervisor:
+        code = f"sys.exit(os.environ['OMP_WAIT_POLICY'] != {found!r})"
+        made = supervisor.spawn("a", child(code), b"")
+        assert next_exit(supervisor) == ChildExit(made, 0)
+
+
 def test_killed_child_is_reported_by_its_signal() -> None:
     with Supervisor() as supervisor:
         made = supervisor.spawn("a", child("import time; time.sleep(600)"), b"")
