@@ -85,17 +85,17 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
 
-    async def post(self, head: bytes, body: bytes) -> Answer:
+    async def post(self, head: bytes, body: bytes, answer: Answer) -> None:
         """Send one request and read its answer to the end."""
         assert self._transport is not None, "a connection is made before it is used: this is a bug"
         self._parser = httptools.HttpResponseParser(self)
         self._pending = b""
         self.reusable = False
         self._done = asyncio.get_running_loop().create_future()
-        self._answer = answer = Answer(time.perf_counter())
+        self._answer = answer
+        answer.sent_s = time.perf_counter()
         self._transport.write(head % len(body) + body)
         await self._done
-        return answer
 
     def data_received(self, data: bytes) -> None:
         self._now_s = time.perf_counter()
@@ -165,17 +165,24 @@ class StreamingClient:
         self._head = head.encode() + b"content-length: %d\r\n\r\n"
         self._idle: list[_Connection] = []
 
-    async def post(self, body: bytes) -> Answer:
-        """The answer to one body; what goes wrong stands in its `error`."""
+    async def post(self, body: bytes, answer: Answer | None = None) -> Answer:
+        """The answer to one body; what goes wrong stands in its `error`.
+
+        answer: filled as it comes in, for who wants to look earlier. Cancelling disconnects.
+        """
+        answer = answer or Answer(time.perf_counter())
         try:
             connection = await self._connection()
         except OSError as error:
-            return Answer(time.perf_counter(), error=f"cannot connect: {error}")
-        answer = await connection.post(self._head, body)
-        if connection.reusable:
-            self._idle.append(connection)
-        else:
-            connection.close()
+            answer.error = f"cannot connect: {error}"
+            return answer
+        try:
+            await connection.post(self._head, body, answer)
+        finally:
+            if connection.reusable:
+                self._idle.append(connection)
+            else:
+                connection.close()
         return answer
 
     async def _connection(self) -> _Connection:

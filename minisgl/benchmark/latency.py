@@ -82,13 +82,15 @@ def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Latencies in milliseconds, one line each."""
+    """Latencies in milliseconds, one line each; last the gaps of streams beside the load."""
     columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
     lines = [f"{'ms':<6}" + "".join(f"{name:>11}" for name in columns)]
-    for name in Latencies.__struct_fields__:
-        found = summary[name]
+    rows = {name.removesuffix("_s").upper(): summary[name] for name in Latencies.__struct_fields__}
+    if beside := summary.get("beside"):
+        rows["BESIDE"] = beside["itl_s"]
+    for name, found in rows.items():
         cells = [f"{found[c] * 1e3:>11,.2f}" if found else f"{'-':>11}" for c in columns]
-        lines.append(f"{name.removesuffix('_s').upper():<6}" + "".join(cells))
+        lines.append(f"{name:<6}" + "".join(cells))
     return "\n".join(lines)
 
 

@@ -51,4 +51,11 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--time-scale", type=float, default=1.0, help="times its arrival times")
     load.add_argument("--length-scale", type=float, default=1.0, help="times its lengths")
     load.add_argument("--max-prompt", type=int, help="cut its prompts to so many tokens")
+    load.add_argument(
+        "--beside",
+        type=int,
+        nargs=3,
+        metavar=("STREAMS", "PROMPT", "OUTPUT"),
+        help="streams that run before and throughout, of so many tokens, and their gaps meanwhile",
+    )
     add_workload_flags(parser)

@@ -1,7 +1,8 @@
 """Load on an OpenAI-compatible server over HTTP, and what its clients felt.
 
 Loads: a fixed number of requests at a time (--concurrency), arrivals at a rate (--rate), or a
-trace's own arrivals (--trace). Every answer streams. With --model it starts the server itself.
+trace's own arrivals (--trace), with streams beside them (--beside). Every answer streams. With
+--model it starts the server itself.
 """
 
 import argparse
@@ -18,13 +19,14 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
+from minisgl.benchmark.beside import running, streams_of, summarise_streams
 from minisgl.benchmark.client import Answer, StreamingClient
 from minisgl.benchmark.latency import latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.own_server import OwnServer, fetch, own_server, read_metrics
 from minisgl.benchmark.plot import plot_latencies
-from minisgl.benchmark.trace import ideal_hit_ratio, lru_hit_ratio
+from minisgl.benchmark.trace import Load, ideal_hit_ratio, lru_hit_ratio
 from minisgl.core import ConfigError, Int32Array
 
 
@@ -82,16 +84,15 @@ def body_of(index: int, prompt: Int32Array, max_tokens: int, options: argparse.N
 
 def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run the load that the options describe against `url`: the summary and all requests."""
-    load = load_of(options)
-    bodies = [
-        body_of(index, prompt, most, options)
-        for index, (prompt, most) in enumerate(zip(load.prompts, load.max_tokens, strict=True))
-    ]
+    load, beside = load_of(options), streams_of(options)
     before = read_metrics(url, options.api_key)
     began_s = time.process_time()
-    answers = uvloop.run(_run(url, bodies, load.arrivals_s, options))
+    answers, streams = uvloop.run(_run(url, load, beside, options))
     cpu_s = time.process_time() - began_s
     summary = summarise(answers) | {"client_cpu_s": cpu_s}
+    if streams:
+        summary["beside"] = summarise_streams(beside, streams, answers)
+        summary["failed"] += summary["beside"]["failed"]
     print(table(summary))
     for error in sorted({answer.error for answer in answers if answer.error is not None})[:3]:
         print(f"error: {error}")
@@ -107,21 +108,28 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"summary": summary, "requests": rows}
 
 
+def _bodies(load: Load, options: argparse.Namespace) -> list[bytes]:
+    pairs = zip(load.prompts, load.max_tokens, strict=True)
+    return [body_of(index, prompt, most, options) for index, (prompt, most) in enumerate(pairs)]
+
+
 async def _run(
-    url: str, bodies: list[bytes], arrivals_s: list[float] | None, options: argparse.Namespace
-) -> list[Answer]:
+    url: str, load: Load, beside: Load, options: argparse.Namespace
+) -> tuple[list[Answer], list[Answer]]:
+    """The answers to the load, and the streams beside it as they were at its end."""
     path = "/v1/chat/completions" if options.chat else "/v1/completions"
-    client = StreamingClient(url, path, options.api_key)
+    client, bodies = StreamingClient(url, path, options.api_key), _bodies(load, options)
     gc.collect()
     gc.disable()  # a collection would stand in the latencies
-    with tqdm(total=len(bodies), unit="req", disable=options.quiet) as bar:
-        if arrivals_s is None:
-            answers = await closed_loop(client, bodies, options.concurrency, bar)
-        else:
-            answers = await open_loop(client, bodies, arrivals_s, bar)
+    async with running(client, _bodies(beside, options)) as streams:
+        with tqdm(total=len(bodies), unit="req", disable=options.quiet) as bar:
+            if load.arrivals_s is None:
+                answers = await closed_loop(client, bodies, options.concurrency, bar)
+            else:
+                answers = await open_loop(client, bodies, load.arrivals_s, bar)
     gc.enable()
     client.close()
-    return answers
+    return answers, streams
 
 
 def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
