@@ -13,17 +13,41 @@ from typing import Any
 
 import numpy as np
 
+from minisgl.benchmark.beside import streams_of, summarise_streams
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.latency import summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.trace import Load, ideal_hit_ratio, lru_hit_ratio
-from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepCost, StepResult
+from minisgl.core import (
+    Batch,
+    ConfigError,
+    SamplingParams,
+    SchedulerConfig,
+    StepCost,
+    StepResult,
+)
 from minisgl.message import AddReq
 from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
 
 _HOST_S = 0.0003  # between the end of a step and the launch of the next but one
-# Qwen3-8B, bfloat16, on one H200, as its server logged it.
-_COST = (5.2, 16.3, 28.8, 0.95)
+# Qwen3-8B, bfloat16, on one H200, by the steps in docs/benchmarks.md.
+DEFAULT_COST = "42,0.95,1:4.4,64:4.75,128:5.2,256:7.3,512:11.9,640:15.4,1024:23.5,2048:46.5"
+
+
+def read_cost(text: str) -> StepCost:
+    """What str() of a StepCost says. Raises ConfigError."""
+    try:
+        key_ns, pair_ns, *prices = text.split(",")
+        points = [(int(tokens), float(ms) / 1e3) for tokens, ms in (p.split(":") for p in prices)]
+        tokens, seconds = zip(*points, strict=True)
+        return StepCost(
+            tokens=tokens,
+            seconds=seconds,
+            per_decode_key_s=float(key_ns) / 1e9,
+            per_prefill_pair_s=float(pair_ns) / 1e9,
+        )
+    except ValueError:
+        raise ConfigError(f"--cost {text!r} is not KEY_NS,PAIR_NS,TOKENS:MS,...") from None
 
 
 class _Pending:
@@ -99,11 +123,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="minisgl bench simulate", description=__doc__)
     parser.add_argument(
         "--cost",
-        type=float,
-        nargs=4,
-        default=_COST,
-        metavar=("BASE_MS", "TOKEN_US", "KEY_NS", "PAIR_NS"),
-        help=f"of a step, as logged by a server {_COST}",
+        default=DEFAULT_COST,
+        metavar="KEY_NS,PAIR_NS,TOKENS:MS,...",
+        help="of a step, as logged by a server (Qwen3-8B on one H200)",
     )
     parser.add_argument("--num-pages", type=int, default=49_000, help="of 16 tokens (49000)")
     parser.add_argument("--max-running-requests", type=int, default=256)
@@ -112,21 +134,28 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--cache-type", choices=("radix", "naive"), default="radix")
     add_load_flags(parser)
     options = parser.parse_args(argv)
-    base_ms, token_us, key_ns, pair_ns = options.cost
-    cost = StepCost(
-        base_s=base_ms / 1e3,
-        per_token_s=token_us / 1e6,
-        per_decode_key_s=key_ns / 1e9,
-        per_prefill_pair_s=pair_ns / 1e9,
-    )
+    cost = read_cost(options.cost)
     config = SchedulerConfig(
         target_step_ms=options.target_step_ms or None, cache_type=options.cache_type
     )
-    engine = VirtualEngine(
-        cost, options.num_pages, options.max_running_requests, options.max_seq_len
-    )
-    load = load_of(options)
-    summary: dict[str, Any] = summarise(simulate(load, engine, cost, config, options.concurrency))
+    sizes = (options.num_pages, options.max_running_requests, options.max_seq_len)
+    engine = VirtualEngine(cost, *sizes)
+    load, beside = load_of(options), streams_of(options)
+    both = load
+    if beside.prompts:
+        alone = simulate(beside, VirtualEngine(cost, *sizes), cost, config, 1)
+        begin_s = max(answer.outputs_s[0] for answer in alone)
+        arrivals_s = load.arrivals_s or [0.0] * len(load.prompts)
+        both = Load(
+            beside.prompts + load.prompts,
+            beside.max_tokens + load.max_tokens,
+            [0.0] * len(alone) + [begin_s + at_s for at_s in arrivals_s],
+        )
+    answers = simulate(both, engine, cost, config, options.concurrency)
+    streams, answers = answers[: len(beside.prompts)], answers[len(beside.prompts) :]
+    summary: dict[str, Any] = summarise(answers)
+    if streams:
+        summary["beside"] = summarise_streams(beside, streams, answers)
     print(table(summary))
     for name, ratio in (("lru", lru_hit_ratio), ("ideal", ideal_hit_ratio)):
         summary[f"{name}_hit_ratio"] = ratio(load.prompts, engine.num_pages, engine.page_size)

@@ -9,7 +9,7 @@ from minisgl.core.batch import (
     StepResult,
 )
 from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig
-from minisgl.core.cost import StepCost
+from minisgl.core.cost import StepCost, step_sizes
 from minisgl.core.errors import (
     Cancelled,
     ConfigError,
@@ -59,4 +59,5 @@ __all__ = [
     "StepResult",
     "Unsupported",
     "WorkerDied",
+    "step_sizes",
 ]

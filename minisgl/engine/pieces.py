@@ -15,14 +15,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minisgl.attention import StepAttention
+from minisgl.core import step_sizes
 from minisgl.engine.state import DeviceState
 from minisgl.kernel import StepViews
 
 
 def piece_sizes(largest: int) -> list[int]:
-    """Numbers of tokens to capture: tiles of matrix kernels; coarser where a step takes long."""
-    sizes = [16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256)]
-    return [size for size in (*sizes, *range(2048, 4097, 512)) if size <= largest]
+    """Numbers of tokens to capture: steps with prompts are padded to them."""
+    return step_sizes(min(largest, 4096))
 
 
 class _Piece(NamedTuple):

@@ -4,6 +4,7 @@ They run before any request. What they write goes to the dummy page; the context
 lie all over the pool, as those of requests will.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +15,9 @@ import numpy as np
 from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost, StepExtras
 
 _TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
-_REPEATS = 3
-_LONGEST_STEP_S = 0.15  # predicted; larger shapes are for machines that take them in their stride
+_REPEATS, _MOST_REPEATS = 3, 9
+_SCATTER = 1.05  # within which two durations say the same
+_LONGEST_STEP_S = 0.06  # predicted; larger shapes are for machines that take them in their stride
 
 
 class Shape(NamedTuple):
@@ -75,39 +77,81 @@ def calibrate(
     dummy_page: int,
     max_chunk_tokens: int,
     slowest_ns: Callable[[int], int],
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> StepCost:
     """Time growing steps, smallest first, until the time is up or a step would take long.
 
     slowest_ns(own) is the largest duration of all ranks. Only such agreed durations are used, so
-    every rank runs the same steps (they hold collectives) and returns the same cost.
+    every rank runs the same steps (they hold collectives) and returns the same cost. A shape whose
+    durations do not settle, on a machine that does other work, is left out.
     """
     timings: list[Timing] = []
-    longest = min(engine.max_seq_len - 1, 2048)
-    half = longest // 2
-    shapes = [Shape(1, 0, 1), Shape(0, 16, 0), Shape(8, 0, 1), Shape(8, 0, half)]
-    shapes += [Shape(0, 128, 0), Shape(32, 0, half), Shape(0, 512, 0), Shape(1, 512, 256)]
-    shapes += [Shape(128, 0, half), Shape(0, 2048, 0), Shape(64, 1024, half)]
-    shapes += [Shape(0, 512, 8 * half), Shape(0, 4096, 0), Shape(0, 8192, 0)]
     spent_ns = 0
-    for shape in shapes:
-        if len(timings) > 3 and spent_ns > _TIME_LIMIT_NS:
+    for shape in _shapes(engine.max_running_reqs, engine.max_seq_len):
+        if len(timings) > 1 and spent_ns > _TIME_LIMIT_NS:
             break
         batch = probe_batch(engine, dummy_page, shape)
         if batch is None or shape.chunk > max_chunk_tokens:
             continue
         work = _work(batch)
-        if len(timings) > 5 and fit(timings).predict_s(*work) > _LONGEST_STEP_S:
-            break
+        if len(timings) > 1 and fit(timings).predict_s(*work) > _LONGEST_STEP_S:
+            continue
         durations_ns: list[int] = []
-        while not durations_ns or (len(durations_ns) < _REPEATS and spent_ns <= _TIME_LIMIT_NS):
-            begin = time.perf_counter_ns()
-            engine.launch(batch).wait()
-            durations_ns.append(slowest_ns(time.perf_counter_ns() - begin))
-            spent_ns += durations_ns[-1]
-            none = batch.page_ids[:0]  # they are there now; real steps bring few
-            batch = replace(batch, page_rows=none, page_cols=none, page_ids=none)
-        timings.append(Timing(*work, min(durations_ns) / 1e9))
+        middle_ns = None
+        while middle_ns is None and len(durations_ns) < _MOST_REPEATS:
+            durations_ns += map(slowest_ns, _durations_ns(engine, batch, clock_ns))
+            middle_ns = _middle(durations_ns)
+            spent_ns += sum(durations_ns[-_REPEATS:])
+            if spent_ns > _TIME_LIMIT_NS:
+                break
+        if len(timings) < 2 and middle_ns is None:
+            middle_ns = min(durations_ns)  # something must be said, and a pause only adds
+        if middle_ns is not None:
+            timings.append(Timing(*work, middle_ns / 1e9))
     return fit(timings)
+
+
+def _shapes(rows: int, max_seq_len: int) -> list[Shape]:
+    """Steps without context, and some of them again with one, in about the order of their time.
+
+    Small ones only decode; the larger hold some decode reqs beside a chunk, as steps do for which
+    a price is asked.
+    """
+    half, far = min(max_seq_len - 1, 2048) // 2, min(max_seq_len * 3 // 4, 8192)
+    shapes = [Shape(1, 0, 1), Shape(1, 15, 1)]
+    for reqs in (8, 32, 64, 128):
+        shapes += [Shape(reqs, 0, 1), Shape(reqs, 0, half)]
+    beside = min(32, rows // 2)
+    mixed = [Shape(beside, size - beside, 1) for size in (256, 384, 448, 512, 640, 768)]
+    shapes += [*mixed, Shape(1, 447, far)]
+    return shapes + [Shape(beside, size - beside, 1) for size in (1024, 2048, 4096, 8192)]
+
+
+def _durations_ns(engine: EngineLike, batch: Batch, clock_ns: Callable[[], int]) -> list[int]:
+    """From the end of a step to that of the next, which was launched meanwhile, as in serving."""
+    ends_ns: list[int] = []
+    running = engine.launch(batch)
+    none = batch.page_ids[:0]  # they are there now; real steps bring few
+    batch = replace(batch, page_rows=none, page_cols=none, page_ids=none)
+    for _ in range(_REPEATS + 1):
+        following = engine.launch(batch)
+        running.wait()
+        ends_ns.append(clock_ns())
+        running = following
+    running.wait()
+    return [after - before for before, after in itertools.pairwise(ends_ns)]
+
+
+def _middle(durations_ns: list[int]) -> int | None:
+    """Their median, if one beside it says the same; None where they scatter, or there are few.
+
+    Not the least: a host that sees one end late finds the next step too short.
+    """
+    ranked, middle = sorted(durations_ns), (len(durations_ns) - 1) // 2
+    if len(ranked) < 3:
+        return None
+    low, found, high = ranked[middle - 1 : middle + 2]
+    return found if high <= _SCATTER * found or found <= _SCATTER * low else None
 
 
 def _work(batch: Batch) -> tuple[int, int, int]:
@@ -119,21 +163,28 @@ def _work(batch: Batch) -> tuple[int, int, int]:
 
 
 def fit(timings: list[Timing]) -> StepCost:
-    """Least squares of the relative error, with no negative term.
-
-    A term that comes out negative is noise around zero: it is dropped and the rest fitted again.
+    """Prices of keys and pairs from shapes timed without a context, then with one; what remains of
+    those without is the price of their tokens, lowered to that of a larger step where it is more.
     """
-    seconds = np.array([t.seconds for t in timings])
-    terms = np.array([[1.0, *t[:3]] for t in timings]) / seconds[:, None]
-    used = [0, 1, 2, 3]
-    while True:
-        solution = np.linalg.lstsq(terms[:, used], np.ones(len(timings)), rcond=None)[0]
-        if len(used) == 1 or solution.min() >= 0:
-            break
-        used.pop(int(solution.argmin()))
-    cost = np.zeros(4)
-    cost[used] = np.maximum(solution, 0.0)
-    return StepCost(**dict(zip(StepCost.__struct_fields__, cost.tolist(), strict=True)))
+    near: dict[int, Timing] = {}
+    for timing in timings:
+        near.setdefault(timing.tokens, timing)
+    added = [np.subtract(t, near[t.tokens]) for t in timings if t is not near[t.tokens]]
+    per_key = _lower_median([float(t[3] / t[1]) for t in added if t[1] > 0 and not t[2]])
+    per_pair = _lower_median([float((t[3] - per_key * t[1]) / t[2]) for t in added if t[2] > 0])
+    tokens, keys, pairs, seconds = np.array(sorted(near.values())).T
+    bare = np.maximum(seconds - per_key * keys - per_pair * pairs, seconds / 2)
+    return StepCost(
+        tokens=tuple(tokens.astype(int).tolist()),
+        seconds=tuple(np.minimum.accumulate(bare[::-1])[::-1].tolist()),
+        per_decode_key_s=per_key,
+        per_prefill_pair_s=per_pair,
+    )
+
+
+def _lower_median(prices: list[float]) -> float:
+    """Not below 0; 0 of none. Lower, since what else a machine does only adds."""
+    return max(sorted(prices)[(len(prices) - 1) // 2], 0.0) if prices else 0.0
 
 
 def probe_batch(

@@ -5,12 +5,20 @@ of admission, then new admissions from the head of the queue, within the token b
 function of the scheduler's state: no clock, no randomness, no I/O.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost
+from minisgl.core import (
+    Batch,
+    Int32Array,
+    InvariantBroken,
+    SchedulerConfig,
+    StepCost,
+    step_sizes,
+)
 from minisgl.scheduler.extras import build_extras
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.req import Ending, Req, ReqState
@@ -21,7 +29,6 @@ MIN_SHARED_TOKENS = 64  # a shorter shared prefix is not worth a step of waiting
 MIN_CHUNK_TOKENS = 32  # prefill never stands still, whatever a step is predicted to take
 MOST_STRETCH = 2.3  # of a step with a chunk, over the same step without
 LONG_QUEUE_S = 0.5  # of prefill alone; twice as much doubles what a step may take
-TILE_TOKENS = 128
 
 
 class Chunk(NamedTuple):
@@ -68,6 +75,7 @@ class Planner:
         self._memory = memory
         self._table = table
         self._cost: StepCost | None = None
+        self._sizes = step_sizes(config.prefill_budget_tokens + table.num_rows + 1024)
         self.waiting: deque[Req] = deque()
         self.prefilling: list[Req] = []
         self.unpublished: list[Req] = []
@@ -245,23 +253,21 @@ class Planner:
         """
         budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
         n, cost = len(decode_rows), self._cost
-        if not n or target_ms is None or cost is None:
+        if not n or target_ms is None or cost is None or not (self.prefilling or self.waiting):
             return budget
         keys = int(self._table.computed[decode_rows].sum())
         limit_s = max(target_ms / 1000, MOST_STRETCH * cost.predict_s(n, keys, 0))
-        queue_s = cost.per_token_s * self.waiting_tokens
+        queue_s = cost.predict_s(self.waiting_tokens, 0, 0)
         limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), 2.0)
         start = int(self._table.computed[self.prefilling[0].row]) if self.prefilling else 0
-        low, high = min(MIN_CHUNK_TOKENS, budget), budget
-        while low < high:  # the largest count whose predicted step stays below the limit
-            middle = (low + high + 1) // 2
-            pairs = middle * (start + middle // 2)
-            if cost.predict_s(n + middle, keys, pairs) <= limit_s:
-                low = middle
-            else:
-                high = middle - 1
-        beyond = (n + low) % TILE_TOKENS  # matrix kernels take as long for a whole tile
-        return low - beyond if beyond <= low // 2 else low
+
+        def step_s(tokens: int) -> float:
+            chunk = tokens - n
+            return cost.predict_s(tokens, keys, chunk * (start + chunk // 2))
+
+        least = bisect_left(self._sizes, n + MIN_CHUNK_TOKENS)
+        chosen = max(bisect_right(self._sizes, limit_s, lo=least, key=step_s) - 1, least)
+        return min(self._sizes[chosen] - n, budget)
 
     # --- the batch ------------------------------------------------------------------------------
 

@@ -87,14 +87,7 @@ def build_scheduler(
     if config.target_step_ms is not None:
         cost = engine.calibrate()
         scheduler.calibrate(cost)
-        logger.info(
-            "step cost calibrated base_ms=%.3f per_token_us=%.3f per_decode_key_ns=%.3f "
-            "per_prefill_pair_ns=%.4f",
-            cost.base_s * 1e3,
-            cost.per_token_s * 1e6,
-            cost.per_decode_key_s * 1e9,
-            cost.per_prefill_pair_s * 1e9,
-        )
+        logger.info("step cost calibrated cost=%s", cost)
     return scheduler
 
 

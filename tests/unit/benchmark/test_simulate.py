@@ -1,16 +1,17 @@
 """The scheduler in virtual time, with what steps of an 8B model cost on one H200."""
 
+import json
+
 import numpy as np
+import pytest
 
 from minisgl.benchmark.client import Answer
-from minisgl.benchmark.latency import describe, latencies, summarise
-from minisgl.benchmark.simulate import VirtualEngine, simulate
+from minisgl.benchmark.latency import summarise
+from minisgl.benchmark.simulate import DEFAULT_COST, VirtualEngine, main, read_cost, simulate
 from minisgl.benchmark.trace import Load
-from minisgl.core import SchedulerConfig, StepCost
+from minisgl.core import ConfigError, SchedulerConfig
 
-COST = StepCost(
-    base_s=5.2e-3, per_token_s=16.3e-6, per_decode_key_s=28.8e-9, per_prefill_pair_s=0.95e-9
-)
+COST = read_cost(DEFAULT_COST)
 
 
 def run(load: Load, concurrency: int = 1, **config: object) -> list[Answer]:
@@ -28,21 +29,23 @@ def load_of(*requests: tuple[float, int, int]) -> Load:
     return Load(prompts, [most for *_, most in requests], [at for at, *_ in requests])
 
 
-def test_streams_go_on_smoothly_while_long_prompts_come_in() -> None:
+def test_streams_go_on_smoothly_while_long_prompts_come_in(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The policy's two ends: p99 of the gaps within 2.5 times p50, prefill not below 0.65 of alone.
 
     64 streams at about 1,024 tokens of context, a prompt of 8,192 tokens each second; alone it was
     measured to take 0.22 s on that machine.
     """
-    streams, arrivals = [(0.0, 800, 400)] * 64, [(2.5 + i, 8192, 1) for i in range(2)]
-    answers = run(load_of(*streams, *arrivals))
-    steady = max(answer.outputs_s[0] for answer in answers[:64])
-    for answer in answers[:64]:
-        answer.outputs_s = [at_s for at_s in answer.outputs_s if at_s >= steady]
-    gaps = describe(latencies(answers[:64]).itl_s)
+    row = (
+        "--beside 64 820 2000 --rate 1 --arrival uniform --requests 4 --prompt-tokens 8192 8192 "
+        "--output-tokens 1 1"
+    )
+    assert main(row.split()) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    gaps = found["beside"]["itl_s"]
     assert gaps["p99"] <= 2.5 * gaps["p50"]
-    for answer in answers[64:]:
-        assert 0.22 / (answer.outputs_s[0] - answer.sent_s) >= 0.65
+    assert 0.22 / found["ttft_s"]["max"] >= 0.65
 
 
 def test_nobody_decoding_means_whole_chunks() -> None:
@@ -65,3 +68,10 @@ def test_what_is_cached_is_not_computed_again() -> None:
     twice = Load(load.prompts * 2, [1, 1], [0.0, 5.0])
     assert summarise(run(twice))["cached_tokens"] == 1584
     assert summarise(run(twice, cache_type="naive"))["cached_tokens"] == 0
+
+
+def test_the_cost_is_read_as_it_is_logged() -> None:
+    assert str(COST) == str(read_cost(str(COST)))
+    for wrong in ("1,2", "1,2,x:3", "1,2,3", ""):
+        with pytest.raises(ConfigError, match="is not KEY_NS"):
+            read_cost(wrong)

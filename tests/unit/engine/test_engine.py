@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import ConfigError, EngineConfig, OutOfMemory, StepCost
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine, resolve_device
 from minisgl.engine.inputs import upload
-from minisgl.engine.probe import Shape, Timing, fit, probe_batch
+from minisgl.engine.probe import Shape, probe_batch
 from minisgl.engine.settings import cpu_threads
 from tests.parity.driver import Driver, Sampling, Work, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
@@ -99,24 +99,6 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 100, 0) > 0
     assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)
-
-
-def test_fit_finds_the_cost_that_made_the_timings() -> None:
-    true = StepCost(base_s=2e-3, per_token_s=3e-5, per_decode_key_s=5e-8, per_prefill_pair_s=1e-9)
-    work = [(1, 1, 0), (16, 0, 136), (8, 8192, 0), (512, 0, 131328), (32, 32768, 0), (9, 8, 5000)]
-    found = fit([Timing(*one, true.predict_s(*one)) for one in work])
-    assert found.base_s == pytest.approx(true.base_s)
-    assert found.per_token_s == pytest.approx(true.per_token_s)
-    assert found.per_decode_key_s == pytest.approx(true.per_decode_key_s)
-    assert found.per_prefill_pair_s == pytest.approx(true.per_prefill_pair_s)
-
-
-def test_fit_never_predicts_less_for_more() -> None:
-    timings = [Timing(1, 1, 0, 0.010), Timing(16, 0, 136, 0.009), Timing(128, 8000, 0, 0.008)]
-    cost = fit(timings)
-    least = (cost.base_s, cost.per_token_s, cost.per_decode_key_s, cost.per_prefill_pair_s)
-    assert min(least) >= 0
-    assert cost.predict_s(1, 1, 0) == pytest.approx(0.009, rel=0.15)
 
 
 def test_probes_read_distinct_pages_and_write_only_to_the_dummy(path: str) -> None:

@@ -164,10 +164,16 @@ def test_decode_goes_on_while_prompts_are_prefilled() -> None:
     harness.run()
 
 
+def linear_cost(base_s: float) -> StepCost:
+    """A step takes that long and 0.1 ms for each token."""
+    ends = (base_s + 0.0001, base_s + 0.1)
+    return StepCost(tokens=(1, 1000), seconds=ends, per_decode_key_s=0.0, per_prefill_pair_s=0.0)
+
+
 def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
     engine = FakeEngine(512, 4, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
-    cost = StepCost(base_s=0.005, per_token_s=0.0001, per_decode_key_s=0.0, per_prefill_pair_s=0.0)
+    cost = linear_cost(base_s=0.005)
     harness.scheduler.calibrate(cost)
     harness.add(prompt_of(600, 3), max_tokens=8, ignore_eos=True)
     harness.run()
@@ -188,7 +194,7 @@ def mixed_steps(base_s: float, waiting: int) -> list[int]:
     """
     engine = FakeEngine(2048, 4, max_running_reqs=5, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
-    cost = StepCost(base_s=base_s, per_token_s=0.0001, per_decode_key_s=0.0, per_prefill_pair_s=0.0)
+    cost = linear_cost(base_s)
     harness.scheduler.calibrate(cost)
     for stream in range(4):
         harness.add(prompt_of(4, stream), max_tokens=200, ignore_eos=True)
@@ -208,7 +214,7 @@ def test_steps_of_a_crowded_engine_are_stretched_for_prompts() -> None:
 def test_steps_are_stretched_further_while_a_long_queue_waits() -> None:
     # behind the first prompt 20 x 600 tokens wait, 1.2 s: twice 20 ms less 5 ms are 350 tokens
     chunks = mixed_steps(0.005, waiting=20)
-    assert chunks[0] == 252, "252 + 4 are two whole tiles"
+    assert chunks[0] == 316, "316 + 4 are whole tiles of 64"
     assert chunks[-3:-1] == [124, 124], "at the end nobody waits"
 
 

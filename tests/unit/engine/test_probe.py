@@ -1,0 +1,120 @@
+"""Calibration: what the durations of steps say, in virtual time and with a machine that is busy."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from minisgl.core import Batch, StepCost, StepResult
+from minisgl.engine.probe import Timing, calibrate, fit
+
+TRUE = StepCost(
+    tokens=(1, 64, 128, 512, 1024),
+    seconds=(0.0044, 0.0048, 0.0052, 0.0118, 0.0232),
+    per_decode_key_s=4e-8,
+    per_prefill_pair_s=1e-9,
+)
+
+
+class VirtualPending:
+    def __init__(self, engine: "VirtualEngine", end_ns: int) -> None:
+        self._engine, self._end_ns = engine, end_ns
+
+    def wait(self) -> StepResult:
+        self._engine.now_ns = max(self._engine.now_ns, self._end_ns)
+        return StepResult(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_))
+
+
+class VirtualEngine:
+    """Steps run one after the other and take what TRUE says, times what `disturb` says."""
+
+    num_pages, page_size, max_running_reqs, max_seq_len = 1000, 16, 256, 40_960
+
+    def __init__(self, disturb: Callable[[int, int], float] = lambda tokens, launch: 1.0) -> None:
+        self.now_ns = self.free_ns = self.launches = 0
+        self.disturb = disturb
+
+    def launch(self, batch: Batch) -> VirtualPending:
+        n, lengths = batch.num_decode, batch.lengths.astype(np.int64)
+        keys = lengths * batch.start + lengths * (lengths + 1) // 2
+        tokens = int(lengths.sum())
+        seconds = TRUE.predict_s(tokens, int(keys[:n].sum()), int(keys[n:].sum()))
+        self.launches += 1
+        duration_ns = round(1e9 * seconds * self.disturb(tokens, self.launches))
+        self.free_ns = max(self.now_ns, self.free_ns) + duration_ns
+        return VirtualPending(self, self.free_ns)
+
+
+def calibrated(
+    engine: VirtualEngine, slowest_ns: Callable[[int], int] = lambda own: own
+) -> StepCost:
+    return calibrate(engine, 1000, 8192, slowest_ns, lambda: engine.now_ns)
+
+
+SHAPES = [(1, 1, 0), (64, 64 * 1024, 0), (448, 64_000, 384 * 4000), (512, 64_000, 448 * 6000)]
+
+
+def off(cost: StepCost, factor: float = 1.0) -> float:
+    """The largest relative error over steps that the planner asks about."""
+    pairs = [(cost.predict_s(*shape), factor * TRUE.predict_s(*shape)) for shape in SHAPES]
+    return max(abs(found / true - 1) for found, true in pairs)
+
+
+def test_calibration_finds_what_steps_cost() -> None:
+    engine = VirtualEngine()
+    assert off(calibrated(engine)) < 0.01
+    assert engine.now_ns < 1.5e9, "a start waits for it"
+
+
+def test_what_disturbs_some_steps_is_not_believed() -> None:
+    assert off(calibrated(VirtualEngine(lambda tokens, launch: 1.0 if launch % 3 else 5.0))) < 0.01
+
+
+def test_a_shape_whose_durations_scatter_is_left_out() -> None:
+    noise = np.random.default_rng(0)
+    engine = VirtualEngine(lambda tokens, _: noise.uniform(1, 10) if tokens == 384 else 1.0)
+    cost = calibrated(engine)
+    assert 384 not in cost.tokens
+    assert {256, 512} <= set(cost.tokens)
+    assert off(cost) < 0.01
+
+
+def test_a_machine_that_was_busy_for_a_while_is_not_thought_slow() -> None:
+    engine = VirtualEngine(lambda tokens, _: 3.0 if 2 <= tokens <= 32 else 1.0)
+    assert off(calibrated(engine)) < 0.01, "no step costs more than a larger one"
+
+
+def test_a_slow_machine_stops_early() -> None:
+    engine = VirtualEngine(lambda tokens, _: 300.0)
+    cost = calibrated(engine)
+    assert engine.now_ns < 20e9
+    assert len(cost.tokens) == 2
+    assert cost.predict_s(1, 0, 0) == pytest.approx(300 * TRUE.predict_s(1, 0, 0), rel=1e-4)
+
+
+def test_the_slowest_rank_decides() -> None:
+    assert off(calibrated(VirtualEngine(), lambda own: 2 * own), factor=2.0) < 0.01
+
+
+def test_fit_finds_the_cost_that_made_the_timings() -> None:
+    true = StepCost(
+        tokens=(1, 8, 256, 512),
+        seconds=(0.004, 0.0045, 0.007, 0.012),
+        per_decode_key_s=5e-8,
+        per_prefill_pair_s=1e-9,
+    )
+    work = [(1, 0, 0), (8, 8, 0), (8, 8192, 0), (256, 2, 256 * 128), (512, 2, 512 * 256)]
+    work += [(512, 8192, 511 * 8448)]
+    found = fit([Timing(*one, true.predict_s(*one)) for one in work])
+    assert found.tokens == true.tokens
+    assert found.seconds == pytest.approx(true.seconds)
+    assert found.per_decode_key_s == pytest.approx(true.per_decode_key_s)
+    assert found.per_prefill_pair_s == pytest.approx(true.per_prefill_pair_s)
+
+
+def test_a_disturbed_timing_costs_no_more_than_a_larger_step() -> None:
+    timings = [Timing(1, 1, 0, 0.004), Timing(16, 1, 120, 0.6), Timing(64, 64, 0, 0.005)]
+    cost = fit([*timings, Timing(64, 9000, 0, 0.004)])
+    assert cost.seconds == (0.004, 0.005, 0.005)
+    assert cost.per_decode_key_s == cost.per_prefill_pair_s == 0.0, "less for more is noise"
+    assert cost.predict_s(128, 0, 0) == pytest.approx(0.010), "beyond the last in proportion"
