@@ -11,18 +11,19 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from minisgl.core import RequestError
 from minisgl.server.auth import OPEN_PATHS, Auth
-from minisgl.server.errors import RETRY_AFTER, MethodNotAllowed, RouteNotFound, error_reply
+from minisgl.server.errors import RETRY_AFTER, MethodNotAllowed, RouteNotFound
 from minisgl.server.generate import read_body, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import Now
-from minisgl.server.middleware import App, Bounded, Edge
+from minisgl.server.middleware import Bounded, Edge, answer, error_answer
 from minisgl.server.openapi import document
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import RequestReader
-from minisgl.server.routes import admin_routes, answer, token_routes
+from minisgl.server.routes import admin_routes, token_routes
 from minisgl.server.service import Service
 from minisgl.server.shapes import Shape
 from minisgl.server.stream import EventStream, finished
@@ -31,7 +32,7 @@ from minisgl.utils import log_event
 logger = logging.getLogger(__name__)
 
 
-def build_app(service: Service) -> App:
+def build_app(service: Service) -> ASGIApp:
     """The ASGI app of one service."""
     config, metrics = service.config, service.client.metrics
     reader = RequestReader(config)
@@ -56,7 +57,7 @@ def build_app(service: Service) -> App:
     app.router.redirect_slashes = False
     # Around the app and not as its middleware, so that the answer to a bug has its id too.
     bounded = Bounded(app, config.limits, OPEN_PATHS, refused)
-    guarded: App = Auth(bounded, config.api_key_hashes, config.admin_key_hashes)
+    guarded: ASGIApp = Auth(bounded, config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # outside, since a browser's preflight carries no key
         guarded = CORSMiddleware(
             guarded,
@@ -102,17 +103,17 @@ def _error_handlers(
             error = wrong_method if is_path else RouteNotFound("there is no such path")
         elif isinstance(error, RequestError):
             refused(error)
-        reply = error_reply(error)
+        reply = error_answer(error, **headers)
         is_ours = not isinstance(error, RequestError)  # uvicorn logs its traceback
         log_event(
             logger,
             logging.ERROR if is_ours else logging.INFO,
             "request failed" if is_ours else "call refused",
             request_id=request.scope["state"].get("request_id"),
-            status=reply.status,
+            status=reply.status_code,
             reason=type(error).__name__,
         )
-        return answer(reply.body, reply.status, {**reply.headers, **headers})
+        return reply
 
     return dict.fromkeys((RequestError, HTTPException, Exception), on_error)
 

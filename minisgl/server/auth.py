@@ -5,9 +5,12 @@ import hmac
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from minisgl.core import ConfigError
-from minisgl.server.errors import AdminOnly, NotAuthenticated, error_reply
-from minisgl.server.middleware import App, Receive, Scope, Send, send_reply
+from minisgl.server.errors import AdminOnly, NotAuthenticated
+from minisgl.server.middleware import error_answer
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
@@ -35,7 +38,7 @@ class Auth:
     Without keys all but the admin routes are open; those need a key of their own in any case.
     """
 
-    def __init__(self, app: App, keys: Collection[str], admin_keys: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Collection[str], admin_keys: Collection[str]) -> None:
         self._app = app
         self._keys = (*keys, *admin_keys) if keys else ()
         self._admin_keys = tuple(admin_keys)
@@ -45,7 +48,7 @@ class Auth:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await send_reply(send, error_reply(error))
+            await error_answer(error)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> NotAuthenticated | AdminOnly | None:
         # The path of the scope is what the router matches; one made of headers can be forged.
@@ -67,11 +70,8 @@ class Auth:
 
 
 def _bearer(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, token = bytes(value).partition(b" ")
-            return token.strip() if scheme.lower() == b"bearer" else b""
-    return b""
+    scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def _hash(key: bytes) -> str:

@@ -2,21 +2,31 @@
 disconnects from the handlers.) uvicorn is told to bring nothing but HTTP."""
 
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.core import Overloaded, RequestError
 from minisgl.server.config import Limits
-from minisgl.server.errors import BodyTooLarge, ErrorReply, error_reply
+from minisgl.server.errors import BodyTooLarge, error_reply
 from minisgl.server.metrics import Metrics
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 _MAX_ID_CHARS = 128
+
+
+def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """This content as JSON."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def error_answer(error: BaseException, **headers: str) -> Response:
+    """An error as the whole answer, with further headers."""
+    reply = error_reply(error)
+    return answer(reply.body, reply.status, {**reply.headers, **headers})
 
 
 class Edge:
@@ -26,20 +36,24 @@ class Edge:
     not count as requests under way.
     """
 
-    def __init__(self, app: App, metrics: Metrics, probes: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, probes: frozenset[str]) -> None:
         self._app = app
         self._metrics = metrics
         self._probes = probes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        request_id = _given_id(scope) or uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        fit = 0 < len(request_id) <= _MAX_ID_CHARS and request_id.isascii()
+        if not (fit and request_id.isprintable()):
+            request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def completed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.on_http(route, scope["method"], message["status"])
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                own = (b"x-request-id", request_id.encode())
+                message["headers"] = [*message.get("headers", ()), own]
             await send(message)
 
         weight = scope["path"] not in self._probes
@@ -48,25 +62,6 @@ class Edge:
             await self._app(scope, receive, completed)
         finally:
             self._metrics.on_http_open(-weight)
-
-
-def _given_id(scope: Scope) -> bytes | None:
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            text = value.decode("latin-1")
-            if 0 < len(text) <= _MAX_ID_CHARS and text.isascii() and text.isprintable():
-                return bytes(value)
-    return None
-
-
-async def send_reply(send: Send, reply: ErrorReply, close: bool = False) -> None:
-    """An error as the whole answer."""
-    headers = [(b"content-type", b"application/json")]
-    headers += [(name.encode(), value.encode()) for name, value in reply.headers.items()]
-    if close:
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    await send({"type": "http.response.body", "body": reply.json()})
 
 
 class Bounded:
@@ -78,7 +73,7 @@ class Bounded:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         limits: Limits,
         always: frozenset[str],
         refused: Callable[[RequestError], None],
@@ -96,7 +91,7 @@ class Bounded:
         error = self._refusal(scope)
         if error is not None:
             self._refused(error)
-            await send_reply(send, error_reply(error), close=True)
+            await error_answer(error, connection="close")(scope, receive, send)
             return
         received = 0
 
@@ -118,8 +113,8 @@ class Bounded:
         if self._open >= self._limits.max_connections:
             most = "too many open connections; try again later"
             return Overloaded(most, limit="max_connections")
-        declared = next((v for n, v in scope["headers"] if n == b"content-length"), b"0")
-        too_large = declared.isdigit() and int(declared[:20]) > self._limits.max_body_bytes
+        declared = Headers(scope=scope).get("content-length", "0")
+        too_large = declared.isdecimal() and int(declared[:20]) > self._limits.max_body_bytes
         return self._too_large() if too_large else None
 
     def _too_large(self) -> BodyTooLarge:

@@ -1,9 +1,7 @@
 """The routes beside generation: text to ids and back, and what an operator asks for."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -12,6 +10,7 @@ import minisgl
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts
 from minisgl.server import checks
 from minisgl.server.generate import read_body, unless_disconnected
+from minisgl.server.middleware import answer
 from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable, as_it_is
 from minisgl.server.requests import RequestReader, parse_body
 from minisgl.server.service import Service
@@ -39,11 +38,6 @@ def detokenize_check(table: ParamTable) -> checks.Check:
     ids = checks.Check(as_it_is, IDS_PROMPT)
     known = {"model": table.model, "tokens": ids, "skip_special_tokens": checks.boolean}
     return checks.fields(known, required=("tokens",))
-
-
-def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """This content as JSON."""
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def token_routes(service: Service, reader: RequestReader) -> list[Route]:
