@@ -81,7 +81,7 @@ class _TorchStep:
     chunks: tuple[_Chunk, ...]
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        k_flat, v_flat = self.pool.keys(layer).flatten(0, 1), self.pool.values(layer).flatten(0, 1)
+        k_flat, v_flat = (pool.flatten(0, 1) for pool in self.pool.layer(layer))
         if self.decode is not None:
             n = len(self.decode.slots)
             out[:n] = _attend_decode(q[:n], k_flat, v_flat, self.decode)

@@ -98,17 +98,10 @@ class PendingStep(Protocol):
 class EngineLike(Protocol):
     """What the scheduler needs of an engine. Steps run in the order in which they are launched."""
 
-    @property
-    def num_pages(self) -> int: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def max_running_reqs(self) -> int: ...
-
-    @property
-    def max_seq_len(self) -> int: ...
+    num_pages: int
+    page_size: int
+    max_running_reqs: int
+    max_seq_len: int
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start the step without waiting; the batch's arrays stay untouched until it is done."""

@@ -64,7 +64,8 @@ class Engine:
         self._model_config = load_model_config(config.model_path)
         self._device = resolve_device(config, tp)
         self._dtype = resolve_dtype(config, self._model_config, self._device)
-        self._max_seq_len = resolve_max_seq_len(config, self._model_config)
+        self.max_seq_len = resolve_max_seq_len(config, self._model_config)
+        self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
         self._max_chunk_tokens = max_chunk_tokens
         self._show_progress = tp.rank == 0
         self._graphs: DecodeGraphs | None = None
@@ -90,16 +91,16 @@ class Engine:
                 dummy_weight=config.dummy_weight,
                 show_progress=self._show_progress,
             )
-            self._num_pages = resolve_num_pages(
+            self.num_pages = resolve_num_pages(
                 config,
                 self._model_config,
                 comm,
                 dtype=self._dtype,
-                max_seq_len=self._max_seq_len,
+                max_seq_len=self.max_seq_len,
                 available_bytes=self._kv_bytes(free_before),
             )
             loaded_s = time.monotonic()
-            self._state = self._assemble(self._num_pages)
+            self._state = self._assemble(self.num_pages)
             assembled_s = time.monotonic()
             assembled_free_bytes = self._free_bytes()
             most_tokens = max_chunk_tokens + config.max_running_reqs
@@ -115,30 +116,14 @@ class Engine:
             "graphs=%d graph_bytes=%d left_bytes=%d",
             self._device,
             self._dtype,
-            self._num_pages,
+            self.num_pages,
             config.page_size,
             self._state.pool.num_bytes,
-            self._max_seq_len,
+            self.max_seq_len,
             0 if self._graphs is None else len(self._graphs.graphs),
             graph_bytes,
             self._free_bytes(),
         )
-
-    @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
-    @property
-    def page_size(self) -> int:
-        return self._config.page_size
-
-    @property
-    def max_running_reqs(self) -> int:
-        return self._config.max_running_reqs
-
-    @property
-    def max_seq_len(self) -> int:
-        return self._max_seq_len
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
@@ -216,10 +201,10 @@ class Engine:
         """What the front end must know."""
         model = self._model_config
         return ModelFacts(
-            max_seq_len=self._max_seq_len,
+            max_seq_len=self.max_seq_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            kv_capacity_tokens=self._num_pages * self.page_size,
+            kv_capacity_tokens=self.num_pages * self.page_size,
             page_size=self.page_size,
             device=str(self._device),
             dtype=str(self._dtype).removeprefix("torch."),
@@ -275,7 +260,7 @@ class Engine:
             dtype=self._dtype,
             device=self._device,
         )
-        rows, max_pages = config.max_running_reqs + 1, -(-self._max_seq_len // config.page_size)
+        rows, max_pages = config.max_running_reqs + 1, -(-self.max_seq_len // config.page_size)
         return DeviceState(
             model=self._model,
             pool=pool,
@@ -286,14 +271,14 @@ class Engine:
                 model.rope_theta,
                 model.head_dim,
                 model.rope_scaling,
-                self._max_seq_len,
+                self.max_seq_len,
                 self._device,
             ),
             page_table=torch.full(
                 (rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device
             ),
             token_pool=torch.zeros(
-                (rows, self._max_seq_len + 1), dtype=torch.int32, device=self._device
+                (rows, self.max_seq_len + 1), dtype=torch.int32, device=self._device
             ),
         )
 
@@ -321,8 +306,8 @@ class Engine:
             return 0
         torch.cuda.synchronize(self._device)
         loaded = self._free_bytes()
-        self._num_pages = 1
-        self._state = self._assemble(self._num_pages)
+        self.num_pages = 1
+        self._state = self._assemble(self.num_pages)
         probe.largest_step(self, self._state.pool.dummy_page, self._max_chunk_tokens)
         steps = loaded - self._free_bytes()
         graphs = self._graph_bytes()

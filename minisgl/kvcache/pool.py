@@ -12,7 +12,7 @@ def kv_page_bytes(
 
 
 class KVPool:
-    """Keys and values of all layers in one allocation, zeroed once.
+    """Keys and values of all layers in one allocation, zeroed once. kv_heads: of this rank.
 
     Pages 0..num_pages-1 are for requests. One more page, the dummy, stays unowned: padded queries
     and key positions past a request's end point there, so that what a former owner left behind
@@ -32,10 +32,13 @@ class KVPool:
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.dtype, self.device = dtype, device
         self.dummy_page = num_pages
         self.dummy_slot = num_pages * page_size
         shape = (num_layers, 2, num_pages + 1, page_size, kv_heads, head_dim)
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_bytes = self._storage.nbytes
         self._layers: list[tuple[Tensor, Tensor]] = [
             (self._storage[layer, 0], self._storage[layer, 1]) for layer in range(num_layers)
         ]
@@ -44,35 +47,6 @@ class KVPool:
         """Views of one layer's keys and values, each [P + 1, S, Hkv, D] and contiguous."""
         return self._layers[layer]
 
-    def keys(self, layer: int) -> Tensor:
-        """View [P + 1, S, Hkv, D] of one layer's keys."""
-        return self._layers[layer][0]
-
-    def values(self, layer: int) -> Tensor:
-        """View [P + 1, S, Hkv, D] of one layer's values."""
-        return self._layers[layer][1]
-
     def clear_dummy(self) -> None:
         """Zero the dummy page again, after steps that wrote to it on purpose."""
         self._storage[:, :, self.dummy_page] = 0
-
-    @property
-    def device(self) -> torch.device:
-        return self._storage.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._storage.dtype
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads of this rank."""
-        return self._storage.shape[-2]
-
-    @property
-    def head_dim(self) -> int:
-        return self._storage.shape[-1]
-
-    @property
-    def num_bytes(self) -> int:
-        return self._storage.nbytes

@@ -86,6 +86,7 @@ class RadixCache:
     """The prefix cache of the engine. Keys are whole pages of token ids, under a salt.
 
     Time is a counter of operations, so that tensor-parallel ranks agree on what is old.
+    evictable_pages: of unlocked nodes; locked_pages: of those that running reqs use.
 
     I1  lock_count of a node >= lock_count of each child: what is locked is locked to the root.
     I2  evictable_pages + locked_pages == pages held by all nodes.
@@ -99,18 +100,8 @@ class RadixCache:
         self._heap: list[tuple[int, int, RadixNode]] = []
         nothing: Int32Array = np.empty(0, dtype=np.int32)
         self._root = RadixNode(nothing, nothing, None, b"", 0, 0)
-        self._evictable_pages = 0
-        self._locked_pages = 0
-
-    @property
-    def evictable_pages(self) -> int:
-        """Pages of unlocked nodes."""
-        return self._evictable_pages
-
-    @property
-    def locked_pages(self) -> int:
-        """Pages of nodes that running reqs use."""
-        return self._locked_pages
+        self.evictable_pages = 0
+        self.locked_pages = 0
 
     def match(self, tokens: Int32Array, salt: str = "") -> Match:
         """The longest cached prefix. Splits an edge that matches in part, and counts as a use."""
@@ -132,7 +123,7 @@ class RadixCache:
             key = self._key(node, rest, salt)
             leaf = self._new_node(rest, pages[known_pages:].copy(), node, key)
             node.children[key] = leaf
-            self._evictable_pages += len(leaf.pages)
+            self.evictable_pages += len(leaf.pages)
             self._offer(leaf)
             node = leaf
             found.append(leaf.pages)
@@ -142,8 +133,8 @@ class RadixCache:
         """Forbid eviction from the root to `end`: O(depth)."""
         for node in self._path(end):
             if node.lock_count == 0:
-                self._evictable_pages -= len(node.pages)
-                self._locked_pages += len(node.pages)
+                self.evictable_pages -= len(node.pages)
+                self.locked_pages += len(node.pages)
             node.lock_count += 1
 
     def unlock(self, end: RadixNode, fence: int) -> None:
@@ -157,8 +148,8 @@ class RadixCache:
             node.lock_count -= 1
             node.fence = max(node.fence, fence)
             if node.lock_count == 0:
-                self._locked_pages -= len(node.pages)
-                self._evictable_pages += len(node.pages)
+                self.locked_pages -= len(node.pages)
+                self.evictable_pages += len(node.pages)
                 self._offer(node)
 
     def evict(self, count: int) -> list[Evicted]:
@@ -198,10 +189,10 @@ class RadixCache:
             else:
                 evictable += len(node.pages)
             stack.extend(node.children.values())
-        if (evictable, locked) != (self._evictable_pages, self._locked_pages):
+        if (evictable, locked) != (self.evictable_pages, self.locked_pages):
             raise InvariantBroken(
                 f"tree holds {evictable} evictable and {locked} locked pages, counted "
-                f"{self._evictable_pages} and {self._locked_pages}; this is a bug"
+                f"{self.evictable_pages} and {self.locked_pages}; this is a bug"
             )
 
     def _walk(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, list[Int32Array], int]:
@@ -244,7 +235,7 @@ class RadixCache:
         """Take the last pages off an unlocked leaf, and the leaf off the tree when none is left."""
         kept = len(node.pages) - num_pages
         taken = node.pages[kept:]
-        self._evictable_pages -= num_pages
+        self.evictable_pages -= num_pages
         if kept:
             node.pages, node.tokens = node.pages[:kept], node.tokens[: kept * self._page_size]
             self._offer(node)

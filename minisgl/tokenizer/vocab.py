@@ -35,10 +35,6 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self._table)
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        return self._special_ids
-
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
         """The bytes that this token stands for; b"" for padded, unknown and skipped ids."""
         if not 0 <= token_id < len(self._table):

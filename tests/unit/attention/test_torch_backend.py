@@ -83,8 +83,8 @@ def test_equals_attention_written_out(
         k, v = torch.randn(2, first + length, KV_HEADS, HEAD_DIM, generator=generator)
         positions = np.arange(first + length)
         own = torch.from_numpy(pages[positions // page_size] * page_size + positions % page_size)
-        pool.keys(1).flatten(0, 1)[own] = k
-        pool.values(1).flatten(0, 1)[own] = v
+        pool.layer(1)[0].flatten(0, 1)[own] = k
+        pool.layer(1)[1].flatten(0, 1)[own] = v
         queries.append(torch.randn(length, Q_HEADS, HEAD_DIM, generator=generator))
         contexts.append((k, v, first))
     q = torch.cat(queries)
@@ -105,8 +105,8 @@ def test_long_chunk_is_cut_into_blocks() -> None:
     first, length = 40, 1100
     table = np.arange(80, dtype=np.int32)[None]
     k, v = torch.randn(2, first + length, KV_HEADS, HEAD_DIM, generator=generator)
-    pool.keys(0).flatten(0, 1)[: first + length] = k
-    pool.values(0).flatten(0, 1)[: first + length] = v
+    pool.layer(0)[0].flatten(0, 1)[: first + length] = k
+    pool.layer(0)[1].flatten(0, 1)[: first + length] = v
     step = make_step(0, np.zeros(1, dtype=np.int32), [first], [length], table)
     q = torch.randn(length, Q_HEADS, HEAD_DIM, generator=generator)
     out = torch.full_like(q, torch.nan)

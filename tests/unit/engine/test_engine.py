@@ -95,7 +95,7 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
     engine = make_engine(path)
     engine.warm_up()
     cost = engine.calibrate()
-    assert not engine._state.pool.keys(0).any()
+    assert not engine._state.pool.layer(0)[0].any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 100, 0) > 0
     assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)
