@@ -182,7 +182,7 @@ def test_a_dead_rank_ends_the_llm(size: int, tmp_path: Path) -> None:
     def greedy(count: int) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
-    path = write_model("qwen3-0.6b", tmp_path)
+    path = write_model("qwen3-0.6b", tmp_path, full_vocabulary=True)  # each token comes as a text
     with LLM(path, dummy_weight=True, tp=size, num_pages=256, max_running_reqs=8) as llm:
         done = llm.generate([5, 6, 7], greedy(8), progress=False)
         assert isinstance(done, Completion)
