@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 
 _ROWS = 4
-_CHUNK, _STEP = 512, 32  # assignments of one program, and how many of them it compares at once
-_FEW = 4096  # assignments that every program can count by itself
+_FEW = 4096  # assignments that each program can look through by itself
+_SHORT_CHUNK, _CHUNK = 2048, 4096  # looked through at once: where there are few, and beyond
+_STEP = 16  # chunks whose counts are added at once
 
 
 @triton.jit
@@ -122,13 +123,12 @@ def _count(experts, counts, num_assigned, WIDTH: tl.constexpr, CHUNK: tl.constex
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = at < num_assigned
-    taken = tl.load(experts + at, mask=inside, other=0)
-    found = tl.histogram(taken, WIDTH, mask=inside)
+    found = tl.histogram(tl.load(experts + at, mask=inside, other=0), WIDTH, mask=inside)
     tl.store(counts + chunk * WIDTH + tl.arange(0, WIDTH), found)
 
 
 @triton.jit(do_not_specialize=["num_assigned", "num_blocks", "num_chunks"])
-def _place(
+def _align(
     experts,
     counts,
     slots,
@@ -141,14 +141,18 @@ def _place(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
-    GROUP: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """One program a chunk, which places its own assignments. COUNTED: by `_count`."""
-    chunk = tl.program_id(0)
+    """One program an expert and chunk, which places the expert's assignments among the chunk's.
+
+    COUNTED: `_count` has found how many each expert has in each chunk; otherwise there is one
+    program an expert, which counts everybody's and goes through all chunks.
+    """
+    expert = tl.program_id(0)
+    chunk = tl.program_id(1)
     ids = tl.arange(0, WIDTH)
     whole = tl.zeros([WIDTH], tl.int32)
-    before = tl.zeros([WIDTH], tl.int32)  # of assignments in the chunks before this one
+    before = tl.zeros([WIDTH], tl.int32)  # in the chunks before this one
     if COUNTED:
         for start in range(0, num_chunks, STEP):
             other = (start + tl.arange(0, STEP))[:, None]
@@ -156,36 +160,32 @@ def _place(
             whole += tl.sum(found, axis=0)
             before += tl.sum(tl.where(other < chunk, found, 0), axis=0)
     else:
-        for other in range(num_chunks):
-            at = other * CHUNK + tl.arange(0, CHUNK)
+        for start in range(0, num_assigned, CHUNK):
+            at = start + tl.arange(0, CHUNK)
             inside = at < num_assigned
             taken = tl.load(experts + at, mask=inside, other=0)
-            found = tl.histogram(taken, WIDTH, mask=inside)
-            whole += found
-            before += tl.where(other < chunk, found, 0)
+            whole += tl.histogram(taken, WIDTH, mask=inside)
     blocks = (whole + BLOCK - 1) // BLOCK
-    ends = tl.cumsum(blocks, axis=0)
-    first = ends - blocks
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    taken = tl.load(experts + at, mask=at < num_assigned, other=WIDTH - 1)
-    order = tl.gather(first * BLOCK + before, taken, axis=0)
-    for start in range(0, CHUNK, STEP):
-        earlier = chunk * CHUNK + start + tl.arange(0, STEP)
-        theirs = tl.load(experts + earlier, mask=earlier < num_assigned, other=-1)
-        same = (theirs[None, :] == taken[:, None]) & (earlier[None, :] < at[:, None])
-        order += tl.sum(same.to(tl.int32), axis=1)
-    tl.store(slots + order, at, mask=at < num_assigned)
-    for start in range(chunk * GROUP, WIDTH, num_chunks * GROUP):  # room at the end of experts
-        some = start + tl.arange(0, GROUP)
-        filled = tl.gather(first * BLOCK + whole, some, axis=0)
-        end = tl.gather(ends * BLOCK, some, axis=0)
-        pad = filled[:, None] + tl.arange(0, BLOCK)[None, :]
-        tl.store(slots + pad, num_assigned, mask=pad < end[:, None])
-    for start in range(chunk * STEP, num_blocks, num_chunks * STEP):
-        block = start + tl.arange(0, STEP)
-        owner = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), axis=1)
-        owner = tl.where(owner < num_experts, owner, -1)
-        tl.store(owners + block, owner, mask=block < num_blocks)
+    first = tl.sum(tl.where(ids < expert, blocks, 0))
+    count = tl.sum(tl.where(ids == expert, whole, 0))
+    found = tl.sum(tl.where(ids == expert, before, 0))
+    end = tl.minimum((chunk + 1) * CHUNK, num_assigned) if COUNTED else num_assigned
+    for start in range(chunk * CHUNK, end, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        hit = tl.load(experts + at, mask=at < num_assigned, other=-1) == expert
+        order = tl.cumsum(hit.to(tl.int32), axis=0)
+        tl.store(slots + first * BLOCK + found + order - 1, at, mask=hit)
+        found += tl.sum(hit.to(tl.int32))
+    if chunk == 0:
+        mine = (count + BLOCK - 1) // BLOCK
+        pad = count + tl.arange(0, BLOCK)
+        tl.store(slots + first * BLOCK + pad, num_assigned, mask=pad < mine * BLOCK)
+        last = expert == num_experts - 1
+        end = tl.where(last, num_blocks, first + mine)  # the last also marks what nobody owns
+        for start in range(0, num_blocks, WIDTH):
+            at = start + ids
+            owner = tl.where(at < first + mine, expert, -1)
+            tl.store(owners + at, owner, mask=(at >= first) & (at < end))
 
 
 class Blocks(NamedTuple):
@@ -205,15 +205,15 @@ def align(experts: Tensor, num_experts: int, block: int) -> Blocks:
     """
     num_assigned = experts.numel()
     num_blocks = num_assigned // block + min(num_experts, num_assigned)
-    num_chunks = triton.cdiv(num_assigned, _CHUNK)
     width = triton.next_power_of_2(num_experts)
+    counted = num_assigned > _FEW
+    num_chunks = triton.cdiv(num_assigned, _CHUNK) if counted else 1
     counts = experts.new_empty((num_chunks, width))
     slots = experts.new_empty((num_blocks * block,))
     owners = experts.new_empty((num_blocks,))
-    counted = num_assigned > _FEW
     if counted:
-        _count[(num_chunks,)](experts, counts, num_assigned, WIDTH=width, CHUNK=_CHUNK, num_warps=4)
-    _place[(num_chunks,)](
+        _count[(num_chunks,)](experts, counts, num_assigned, WIDTH=width, CHUNK=_CHUNK, num_warps=8)
+    _align[(num_experts, num_chunks)](
         experts,
         counts,
         slots,
@@ -224,9 +224,8 @@ def align(experts: Tensor, num_experts: int, block: int) -> Blocks:
         num_experts,
         BLOCK=block,
         WIDTH=width,
-        CHUNK=_CHUNK,
+        CHUNK=_CHUNK if counted else _SHORT_CHUNK,
         STEP=_STEP,
-        GROUP=min(16, width),
         COUNTED=counted,
         num_warps=8,
     )
