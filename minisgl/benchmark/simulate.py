@@ -87,7 +87,7 @@ def simulate(
         engine, config, vocab_size=2**31 - 1, eos_token_ids=(), inbox=inbox, outbox=outbox
     )
     if config.target_step_ms is not None:
-        scheduler.calibrate(cost)
+        scheduler.planner.calibrate(cost)
     answers = [Answer(0.0, prompt_tokens=len(prompt)) for prompt in load.prompts]
     times = load.arrivals_s or [0.0] * min(concurrency, len(answers))
     due = [(due_s, index) for index, due_s in enumerate(times)]

@@ -16,8 +16,7 @@ from minisgl.core.extras import StepExtras, StepLogprobs
 Int32Array = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingArrays:
+class SamplingArrays(NamedTuple):
     """Sampling parameters of the B reqs of a step, one entry each.
 
     temperature float32 (0 greedy), top_k int32 (0 = all), top_p and min_p float32, seed int64.

@@ -3,7 +3,9 @@
 The launcher calls this once, before it starts any worker, so that workers only read local files.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 from minisgl.core.errors import ConfigError
 
@@ -29,6 +31,19 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"model folder {name} does not exist")
     return _checked(_download(name, revision, weights), name, weights)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in this file of a model folder. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content
 
 
 def _checked(folder: Path, name: str, weights: bool) -> str:

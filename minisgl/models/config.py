@@ -3,13 +3,13 @@
 Read as plain JSON. Whatever would change the output and is not supported is refused by name.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minisgl.core import ConfigError
+from minisgl.core.hub import read_json
 from minisgl.layers import RopeScaling
 from minisgl.models.fields import Fields
 from minisgl.models.generation import eos_token_ids, sampling_defaults
@@ -64,22 +64,10 @@ class ModelConfig:
 def load_model_config(folder: str) -> ModelConfig:
     """Read config.json and, where there is one, generation_config.json. Raises ConfigError."""
     path = Path(folder)
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     generation_path = path / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
+    generation = read_json(generation_path) if generation_path.exists() else {}
     return model_config_from(config, generation)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return content
 
 
 def model_config_from(

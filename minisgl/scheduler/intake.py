@@ -7,41 +7,36 @@ from minisgl.message import AddReq
 from minisgl.scheduler.req import Req
 
 
-class Intake:
-    """Checks AddReq against the engine's real limits, as the edge has done before."""
+def accept(message: AddReq, *, vocab_size: int, most_tokens: int, serial: int) -> Req:
+    """A complete waiting req, checked against the engine's real limits as the edge has done before.
 
-    def __init__(self, *, vocab_size: int, max_seq_len: int, pool_tokens: int) -> None:
-        self._vocab_size = vocab_size
-        self._max_tokens = min(max_seq_len, pool_tokens)
-        self._serial = 0
-
-    def accept(self, message: AddReq) -> Req:
-        """A complete waiting req. Raises RequestError when it could never run to its end."""
-        tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32)
-        message.sampling.validate()
-        if not len(tokens):
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            raise InvalidRequest(f"a token id is outside 0..{self._vocab_size - 1}", param="prompt")
-        asked = message.sampling.max_tokens
-        needed = len(tokens) + (1 if asked is None else asked)
-        if needed > self._max_tokens:
-            raise PromptTooLong(
-                f"{len(tokens)} prompt tokens and {asked or 1} output tokens exceed the "
-                f"{self._max_tokens} tokens that context and KV pool allow",
-                param="prompt",
-            )
-        self._serial += 1
-        seed = message.sampling.seed
-        return Req(
-            uid=message.uid,
-            tokens=tokens,
-            prompt_len=len(tokens),
-            limit=self._max_tokens if asked is None else needed,
-            sampling=message.sampling,
-            # the front end draws a seed for those who gave none; every rank must use the same
-            seed=message.uid if seed is None else seed,
-            text=message.text,
-            serial=self._serial,
-            cache_salt=message.cache_salt,
+    most_tokens: of prompt and answer together. Raises RequestError when it could never run to its
+    end.
+    """
+    tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32)
+    message.sampling.validate()
+    if not len(tokens):
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise InvalidRequest(f"a token id is outside 0..{vocab_size - 1}", param="prompt")
+    asked = message.sampling.max_tokens
+    needed = len(tokens) + (1 if asked is None else asked)
+    if needed > most_tokens:
+        raise PromptTooLong(
+            f"{len(tokens)} prompt tokens and {asked or 1} output tokens exceed the "
+            f"{most_tokens} tokens that context and KV pool allow",
+            param="prompt",
         )
+    seed = message.sampling.seed
+    return Req(
+        uid=message.uid,
+        tokens=tokens,
+        prompt_len=len(tokens),
+        limit=most_tokens if asked is None else needed,
+        sampling=message.sampling,
+        # the front end draws a seed for those who gave none; every rank must use the same
+        seed=message.uid if seed is None else seed,
+        text=message.text,
+        serial=serial,
+        cache_salt=message.cache_salt,
+    )

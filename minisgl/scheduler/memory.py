@@ -110,10 +110,6 @@ class KVMemory:
             self.evicted_pages_total += len(evicted.pages)
             self.pool.release(evicted.pages, evicted.fence)
 
-    def resolve(self, step: int) -> None:
-        """Step `step` has completed."""
-        self.pool.resolve(step)
-
     def check_integrity(self, table: RequestTable) -> None:
         """Raise InvariantBroken when a page has no owner or two (I1, I2)."""
         self.pool.check_integrity()

@@ -86,7 +86,7 @@ def build_scheduler(
     engine.warm_up()
     if config.target_step_ms is not None:
         cost = engine.calibrate()
-        scheduler.calibrate(cost)
+        scheduler.planner.calibrate(cost)
         logger.info("step cost calibrated cost=%s", cost)
     return scheduler
 

@@ -19,10 +19,9 @@ from minisgl.core import (
     PendingStep,
     RequestError,
     SchedulerConfig,
-    StepCost,
 )
 from minisgl.message import AbortReq, AddReq, FlushCache, SchedulerStats, Shutdown, ToScheduler
-from minisgl.scheduler.intake import Intake
+from minisgl.scheduler.intake import accept
 from minisgl.scheduler.io import Inbox, Outbox
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.meter import StepMeter
@@ -65,11 +64,9 @@ class Scheduler:
         publishes = config.cache_type != "naive"
         self.memory = KVMemory(engine.page_size, engine.num_pages, publishes)
         self.planner = Planner(config, self.memory, self.table, eos_token_ids)
-        self._intake = Intake(
-            vocab_size=vocab_size,
-            max_seq_len=engine.max_seq_len,
-            pool_tokens=engine.num_pages * engine.page_size,
-        )
+        self._vocab_size = vocab_size
+        self._most_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
+        self._serial = 0
         self._outputs = OutputBuilder()
         self._meter = StepMeter()
         self._reqs: dict[int, Req] = {}
@@ -84,10 +81,6 @@ class Scheduler:
     def idle(self) -> bool:
         """Nothing to do until a message comes."""
         return not self._reqs and not self._in_flight
-
-    def calibrate(self, cost: StepCost) -> None:
-        """Predict step times by `cost` from now on (the same values on all ranks)."""
-        self.planner.calibrate(cost)
 
     def iterate(self) -> None:
         """One iteration of the loop. Blocks for a message only when idle."""
@@ -151,10 +144,16 @@ class Scheduler:
         try:
             if message.uid in self._reqs:
                 raise InvalidRequest(f"uid {message.uid} is in use")
-            req = self._intake.accept(message)
+            req = accept(
+                message,
+                vocab_size=self._vocab_size,
+                most_tokens=self._most_tokens,
+                serial=self._serial + 1,
+            )
         except RequestError as error:
             self._outputs.refuse(message, error)
             return
+        self._serial = req.serial
         self._reqs[req.uid] = req
         self.planner.enqueue(req)
 
@@ -216,7 +215,7 @@ class Scheduler:
         result = pending.wait()
         self._meter.resolved(batch, result.by_graph)
         self._resolved_step = batch.step_id
-        self.memory.resolve(batch.step_id)
+        self.memory.pool.resolve(batch.step_id)
         self.table.resolve(batch.step_id)
         chunks = self._chunk_reqs(batch)
         outcome = read_result(batch, result, self.table, self._eos)
@@ -260,12 +259,9 @@ class Scheduler:
             req = self.table.reqs[row]
             assert req is not None, "a live row has a req: this is a bug"
             self.table.opened[row] = True
-            self._count_admission(req)
+            self.totals.prompt_tokens_total += req.prompt_len
+            self.totals.cached_tokens_total += req.cached_tokens
             self._outputs.open(req)
-
-    def _count_admission(self, req: Req) -> None:
-        self.totals.prompt_tokens_total += req.prompt_len
-        self.totals.cached_tokens_total += req.cached_tokens
 
     def _end_row(self, row: int, reason: FinishReason) -> None:
         """The step's own result ends the req; a step in flight may still contain it (fences)."""

@@ -108,14 +108,7 @@ class RequestTable:
 
     def sampling(self, rows: Int32Array) -> SamplingArrays:
         """Copies of the sampling columns of `rows`."""
-        columns = self._sampling
-        return SamplingArrays(
-            temperature=columns.temperature[rows],
-            top_k=columns.top_k[rows],
-            top_p=columns.top_p[rows],
-            min_p=columns.min_p[rows],
-            seed=columns.seed[rows],
-        )
+        return SamplingArrays._make(column[rows] for column in self._sampling)
 
     def check_integrity(self) -> None:
         """Raise InvariantBroken unless each row is free, fenced, or its req's own."""

@@ -3,7 +3,6 @@
 Read are tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import jinja2
 import tokenizers
 
 from minisgl.core import ConfigError
+from minisgl.core.hub import read_json
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -52,8 +52,9 @@ class TextTokenizer:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _special_tokens(_read_json(folder / "special_tokens_map.json"), config)
+        names = ("special_tokens_map.json", "tokenizer_config.json")
+        said, config = (read_json(folder / n) if (folder / n).exists() else {} for n in names)
+        special = _special_tokens(said, config)
         source = _template_source(folder, config)
         template = None
         if source is not None:
@@ -96,16 +97,6 @@ class TextTokenizer:
     def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
         """The text of these ids, as `TextStream` gives it piece by piece."""
         return self.vocabulary.decode(token_ids, skip_special)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    return value if isinstance(value, dict) else {}
 
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
