@@ -171,7 +171,7 @@ def test_experts_of_many(
 
 
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize(("width", "inner"), [(256, 192), (160, 96)])
+@pytest.mark.parametrize(("width", "inner"), [(256, 192), (320, 128), (160, 96)])
 def test_every_tiling(number: int, width: int, inner: int) -> None:
     from minisgl.kernel.triton import moe_grouped
 

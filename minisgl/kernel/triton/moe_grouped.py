@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32
 
+from minisgl.kernel.triton import moe_tiles
 from minisgl.kernel.triton.moe_routing import Blocks, align
 
 _COLUMNS = 1024
@@ -178,7 +179,7 @@ def experts_of_many(
     """As MoeBackend.forward, after the routing. Four launches, no host sync.
 
     x: [T, H], unit stride in H; weights: float32 [T, top_k], experts: int32 [T, top_k], both
-    contiguous. tiling: None takes the one for this size.
+    contiguous. tiling: None takes the one for this size; of the largest, moe_tiles where it can.
     """
     num_tokens, width = x.shape
     num_experts, top_k = gate_up.shape[0], experts.shape[1]
@@ -186,9 +187,13 @@ def experts_of_many(
         tiling = tiling_for(experts.numel(), num_experts, x.dtype == float32)
     blocks = align(experts, num_experts, tiling.tokens)
     hidden = x.new_empty((len(blocks.slots), down.shape[2]))
-    _launch(x, gate_up, hidden, blocks, weights, top_k, tiling.gate_up, gated=True)
     parts = x.new_empty((experts.numel(), width))
-    _launch(hidden, down, parts, blocks, weights, top_k, tiling.down, gated=False)
+    if moe_tiles.takes(x, down.shape[2], blocks.size):
+        moe_tiles.gate_up(x, gate_up, hidden, blocks, top_k)
+        moe_tiles.down(hidden, down, parts, blocks, weights)
+    else:
+        _launch(x, gate_up, hidden, blocks, weights, top_k, tiling.gate_up, gated=True)
+        _launch(hidden, down, parts, blocks, weights, top_k, tiling.down, gated=False)
     out = x.new_empty((num_tokens, width))
     grid = (num_tokens, triton.cdiv(width, _COLUMNS))
     _sum[grid](parts, out, width, TOP_K=top_k, BLOCK=_COLUMNS, num_warps=4)
