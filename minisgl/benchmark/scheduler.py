@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult
 from minisgl.kvcache import RadixCache
-from minisgl.message import AddReq
+from minisgl.message import wire
 from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
 
 VOCAB = 32_000
@@ -122,9 +122,9 @@ def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, LocalOutbox]
 
 def _request(
     uid: int, prompt: "np.ndarray[tuple[int], np.dtype[np.int32]]", max_tokens: int
-) -> AddReq:
+) -> wire.AddReq:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=uid)
-    return AddReq(uid=uid, token_ids=prompt.astype("<i4").tobytes(), sampling=sampling)
+    return wire.AddReq(uid=uid, token_ids=prompt.astype("<i4").tobytes(), sampling=sampling)
 
 
 def _until_idle(scheduler: Scheduler, inbox: LocalInbox) -> None:

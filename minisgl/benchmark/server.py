@@ -21,15 +21,7 @@ import uvicorn
 import uvloop
 
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
-from minisgl.message import (
-    AddReq,
-    Ready,
-    SchedulerStats,
-    StepText,
-    TextUpdate,
-    ToScheduler,
-    ToTokenizer,
-)
+from minisgl.message import wire
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
 from minisgl.server.client import EngineClient
@@ -42,9 +34,9 @@ class _Box:
     """An outbox whose messages the stub engine takes."""
 
     def __init__(self) -> None:
-        self.sent: list[ToScheduler | ToTokenizer] = []
+        self.sent: list[wire.ToScheduler | wire.ToTokenizer] = []
 
-    def send(self, message: ToScheduler | ToTokenizer, /) -> None:
+    def send(self, message: wire.ToScheduler | wire.ToTokenizer, /) -> None:
         self.sent.append(message)
 
 
@@ -68,8 +60,8 @@ class _Service:
             device="none",
             dtype="none",
         )
-        self.lifecycle.on_ready(Ready(role="scheduler", facts=facts))
-        self.stats: SchedulerStats | None = None
+        self.lifecycle.on_ready(wire.Ready(role="scheduler", facts=facts))
+        self.stats: wire.SchedulerStats | None = None
 
     def stuck(self) -> bool:
         return False
@@ -88,12 +80,12 @@ async def _all_submitted(service: _Service, streams: int) -> None:
 
 async def _play_engine(service: _Service, tokens: int) -> None:
     """Give each request its tokens step by step."""
-    uids = [m.uid for m in service.scheduler.sent if isinstance(m, AddReq)]
-    decoder = msgspec.msgpack.Decoder(StepText)
+    uids = [m.uid for m in service.scheduler.sent if isinstance(m, wire.AddReq)]
+    decoder = msgspec.msgpack.Decoder(wire.StepText)
     for step in range(1, tokens + 1):
         finish = FinishReason.LENGTH if step == tokens else None
         updates = [
-            TextUpdate(
+            wire.TextUpdate(
                 uid=uid,
                 text=" word",
                 completion_tokens=step,
@@ -103,7 +95,7 @@ async def _play_engine(service: _Service, tokens: int) -> None:
             )
             for uid in uids
         ]
-        frame = msgspec.msgpack.encode(StepText(updates=updates))
+        frame = msgspec.msgpack.encode(wire.StepText(updates=updates))
         service.client.receive_text(decoder.decode(frame))
         await asyncio.sleep(0.002)  # a step of a fast engine: each stream wakes once per step
 

@@ -26,7 +26,7 @@ from minisgl.core import (
     StepCost,
     StepResult,
 )
-from minisgl.message import AddReq
+from minisgl.message import wire
 from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
 
 _HOST_S = 0.0003  # between the end of a step and the launch of the next but one
@@ -101,7 +101,7 @@ def simulate(
             answers[index].sent_s = due_s
             sampling = SamplingParams(max_tokens=load.max_tokens[index], ignore_eos=True, seed=0)
             ids = load.prompts[index].astype("<i4").tobytes()
-            inbox.messages.append(AddReq(uid=index, token_ids=ids, sampling=sampling))
+            inbox.messages.append(wire.AddReq(uid=index, token_ids=ids, sampling=sampling))
         scheduler.iterate()
         while outbox.outputs:
             output = outbox.outputs.popleft()

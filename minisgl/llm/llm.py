@@ -24,7 +24,7 @@ from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers, Worker
-from minisgl.message import AbortReq, AddReq, StepOutput
+from minisgl.message import wire
 from minisgl.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -191,13 +191,13 @@ class LLM:
         if self._closed:
             raise ConfigError("this LLM is closed")
         running: dict[int, Generation] = {}
-        messages: list[AddReq] = []
+        messages: list[wire.AddReq] = []
         params = self._params(sampling, len(prompts))
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             ids = self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
             uid, self._next_uid = self._next_uid, self._next_uid + 1
             running[uid] = Generation.start(index, self.tokenizer.vocabulary, ids, stop, whole)
-            messages.append(AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
+            messages.append(wire.AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
         try:
             for message in messages:
                 self.worker.send(message)
@@ -207,7 +207,7 @@ class LLM:
         finally:
             self.worker.settle(running)
 
-    def _read(self, output: StepOutput, running: dict[int, Generation]) -> Iterator[Piece]:
+    def _read(self, output: wire.StepOutput, running: dict[int, Generation]) -> Iterator[Piece]:
         for opened in output.opened:
             running[opened.uid].open(opened)
         by_stop = {f.uid for f in output.finished if f.reason is FinishReason.STOP}
@@ -216,7 +216,7 @@ class LLM:
             piece = generation.push(token_id, ends_by_stop=uid in by_stop)
             if piece is not None:
                 if generation.stream.stopped:
-                    self.worker.send(AbortReq(uid=uid, reason=FinishReason.STOP))
+                    self.worker.send(wire.AbortReq(uid=uid, reason=FinishReason.STOP))
                 yield piece
         for finished in output.finished:
             piece = running.pop(finished.uid).finish(finished)

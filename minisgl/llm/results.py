@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason
-from minisgl.message import Finished, Opened
+from minisgl.message import wire
 from minisgl.tokenizer import TextStream, Vocabulary
 
 
@@ -58,7 +58,7 @@ class Generation:
         """A generation that has produced nothing. prompt: its ids, for the text's left border."""
         return cls(index, TextStream(vocabulary, prompt[-8:], stop), whole)
 
-    def open(self, opened: Opened) -> None:
+    def open(self, opened: wire.Opened) -> None:
         """Its first output is about to come."""
         self.prompt_tokens, self.cached_tokens = opened.prompt_tokens, opened.cached_tokens
 
@@ -75,7 +75,7 @@ class Generation:
             self.completion = self._complete(FinishReason.STOP, None)
         return Piece(self.index, text, self.completion) if text or self.completion else None
 
-    def finish(self, finished: Finished) -> Piece | None:
+    def finish(self, finished: wire.Finished) -> Piece | None:
         """The terminal message; the text that was withheld comes out."""
         if self.completion is not None:
             return None

@@ -19,18 +19,7 @@ from minisgl.core import (
 )
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine
-from minisgl.message import (
-    AbortReq,
-    AddReq,
-    Ready,
-    Receiver,
-    SchedulerStats,
-    Sender,
-    Shutdown,
-    StepOutput,
-    ToScheduler,
-    endpoint,
-)
+from minisgl.message import Receiver, Sender, endpoint, wire
 from minisgl.scheduler import LocalInbox, LocalOutbox, build_scheduler
 from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
 from minisgl.utils import CONFIG_EXIT, Child, make_socket_dir, read_reasons, spawn_child
@@ -44,9 +33,9 @@ class Worker(Protocol):
 
     facts: ModelFacts
 
-    def send(self, message: ToScheduler) -> None: ...
+    def send(self, message: wire.ToScheduler) -> None: ...
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> list[wire.StepOutput]:
         """What has come since; blocks for a step at most. Raises EngineError when none can come."""
         ...
 
@@ -71,17 +60,17 @@ class LocalWorker:
             raise
         self.facts = self._engine.facts()
 
-    def send(self, message: ToScheduler) -> None:
+    def send(self, message: wire.ToScheduler) -> None:
         self._inbox.messages.append(message)
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> list[wire.StepOutput]:
         self.scheduler.iterate()
         outputs = list(self._outbox.outputs)
         self._outbox.outputs.clear()
         return outputs
 
     def settle(self, uids: Collection[int]) -> None:
-        self._inbox.messages.extend(AbortReq(uid=uid) for uid in uids)
+        self._inbox.messages.extend(wire.AbortReq(uid=uid) for uid in uids)
         while self._inbox.messages or not self.scheduler.idle:
             self.step()
 
@@ -103,11 +92,13 @@ class RankWorkers:
         self.children: list[Child] = []
         self._lost: MinisglError | None = None
         self._unfinished: set[int] = set()  # uids whose last output has not been received
-        self._outputs: Receiver[StepOutput] = Receiver(self._at("detokenizer"), StepOutput)
-        self._status: Receiver[Ready | SchedulerStats] = Receiver(
-            self._at("api"), Ready | SchedulerStats
+        self._outputs: Receiver[wire.StepOutput] = Receiver(
+            self._at("detokenizer"), wire.StepOutput
         )
-        self._requests: Sender[ToScheduler] = Sender(self._at("scheduler"))
+        self._status: Receiver[wire.Ready | wire.SchedulerStats] = Receiver(
+            self._at("api"), wire.Ready | wire.SchedulerStats
+        )
+        self._requests: Sender[wire.ToScheduler] = Sender(self._at("scheduler"))
         self._reasons, reason_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         belongings = (self.children, self._reasons, self._folder)
         self._clean_up = weakref.finalize(self, _clean_up, *belongings)
@@ -136,12 +127,12 @@ class RankWorkers:
         finally:
             os.close(reason_fd)
 
-    def send(self, message: ToScheduler) -> None:
-        if isinstance(message, AddReq):
+    def send(self, message: wire.ToScheduler) -> None:
+        if isinstance(message, wire.AddReq):
             self._unfinished.add(message.uid)
         self._requests.send(message)
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> list[wire.StepOutput]:
         self._check()
         for _ in self._status.drain():
             pass  # counters, for nobody
@@ -151,12 +142,12 @@ class RankWorkers:
 
     def settle(self, uids: Collection[int]) -> None:
         for uid in uids:
-            self.send(AbortReq(uid=uid))
+            self.send(wire.AbortReq(uid=uid))
         while self._unfinished:
             self.step()
 
     def close(self) -> None:
-        self.send(Shutdown())
+        self.send(wire.Shutdown())
         end_s = time.monotonic() + (_LEAVE_S if hasattr(self, "facts") else 0.0)
         while time.monotonic() < end_s and None in (codes := self._exits()):
             if any(codes):
@@ -179,7 +170,7 @@ class RankWorkers:
             self._check()
             self._status.poll(_LOOK_S)
             for message in self._status.drain():
-                if isinstance(message, Ready):
+                if isinstance(message, wire.Ready):
                     waiting.discard(message.role)
                     facts = message.facts or facts
         return facts

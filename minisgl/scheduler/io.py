@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.core import InvariantBroken
-from minisgl.message import LeaderStep, Receiver, Sender, StepOutput, ToScheduler
+from minisgl.message import Receiver, Sender, wire
 
 
 class Inbox(Protocol):
     """The ordered input of one rank."""
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
         """The messages of this iteration. block: wait until there is one.
 
         plan_hash: of the batch that this rank launched last, to be compared between ranks.
@@ -25,16 +25,16 @@ class Outbox(Protocol):
     Sending never blocks.
     """
 
-    def send(self, message: StepOutput, /) -> None: ...
+    def send(self, message: wire.StepOutput, /) -> None: ...
 
 
 class QueueInbox:
     """Rank 0 of a server: what the API server sends."""
 
-    def __init__(self, receiver: Receiver[ToScheduler]) -> None:
+    def __init__(self, receiver: Receiver[wire.ToScheduler]) -> None:
         self._receiver = receiver
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
         if block:
             self._receiver.poll(None)
         return list(self._receiver.drain())
@@ -44,9 +44,9 @@ class LocalInbox:
     """A deque in the same process: the offline LLM and tests."""
 
     def __init__(self) -> None:
-        self.messages: deque[ToScheduler] = deque()
+        self.messages: deque[wire.ToScheduler] = deque()
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
         """Never blocks: in one process nobody else could send."""
         messages = list(self.messages)
         self.messages.clear()
@@ -56,15 +56,17 @@ class LocalInbox:
 class LeaderInbox:
     """Rank 0 with followers: passes each iteration's messages on before using them itself."""
 
-    def __init__(self, source: Inbox, followers: Sequence[Sender[LeaderStep]]) -> None:
+    def __init__(self, source: Inbox, followers: Sequence[Sender[wire.LeaderStep]]) -> None:
         self._source = source
         self._followers = followers
         self._iteration = 0
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
         messages = self._source.receive(block)
         self._iteration += 1
-        step = LeaderStep(iteration=self._iteration, messages=list(messages), plan_hash=plan_hash)
+        step = wire.LeaderStep(
+            iteration=self._iteration, messages=list(messages), plan_hash=plan_hash
+        )
         for follower in self._followers:
             follower.send(step)
         return messages
@@ -73,12 +75,12 @@ class LeaderInbox:
 class FollowerInbox:
     """Ranks 1..n-1: exactly one LeaderStep per iteration, in order."""
 
-    def __init__(self, receiver: Receiver[LeaderStep]) -> None:
+    def __init__(self, receiver: Receiver[wire.LeaderStep]) -> None:
         self._receiver = receiver
-        self._steps: deque[LeaderStep] = deque()
+        self._steps: deque[wire.LeaderStep] = deque()
         self._iteration = 0
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
+    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
         while not self._steps:
             self._receiver.poll(None)
             self._steps.extend(self._receiver.drain())
@@ -101,14 +103,14 @@ class LocalOutbox:
     """Keeps outputs for the same process to take."""
 
     def __init__(self) -> None:
-        self.outputs: deque[StepOutput] = deque()
+        self.outputs: deque[wire.StepOutput] = deque()
 
-    def send(self, message: StepOutput, /) -> None:
+    def send(self, message: wire.StepOutput, /) -> None:
         self.outputs.append(message)
 
 
 class SilentOutbox:
     """Ranks 1..n-1: their outputs equal those of rank 0, who speaks."""
 
-    def send(self, message: StepOutput, /) -> None:
+    def send(self, message: wire.StepOutput, /) -> None:
         pass

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from minisgl.core import Batch
-from minisgl.message import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
+from minisgl.message import wire
 
 PHASES = ("prefill", "decode", "mixed")
 
@@ -18,8 +18,8 @@ class _Phase:
         self.steps = [0, 0]  # eager, by a CUDA graph
         self.seconds = 0.0
         self.reqs = self.tokens = 0
-        self.reqs_counts = [0] * (len(BATCH_SIZE_BOUNDS) + 1)
-        self.tokens_counts = [0] * (len(BATCH_TOKENS_BOUNDS) + 1)
+        self.reqs_counts = [0] * (len(wire.BATCH_SIZE_BOUNDS) + 1)
+        self.tokens_counts = [0] * (len(wire.BATCH_TOKENS_BOUNDS) + 1)
 
 
 class StepMeter:
@@ -51,13 +51,13 @@ class StepMeter:
         phase.seconds += now_s - started_s
         phase.reqs += reqs
         phase.tokens += tokens
-        phase.reqs_counts[bisect_left(BATCH_SIZE_BOUNDS, reqs)] += 1
-        phase.tokens_counts[bisect_left(BATCH_TOKENS_BOUNDS, tokens)] += 1
+        phase.reqs_counts[bisect_left(wire.BATCH_SIZE_BOUNDS, reqs)] += 1
+        phase.tokens_counts[bisect_left(wire.BATCH_TOKENS_BOUNDS, tokens)] += 1
 
-    def stats(self) -> dict[str, PhaseStats]:
+    def stats(self) -> dict[str, wire.PhaseStats]:
         """The totals as of now, by phase."""
         return {
-            name: PhaseStats(
+            name: wire.PhaseStats(
                 eager_steps=phase.steps[False],
                 graph_steps=phase.steps[True],
                 seconds=phase.seconds,

@@ -4,9 +4,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Batch, FinishReason, Int32Array, RequestError, StepExtras, StepResult
-from minisgl.core import PromptLogprobs as StepPromptLogprobs
-from minisgl.message import AddReq, Finished, Opened, PromptLogprobs, StepOutput, TokenLogprobs
+from minisgl.core import (
+    Batch,
+    FinishReason,
+    Int32Array,
+    PromptLogprobs,
+    RequestError,
+    StepExtras,
+    StepResult,
+)
+from minisgl.message import wire
 from minisgl.scheduler.req import Req
 from minisgl.scheduler.table import RequestTable
 
@@ -32,13 +39,13 @@ class OutputBuilder:
 
     def __init__(self) -> None:
         self._next = _nothing()
-        self._held: dict[int, list[PromptLogprobs]] = {}  # of reqs that are not open yet
+        self._held: dict[int, list[wire.PromptLogprobs]] = {}  # of reqs that are not open yet
 
     def open(self, req: Req) -> None:
         """The first output of `req` is about to be added."""
         req.opened = True
         self._next.opened.append(
-            Opened(
+            wire.Opened(
                 uid=req.uid,
                 prompt_tokens=req.prompt_len,
                 cached_tokens=req.cached_tokens,
@@ -70,7 +77,7 @@ class OutputBuilder:
             row, count = int(batch.rows[index]), int(extras.logprobs[index])
             if row in got_token:
                 self._next.logprobs.append(
-                    TokenLogprobs(
+                    wire.TokenLogprobs(
                         uid=int(table.uid[row]),
                         logprob=float(found.sampled[index]),
                         top_ids=found.top_ids[index, :count].tolist(),
@@ -83,7 +90,7 @@ class OutputBuilder:
                 count = int(extras.prompt_logprobs[index])
                 self._prompt(req, int(batch.start[index]) + 1, prompt, count)
 
-    def _prompt(self, req: Req, position: int, found: StepPromptLogprobs, count: int) -> None:
+    def _prompt(self, req: Req, position: int, found: PromptLogprobs, count: int) -> None:
         """Prompt tokens from `position` on; a resumed req does not report any twice."""
         first = max(position, req.prompt_reported) - position
         last = min(len(found.target), req.prompt_len - position)
@@ -92,7 +99,7 @@ class OutputBuilder:
         req.prompt_reported = position + last
         early = None if req.opened else self._held.setdefault(req.uid, [])
         (self._next.prompt_logprobs if early is None else early).append(
-            PromptLogprobs(
+            wire.PromptLogprobs(
                 uid=req.uid,
                 position=position + first,
                 logprobs=found.target[first:last].tolist(),
@@ -105,16 +112,18 @@ class OutputBuilder:
         """The one terminal message of `req`."""
         if not req.opened:
             self.open(req)
-        self._next.finished.append(Finished(uid=req.uid, reason=reason, error=error))
+        self._next.finished.append(wire.Finished(uid=req.uid, reason=reason, error=error))
 
-    def refuse(self, message: AddReq, error: RequestError) -> None:
+    def refuse(self, message: wire.AddReq, error: RequestError) -> None:
         """The one terminal message of a req that was never accepted."""
         prompt_tokens = len(message.token_ids) // 4
         self._next.opened.append(
-            Opened(uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0, text=message.text)
+            wire.Opened(
+                uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0, text=message.text
+            )
         )
         self._next.finished.append(
-            Finished(
+            wire.Finished(
                 uid=message.uid,
                 reason=FinishReason.ERROR,
                 error=error.message,
@@ -122,7 +131,7 @@ class OutputBuilder:
             )
         )
 
-    def take(self, step_id: int) -> StepOutput | None:
+    def take(self, step_id: int) -> wire.StepOutput | None:
         """Everything collected since the last call; None when there is nothing."""
         found = self._next
         if not (found.opened or found.uids or found.finished):
@@ -131,8 +140,8 @@ class OutputBuilder:
         return msgspec.structs.replace(found, step_id=step_id)
 
 
-def _nothing() -> StepOutput:
-    return StepOutput(
+def _nothing() -> wire.StepOutput:
+    return wire.StepOutput(
         step_id=0,
         opened=[],
         uids=[],

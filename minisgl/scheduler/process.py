@@ -8,16 +8,7 @@ from pathlib import Path
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.distributed import TPInfo, connect
 from minisgl.engine import Engine, resolve_device
-from minisgl.message import (
-    LeaderStep,
-    Ready,
-    Receiver,
-    SchedulerStats,
-    Sender,
-    StepOutput,
-    ToScheduler,
-    endpoint,
-)
+from minisgl.message import Receiver, Sender, endpoint, wire
 from minisgl.scheduler.io import (
     FollowerInbox,
     Inbox,
@@ -50,10 +41,10 @@ def run_scheduler(
     rendezvous = str(Path(socket_dir) / "rendezvous")
     comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
     engine = Engine(engine_config, tp, comm, scheduler_config.prefill_budget_tokens)
-    api: Sender[Ready | SchedulerStats] = Sender(endpoint(socket_dir, "api"))
+    api: Sender[wire.Ready | wire.SchedulerStats] = Sender(endpoint(socket_dir, "api"))
     outbox: Outbox = SilentOutbox()
     if tp.rank == 0:
-        outbox = Sender[StepOutput](endpoint(socket_dir, "detokenizer"))
+        outbox = Sender[wire.StepOutput](endpoint(socket_dir, "detokenizer"))
     constructed_s = time.monotonic()
     scheduler = build_scheduler(engine, scheduler_config, inbox, outbox)
     gc.collect()
@@ -61,7 +52,7 @@ def run_scheduler(
     name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
     startup_s = {**engine.startup_s, "warm_up": time.monotonic() - constructed_s}
     facts = engine.facts() if tp.rank == 0 else None
-    api.send(Ready(role=name, facts=facts, startup_s=startup_s))
+    api.send(wire.Ready(role=name, facts=facts, startup_s=startup_s))
     _loop(scheduler, api if tp.rank == 0 else None)
     comm.close()
     logger.info("scheduler stopped")
@@ -91,7 +82,7 @@ def build_scheduler(
     return scheduler
 
 
-def _loop(scheduler: Scheduler, api: Sender[Ready | SchedulerStats] | None) -> None:
+def _loop(scheduler: Scheduler, api: Sender[wire.Ready | wire.SchedulerStats] | None) -> None:
     """api: who is told how it goes; None where another rank tells it."""
     sent_at = -STATS_INTERVAL_S
     while not scheduler.stopping:
@@ -105,9 +96,13 @@ def _loop(scheduler: Scheduler, api: Sender[Ready | SchedulerStats] | None) -> N
 
 def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:
     if tp.rank > 0:
-        steps: Receiver[LeaderStep] = Receiver(endpoint(socket_dir, f"rank-{tp.rank}"), LeaderStep)
+        steps: Receiver[wire.LeaderStep] = Receiver(
+            endpoint(socket_dir, f"rank-{tp.rank}"), wire.LeaderStep
+        )
         return FollowerInbox(steps)
-    receiver: Receiver[ToScheduler] = Receiver(endpoint(socket_dir, "scheduler"), ToScheduler)
+    receiver: Receiver[wire.ToScheduler] = Receiver(
+        endpoint(socket_dir, "scheduler"), wire.ToScheduler
+    )
     source = QueueInbox(receiver)
     if tp.size == 1:
         return source

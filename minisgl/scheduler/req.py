@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from minisgl.core import FinishReason, Int32Array, SamplingParams
 from minisgl.kvcache import RadixNode
-from minisgl.message import TextSpec
+from minisgl.message import wire
 
 
 class ReqState(StrEnum):
@@ -50,7 +50,7 @@ class Req:
     limit: int
     sampling: SamplingParams
     seed: int
-    text: TextSpec | None
+    text: wire.TextSpec | None
     serial: int
     cache_salt: str = ""
     state: ReqState = ReqState.WAITING

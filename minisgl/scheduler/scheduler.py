@@ -20,7 +20,7 @@ from minisgl.core import (
     RequestError,
     SchedulerConfig,
 )
-from minisgl.message import AbortReq, AddReq, FlushCache, SchedulerStats, Shutdown, ToScheduler
+from minisgl.message import wire
 from minisgl.scheduler.intake import accept
 from minisgl.scheduler.io import Inbox, Outbox
 from minisgl.scheduler.memory import KVMemory
@@ -98,11 +98,11 @@ class Scheduler:
             self._resolve(*self._in_flight.popleft())
         self._flush()
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> wire.SchedulerStats:
         """Gauges and totals as of now."""
         pool, cache = self.memory.pool, self.memory.cache
         running = len(self._reqs) - len(self.planner.waiting)
-        return SchedulerStats(
+        return wire.SchedulerStats(
             step_id=self._resolved_step,
             busy=not self.idle,
             waiting_reqs=len(self.planner.waiting),
@@ -127,20 +127,20 @@ class Scheduler:
 
     # --- messages -------------------------------------------------------------------------------
 
-    def _apply(self, message: ToScheduler) -> None:
+    def _apply(self, message: wire.ToScheduler) -> None:
         match message:
-            case AddReq():
+            case wire.AddReq():
                 self._add(message)
-            case AbortReq():
+            case wire.AbortReq():
                 self._abort(message)
-            case FlushCache():
+            case wire.FlushCache():
                 self.memory.flush()
-            case Shutdown():
+            case wire.Shutdown():
                 self.stopping = True
                 for req in list(self._reqs.values()):
                     self._ask_to_leave(req, Ending.ABORT)
 
-    def _add(self, message: AddReq) -> None:
+    def _add(self, message: wire.AddReq) -> None:
         try:
             if message.uid in self._reqs:
                 raise InvalidRequest(f"uid {message.uid} is in use")
@@ -157,7 +157,7 @@ class Scheduler:
         self._reqs[req.uid] = req
         self.planner.enqueue(req)
 
-    def _abort(self, message: AbortReq) -> None:
+    def _abort(self, message: wire.AbortReq) -> None:
         """Idempotent: an unknown or finished uid is nothing to do."""
         req = self._reqs.get(message.uid)
         if req is not None:

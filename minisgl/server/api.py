@@ -15,22 +15,7 @@ from pathlib import Path
 import uvicorn
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
-from minisgl.message import (
-    Alive,
-    AsyncReceiver,
-    Decoded,
-    Ping,
-    Ready,
-    SchedulerStats,
-    Sender,
-    Shutdown,
-    StepText,
-    ToApi,
-    Tokenized,
-    ToScheduler,
-    ToTokenizer,
-    endpoint,
-)
+from minisgl.message import AsyncReceiver, Sender, endpoint, wire
 from minisgl.server.app import build_app
 from minisgl.server.client import EngineClient
 from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
@@ -66,19 +51,21 @@ class ApiServer:
         self.config: ServerConfig = config
         directory = spec.socket_dir
         self._directory = Path(directory)
-        self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
+        self._scheduler: Sender[wire.ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
-        tokenizers: list[Sender[ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
+        tokenizers: list[Sender[wire.ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
         metrics = Metrics(config.served_names[0], config.commit)
         self.client = EngineClient(tokenizers, self._scheduler, config.limits, metrics)
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
-        self.stats: SchedulerStats | None = None
+        self.stats: wire.SchedulerStats | None = None
         self._pulse = Pulse(config.step_timeout_s)
-        detokenizer: Sender[Ping] = Sender(endpoint(directory, "detokenizer"))
+        detokenizer: Sender[wire.Ping] = Sender(endpoint(directory, "detokenizer"))
         self._workers = dict(zip(names, tokenizers, strict=True)) | {"detokenizer": detokenizer}
         self._url = spec.url
-        self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
+        self._messages: AsyncReceiver[wire.ToApi] = AsyncReceiver(
+            endpoint(directory, "api"), wire.ToApi
+        )
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
         self._fail_asked = asyncio.Event()
@@ -134,7 +121,7 @@ class ApiServer:
                 self._fail(failure)
                 await self._settle(_LAST_WORDS_S)
                 raise failure
-            self._scheduler.send(Shutdown())
+            self._scheduler.send(wire.Shutdown())
         finally:
             server.should_exit = True
             for task in tasks:
@@ -146,17 +133,17 @@ class ApiServer:
         while True:
             message = await self._messages.recv()
             now_s = time.monotonic()
-            if isinstance(message, StepText):
+            if isinstance(message, wire.StepText):
                 self._pulse.heard("scheduler", now_s)
                 self._pulse.heard("detokenizer", now_s)
                 self.client.receive_text(message)
-            elif isinstance(message, Tokenized | Decoded):
+            elif isinstance(message, wire.Tokenized | wire.Decoded):
                 worker = self.client.receive_answer(message)
                 if worker is not None:
                     self._pulse.heard(f"tokenizer-{worker}", now_s)
-            elif isinstance(message, Alive):
+            elif isinstance(message, wire.Alive):
                 self._pulse.satisfied(message.role)
-            elif isinstance(message, SchedulerStats):
+            elif isinstance(message, wire.SchedulerStats):
                 if self.stats is None or message.step_id != self.stats.step_id:
                     self._pulse.heard("scheduler", now_s)
                 self.stats = message
@@ -164,7 +151,7 @@ class ApiServer:
             else:
                 self._on_ready(message)
 
-    def _on_ready(self, message: Ready) -> None:
+    def _on_ready(self, message: wire.Ready) -> None:
         self.client.metrics.on_ready(message, self.config.engine.tp_size)
         is_last = self.lifecycle.on_ready(message)
         still_loading = ",".join(sorted(self.lifecycle.missing)) or "none"
@@ -200,7 +187,7 @@ class ApiServer:
             if self.lifecycle.phase is not Phase.LOADING:
                 for role, sender in self._workers.items():
                     if self._pulse.expect(role, time.monotonic()):
-                        sender.send(Ping())
+                        sender.send(wire.Ping())
             hanging = self._hanging()
             if hanging is not None:
                 most_s = self.config.step_timeout_s

@@ -24,21 +24,7 @@ from minisgl.core import (
     PromptTooLong,
     RequestError,
 )
-from minisgl.message import (
-    AbortReq,
-    AddReq,
-    Decoded,
-    DecodeIds,
-    FlushCache,
-    StepText,
-    TextUpdate,
-    TokenizeChat,
-    Tokenized,
-    TokenizeText,
-    TokenText,
-    ToScheduler,
-    ToTokenizer,
-)
+from minisgl.message import wire
 from minisgl.server.config import Limits
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.metrics import Metrics
@@ -61,10 +47,10 @@ class Extras:
 
     reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenText] = field(default_factory=list)
-    prompt_logprobs: list[TokenText] = field(default_factory=list)
+    logprobs: list[wire.TokenText] = field(default_factory=list)
+    prompt_logprobs: list[wire.TokenText] = field(default_factory=list)
 
-    def add(self, update: TextUpdate) -> None:
+    def add(self, update: wire.TextUpdate) -> None:
         self.reasoning += update.reasoning
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs
@@ -108,7 +94,7 @@ class Choice:
         extras, self.extras = self.extras, None
         return extras
 
-    def apply(self, update: TextUpdate) -> None:
+    def apply(self, update: wire.TextUpdate) -> None:
         self.opened = True
         if update.text:
             self.text.append(update.text)
@@ -146,7 +132,7 @@ class Generation:
     choices: list[Choice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     beat: bool = False
-    question: asyncio.Future[Tokenized | Decoded] | None = None
+    question: asyncio.Future[wire.Tokenized | wire.Decoded] | None = None
     echoes: list[str] = field(default_factory=list)
     prompt_ids: list[list[int]] = field(default_factory=list)
 
@@ -201,8 +187,8 @@ class EngineClient:
 
     def __init__(
         self,
-        tokenizers: Sequence[_Outbox[ToTokenizer]],
-        scheduler: _Outbox[ToScheduler],
+        tokenizers: Sequence[_Outbox[wire.ToTokenizer]],
+        scheduler: _Outbox[wire.ToScheduler],
         limits: Limits,
         metrics: Metrics,
     ) -> None:
@@ -212,7 +198,7 @@ class EngineClient:
         self.metrics = metrics
         self._uids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
-        self._asked: dict[int, tuple[int, asyncio.Future[Tokenized | Decoded]]] = {}
+        self._asked: dict[int, tuple[int, asyncio.Future[wire.Tokenized | wire.Decoded]]] = {}
         self._outstanding = [0] * len(tokenizers)
         self._generations: set[Generation] = set()
         self.queued = self.queued_tokens = 0
@@ -274,7 +260,7 @@ class EngineClient:
                 if self.end(generation, RanTooLong(most)):
                     self.metrics.on_limit("max_total_s")
 
-    def submit(self, choice: Choice, request: AddReq, tokens: int) -> None:
+    def submit(self, choice: Choice, request: wire.AddReq, tokens: int) -> None:
         """Hand one choice to the scheduler, unless it has been ended meanwhile.
 
         tokens: what its prompt adds (`prompt_share`). Raises Overloaded when that holds enough.
@@ -291,7 +277,7 @@ class EngineClient:
 
     def flush_cache(self) -> None:
         """Make the engine forget its cached prefixes, in order with all requests."""
-        self._scheduler.send(FlushCache())
+        self._scheduler.send(wire.FlushCache())
 
     async def tokenize(
         self, prompt: Prompt, param: str, call: Generation | None = None
@@ -300,7 +286,7 @@ class EngineClient:
         if isinstance(prompt, array.array):
             return prompt
         answer = await self._ask(prompt, call)
-        assert isinstance(answer, Tokenized), "a tokenizer answered with text; this is a bug"
+        assert isinstance(answer, wire.Tokenized), "a tokenizer answered with text; this is a bug"
         if answer.error is not None:
             if answer.internal:
                 self.metrics.on_failed()
@@ -312,27 +298,31 @@ class EngineClient:
         self, token_ids: TokenArray, skip_special: bool, call: Generation | None = None
     ) -> str:
         """The text of ids."""
-        question = DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
+        question = wire.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
         answer = await self._ask(question, call)
-        if isinstance(answer, Tokenized):
+        if isinstance(answer, wire.Tokenized):
             raise EngineFailure(answer.error or "the prompt could not be decoded")
         return answer.text
 
     async def _ask(
-        self, question: TokenizeText | TokenizeChat | DecodeIds, call: Generation | None
-    ) -> Tokenized | Decoded:
+        self,
+        question: wire.TokenizeText | wire.TokenizeChat | wire.DecodeIds,
+        call: Generation | None,
+    ) -> wire.Tokenized | wire.Decoded:
         """Ask the least busy worker; an end of the call ends the wait."""
         uid = next(self._uids)
         worker = self._outstanding.index(min(self._outstanding))
         self._outstanding[worker] += 1
-        answer: asyncio.Future[Tokenized | Decoded] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.Tokenized | wire.Decoded] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._asked[uid] = worker, answer
         if call is not None:
             call.question = answer
         self._tokenizers[worker].send(msgspec.structs.replace(question, uid=uid))
         return await answer
 
-    def receive_answer(self, message: Tokenized | Decoded) -> int | None:
+    def receive_answer(self, message: wire.Tokenized | wire.Decoded) -> int | None:
         """A worker has answered; nobody may be waiting any more. Which worker it was."""
         asked = self._asked.pop(message.uid, None)
         if asked is None:
@@ -343,12 +333,12 @@ class EngineClient:
             answer.set_result(message)
         return worker
 
-    def receive_text(self, message: StepText) -> None:
+    def receive_text(self, message: wire.StepText) -> None:
         """Give the texts of one step to their choices; updates of forgotten uids are late."""
         now_s = time.monotonic()
         for update in message.updates:
             if update.stopped:
-                self._scheduler.send(AbortReq(uid=update.uid, reason=FinishReason.STOP))
+                self._scheduler.send(wire.AbortReq(uid=update.uid, reason=FinishReason.STOP))
             choice = self._choices.get(update.uid)
             if choice is None:
                 continue
@@ -390,4 +380,4 @@ class EngineClient:
         for choice in generation.choices:
             if self._forget(choice) and choice.submitted:
                 self.metrics.on_end(choice)
-                self._scheduler.send(AbortReq(uid=choice.uid))
+                self._scheduler.send(wire.AbortReq(uid=choice.uid))

@@ -17,7 +17,7 @@ from minisgl.core import (
     SamplingParams,
 )
 from minisgl.core.sampling import MAX_SEED
-from minisgl.message import AddReq, TokenizeText
+from minisgl.message import wire
 from minisgl.server.client import EngineClient, Generation
 from minisgl.server.connection import KEPT
 from minisgl.server.lifecycle import Lifecycle
@@ -146,7 +146,7 @@ async def _echo(
     prompt: Prompt,
     token_ids: TokenArray,
 ) -> str:
-    if isinstance(prompt, TokenizeText):
+    if isinstance(prompt, wire.TokenizeText):
         return prompt.text
     skip_special = request.text.skip_special_tokens
     return await client.decode(token_ids, skip_special, call)
@@ -154,13 +154,13 @@ async def _echo(
 
 def _add_req(
     uid: int, token_ids: TokenArray, sampling: SamplingParams, request: GenerateRequest
-) -> AddReq:
+) -> wire.AddReq:
     text = msgspec.structs.replace(
         request.text,
         prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
         prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
     )
-    return AddReq(
+    return wire.AddReq(
         uid=uid,
         token_ids=token_ids.tobytes(),
         sampling=sampling,

@@ -6,7 +6,7 @@ The clock is an argument everywhere, so that tests need none.
 from enum import StrEnum
 
 from minisgl.core import ModelFacts
-from minisgl.message import Ready
+from minisgl.message import wire
 from minisgl.server.errors import NotReady
 
 
@@ -29,7 +29,7 @@ class Lifecycle:
         self.facts: ModelFacts | None = None
         self.phase = Phase.LOADING
 
-    def on_ready(self, message: Ready) -> bool:
+    def on_ready(self, message: wire.Ready) -> bool:
         """True when this was the last one that was missing."""
         self.missing.discard(message.role)
         self.facts = message.facts or self.facts

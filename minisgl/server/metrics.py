@@ -22,7 +22,7 @@ from prometheus_client.exposition import choose_encoder
 
 import minisgl
 from minisgl.core import FinishReason, Overloaded, RequestError
-from minisgl.message import Ready, SchedulerStats, TextUpdate
+from minisgl.message import wire
 from minisgl.server.declared import COUNTERS, GAUGES, HISTOGRAMS, PHASES, WINDOW_REQS, families
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.lifecycle import Phase
@@ -93,7 +93,7 @@ class Metrics:
 
     # --- what happens ---------------------------------------------------------------------------
 
-    def on_ready(self, message: Ready, tp_size: int) -> None:
+    def on_ready(self, message: wire.Ready, tp_size: int) -> None:
         """The scheduler has loaded."""
         if message.facts is not None:
             facts = message.facts
@@ -106,12 +106,12 @@ class Metrics:
         """This phase of the start took so long."""
         self._startup.labels(phase).set(seconds)
 
-    def on_stats(self, stats: SchedulerStats) -> None:
+    def on_stats(self, stats: wire.SchedulerStats) -> None:
         if stats.step_id != self._stats.latest.step_id:
             self._set("scheduler_last_step_timestamp_seconds", time.time())
         self._stats.latest = stats
 
-    def on_update(self, choice: "Choice", update: TextUpdate, now_s: float) -> None:
+    def on_update(self, choice: "Choice", update: wire.TextUpdate, now_s: float) -> None:
         """The engine says something of a choice, to which it is not applied yet."""
         if not choice.opened and update.admitted_s:
             self._count("prompt_tokens_total", choice.prompt_share)

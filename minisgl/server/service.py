@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from minisgl.message import SchedulerStats
+from minisgl.message import wire
 from minisgl.server.client import EngineClient
 from minisgl.server.config import ServerConfig
 from minisgl.server.lifecycle import Lifecycle
@@ -14,7 +14,7 @@ class Service(Protocol):
     config: ServerConfig
     client: EngineClient
     lifecycle: Lifecycle
-    stats: SchedulerStats | None
+    stats: wire.SchedulerStats | None
 
     def stuck(self) -> bool:
         """Some process hangs."""

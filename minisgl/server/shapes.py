@@ -8,7 +8,7 @@ import msgspec
 
 import minisgl
 from minisgl.core import FinishReason
-from minisgl.message import TokenText
+from minisgl.message import wire
 from minisgl.server.client import Choice, Extras, Generation
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import GenerateRequest
@@ -172,7 +172,7 @@ def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": _number(logprob), "bytes": list(data)}
 
 
-def _chat_logprob(entry: TokenText) -> dict[str, Any]:
+def _chat_logprob(entry: wire.TokenText) -> dict[str, Any]:
     assert entry.logprob is not None, "a generated token has a log-probability: this is a bug"
     top = [_chat_token(data, logprob) for data, logprob in entry.top]
     return {**_chat_token(entry.data, entry.logprob), "top_logprobs": top}
@@ -186,7 +186,7 @@ def _completion_token(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _completion_logprobs(entries: list[TokenText]) -> dict[str, Any]:
+def _completion_logprobs(entries: list[wire.TokenText]) -> dict[str, Any]:
     """Four parallel lists. The token itself is among the most likely ones, or beside them."""
     tops: list[dict[str, float] | None] = []
     for entry in entries:

@@ -12,20 +12,20 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from minisgl.message import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats, SchedulerStats
+from minisgl.message import wire
 
 _PHASES = ("prefill", "decode", "mixed")
-_NO_STEPS = PhaseStats(
+_NO_STEPS = wire.PhaseStats(
     eager_steps=0,
     graph_steps=0,
     seconds=0,
     reqs=0,
     tokens=0,
-    reqs_counts=[0] * (len(BATCH_SIZE_BOUNDS) + 1),
-    tokens_counts=[0] * (len(BATCH_TOKENS_BOUNDS) + 1),
+    reqs_counts=[0] * (len(wire.BATCH_SIZE_BOUNDS) + 1),
+    tokens_counts=[0] * (len(wire.BATCH_TOKENS_BOUNDS) + 1),
 )
-_ZEROS: dict[str, Any] = dict.fromkeys(SchedulerStats.__struct_fields__, 0)
-_NO_STATS = SchedulerStats(**{**_ZEROS, "busy": False, "phases": {}})
+_ZEROS: dict[str, Any] = dict.fromkeys(wire.SchedulerStats.__struct_fields__, 0)
+_NO_STATS = wire.SchedulerStats(**{**_ZEROS, "busy": False, "phases": {}})
 
 
 class StatsCollector(Collector):
@@ -60,7 +60,7 @@ class StatsCollector(Collector):
         phases = {phase: stats.phases.get(phase, _NO_STEPS) for phase in _PHASES}
         yield from self._of_steps(phases)
 
-    def _of_steps(self, phases: Mapping[str, PhaseStats]) -> Iterator[Metric]:
+    def _of_steps(self, phases: Mapping[str, wire.PhaseStats]) -> Iterator[Metric]:
         passes = (
             ((phase, by_graph), steps)
             for phase, of in phases.items()
@@ -72,10 +72,10 @@ class StatsCollector(Collector):
         yield self._family("forward_seconds_total", "Time in forward passes.", seconds, "phase")
         reqs = {phase: (of.reqs_counts, of.reqs) for phase, of in phases.items()}
         text = "Requests in a forward pass."
-        yield self._histogram("batch_size", text, BATCH_SIZE_BOUNDS, reqs)
+        yield self._histogram("batch_size", text, wire.BATCH_SIZE_BOUNDS, reqs)
         tokens = {phase: (of.tokens_counts, of.tokens) for phase, of in phases.items()}
         text = "Tokens of a forward pass."
-        yield self._histogram("batch_tokens", text, BATCH_TOKENS_BOUNDS, tokens)
+        yield self._histogram("batch_tokens", text, wire.BATCH_TOKENS_BOUNDS, tokens)
 
     def _one(self, name: str, text: str, value: float) -> Metric:
         return self._family(name, text, [((), value)])

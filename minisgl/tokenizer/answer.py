@@ -4,15 +4,7 @@ import array
 import codecs
 
 from minisgl.core import FinishReason
-from minisgl.message import (
-    Finished,
-    Opened,
-    PromptLogprobs,
-    TextSpec,
-    TextUpdate,
-    TokenLogprobs,
-    TokenText,
-)
+from minisgl.message import wire
 from minisgl.tokenizer.stream import TextStream
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -24,8 +16,8 @@ class OpenAnswer:
     told of a token that a stop string cuts off.
     """
 
-    def __init__(self, vocabulary: Vocabulary, opened: Opened) -> None:
-        spec = opened.text or TextSpec(prompt_tail=[])
+    def __init__(self, vocabulary: Vocabulary, opened: wire.Opened) -> None:
+        spec = opened.text or wire.TextSpec(prompt_tail=[])
         self.stream = TextStream(
             vocabulary,
             spec.prompt_tail,
@@ -41,11 +33,11 @@ class OpenAnswer:
         self._text = self._reasoning = ""
         self._reasoning_tokens = 0
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenText] = []
+        self._logprobs: list[wire.TokenText] = []
         self._prompt_ids = array.array("i", spec.prompt_ids)
         self._prompt_characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._prompt_chars = 0
-        self._prompt_logprobs: list[TokenText] = []
+        self._prompt_logprobs: list[wire.TokenText] = []
         if self._prompt_ids:
             self._add_prompt_token(self._prompt_ids[0], None, [])
         think_ids = vocabulary.think_ids if spec.reasoning else None
@@ -54,7 +46,7 @@ class OpenAnswer:
         self._reasons = bool(marks) and marks[-1] == self._think_ids[0]
         self._at_border = self._reasons
 
-    def push(self, token_id: int, is_text: bool, found: TokenLogprobs | None) -> None:
+    def push(self, token_id: int, is_text: bool, found: wire.TokenLogprobs | None) -> None:
         """One more token; is_text: it does not merely end the text."""
         if self._spec.silent:
             return
@@ -74,14 +66,14 @@ class OpenAnswer:
             entry = self._token_text(token_id, found.logprob, offset, top, not is_text)
             self._logprobs.append(entry)
 
-    def push_prompt(self, found: PromptLogprobs) -> None:
+    def push_prompt(self, found: wire.PromptLogprobs) -> None:
         """Log-probabilities of prompt tokens, in order."""
         for index, logprob in enumerate(found.logprobs):
             top = zip(found.top_ids[index], found.top_logprobs[index], strict=True)
             token_id = self._prompt_ids[found.position + index]
             self._add_prompt_token(token_id, logprob, list(top))
 
-    def take(self, finished: Finished | None) -> TextUpdate | None:
+    def take(self, finished: wire.Finished | None) -> wire.TextUpdate | None:
         """What is new; None when nothing is. finished: the terminal message has come, too."""
         stream = self.stream
         if finished is not None and not stream.stopped:
@@ -99,7 +91,7 @@ class OpenAnswer:
             finish = finished.reason
             if self._spec.silent and finish is FinishReason.STOP:
                 finish = FinishReason.LENGTH
-        update = TextUpdate(
+        update = wire.TextUpdate(
             uid=self._opened.uid,
             text=self._text,
             completion_tokens=stream.tokens,
@@ -129,7 +121,7 @@ class OpenAnswer:
         else:
             self._text += text
 
-    def _certain(self, all_of_them: bool) -> list[TokenText]:
+    def _certain(self, all_of_them: bool) -> list[wire.TokenText]:
         """Take those whose text has been given out, at least in part."""
         pending, told = self._logprobs, self._prompt_chars + self.stream.emitted_chars
         count = len(pending)
@@ -153,9 +145,9 @@ class OpenAnswer:
         offset: int,
         top: list[tuple[int, float]],
         ends: bool = False,
-    ) -> TokenText:
+    ) -> wire.TokenText:
         data = self._vocabulary.token_bytes
-        return TokenText(
+        return wire.TokenText(
             data=data(token_id, False),
             logprob=logprob,
             offset=offset,

@@ -3,7 +3,7 @@
 import logging
 
 from minisgl.core import FinishReason
-from minisgl.message import StepOutput, StepText, TextUpdate, ToDetokenizer, TokenLogprobs
+from minisgl.message import wire
 from minisgl.tokenizer.answer import OpenAnswer
 from minisgl.tokenizer.pump import serve_queue
 from minisgl.tokenizer.tokenizer import TextTokenizer
@@ -27,7 +27,7 @@ class Detokenizer:
     def open_reqs(self) -> int:
         return len(self._open)
 
-    def step(self, output: StepOutput) -> StepText:
+    def step(self, output: wire.StepOutput) -> wire.StepText:
         """The text of one step: at most one update per req, in the order of the step's tokens."""
         for opened in output.opened:
             self._open[opened.uid] = OpenAnswer(self._vocabulary, opened)
@@ -37,7 +37,7 @@ class Detokenizer:
                 touched[prompt.uid] = self._open[prompt.uid]
                 touched[prompt.uid].push_prompt(prompt)
         ended = {finished.uid: finished for finished in output.finished}
-        logprobs: dict[int, list[TokenLogprobs]] = {}
+        logprobs: dict[int, list[wire.TokenLogprobs]] = {}
         for found in output.logprobs:
             logprobs.setdefault(found.uid, []).append(found)
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
@@ -55,9 +55,9 @@ class Detokenizer:
             # One that stopped earlier has told its end at the stop string.
             if left is not None and uid not in touched and not left.stream.stopped:
                 updates.append(left.take(finished))
-        return StepText(updates=[update for update in updates if update is not None])
+        return wire.StepText(updates=[update for update in updates if update is not None])
 
-    def fail(self, output: StepOutput) -> StepText:
+    def fail(self, output: wire.StepOutput) -> wire.StepText:
         """End with an error every req of a step that could not be read: I2 holds for them too."""
         opened = {message.uid for message in output.opened}
         named = opened.union(output.uids, (finished.uid for finished in output.finished))
@@ -66,21 +66,21 @@ class Detokenizer:
             answer = self._open.pop(uid, None)
             if uid in opened or (answer is not None and not answer.stream.stopped):
                 updates.append(
-                    TextUpdate(
+                    wire.TextUpdate(
                         uid=uid,
                         finish=FinishReason.ERROR,
                         error="the text of this request could not be made",
                         stopped=True,
                     )
                 )
-        return StepText(updates=updates)
+        return wire.StepText(updates=updates)
 
 
 def run_detokenizer(model_path: str, socket_dir: str) -> None:
     """Serve `detokenizer` for ever."""
     detokenizer = Detokenizer(TextTokenizer.load(model_path).vocabulary)
 
-    def answer(output: StepOutput) -> StepText | None:
+    def answer(output: wire.StepOutput) -> wire.StepText | None:
         try:
             text = detokenizer.step(output)
         # The gate of this pump: what one step holds must not end those of other steps (W35).
@@ -89,4 +89,4 @@ def run_detokenizer(model_path: str, socket_dir: str) -> None:
             text = detokenizer.fail(output)
         return text if text.updates else None
 
-    serve_queue("detokenizer", socket_dir, ToDetokenizer, answer)
+    serve_queue("detokenizer", socket_dir, wire.ToDetokenizer, answer)

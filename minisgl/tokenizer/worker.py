@@ -5,7 +5,7 @@ import json
 import logging
 import os
 
-from minisgl.message import Decoded, DecodeIds, TokenizeChat, Tokenized, TokenizeText, ToTokenizer
+from minisgl.message import wire
 from minisgl.tokenizer.pump import serve_queue
 from minisgl.tokenizer.template import TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
@@ -15,31 +15,33 @@ logger = logging.getLogger(__name__)
 
 def handle(
     tokenizer: TextTokenizer,
-    message: TokenizeText | TokenizeChat | DecodeIds,
+    message: wire.TokenizeText | wire.TokenizeChat | wire.DecodeIds,
     timeout_s: float | None,
-) -> Tokenized | Decoded:
+) -> wire.Tokenized | wire.Decoded:
     """Answer one message; what goes wrong becomes the answer's `error`."""
     try:
-        if isinstance(message, DecodeIds):
+        if isinstance(message, wire.DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
-            return Decoded(uid=message.uid, text=tokenizer.decode(ids, message.skip_special))
-        if isinstance(message, TokenizeText):
+            return wire.Decoded(uid=message.uid, text=tokenizer.decode(ids, message.skip_special))
+        if isinstance(message, wire.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
             ids = _encode_chat(tokenizer, message, timeout_s)
-        return Tokenized(uid=message.uid, token_ids=array.array("i", ids).tobytes())
+        return wire.Tokenized(uid=message.uid, token_ids=array.array("i", ids).tobytes())
     except TemplateError as error:
-        return Tokenized(uid=message.uid, error=str(error), limit=error.limit)
+        return wire.Tokenized(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
-        return Tokenized(uid=message.uid, error="the chat is nested too deeply")
+        return wire.Tokenized(uid=message.uid, error="the chat is nested too deeply")
     # The gate of this pump: a request must get an answer, and the next one a living worker (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
-        return Tokenized(uid=message.uid, error="the prompt could not be tokenized", internal=True)
+        return wire.Tokenized(
+            uid=message.uid, error="the prompt could not be tokenized", internal=True
+        )
 
 
 def _encode_chat(
-    tokenizer: TextTokenizer, message: TokenizeChat, timeout_s: float | None
+    tokenizer: TextTokenizer, message: wire.TokenizeChat, timeout_s: float | None
 ) -> list[int]:
     return tokenizer.encode_chat(
         json.loads(message.messages_json), json.loads(message.template_kwargs_json), timeout_s
@@ -54,7 +56,9 @@ def run_tokenizer(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer.load(model_path, max_template_chars)
 
-    def answer(message: TokenizeText | TokenizeChat | DecodeIds) -> Tokenized | Decoded:
+    def answer(
+        message: wire.TokenizeText | wire.TokenizeChat | wire.DecodeIds,
+    ) -> wire.Tokenized | wire.Decoded:
         return handle(tokenizer, message, template_timeout_s)
 
-    serve_queue(name, socket_dir, ToTokenizer, answer)
+    serve_queue(name, socket_dir, wire.ToTokenizer, answer)

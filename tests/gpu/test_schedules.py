@@ -17,7 +17,7 @@ import torch
 from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
-from minisgl.message import AbortReq, AddReq
+from minisgl.message.wire import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
 from tests.parity.driver import Driver, Work
 

@@ -10,7 +10,8 @@ import numpy as np
 from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
 from minisgl.distributed import Communicator
 from minisgl.engine import Engine
-from minisgl.message import AbortReq, AddReq, LeaderStep, Receiver, Sender, Shutdown, endpoint
+from minisgl.message import Receiver, Sender, endpoint
+from minisgl.message.wire import AbortReq, AddReq, LeaderStep, Shutdown
 from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
 from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox
 from tests.parity.models import VOCAB_SIZE

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from minisgl.core import SamplingParams, SchedulerConfig
-from minisgl.message import AddReq, PromptLogprobs, StepOutput, TokenLogprobs
+from minisgl.message.wire import AddReq, PromptLogprobs, StepOutput, TokenLogprobs
 from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_logits

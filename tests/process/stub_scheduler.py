@@ -12,19 +12,17 @@ from array import array
 import msgspec
 
 from minisgl.core import FinishReason, ModelFacts
-from minisgl.message import (
+from minisgl.message import Receiver, Sender, endpoint
+from minisgl.message.wire import (
     AbortReq,
     AddReq,
     Finished,
     Opened,
     Ready,
-    Receiver,
     SchedulerStats,
-    Sender,
     Shutdown,
     StepOutput,
     ToScheduler,
-    endpoint,
 )
 from minisgl.server.config import ChildSpec
 from minisgl.utils import CONFIG_EXIT, bind_to_parent, read_payload

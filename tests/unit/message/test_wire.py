@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.message import (
+from minisgl.message import Receiver, Sender, endpoint
+from minisgl.message.wire import (
     Decoded,
     DecodeIds,
-    Receiver,
-    Sender,
     StepText,
     TextSpec,
     TextUpdate,
@@ -20,7 +19,6 @@ from minisgl.message import (
     Tokenized,
     TokenizeText,
     ToTokenizer,
-    endpoint,
 )
 
 

@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import InvariantBroken
-from minisgl.message import (
-    AbortReq,
-    LeaderStep,
-    Receiver,
-    Sender,
-    Shutdown,
-    ToScheduler,
-    endpoint,
-)
+from minisgl.message import Receiver, Sender, endpoint
+from minisgl.message.wire import AbortReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.scheduler.io import FollowerInbox, LeaderInbox, LocalInbox
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness

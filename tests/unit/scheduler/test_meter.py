@@ -3,7 +3,7 @@
 import numpy as np
 
 from minisgl.core import Batch, SamplingArrays
-from minisgl.message import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
+from minisgl.message.wire import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
 from minisgl.scheduler.meter import StepMeter
 from tests.unit.scheduler.fake_engine import FakeEngine
 from tests.unit.scheduler.harness import Harness

@@ -1,7 +1,7 @@
 """What the server talks to, as plain lists."""
 
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
-from minisgl.message import StepText, TextUpdate, Tokenized
+from minisgl.message.wire import StepText, TextUpdate, Tokenized
 from minisgl.server import Limits, ServerConfig
 from minisgl.server.client import EngineClient
 from minisgl.server.metrics import Metrics

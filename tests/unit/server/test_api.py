@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import WorkerDied
-from minisgl.message import AddReq, Ready, Sender, Shutdown, ToApi, endpoint
+from minisgl.message import Sender, endpoint
+from minisgl.message.wire import AddReq, Ready, Shutdown, ToApi
 from minisgl.server.api import ApiServer
 from minisgl.server.config import ChildSpec
 from tests.unit.server.fakes import CONFIG, FACTS

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
-from minisgl.message import AddReq, Ready
+from minisgl.message.wire import AddReq, Ready
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
 from minisgl.server.lifecycle import Lifecycle

@@ -13,7 +13,7 @@ from minisgl.core import (
     Overloaded,
     RequestError,
 )
-from minisgl.message import AbortReq, AddReq
+from minisgl.message.wire import AbortReq, AddReq
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generate import start, unless_disconnected
 from minisgl.server.params import COMPLETIONS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minisgl.message import Ready
+from minisgl.message.wire import Ready
 from minisgl.server.errors import NotReady
 from minisgl.server.lifecycle import Lifecycle, Phase, Pulse
 from tests.unit.server.fakes import FACTS

@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
-from minisgl.message import Ready, SchedulerStats, TextUpdate, Tokenized, TokenizeText
+from minisgl.message.wire import Ready, SchedulerStats, TextUpdate, Tokenized, TokenizeText
 from minisgl.server.app import build_app
 from minisgl.server.errors import EngineFailure, NotReady
 from minisgl.server.lifecycle import Lifecycle, Phase

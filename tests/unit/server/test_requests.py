@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minisgl.core import InvalidRequest, PromptTooLong, RequestError, Unsupported
-from minisgl.message import TokenizeChat
+from minisgl.message.wire import TokenizeChat
 from minisgl.server import Limits
 from minisgl.server.errors import error_reply
 from minisgl.server.generate import fit_max_tokens

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
-from minisgl.message import Finished, Opened, PromptLogprobs, TextSpec, TextUpdate, TokenLogprobs
+from minisgl.message.wire import (
+    Finished,
+    Opened,
+    PromptLogprobs,
+    TextSpec,
+    TextUpdate,
+    TokenLogprobs,
+)
 from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.answer import OpenAnswer
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
-from minisgl.message import Finished, Opened, StepOutput, TextSpec, TextUpdate
+from minisgl.message.wire import Finished, Opened, StepOutput, TextSpec, TextUpdate
 from minisgl.tokenizer import Detokenizer
 from tests.unit.tokenizer.test_stream import VOCABULARY, cut, ids_of
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import processors
 
 from minisgl.core import ConfigError
-from minisgl.message import DecodeIds, TokenizeChat, Tokenized, TokenizeText
+from minisgl.message.wire import DecodeIds, TokenizeChat, Tokenized, TokenizeText
 from minisgl.tokenizer import TemplateError, TextTokenizer
 from minisgl.tokenizer.worker import handle
 from tests.unit.tokenizer.conftest import byte_level
