@@ -83,7 +83,7 @@ def copy_bandwidth() -> float:
 
 def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
     """Layer kernels for each number of tokens, samplers and metadata for each number of rows."""
-    for count in (1, 16, 32):
+    for count in (1, 16, 64):
         for shape in _LINEARS:
             yield from (_linear(count, *shape, ours) for ours in (False, True))
     for count in tokens:

@@ -13,6 +13,7 @@ from minisgl.kernel.dispatch import (
     best_of_part,
     best_of_parts,
     count_blocks,
+    gated_linear,
     gather_embedding,
     kv_metadata,
     linear,
@@ -24,7 +25,7 @@ from minisgl.kernel.dispatch import (
     stage_tokens,
     update_pages,
 )
-from minisgl.kernel.elementwise import rope, store_kv
+from minisgl.kernel.elementwise import PendingNorm, rope, store_kv
 from minisgl.kernel.flashinfer_ahead import compile_flashinfer
 from minisgl.kernel.logits import EditTensors, TopLogprobs, edit_logits, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
@@ -34,6 +35,7 @@ from minisgl.kernel.step import StepLayout, StepViews
 __all__ = [
     "DecodeScratch",
     "EditTensors",
+    "PendingNorm",
     "SampledTokens",
     "SamplingTensors",
     "StepLayout",
@@ -50,6 +52,7 @@ __all__ = [
     "decode_scratch",
     "edit_logits",
     "filling",
+    "gated_linear",
     "gather_embedding",
     "gumbel_noise",
     "kv_metadata",

@@ -11,10 +11,12 @@ from torch.nn import functional
 
 from minisgl.kernel import elementwise, rotary, sampling, step
 from minisgl.kernel.decode import DecodeScratch
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
+from minisgl.kernel.tilings import Tiling, tiling_for
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """See minisgl.kernel.elementwise.rms_norm."""
     if not x.is_cpu:
         from minisgl.kernel.triton import norm
@@ -87,20 +89,48 @@ def qk_norm_rope_store(
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, arrived: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    arrived: Tensor | None = None,
+    norm: PendingNorm | None = None,
 ) -> Tensor:
-    """torch.nn.functional.linear; small bfloat16 steps on Hopper take a kernel where it wins.
+    """See minisgl.kernel.elementwise.linear; small bfloat16 steps on Hopper take a kernel of ours.
 
-    x: [..., K]; weight: [N, K]; bias: [N]. arrived: int32 zeros [N / 32] or more, which calls in
-    flight together must not share; without it torch is used. Graph-capturable.
+    arrived: int32 zeros [N / 8] or more, which calls in flight together must not share; without it
+    torch is used. Graph-capturable.
     """
-    if arrived is not None and _is_small(x, weight, bias):
+    return _linear(x, weight, bias, arrived, norm, gated=False)
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    arrived: Tensor | None = None,
+    norm: PendingNorm | None = None,
+) -> Tensor:
+    """See minisgl.kernel.elementwise.gated_linear, and linear for `arrived`."""
+    return _linear(x, weight, bias, arrived, norm, gated=True)
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arrived: Tensor | None,
+    norm: PendingNorm | None,
+    gated: bool,
+) -> Tensor:
+    tiling = _tiling(x, weight)
+    if norm is not None and (tiling is None or arrived is None or norm.squares is None):
+        x, norm = rms_norm(x, None, norm.eps), None
+    if tiling is not None and arrived is not None:
         from minisgl.kernel.triton import linear as kernels
 
-        tiling = kernels.tiling_for(x.shape[0], *weight.shape)
-        if tiling is not None:
-            return kernels.small_linear(x, weight, arrived, tiling)
-    return functional.linear(x, weight, bias)
+        return kernels.linear(x, weight, bias, arrived, tiling, norm, gated)
+    out = functional.linear(x, weight, bias)
+    return silu_and_mul(out) if gated else out
 
 
 def add_linear(
@@ -109,27 +139,31 @@ def add_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     arrived: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """See minisgl.kernel.elementwise.add_linear, and linear for `arrived`."""
-    if arrived is not None and _is_small(x, weight, bias):
+    tiling = _tiling(x, weight)
+    if tiling is not None and arrived is not None:
         from minisgl.kernel.triton import linear as kernels
 
-        tiling = kernels.tiling_for(x.shape[0], *weight.shape)
-        if tiling is not None:
-            return kernels.small_linear(x, weight, arrived, tiling, residual)
+        return kernels.add_linear(residual, x, weight, bias, arrived, tiling)
     return elementwise.add_linear(residual, x, weight, bias)
 
 
-def _is_small(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a kernel of ours can take this product."""
-    return (
-        not x.is_cpu
-        and bias is None
-        and x.dim() == 2
-        and x.shape[0] <= 64
-        and x.stride(1) == 1
-        and x.dtype == weight.dtype == torch.bfloat16
-    )
+def _tiling(x: Tensor, weight: Tensor) -> Tiling | None:
+    """For a product that our kernel takes."""
+    if (
+        x.is_cpu
+        or x.dim() != 2
+        or x.stride(1) != 1
+        or not x.dtype == weight.dtype == torch.bfloat16
+    ):
+        return None
+    tiling = tiling_for(len(x), *weight.shape)
+    if tiling is None:
+        return None
+    from minisgl.kernel.triton.overlap import is_hopper
+
+    return tiling if is_hopper() else None
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:

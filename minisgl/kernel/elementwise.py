@@ -1,23 +1,35 @@
-"""Torch references of the small kernels: norms, activation, rotation, KV store, embedding.
+"""Torch references of the layers' kernels: norms, products, activation, rotation, embedding.
 
 Each function fixes the signature and the meaning that its GPU kernel must have. They run on any
 device and in any float dtype; reductions are in float32. Nothing here synchronises with the host.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+class PendingNorm(NamedTuple):
+    """An RMSNorm, without weight, that is still to be applied to some x [T, H].
+
+    squares: float32 [parts, T], which add up to the sum of squares of each row; None: not known.
+    """
+
+    eps: float
+    squares: Tensor | None = None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Scale x by the inverse root mean square of its last dimension, then by `weight`.
 
-    x: [..., H]; weight: [H], the dtype of x. Returns a new [..., H] of x's dtype.
+    x: [..., H]; weight: [H], the dtype of x; None: ones. Returns a new [..., H] of x's dtype.
     Source: Zhang and Sennrich 2019; squared and averaged in float32, rounded before `weight`.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return wide.to(x.dtype) if weight is None else wide.to(x.dtype) * weight
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -29,13 +41,32 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm: PendingNorm | None) -> Tensor:
+    """x @ weight.T + bias, of a normed x where norm is given.
+
+    x: [..., K]; weight: [N, K]; bias: [N]. Returns [..., N].
+    """
+    x = x if norm is None else rms_norm(x, None, norm.eps)
+    return functional.linear(x, weight, bias)
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: PendingNorm | None
+) -> Tensor:
+    """silu_and_mul of `linear`. weight: [2I, K], rows of the gate first. Returns [..., I]."""
+    return silu_and_mul(linear(x, weight, bias, norm))
+
+
+def add_linear(
+    residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """residual + x @ weight.T + bias, rounded once without a bias; residual is overwritten.
 
-    residual: [T, N]; x: [T, K]; weight: [N, K]; bias: [N]. Returns residual.
+    residual: [T, N]; x: [T, K]; weight: [N, K]; bias: [N]. Returns residual and its squares, as in
+    PendingNorm, if they came about.
     """
     residual.addmm_(x, weight.t())
-    return residual if bias is None else residual.add_(bias)
+    return (residual if bias is None else residual.add_(bias)), None
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -3,18 +3,21 @@
 from minisgl.layers.embedding import VocabMatrix
 from minisgl.layers.linear import (
     ColumnParallelLinear,
+    GatedLinear,
     ReplicatedLinear,
     RowParallelLinear,
     share_counters,
 )
-from minisgl.layers.norm import RMSNorm, Stream, StreamNorm
+from minisgl.layers.norm import Normed, RMSNorm, Stream, StreamNorm
 from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope, rope_table
 from minisgl.layers.shards import Part, Placement, Sharded, split_evenly, split_heads
 
 __all__ = [
     "ColumnParallelLinear",
+    "GatedLinear",
     "LinearRope",
     "Llama3Rope",
+    "Normed",
     "Part",
     "Placement",
     "RMSNorm",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed import TPInfo
-from minisgl.kernel import add_linear, linear
-from minisgl.layers.norm import Stream
+from minisgl.kernel import add_linear, gated_linear, linear
+from minisgl.layers.norm import Normed, Stream
 from minisgl.layers.shards import Part, Placement
 
 
@@ -16,7 +16,7 @@ def _sibling(name: str, part: str) -> str:
     return f"{name.rpartition('.')[0]}.{part}"
 
 
-_ROWS_PER_COUNTER = 32
+_ROWS_PER_COUNTER = 8
 
 
 def share_counters(model: nn.Module, device: torch.device) -> None:
@@ -49,8 +49,8 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         self.counters: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.counters)
+    def forward(self, normed: Normed) -> Tensor:
+        return linear(normed.x, self.weight, self.bias, self.counters, normed.norm)
 
     def placements(self, name: str) -> Iterator[Placement]:
         offset = 0
@@ -62,6 +62,13 @@ class ColumnParallelLinear(nn.Module):
             if self.bias is not None:
                 yield Placement(f"{source}.bias", (part.full,), f"{name}.bias", *cut)
             offset += part.local
+
+
+class GatedLinear(ColumnParallelLinear):
+    """silu(gate) * up of two merged linears, in that order."""
+
+    def forward(self, normed: Normed) -> Tensor:
+        return gated_linear(normed.x, self.weight, self.bias, self.counters, normed.norm)
 
 
 class RowParallelLinear(nn.Module):
@@ -82,7 +89,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> Stream:
         """residual: [T, out_features], given up."""
         if self.tp.size == 1:
-            return Stream(add_linear(residual, x, self.weight, self.bias, self.counters))
+            total, squares = add_linear(residual, x, self.weight, self.bias, self.counters)
+            return Stream(total, squares=squares)
         return Stream(linear(x, self.weight, self.bias, self.counters), residual)
 
     def placements(self, name: str) -> Iterator[Placement]:

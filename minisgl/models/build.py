@@ -33,4 +33,6 @@ def build_model(
         load_weights(model, folder, show_progress=show_progress)
     elif device.type != "meta":
         fill_random(model)
+    if comm.tp.size == 1 and dtype is torch.bfloat16:  # what our products are for
+        model.fold_norms()
     return model.eval()

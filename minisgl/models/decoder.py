@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from minisgl.attention import StepAttention
 from minisgl.core import ConfigError
 from minisgl.distributed import Communicator
-from minisgl.kernel import qk_norm_rope_store, silu_and_mul
+from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers import (
     ColumnParallelLinear,
+    GatedLinear,
+    Normed,
     RMSNorm,
     RowParallelLinear,
     Stream,
@@ -62,10 +64,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.norm_eps) if normed else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if normed else None
 
-    def forward(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Stream:
+    def forward(self, normed: Normed, residual: Tensor, context: ForwardContext) -> Stream:
         q_norm, k_norm = self.q_norm, self.k_norm
         q = qk_norm_rope_store(
-            self.qkv_proj(x),
+            self.qkv_proj(normed),
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
@@ -90,11 +92,11 @@ class GatedMlp(nn.Module):
         super().__init__()
         cut = split_evenly("gate_proj", config.intermediate_size, comm.tp.rank, comm.tp.size)
         parts = (cut, cut._replace(name="up_proj"))
-        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, config.mlp_bias)
+        self.gate_up_proj = GatedLinear(config.hidden_size, parts, config.mlp_bias)
         self.down_proj = RowParallelLinear(cut, config.hidden_size, config.mlp_bias, comm.tp)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Stream:
-        stream: Stream = self.down_proj(silu_and_mul(self.gate_up_proj(x)), residual)
+    def forward(self, normed: Normed, residual: Tensor) -> Stream:
+        stream: Stream = self.down_proj(self.gate_up_proj(normed), residual)
         return stream
 
 
@@ -118,6 +120,12 @@ class DecoderLayer(nn.Module):
         end: Stream = self.mlp(*self.post_attention_layernorm(stream))
         return end
 
+    def fold_norms(self) -> None:
+        """Let products of one rank norm what they read."""
+        self.input_layernorm.fold_into(self.self_attn.qkv_proj.weight)
+        if isinstance(self.mlp, GatedMlp):
+            self.post_attention_layernorm.fold_into(self.mlp.gate_up_proj.weight)
+
 
 class Decoder(nn.Module):
     """Embedding, layers and final norm."""
@@ -134,8 +142,8 @@ class Decoder(nn.Module):
         stream = Stream(self.embed_tokens.embed(ids))
         for layer in self.layers:
             stream = layer(stream, context)
-        normed: Tensor = self.norm(stream)[0]
-        return normed
+        normed: Normed = self.norm(stream)[0]
+        return normed.x
 
 
 class CausalLM(nn.Module):
@@ -157,6 +165,12 @@ class CausalLM(nn.Module):
     def head(self) -> VocabMatrix:
         """What makes logits and tokens of hidden states."""
         return self.model.embed_tokens if self.config.tied_embeddings else self.lm_head
+
+    def fold_norms(self) -> None:
+        """Let products of one rank norm what they read; changes nothing but rounding."""
+        for module in self.modules():
+            if isinstance(module, DecoderLayer):
+                module.fold_norms()
 
 
 def local_kv_heads(config: ModelConfig, comm: Communicator) -> int:

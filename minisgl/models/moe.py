@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed import Communicator
-from minisgl.layers import Placement, ReplicatedLinear, Stream, split_evenly
+from minisgl.layers import Normed, Placement, ReplicatedLinear, Stream, split_evenly
 from minisgl.models.config import MoeConfig
 from minisgl.moe import ExpertWeights, MoeBackend
 
@@ -28,10 +28,10 @@ class MoeBlock(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * self.cut.local, hidden_size))
         self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, self.cut.local))
 
-    def forward(self, x: Tensor, residual: Tensor) -> Stream:
+    def forward(self, normed: Normed, residual: Tensor) -> Stream:
         weights = ExpertWeights(self.gate.weight, self.gate_up, self.down)
         moe = self.moe
-        out = self.backend.forward(x, weights, moe.experts_per_token, moe.renormalise)
+        out = self.backend.forward(normed.x, weights, moe.experts_per_token, moe.renormalise)
         return Stream(out, residual)
 
     def placements(self, name: str) -> Iterator[Placement]:

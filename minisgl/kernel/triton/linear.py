@@ -1,34 +1,35 @@
-"""x @ weight.T for few rows, added to a residual or alone.
+"""x @ weight.T for few rows, with what stands before and after it: a norm, a sum, an activation.
 
 The weight is read once, split over K so that all of the chip reads. A program holds BN rows of the
 weight as the tall operand of the matrix unit and BM of x as the narrow one, so few rows waste
 nothing. While the kernel before it ends, it has the beginning of its weights brought into L2. With
-splits > 1 each writes its float32 part to a workspace; the last to arrive at a tile adds the parts
+SPLITS > 1 each writes its float32 part to a workspace; the last to arrive at a tile adds the parts
 in order, so results do not change between runs.
 
-Bytes: 2 N K, and 8 M N for each split: small as long as M is.
+A norm in front needs but one factor for each row, which can as well be applied to the result. The
+product that made the row leaves the sum of its squares, by tile, beside it.
+
+Bytes: 2 N K, 2 M K for each tile of the weight (from L2), and 8 M N for each split.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
-
-from types import MappingProxyType
-from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor, float32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime import driver
 
+from minisgl.kernel.elementwise import PendingNorm
+from minisgl.kernel.tilings import Tiling
 from minisgl.kernel.triton.overlap import overlaps
 
-_AHEAD = 256  # columns of each row of the weight that are brought into L2
+_LOWEST_TILE = 32  # rows of the weight, of those that leave squares
 
 
 @triton.jit
-def _prefetch(rows, count, ROWS: tl.constexpr):
+def _prefetch(rows, count, ROWS: tl.constexpr, THREADS: tl.constexpr):
     """Bring `count` 2-byte elements at each of ROWS addresses into L2."""
-    PIECES: tl.constexpr = 128 // ROWS if ROWS < 128 else 1  # so that every thread has one
+    PIECES: tl.constexpr = THREADS // ROWS if ROWS < THREADS else 1  # so that every thread has one
     piece = tl.arange(0, PIECES)
     at = rows[:, None] + piece[None, :] * (count // PIECES)
     size = tl.zeros([ROWS, PIECES], tl.int32) + count * 2 // PIECES
@@ -42,146 +43,186 @@ def _prefetch(rows, count, ROWS: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "splits", "ahead"])
+@triton.jit(do_not_specialize=["num_rows", "num_squares", "ahead", "eps"])
 def _linear(
     x,
     weight,
+    bias,
+    squares,
     out,
+    out_squares,
     parts,
     arrived,
     num_rows,
-    N,
+    height,
     K,
     x_stride,
-    splits,
+    num_squares,
     ahead,
+    eps,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    SQUARES: tl.constexpr,
+    GATED: tl.constexpr,
     ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
+    THREADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
-    n = tile * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
+    """out has `height` columns. EARLY: what the result needs besides is loaded before the loop."""
+    program = tl.program_id(0)
+    row_tiles = tl.cdiv(num_rows, BM)  # neighbours read the same weights
+    tile = program // row_tiles
+    m = program % row_tiles * BM + tl.arange(0, BM)
+    inside = (m < num_rows)[None, :]
+    r = tl.arange(0, BN)
+    OUT: tl.constexpr = BN // 2 if GATED else BN
+    n = tile * OUT + r
+    if GATED:  # 8 rows of gate and of up in turn: a thread of the matrix unit holds both of a pair
+        n = tile * OUT + r // 16 * 8 + r % 8 + r // 8 % 2 * height
     k = tl.arange(0, BK)
-    steps = tl.cdiv(K, BK * splits)
-    begin = split * steps * BK
+    steps = K // (BK * SPLITS)
+    begin = tl.program_id(1) * steps * BK
     weight_row = weight + n.to(tl.int64) * K + begin
     if OVERLAP:
         gdc_launch_dependents()
-        _prefetch(weight_row, ahead, BN)
+        if ahead > 0:
+            _prefetch(weight_row, ahead, BN, THREADS)
         gdc_wait()
+    s = tl.arange(0, SQUARES)[:, None]
+    square_at = squares + s * num_rows + m[None, :]
+    square_mask = inside & (s < num_squares)
+    column = tile * OUT + tl.arange(0, OUT)[:, None]
+    out_at = out + m[None, :] * height + column
+    if EARLY:
+        if SQUARES > 1:
+            sums = tl.load(square_at, mask=square_mask, other=0.0)
+        if ADD:
+            carried = tl.load(out_at, mask=inside, other=0.0)
     weight_at = weight_row[:, None] + k[None, :]
     x_at = x + m[None, :] * x_stride + (begin + k)[:, None]
     total = tl.zeros([BN, BM], tl.float32)
-    for step in tl.range(0, tl.minimum(steps, tl.cdiv(K - begin, BK)), num_stages=STAGES):
+    for step in tl.range(0, steps, num_stages=STAGES):
         w = tl.load(weight_at + step * BK, eviction_policy="evict_first")
-        v = tl.load(x_at + step * BK, mask=(m < num_rows)[None, :], other=0.0)
+        v = tl.load(x_at + step * BK, mask=inside, other=0.0)
         total = tl.dot(w, v, total)
-    out_at = out + m[None, :] * N + n[:, None]
-    mask = (m < num_rows)[None, :] & (n < N)[:, None]
-    if splits == 1:
-        if ADD:
-            total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
-    else:
-        part_at = parts + m[None, :] * N + n[:, None]
-        tl.store(part_at + split * num_rows * N, total, mask=mask)
+    if SPLITS > 1:
+        part = parts + program * (SPLITS * BN * BM) + r[:, None] * BM + tl.arange(0, BM)[None, :]
+        tl.store(part + tl.program_id(1) * (BN * BM), total)
         tl.debug_barrier()
-        ticket = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-        if ticket == splits - 1:
-            total = tl.zeros([BN, BM], tl.float32)
-            for other in range(splits):
-                total += tl.load(part_at + other * num_rows * N, mask=mask, other=0.0)
-            if ADD:
-                total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
-            tl.store(arrived + tile, 0)
+        if tl.atomic_add(arrived + program, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
+            return
+        tl.store(arrived + program, 0)
+        total = tl.load(part, cache_modifier=".cg")
+        for other in range(1, SPLITS):
+            total += tl.load(part + other * (BN * BM), cache_modifier=".cg")
+    if SQUARES > 1:
+        if not EARLY:
+            sums = tl.load(square_at, mask=square_mask, other=0.0)
+        total *= tl.rsqrt(tl.sum(sums, axis=0) / K + eps)[None, :]
+    if BIAS:
+        total += tl.load(bias + n).to(tl.float32)[:, None]
+    if GATED:
+        pairs = tl.permute(tl.reshape(total, [BN // 16, 2, 8, BM]), (0, 2, 3, 1))
+        gate, up = tl.split(pairs)
+        total = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [OUT, BM])
+    if ADD:
+        if not EARLY:
+            carried = tl.load(out_at, mask=inside, other=0.0)
+        total += carried.to(tl.float32)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out_at, rounded, mask=inside)
+    if ADD:
+        wide = rounded.to(tl.float32)
+        tl.store(out_squares + tile * num_rows + m, tl.sum(wide * wide, axis=0), mask=m < num_rows)
 
 
-class Tiling(NamedTuple):
-    """Rows and columns of the weight in a tile, parts of K, loads in flight."""
-
-    rows: int
-    columns: int
-    splits: int
-    stages: int
-
-
-_DEEP = Tiling(64, 128, 1, 8)
-# (N, K): up to 16, 32 and 64 rows of x; None: cuBLAS was faster, alone or in a whole step. One
-# H200, 2026-11-21, torch 2.11, Triton 3.6, bf16, in CUDA graphs that alternate with a norm, over
-# weights that exceed the L2 cache. Those listed take 0.4 to 8 us less than cuBLAS.
-_TILINGS: Final = MappingProxyType(
-    {
-        (4096, 1024): (Tiling(64, 128, 2, 4),) * 2 + (None,),
-        (1024, 2048): (Tiling(64, 128, 8, 2), Tiling(32, 256, 4, 4), None),
-        (6144, 1024): (_DEEP, _DEEP, None),
-        (1024, 3072): (Tiling(64, 128, 6, 4),) * 2 + (None,),
-        (5120, 2048): (Tiling(64, 128, 1, 6),) * 2 + (None,),
-        (2048, 4096): (Tiling(64, 256, 4, 3), Tiling(64, 128, 4, 4), None),
-        (6144, 4096): (_DEEP, _DEEP, Tiling(64, 64, 1, 8)),
-        (4096, 4096): (Tiling(64, 128, 2, 8),) * 2 + (Tiling(64, 64, 2, 8),),
-        (24576, 4096): (Tiling(64, 128, 1, 3),) * 2 + (Tiling(64, 64, 1, 4),),
-        (4096, 12288): (Tiling(64, 128, 2, 8),) * 2 + (Tiling(64, 128, 2, 6),),
-        (7168, 5120): (_DEEP, _DEEP, Tiling(64, 128, 1, 6)),
-        (5120, 5120): (Tiling(64, 256, 1, 5), _DEEP, Tiling(64, 128, 1, 6)),
-        (34816, 5120): (Tiling(64, 128, 1, 3),) + (Tiling(128, 64, 1, 3),) * 2,
-        (5120, 17408): (Tiling(64, 64, 2, 7), _DEEP, None),
-    }
-)
-_ROWS: Final = (16, 32, 64)
-
-
-def tiling_for(num_rows: int, out_features: int, in_features: int) -> Tiling | None:
-    """The measured tiling that beats torch on this shape on Hopper, or None; None elsewhere."""
-    tilings = _TILINGS.get((out_features, in_features))
-    if tilings is None or not 0 < num_rows <= _ROWS[-1]:
-        return None
-    if driver.active.get_current_target().arch != 90:
-        return None
-    return tilings[sum(num_rows > rows for rows in _ROWS)]
-
-
-def small_linear(
-    x: Tensor, weight: Tensor, arrived: Tensor, tiling: Tiling, residual: Tensor | None = None
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arrived: Tensor,
+    tiling: Tiling,
+    norm: PendingNorm | None,
+    gated: bool,
 ) -> Tensor:
-    """x @ weight.T. x: [M, K], M up to 64, unit stride in K; weight: contiguous [N, K]; bf16.
+    """As the reference's linear or gated_linear. x: [M, K] with unit stride in K; bfloat16.
 
-    arrived: int32 [N / 32] or more, zeros before the first call and again after each; calls that
-    share it must follow one another on one stream. N and K divide into the tiling's tiles.
-    Returns a new [M, N], or residual, contiguous [M, N], with the product added to it. No host
-    sync; graph-capturable; the same result in every run.
+    weight: contiguous [N, K]; N and K divide into the tiling's tiles. norm.squares are known.
+    arrived: int32 [N / 8] or more, zeros before the first call and again after each; calls that
+    share it must follow one another on one stream. No host sync; graph-capturable; the same
+    result in every run.
     """
+    out = x.new_empty((len(x), len(weight) // 2 if gated else len(weight)))
+    _launch(x, weight, bias, arrived, tiling, out, norm=norm, gated=gated)
+    return out
+
+
+def add_linear(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arrived: Tensor,
+    tiling: Tiling,
+) -> tuple[Tensor, Tensor]:
+    """As the reference, with squares; see linear. residual: contiguous [M, N]."""
+    squares = x.new_empty((len(weight) // tiling.height, len(x)), dtype=float32)
+    _launch(x, weight, bias, arrived, tiling, residual, out_squares=squares)
+    return residual, squares
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arrived: Tensor,
+    tiling: Tiling,
+    out: Tensor,
+    *,
+    norm: PendingNorm | None = None,
+    gated: bool = False,
+    out_squares: Tensor | None = None,
+) -> None:
     num_rows, width = x.shape
-    height = weight.shape[0]
-    out = x.new_empty((num_rows, height)) if residual is None else residual
+    programs = len(weight) // tiling.height * triton.cdiv(num_rows, tiling.rows)
     parts = out
     if tiling.splits > 1:
-        parts = x.new_empty((tiling.splits, num_rows, height), dtype=float32)
+        parts = x.new_empty((programs, tiling.splits, tiling.height, tiling.rows), dtype=float32)
+    squares = None if norm is None else norm.squares
     overlap = overlaps()
-    _linear[(height // tiling.rows, tiling.splits)](
+    _linear[(programs, tiling.splits)](
         x,
         weight,
+        out if bias is None else bias,
+        out if squares is None else squares,
         out,
+        out if out_squares is None else out_squares,
         parts,
         arrived,
         num_rows,
-        height,
+        out.shape[1],
         width,
         x.stride(0),
-        tiling.splits,
-        min(_AHEAD, width // tiling.splits),
-        BM=max(triton.next_power_of_2(num_rows), 16),
-        BN=tiling.rows,
+        0 if squares is None else len(squares),
+        min(tiling.ahead, width // tiling.splits),
+        0.0 if norm is None else norm.eps,
+        BM=tiling.rows,
+        BN=tiling.height,
         BK=tiling.columns,
+        SPLITS=tiling.splits,
         STAGES=tiling.stages,
-        ADD=residual is not None,
+        SQUARES=1 if squares is None else triton.next_power_of_2(width // _LOWEST_TILE),
+        GATED=gated,
+        ADD=out_squares is not None,
+        BIAS=bias is not None,
+        EARLY=tiling.rows <= 32 and tiling.splits == 1,
+        THREADS=32 * tiling.warps,
         OVERLAP=overlap,
-        num_warps=tiling.rows // 16 if tiling.rows > 64 else 4,
+        num_warps=tiling.warps,
         launch_pdl=overlap,
     )
-    return out

@@ -29,6 +29,7 @@ def _norm(
     width,
     eps,
     ADD: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -37,7 +38,8 @@ def _norm(
     cols = tl.arange(0, BLOCK)
     inside = cols < width
     mask = (rows < num_rows)[:, None] & inside[None, :]
-    scale = tl.load(weight + cols, mask=inside, other=0.0)
+    if SCALE:
+        scale = tl.load(weight + cols, mask=inside, other=0.0)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -50,12 +52,15 @@ def _norm(
     wide = value.to(tl.float32)
     mean = tl.sum(wide * wide, axis=1) / width
     normed = (wide * tl.rsqrt(mean + eps)[:, None]).to(value.dtype)
-    scaled = normed.to(tl.float32) * scale.to(tl.float32)[None, :]
+    if SCALE:
+        normed = (normed.to(tl.float32) * scale.to(tl.float32)[None, :]).to(value.dtype)
     at = out + rows[:, None] * out_stride + cols[None, :]
-    tl.store(at, scaled.to(value.dtype), mask=mask)
+    tl.store(at, normed, mask=mask)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, eps: float
+) -> None:
     """x, residual, out: [N, H] with a contiguous last dimension."""
     num_rows, width = x.shape
     if num_rows == 0:
@@ -68,7 +73,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     _norm[(triton.cdiv(num_rows, rows),)](
         x,
         other,
-        weight,
+        x if weight is None else weight,
         out,
         x.stride(0),
         other.stride(0),
@@ -77,6 +82,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         width,
         eps,
         ADD=residual is not None,
+        SCALE=weight is not None,
         ROWS=rows,
         BLOCK=block,
         OVERLAP=overlap,
@@ -85,7 +91,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """As the reference. x: [..., H], H up to 8192 at full speed. Returns a new tensor."""
     out = x.new_empty(x.shape)
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])

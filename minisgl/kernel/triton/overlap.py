@@ -24,6 +24,11 @@ def overlaps() -> bool:
     return not knobs.runtime.interpret and _arch(driver.active) >= 90
 
 
+def is_hopper() -> bool:
+    """Whether kernels run on compute capability 9.0, or are compiled for it."""
+    return not knobs.runtime.interpret and _arch(driver.active) == 90
+
+
 @lru_cache(maxsize=4)
 def _arch(active: object) -> int:
     target = active.get_current_target()  # type: ignore[attr-defined]

@@ -43,7 +43,9 @@ def test_add_linear_adds_in_place(generator: torch.Generator, biased: bool) -> N
     residual = torch.randn(3, 5, generator=generator)
     bias = torch.randn(5, generator=generator) if biased else None
     expected = residual + torch.nn.functional.linear(x, weight, bias)
-    assert add_linear(residual, x, weight, bias) is residual
+    total, squares = add_linear(residual, x, weight, bias)
+    assert total is residual
+    assert squares is None
     torch.testing.assert_close(residual, expected)
 
 

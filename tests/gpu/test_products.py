@@ -1,0 +1,124 @@
+"""Products of few rows by our Triton kernel, with all that may stand before and after them.
+
+Against float64 on fresh random input. With TRITON_INTERPRET=1 on CPU, in float32.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, rms_norm
+from minisgl.kernel.tilings import Tiling
+from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
+from tests.gpu.test_kernels import pytestmark as pytestmark
+
+# The interpreter multiplies the bits of bfloat16 matrices.
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+LIMIT = 1e-5 if INTERPRETED else 6e-3
+TILINGS = pytest.mark.parametrize(
+    "tiling",
+    [
+        Tiling(16, 64, 128, 1, 4, 4),
+        Tiling(16, 64, 128, 8, 3, 4, ahead=128),
+        Tiling(32, 32, 256, 1, 3, 4, ahead=0),
+        Tiling(64, 64, 128, 2, 3, 4, ahead=512),
+        Tiling(64, 128, 64, 1, 4, 8, ahead=2048),
+        Tiling(128, 64, 64, 4, 4, 4),
+        Tiling(128, 128, 64, 1, 4, 8),
+    ],
+    ids=lambda tiling: "-".join(map(str, tiling)),
+)
+ROWS = pytest.mark.parametrize("rows", [1, 16, 23, 64, 65, 128, 200, 256])
+WIDTH, HEIGHT = 2048, 512
+
+
+def counters() -> Tensor:
+    return torch.zeros(HEIGHT // 8, dtype=torch.int32, device=DEVICE)
+
+
+@TILINGS
+@ROWS
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("normed", [False, True], ids=["as-it-is", "normed"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bool) -> None:
+    """Twice with the same counters: each call leaves them as it found them."""
+    from minisgl.kernel.triton import linear as kernels
+
+    wider = normal(rows, 2 * WIDTH, dtype=DTYPE) * 3
+    x, weight = wider[:, WIDTH:], normal(HEIGHT, WIDTH, dtype=DTYPE) / WIDTH**0.5
+    bias = normal(HEIGHT, dtype=DTYPE) if biased else None
+    wide, norm = x.double(), None
+    if normed:
+        squares = wide.square().view(rows, 32, -1).sum(-1).t().float().contiguous()
+        norm = PendingNorm(1e-6, squares)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+    expected = wide @ weight.double().T + (0 if bias is None else bias.double())
+    if gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    arrived = counters()
+    outs = [kernels.linear(x, weight, bias, arrived, tiling, norm, gated) for _ in range(2)]
+    assert error(outs[0], expected) < LIMIT
+    assert torch.equal(*outs)
+    assert not arrived.any()
+
+
+@TILINGS
+@ROWS
+def test_add_linear_leaves_squares(tiling: Tiling, rows: int) -> None:
+    from minisgl.kernel.triton import linear as kernels
+
+    x, weight = normal(rows, WIDTH, dtype=DTYPE), normal(HEIGHT, WIDTH, dtype=DTYPE) / 32
+    before, bias = normal(rows, HEIGHT, dtype=DTYPE) * 5, normal(HEIGHT, dtype=DTYPE)
+    expected = before.double() + x.double() @ weight.double().T + bias.double()
+    arrived = counters()
+    results = []
+    for _ in range(2):
+        residual = before.clone()
+        total, squares = kernels.add_linear(residual, x, weight, bias, arrived, tiling)
+        assert total is residual
+        assert squares.shape == (HEIGHT // tiling.height, rows)
+        assert error(total, expected) < LIMIT
+        assert error(squares.sum(0), total.double().square().sum(-1)) < 1e-5
+        results.append((total, squares))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert not arrived.any()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32, 100])
+def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
+    """A long chain in a graph, where each kernel starts while others end, gives to the bit what
+    the same kernels give with a wait after each."""
+    if INTERPRETED:
+        pytest.skip("the interpreter has no CUDA graphs")
+    up = [normal(6144, 1024, dtype=DTYPE) / 32 for _ in range(24)]
+    down = [normal(1024, 3072, dtype=DTYPE) / 32 for _ in range(24)]
+    counters = torch.zeros(768, dtype=torch.int32, device=DEVICE)
+    start, stream = normal(rows, 1024, dtype=DTYPE), torch.cuda.Stream()
+
+    def chain(pause: Callable[[], object]) -> Tensor:
+        stream, squares = start.clone(), None
+        for first, second in zip(up, down, strict=True):
+            hidden = gated_linear(stream, first, None, counters, PendingNorm(1e-6, squares))
+            pause()
+            stream, squares = add_linear(stream, hidden, second, None, counters)
+            pause()
+        return linear(rms_norm(stream, None, 1e-6), up[0], None, counters)
+
+    expected = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = chain(lambda: None)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+    plain = start.clone()
+    for first, second in zip(up, down, strict=True):
+        plain = plain + gated_linear(rms_norm(plain, None, 1e-6), first) @ second.T
+    plain = linear(rms_norm(plain, None, 1e-6), up[0])
+    assert error(expected, plain) < 2e-2

@@ -1,0 +1,40 @@
+"""Tilings of products: they divide their shapes, fill the GPU and fit its shared memory."""
+
+import pytest
+
+from minisgl.kernel.tilings import tiling_for
+
+SHARED_MEMORY_BYTES = 227 * 1024  # of a multiprocessor of compute capability 9.0
+SHAPES = [
+    *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),  # Qwen3-0.6B
+    *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),  # 8B
+    *((3584, 5120), (5120, 2560), (17408, 5120), (5120, 8704)),  # 14B on two ranks
+    *((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),  # Qwen2.5-7B
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 48, 64])
+def test_tilings_fit_shape_and_chip(shape: tuple[int, int], rows: int) -> None:
+    height, width = shape
+    tiling = tiling_for(rows, height, width)
+    assert tiling is not None
+    assert tiling.rows >= rows
+    assert height % tiling.height == 0
+    assert width % (tiling.columns * tiling.splits) == 0
+    part = width // tiling.splits
+    assert 2 <= tiling.stages <= part // tiling.columns
+    assert tiling.ahead <= part
+    assert tiling.ahead % 16 == 0  # 16 bytes for each of two threads of a row
+    assert height // tiling.height * tiling.splits >= 56
+    held = 2 * tiling.columns * tiling.stages * (tiling.rows + tiling.height)
+    assert held < SHARED_MEMORY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rows", "height", "width"),
+    [(0, 4096, 4096), (65, 4096, 4096), (1, 1000, 4096), (1, 4096, 1000)],
+    ids=["no-rows", "many-rows", "odd-height", "odd-width"],
+)
+def test_what_does_not_fit_is_left_to_torch(rows: int, height: int, width: int) -> None:
+    assert tiling_for(rows, height, width) is None
