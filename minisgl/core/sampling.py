@@ -1,6 +1,7 @@
 """Sampling parameters of one request, already validated and with every default filled in."""
 
 import math
+import secrets
 from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
@@ -70,6 +71,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """The engine must do more than choose a token by temperature and filters."""
         asks = self.logprobs is not None or self.prompt_logprobs is not None
         return asks or self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+
+    def seeded(self) -> "SamplingParams":
+        """With a fresh seed where none is given: two requests for the same thing differ.
+
+        From the system's randomness: a seed that counts up would give the same answers again after
+        every restart.
+        """
+        if self.seed is not None:
+            return self
+        return msgspec.structs.replace(self, seed=secrets.randbelow(MAX_SEED))
 
     def validate(self) -> None:
         """Raise InvalidRequest that names the first parameter out of its range."""

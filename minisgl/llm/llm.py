@@ -1,17 +1,13 @@
 """`LLM`: generate and chat without a server. Same scheduler, only input and output replaced."""
 
 import logging
-import secrets
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 from tqdm import tqdm
 
 from minisgl.core import (
-    MAX_SEED,
     ConfigError,
     EngineConfig,
     FinishReason,
@@ -156,12 +152,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _run(
@@ -233,14 +224,7 @@ class LLM:
             raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts")
         for one in params:
             one.validate()
-        return [_seeded(one) for one in params]
-
-
-def _seeded(params: SamplingParams) -> SamplingParams:
-    """A fresh seed for who gave none: two calls differ, as two requests to a server do."""
-    if params.seed is not None:
-        return params
-    return msgspec.structs.replace(params, seed=secrets.randbelow(MAX_SEED))
+        return [one.seeded() for one in params]
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -21,35 +21,28 @@ class Fields:
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(key, value, "a positive integer")
-        return value
+        return int(
+            self._checked(key, value, type(value) is int and value > 0, "a positive integer")
+        )
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(key, value, "a number")
-        return float(value)
+        return float(self._checked(key, value, type(value) in (int, float), "a number"))
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         value = self._required(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
-        return value
+        return bool(self._checked(key, value, type(value) is bool, "true or false"))
 
     def integers(self, key: str) -> list[int]:
         """A list of integers, empty when absent."""
         value = self.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-            raise self._wrong(key, value, "a list of integers")
-        return value
+        holds = isinstance(value, list) and all(isinstance(item, int) for item in value)
+        return list(self._checked(key, value, holds, "a list of integers"))
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """A JSON object, empty when absent."""
         value = self.get(key, {})
-        if not isinstance(value, Mapping):
-            raise self._wrong(key, value, "an object")
-        return value
+        return dict(self._checked(key, value, isinstance(value, Mapping), "an object"))
 
     def _required(self, key: str, default: Any) -> Any:
         value = self.get(key, default)
@@ -57,5 +50,7 @@ class Fields:
             raise ConfigError(f"{self._where} has no {key}")
         return value
 
-    def _wrong(self, key: str, value: Any, rule: str) -> ConfigError:
-        return ConfigError(f"{self._where}: {key} must be {rule}, not {value!r}")
+    def _checked(self, key: str, value: Any, holds: bool, rule: str) -> Any:
+        if not holds:
+            raise ConfigError(f"{self._where}: {key} must be {rule}, not {value!r}")
+        return value

@@ -52,8 +52,8 @@ def integer(low: int = -_INT64, high: int = _INT64 - 1, limit: str | None = None
         if type(value) is not int:
             raise reject(param, f"must be an integer, not {type_name(value)}")
         if not low <= value <= high:
-            range_text = _range_text("must be an integer", low, high)
-            raise reject(param, range_text, limit if value > high else None)
+            rule = f"must be an integer from {low} to {high}"
+            raise reject(param, rule, limit if value > high else None)
         return int(value)
 
     return Check(check, {"type": "integer", "minimum": low, "maximum": high})
@@ -148,11 +148,3 @@ def _json_object(param: str, value: Any) -> dict[str, Any]:
 
 
 json_object = Check(_json_object, {"type": "object"})
-
-
-def _range_text(start: str, low: int, high: int) -> str:
-    if low > -_INT64 and high < _INT64 - 1:
-        return f"{start} from {low} to {high}"
-    if low > -_INT64:
-        return f"{start} of at least {low}, within 64 bits"
-    return f"{start} within 64 bits"

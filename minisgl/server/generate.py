@@ -1,7 +1,6 @@
 """One call from validated request to texts: tokenize, check against the model, submit, wait."""
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -105,7 +104,7 @@ def fit_max_tokens(
             f"the context length is {context} tokens",
             param=param,
         )
-    return _with(sampling, max_tokens=context - size)
+    return msgspec.structs.replace(sampling, max_tokens=context - size)
 
 
 async def read_body(lifecycle: Lifecycle, request: Request) -> tuple[bytes, ModelFacts]:
@@ -170,16 +169,8 @@ def _add_req(
 
 
 def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
-    """Each sibling draws by a seed of its own: fresh, or derived from the one that was given.
-
-    Fresh ones come from the system's randomness: a seed that counts up would give the same
-    answers again after every restart.
-    """
-    if sampling.seed is None:
-        return _with(sampling, seed=secrets.randbelow(MAX_SEED))
+    """Each sibling draws by a seed of its own: fresh, or derived from the one that was given."""
+    if sampling.seed is None or sibling == 0:
+        return sampling.seeded()
     seed = sampling.seed + sibling
-    return _with(sampling, seed=seed if seed <= MAX_SEED else seed - 2**64)
-
-
-def _with(sampling: SamplingParams, **changes: Any) -> SamplingParams:
-    return msgspec.structs.replace(sampling, **changes)
+    return msgspec.structs.replace(sampling, seed=seed if seed <= MAX_SEED else seed - 2**64)

@@ -26,7 +26,10 @@ def handle(
         if isinstance(message, wire.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
-            ids = _encode_chat(tokenizer, message, timeout_s)
+            messages, options = map(
+                json.loads, (message.messages_json, message.template_kwargs_json)
+            )
+            ids = tokenizer.encode_chat(messages, options, timeout_s)
         return wire.Tokenized(uid=message.uid, token_ids=array.array("i", ids).tobytes())
     except TemplateError as error:
         return wire.Tokenized(uid=message.uid, error=str(error), limit=error.limit)
@@ -38,14 +41,6 @@ def handle(
         return wire.Tokenized(
             uid=message.uid, error="the prompt could not be tokenized", internal=True
         )
-
-
-def _encode_chat(
-    tokenizer: TextTokenizer, message: wire.TokenizeChat, timeout_s: float | None
-) -> list[int]:
-    return tokenizer.encode_chat(
-        json.loads(message.messages_json), json.loads(message.template_kwargs_json), timeout_s
-    )
 
 
 def run_tokenizer(

@@ -7,19 +7,7 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-_FORMAT = "%(asctime)s %(levelname)-7s %(role)s[%(process)d] %(name)s: %(message)s"
-
-
-class _RoleFilter(logging.Filter):
-    """Adds the role of this process to each record."""
-
-    def __init__(self, role: str) -> None:
-        super().__init__()
-        self._role = role
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.role = self._role
-        return True
+_FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s"
 
 
 class _OneLine(logging.Formatter):
@@ -32,6 +20,10 @@ class _OneLine(logging.Formatter):
 class _Json(logging.Formatter):
     """One JSON object per record, tracebacks inside; the fields of `log_event` are members."""
 
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
     def format(self, record: logging.LogRecord) -> str:
         fields = record.args if isinstance(record.args, Mapping) else {}
         moment = datetime.fromtimestamp(record.created, UTC)
@@ -39,7 +31,7 @@ class _Json(logging.Formatter):
             **fields,
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
-            "role": getattr(record, "role", ""),
+            "role": self._role,
             "pid": record.process,
             "logger": record.name,
             "message": record.getMessage(),
@@ -55,8 +47,8 @@ def setup_logging(role: str, level: str, log_format: str = "text") -> None:
     log_format: text, or json for one object per line.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if log_format == "json" else _OneLine(_FORMAT))
-    handler.addFilter(_RoleFilter(role))
+    in_text = _OneLine(_FORMAT.format(role=role))
+    handler.setFormatter(_Json(role) if log_format == "json" else in_text)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

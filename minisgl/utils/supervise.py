@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, MappingProxyType, TracebackType
+from types import FrameType, MappingProxyType
 from typing import NamedTuple, Self
 
 CONFIG_EXIT = 2  # a ConfigError has been reported; the same code as a wrong command line
@@ -153,12 +153,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill_all()
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
