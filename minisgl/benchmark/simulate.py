@@ -31,7 +31,10 @@ from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
 
 _HOST_S = 0.0003  # between the end of a step and the launch of the next but one
 # Qwen3-8B, bfloat16, on one H200, by the steps in docs/benchmarks.md.
-DEFAULT_COST = "42,0.95,1:4.4,64:4.75,128:5.2,256:7.3,512:11.9,640:15.4,1024:23.5,2048:46.5"
+DEFAULT_COST = (
+    "36,1.44,1:4.3,8:4.4,32:4.65,64:4.95,128:5.95,256:7.5,384:10.2,448:11.2,512:11.5,640:14.6,"
+    "768:18,1024:21,2048:40"
+)
 
 
 def read_cost(text: str) -> StepCost:

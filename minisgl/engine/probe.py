@@ -87,7 +87,7 @@ def calibrate(
     """
     timings: list[Timing] = []
     spent_ns = 0
-    for shape in _shapes(engine.max_running_reqs, engine.max_seq_len):
+    for shape in _shapes(engine.max_seq_len):
         if len(timings) > 1 and spent_ns > _TIME_LIMIT_NS:
             break
         batch = probe_batch(engine, dummy_page, shape)
@@ -111,20 +111,19 @@ def calibrate(
     return fit(timings)
 
 
-def _shapes(rows: int, max_seq_len: int) -> list[Shape]:
-    """Steps without context, and some of them again with one, in about the order of their time.
+def _shapes(max_seq_len: int) -> list[Shape]:
+    """In about the order of their time. Some come again with a context, or with a longer one.
 
-    Small ones only decode; the larger hold some decode reqs beside a chunk, as steps do for which
-    a price is asked.
+    Small ones only decode; the larger hold a decode req beside a chunk, both behind a context as
+    those have for which a price is asked: the first tokens of a prompt take less.
     """
     half, far = min(max_seq_len - 1, 2048) // 2, min(max_seq_len * 3 // 4, 8192)
     shapes = [Shape(1, 0, 1), Shape(1, 15, 1)]
     for reqs in (8, 32, 64, 128):
         shapes += [Shape(reqs, 0, 1), Shape(reqs, 0, half)]
-    beside = min(32, rows // 2)
-    mixed = [Shape(beside, size - beside, 1) for size in (256, 384, 448, 512, 640, 768)]
-    shapes += [*mixed, Shape(1, 447, far)]
-    return shapes + [Shape(beside, size - beside, 1) for size in (1024, 2048, 4096, 8192)]
+    shapes += [Shape(1, size - 1, half) for size in (256, 384, 448, 512, 640, 768)]
+    shapes.append(Shape(1, 447, far))
+    return shapes + [Shape(1, size - 1, half) for size in (1024, 2048, 4096, 8192)]
 
 
 def _durations_ns(engine: EngineLike, batch: Batch, clock_ns: Callable[[], int]) -> list[int]:
@@ -163,8 +162,8 @@ def _work(batch: Batch) -> tuple[int, int, int]:
 
 
 def fit(timings: list[Timing]) -> StepCost:
-    """Prices of keys and pairs from shapes timed without a context, then with one; what remains of
-    those without is the price of their tokens, lowered to that of a larger step where it is more.
+    """Prices of keys and pairs from shapes timed again with a longer context; what remains of the
+    first timing is the price of their tokens, lowered to that of a larger step where it is more.
     """
     near: dict[int, Timing] = {}
     for timing in timings:
