@@ -198,7 +198,6 @@ class Engine:
         return LaunchedStep(batch, inputs, chosen, logprobs, by_graph)
 
     def facts(self) -> ModelFacts:
-        """What the front end must know."""
         model = self._model_config
         return ModelFacts(
             max_seq_len=self.max_seq_len,

@@ -59,7 +59,6 @@ class Generation:
         return cls(index, TextStream(vocabulary, prompt[-8:], stop), whole)
 
     def open(self, opened: wire.Opened) -> None:
-        """Its first output is about to come."""
         self.prompt_tokens, self.cached_tokens = opened.prompt_tokens, opened.cached_tokens
 
     def push(self, token_id: int, ends_by_stop: bool) -> Piece | None:

@@ -297,7 +297,6 @@ class EngineClient:
     async def decode(
         self, token_ids: TokenArray, skip_special: bool, call: Generation | None = None
     ) -> str:
-        """The text of ids."""
         question = wire.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
         answer = await self._ask(question, call)
         if isinstance(answer, wire.Tokenized):

@@ -103,7 +103,6 @@ class Metrics:
                 self.on_started(phase, seconds)
 
     def on_started(self, phase: str, seconds: float) -> None:
-        """This phase of the start took so long."""
         self._startup.labels(phase).set(seconds)
 
     def on_stats(self, stats: wire.SchedulerStats) -> None:
@@ -148,7 +147,6 @@ class Metrics:
             self._observe("time_per_output_token_seconds", decode_s / later_tokens)
 
     def on_limit(self, name: str) -> None:
-        """Someone has exceeded this limit."""
         self._count("limits_exceeded_total", 1, name)
         self._renew()
 
@@ -167,7 +165,6 @@ class Metrics:
         self._count("requests_total", 1, "error")
 
     def on_http(self, route: str, method: str, code: int) -> None:
-        """An answer has begun."""
         known = method if method in _METHODS else "other"
         self._answers.labels(route, known, str(code)).inc()
 

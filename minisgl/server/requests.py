@@ -173,13 +173,11 @@ class RequestReader:
     def text_prompt(
         self, param: str, value: Any, facts: ModelFacts, add_special: bool = True
     ) -> Prompt:
-        """Text, checked."""
         text = checks.string(empty=False)(param, value)
         self._check_chars(param, len(text), facts)
         return wire.TokenizeText(text=text, add_special=add_special)
 
     def ids_prompt(self, param: str, value: Any, facts: ModelFacts) -> TokenArray:
-        """Ids, checked."""
         if not isinstance(value, list):
             rule = f"must be an array of token ids, not {checks.type_name(value)}"
             raise checks.reject(param, rule)

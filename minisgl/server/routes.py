@@ -34,7 +34,6 @@ def tokenize_check(table: ParamTable) -> checks.Check:
 
 
 def detokenize_check(table: ParamTable) -> checks.Check:
-    """What /detokenize takes."""
     ids = checks.Check(as_it_is, IDS_PROMPT)
     known = {"model": table.model, "tokens": ids, "skip_special_tokens": checks.boolean}
     return checks.fields(known, required=("tokens",))

@@ -40,7 +40,7 @@ def _chat(client: ChatClient) -> None:
     session: PromptSession[str] = PromptSession(
         completer=WordCompleter(list(COMMANDS), sentence=True), complete_while_typing=False
     )
-    Shell(client, lambda text: session.prompt(text)).run()
+    Shell(client, session.prompt).run()
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import TextIO
 
 from minisgl.shell.client import ChatClient, Message, ServerError
 from minisgl.utils import near_names
@@ -15,26 +15,18 @@ COMMANDS = {
 }
 
 
-class _Prompt(Protocol):
-    def __call__(self, text: str, /) -> str:
-        """One line from the person. Raises EOFError to leave, KeyboardInterrupt to start anew."""
-        ...
-
-
 class Shell:
-    """The conversation so far and how to go on with it."""
+    """The conversation so far and how to go on with it.
+
+    prompt: one line from the person; raises EOFError to leave, KeyboardInterrupt to start anew.
+    """
 
     def __init__(
-        self,
-        client: ChatClient,
-        prompt: _Prompt,
-        write: Callable[[str], object] = sys.stdout.write,
-        flush: Callable[[], object] = sys.stdout.flush,
+        self, client: ChatClient, prompt: Callable[[str], str], out: TextIO = sys.stdout
     ) -> None:
         self._client = client
         self._prompt = prompt
-        self._write = write
-        self._flush = flush
+        self._out = out
         self._messages: list[Message] = []
 
     def run(self) -> None:
@@ -80,8 +72,7 @@ class Shell:
         try:
             for part in stream:
                 parts.append(part)
-                self._write(part)
-                self._flush()
+                self._say(part, end="")
             self._say("")
         except KeyboardInterrupt:
             self._say("\n(stopped)")
@@ -94,6 +85,5 @@ class Shell:
         else:
             self._messages.pop()
 
-    def _say(self, text: str) -> None:
-        self._write(text + "\n")
-        self._flush()
+    def _say(self, text: str, end: str = "\n") -> None:
+        print(text, end=end, file=self._out, flush=True)

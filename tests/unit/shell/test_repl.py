@@ -1,5 +1,6 @@
 """The conversation, with a scripted person and a scripted server."""
 
+import io
 from collections.abc import Generator, Iterator
 
 from minisgl.shell import ServerError, Shell
@@ -22,7 +23,7 @@ class FakeClient:
 
 def run(client: FakeClient, *lines: str | BaseException) -> str:
     script: Iterator[str | BaseException] = iter(lines)
-    output: list[str] = []
+    output = io.StringIO()
 
     def prompt(text: str) -> str:
         line = next(script, EOFError())
@@ -30,8 +31,8 @@ def run(client: FakeClient, *lines: str | BaseException) -> str:
             raise line
         return line
 
-    Shell(client, prompt, output.append, lambda: None).run()  # type: ignore[arg-type]
-    return "".join(output)
+    Shell(client, prompt, output).run()  # type: ignore[arg-type]
+    return output.getvalue()
 
 
 def test_conversation_goes_on_and_reset_forgets_it() -> None:
