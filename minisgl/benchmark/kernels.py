@@ -21,12 +21,11 @@ _CALLS = 32  # captured in one graph
 _REPLAYS = 15
 _ROTATED_BYTES = 256 << 20
 _VOCAB = 151_936
-# (N, K) of qkv, o, gate and up, down.
-_LINEARS = (
-    *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),  # Qwen3-0.6B
-    *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),  # 8B
-    *((7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408)),  # 14B
-)
+_HIDDEN_SIZES = {  # of the stream, of queries, of queries with keys and values, inside of the MLP
+    "Qwen3-0.6B": (1024, 2048, 4096, 3072),
+    "Qwen3-8B": (4096, 4096, 6144, 12288),
+    "Qwen3-14B": (5120, 5120, 7168, 17408),
+}
 
 
 class Case(NamedTuple):
@@ -83,9 +82,9 @@ def copy_bandwidth() -> float:
 
 def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
     """Layer kernels for each number of tokens, samplers and metadata for each number of rows."""
-    for count in (1, 16, 64):
-        for shape in _LINEARS:
-            yield from (_linear(count, *shape, ours) for ours in (False, True))
+    for model in _HIDDEN_SIZES:
+        for count in (1, 16, 32, 64, 96, 128, 192, 256):
+            yield from (_layer(model, count, ours) for ours in (False, True))
     for count in tokens:
         for hidden, q_heads, kv_heads, inner in ((1024, 16, 8, 3072), (4096, 32, 8, 12288)):
             yield _add_rms_norm(count, hidden)
@@ -106,14 +105,28 @@ def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-def _linear(rows: int, height: int, width: int, ours: bool) -> Case:
-    def make() -> Callable[[], object]:
-        x, weight = _normal(rows, width), _normal(height, width)
-        arrived = _integers(1, height) if ours else None
-        return lambda: kernel.linear(x, weight, None, arrived)
+def _layer(model: str, rows: int, ours: bool) -> Case:
+    """A dense layer of one rank without its attention, as the decoder runs it."""
+    hidden, queries, heads, inner = _HIDDEN_SIZES[model]
+    shapes = ((heads, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
 
-    name = f"linear {rows} x {height} x {width}, {'ours where faster' if ours else 'torch'}"
-    return Case(name, 2 * height * width, make)
+    def make() -> Callable[[], object]:
+        qkv, o, gate_up, down = (_normal(*shape) / shape[1] ** 0.5 for shape in shapes)
+        arrived = _integers(1, inner) if ours else None
+        stream, squares = _normal(rows, hidden), None
+
+        def call() -> None:
+            nonlocal squares
+            norm = kernel.PendingNorm(1e-6, squares)
+            x = kernel.linear(stream, qkv, None, arrived, norm)[:, :queries]
+            norm = kernel.PendingNorm(1e-6, kernel.add_linear(stream, x, o, None, arrived)[1])
+            x = kernel.gated_linear(stream, gate_up, None, arrived, norm)
+            squares = kernel.add_linear(stream, x, down, None, arrived)[1]
+
+        return call
+
+    name = f"layer {model} {rows} rows, {'ours where faster' if ours else 'cuBLAS, norms, silu'}"
+    return Case(name, sum(2 * height * width for height, width in shapes), make)
 
 
 def _integers(high: int, count: int) -> Tensor:
