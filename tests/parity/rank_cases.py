@@ -160,9 +160,13 @@ def _sampling(case: RankCase, uid: int) -> SamplingParams:
     if not case.drawn:
         return SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     count = len(prompts())  # the first wave draws from parts of the logits, the second from all
-    top = {"top_k": 20, "top_p": 0.9} if uid >= count and uid % 2 else {}
+    asked: dict[str, Any] = {}
+    if uid == count + 1:
+        asked = {"frequency_penalty": 0.7, "logprobs": 2}
+    elif uid >= count and uid % 2:
+        asked = {"top_k": 20, "top_p": 0.9}
     return SamplingParams(
-        temperature=1.2, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=uid % count, **top
+        temperature=1.2, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=uid % count, **asked
     )
 
 

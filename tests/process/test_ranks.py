@@ -61,6 +61,14 @@ def test_a_rank_without_memory_ends_the_service(rank: str) -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
+def test_a_rank_lost_before_the_ranks_meet_ends_the_service(rank: str) -> None:
+    """The other one waits for it at the rendezvous, and would for ten minutes."""
+    with run_server(*FLAGS) as server:
+        os.kill(server.child_pid(rank), signal.SIGKILL)
+        assert_all_end(server, f"error: {rank} (pid ")
+
+
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_rank_that_hangs_ends_the_service(server: ServerProcess, rank: str) -> None:
     """The other one waits in a collective; it goes with the rest."""
     os.kill(server.child_pid(rank), signal.SIGSTOP)
