@@ -15,7 +15,7 @@ from minisgl.attention.base import (
 from minisgl.attention.flashinfer_backend import (
     FlashInferAttention,
     MetaAttention,
-    default_prefill_variant,
+    prefill_variants,
     why_not_flashinfer,
 )
 from minisgl.attention.phased import PhasedAttention
@@ -77,11 +77,10 @@ def attention_kernels(name: str, pool: KVPool, archs: Sequence[int]) -> list[str
 
 def _variants(name: str, pool: KVPool, archs: Sequence[int]) -> set[str]:
     """FlashInfer's kinds of kernels that those backends run on GPUs of `archs`."""
-    prefill, decode = _phases(name, pool)
-    variants = {"fa2"} if decode == "flashinfer" else set()
-    if prefill.startswith("flashinfer"):
-        variants |= {_variant(prefill) or default_prefill_variant(arch) for arch in archs}
-    return variants
+    prefill, _ = _phases(name, pool)
+    if not prefill.startswith("flashinfer"):
+        return set()
+    return {variant for arch in archs for variant in _prefill_variants(prefill, arch)}
 
 
 def _phases(name: str, pool: KVPool) -> tuple[str, str]:
@@ -113,10 +112,10 @@ def _flashinfer(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:
     if pool.device.type == "meta":
         return MetaAttention(pool, q_heads)
     major, minor = torch.cuda.get_device_capability(pool.device)
-    variant = _variant(name) or default_prefill_variant(10 * major + minor)
-    return FlashInferAttention(pool, q_heads, variant)
+    return FlashInferAttention(pool, q_heads, _prefill_variants(name, 10 * major + minor))
 
 
-def _variant(name: str) -> str:
-    """fa2 or fa3 where the name says so."""
-    return name.removeprefix("flashinfer").removeprefix("-")
+def _prefill_variants(name: str, arch: int) -> tuple[str, str]:
+    """For few tokens and for many; what the name says, if it does, for both."""
+    _, _, variant = name.partition("-")
+    return (variant, variant) if variant else prefill_variants(arch)

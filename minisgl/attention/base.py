@@ -1,7 +1,7 @@
 """The seam between a model and how attention over the paged KV pool is computed."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -51,11 +51,25 @@ class StepAttention(Protocol):
         ...
 
 
-class DecodeGraphAttention(StepAttention, Protocol):
+@runtime_checkable
+class DecodeGraphAttention(Protocol):
     """Attention of a decode step of fixed size over fixed tensors, to be captured in a graph."""
 
     def describe(self) -> None:
         """Compute the metadata on the device; the first operation of the captured part."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos_sin: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Norm and rotate heads, store keys and values, and attend: see kernel.decode.decode."""
         ...
 
 

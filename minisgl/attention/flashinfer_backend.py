@@ -1,7 +1,7 @@
 """Attention on CUDA by FlashInfer's paged wrappers, over the pool as it lies (NHD).
 
-Prefill runs the fa3 kernels on Hopper and the fa2 kernels elsewhere, decode the tensor-core path
-(fa2). flashinfer is imported here alone, and only when one of these backends is made.
+Prefill runs the fa3 kernels on Hopper, the fa2 kernels elsewhere and for few tokens, decode our own
+kernel. flashinfer is imported here alone, and only when one of these backends is made.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
-from minisgl.attention.decode_graph import BalancedDecode, WholeDecode
+from minisgl.attention.decode_graph import BalancedDecode
 from minisgl.core import Int32Array
 from minisgl.kernel import DecodeScratch, decode_scratch, kv_metadata
 from minisgl.kvcache.pool import KVPool
@@ -21,8 +21,7 @@ _HEAD_DIMS = (64, 128, 256)
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
 _MOST_QUERY_ROWS = 128  # of one block of the fa2 kernels
 _BLOCKS_PER_MULTIPROCESSOR = 2  # for which FlashInfer plans
-_WAVES = 2  # of one block for each req and KV head; with fewer our own decode kernel is faster,
-_SMALL_GROUP = 2  # and with so few query heads for a KV head always
+_FEW_TOKENS = 128  # fa3 has one block for so many, fa2 also splits their context
 
 
 def why_not_flashinfer(pool: KVPool) -> str | None:
@@ -38,9 +37,9 @@ def why_not_flashinfer(pool: KVPool) -> str | None:
     return None
 
 
-def default_prefill_variant(arch: int) -> str:
-    """fa3 on Hopper, fa2 elsewhere. arch: 90 for compute capability 9.0."""
-    return "fa3" if arch // 10 == 9 else "fa2"
+def prefill_variants(arch: int) -> tuple[str, str]:
+    """For few tokens and for many: fa3 on Hopper, else fa2. arch: 90 for compute capability 9.0."""
+    return "fa2", "fa3" if arch // 10 == 9 else "fa2"
 
 
 class _Pages(NamedTuple):
@@ -72,62 +71,46 @@ class _Planner:
 class FlashInferAttention:
     """Both phases; they share the float workspace, since a step's kernels run one by one."""
 
-    def __init__(self, pool: KVPool, q_heads: int, variant: str) -> None:
+    def __init__(self, pool: KVPool, q_heads: int, variants: tuple[str, str]) -> None:
+        """variants: as prefill_variants."""
         import flashinfer
 
-        self._flashinfer: Any = flashinfer
         self._pool = pool
         self._shape = (q_heads, pool.kv_heads, pool.head_dim, pool.page_size)
         self._types = {"q_data_type": pool.dtype, "kv_data_type": pool.dtype}
         properties = torch.cuda.get_device_properties(pool.device)
-        self._blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
+        blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
         # parts of split contexts: no more than `blocks` over the KV heads, in float32
-        parts = self._blocks * (q_heads // pool.kv_heads) * _MOST_QUERY_ROWS
+        parts = blocks * (q_heads // pool.kv_heads) * _MOST_QUERY_ROWS
         size = max(_MIN_WORKSPACE_BYTES, parts * (pool.head_dim + 1) * 4)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
-        self._prefill = _Planner(
-            flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=variant)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        self._few, self._many = (
+            _Planner(wrapper(self._workspace, "NHD", backend=variant)) for variant in variants
         )
-        self._decode = _Planner(
-            flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace, "NHD", use_tensor_cores=True
-            )
-        )
-        self._graph_indices: Tensor | None = None
         self._scratch: DecodeScratch | None = None
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """A step of one phase only (PhasedAttention splits)."""
-        pages = _pages(self._pool, step)
         if step.num_decode:
-            planner = self._decode
-            planner.plan(pages.indptr, pages.indices, pages.last, *self._shape, **self._types)
-        else:
-            planner = self._prefill
-            qo_indptr = _cumulated(step.lengths)
-            planner.plan(
-                qo_indptr,
-                pages.indptr,
-                pages.indices,
-                pages.last,
-                *self._shape,
-                causal=True,
-                **self._types,
-            )
+            decode = BalancedDecode(self._pool, step, self._scratch_for(step.num_decode))
+            decode.describe()
+            return decode
+        pages, qo_indptr = _pages(self._pool, step), _cumulated(step.lengths)
+        planner = self._few if int(qo_indptr[-1]) <= _FEW_TOKENS else self._many
+        where = (qo_indptr, pages.indptr, pages.indices, pages.last)
+        planner.plan(*where, *self._shape, causal=True, **self._types)
         return _Planned(self._pool, planner.wrapper)
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        """Of several sizes the largest is asked for first: they share buffers."""
-        pool, (q_heads, kv_heads, head_dim, _) = self._pool, self._shape
-        if size * kv_heads <= _WAVES * self._blocks or q_heads <= _SMALL_GROUP * kv_heads:
-            if self._scratch is None:
-                self._scratch = decode_scratch(size, q_heads, kv_heads, head_dim, pool.device)
-            return BalancedDecode(pool, step, self._scratch)
-        if self._graph_indices is None:
-            entries = size * step.page_table.shape[1]
-            self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=pool.device)
-        arguments = (self._flashinfer, pool, self._workspace, self._graph_indices)
-        return WholeDecode(*arguments, step, self._shape, self._types)
+        """Of several sizes the largest is to be asked for first, as they share scratch."""
+        return BalancedDecode(self._pool, step, self._scratch_for(size))
+
+    def _scratch_for(self, reqs: int) -> DecodeScratch:
+        if self._scratch is None or len(self._scratch.first) <= reqs:
+            most = 1 << (reqs - 1).bit_length()
+            self._scratch = decode_scratch(most, *self._shape[:3], self._pool.device)
+        return self._scratch
 
 
 class _Planned:
@@ -150,13 +133,13 @@ class MetaAttention:
         self._shape = (q_heads, pool.kv_heads, pool.head_dim)
 
     def prepare(self, step: AttentionStep) -> StepAttention:
-        _pages(self._pool, step)
         if not step.num_decode:
+            _pages(self._pool, step)
             return self
         scratch = decode_scratch(step.num_decode, *self._shape, self._pool.device)
-        captured = BalancedDecode(self._pool, step, scratch)
-        captured.describe()
-        return captured
+        decode = BalancedDecode(self._pool, step, scratch)
+        decode.describe()
+        return decode
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         return None

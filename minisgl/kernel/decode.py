@@ -5,17 +5,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_WIDEST_MMA = 16  # rows that the matrix unit takes at least
-_PROGRAMS_PER_MULTIPROCESSOR = 3  # by their shared memory, up to head_dim 128
+from minisgl.kernel.rotary import qk_norm_rope_store
+
+_NARROWEST = 16  # columns of the matrix unit's narrow operand
+_PROGRAMS_PER_MULTIPROCESSOR = 3  # by their registers, up to head_dim 128
 
 
 class DecodeScratch(NamedTuple):
     """Memory of decode attention for up to N reqs; layers share it, calls in flight must not.
 
-    first    int32 [N + 1]; blocks of keys of the reqs before, by count_blocks.
+    first    int32 [N + 1]; what the reqs before come to, by count_blocks.
     parts    float32 [2 G, H, D] and
     stats    float32 [2 G, 2, H]: two parts of contexts for each of G programs, unnormalised, and
-             their largest scores and sums. H is the group of query heads, padded.
+             their largest scores and sums. H is the group of query heads and two, padded.
     arrived  int32 [N * Hkv]; zeros between calls.
     """
 
@@ -33,7 +35,8 @@ def decode_scratch(
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     programs = multiprocessors * (_PROGRAMS_PER_MULTIPROCESSOR if head_dim <= 128 else 1)
-    group = max(1 << (q_heads // kv_heads - 1).bit_length(), _WIDEST_MMA)
+    columns = q_heads // kv_heads + 2  # with the new key and value
+    group = max(1 << (columns - 1).bit_length(), _NARROWEST)
     return DecodeScratch(
         first=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
         parts=torch.zeros((2 * programs, group, head_dim), device=device),
@@ -43,7 +46,11 @@ def decode_scratch(
 
 
 def decode(
-    q: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     out: Tensor,
@@ -53,16 +60,31 @@ def decode(
     lengths: Tensor,
     scratch: DecodeScratch,
 ) -> None:
-    """Attend over whole contexts of start + lengths tokens, whose keys are all in the pool.
+    """Put the new key and value into the pool, and attend over contexts of start + lengths tokens.
 
-    q, out: [N, Hq, D], out overwritten; k_pool, v_pool: [P, S, Hkv, D], S a power of two.
-    page_table: int32 [rows, pages]; rows, start, lengths: int32 [N]. scratch: see count_blocks.
+    qkv .. cos_sin, k_pool, v_pool: as in rotary.qk_norm_rope_store; the new token is a context's
+    last. out: [N, Hq, D], overwritten; S is a power of two. page_table: int32 [rows, pages], its
+    last row for padded reqs, which get zeros and put nothing; rows, start, lengths: int32 [N].
+    scratch: see count_blocks. Without cos_sin the pool has the new keys and values, and qkv is q,
+    [N, Hq D], normed and rotated.
     """
-    page_size, group = k_pool.shape[1], q.shape[1] // k_pool.shape[2]
-    for index, row in enumerate(rows.tolist()):
-        position = torch.arange(int(start[index] + lengths[index]), device=q.device)
-        slots = page_table[row, position // page_size] * page_size + position % page_size
-        keys, values = (pool.flatten(0, 1)[slots.long()].float() for pool in (k_pool, v_pool))
+    page_size, kv_heads, head_dim = k_pool.shape[1:]
+    out.zero_()
+    real = (rows != len(page_table) - 1).nonzero()[:, 0]
+    rows, position = rows[real].long(), (start + lengths)[real].long() - 1
+    slots = page_table[rows, position // page_size] * page_size + position % page_size
+    pools = k_pool, v_pool
+    if cos_sin is None:
+        q = qkv[real].view(-1, *out.shape[1:])
+    else:
+        places, sizes = (cos_sin, position, slots), (out.shape[1], kv_heads, head_dim)
+        norms = q_weight, k_weight, eps
+        q = qk_norm_rope_store(qkv[real], *norms, *places, *pools, *sizes)
+    for index, row, last, query in zip(real, rows, position, q, strict=True):
+        each = torch.arange(int(last) + 1, device=q.device)
+        at = (page_table[row, each // page_size] * page_size + each % page_size).long()
+        keys, values = (pool.flatten(0, 1)[at].float() for pool in pools)
+        group = out.shape[1] // kv_heads
         keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
-        scores = torch.einsum("hd,thd->ht", q[index].float(), keys) * q.shape[-1] ** -0.5
+        scores = torch.einsum("hd,thd->ht", query.float(), keys) * head_dim**-0.5
         out[index] = torch.einsum("ht,thd->hd", scores.softmax(-1), values).to(out.dtype)

@@ -275,15 +275,21 @@ def put_tokens(
     run(token_pool, rows, start, lengths, samples, tokens)
 
 
-def count_blocks(start: Tensor, lengths: Tensor, scratch: DecodeScratch) -> None:
+def count_blocks(
+    rows: Tensor, start: Tensor, lengths: Tensor, dummy_row: int, scratch: DecodeScratch
+) -> None:
     """See minisgl.kernel.triton.decode.count_blocks. Not for CPU tensors."""
     from minisgl.kernel.triton import decode as kernels
 
-    kernels.count_blocks(start, lengths, scratch)
+    kernels.count_blocks(rows, start, lengths, dummy_row, scratch)
 
 
 def balanced_decode(
-    q: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     out: Tensor,
@@ -296,4 +302,5 @@ def balanced_decode(
     """See minisgl.kernel.decode.decode. Not for CPU tensors."""
     from minisgl.kernel.triton import decode as kernels
 
-    kernels.decode(q, k_pool, v_pool, out, page_table, rows, start, lengths, scratch)
+    norms, reqs = (q_weight, k_weight, eps, cos_sin), (rows, start, lengths)
+    kernels.decode(qkv, *norms, k_pool, v_pool, out, page_table, *reqs, scratch)

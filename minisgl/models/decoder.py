@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from minisgl.attention import StepAttention
+from minisgl.attention import DecodeGraphAttention, StepAttention
 from minisgl.core import ConfigError
 from minisgl.distributed import Communicator
 from minisgl.kernel import qk_norm_rope_store
@@ -39,7 +38,7 @@ class ForwardContext:
     slots: Tensor
     cos_sin: Tensor
     pool: KVPool
-    attention: StepAttention
+    attention: StepAttention | DecodeGraphAttention
 
 
 class Attention(nn.Module):
@@ -65,22 +64,22 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(dim, config.norm_eps) if normed else None
 
     def forward(self, normed: Normed, residual: Tensor, context: ForwardContext) -> Stream:
-        q_norm, k_norm = self.q_norm, self.k_norm
-        q = qk_norm_rope_store(
-            self.qkv_proj(normed),
+        attention, q_norm, k_norm = context.attention, self.q_norm, self.k_norm
+        norms = (
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
             context.cos_sin,
-            context.positions,
-            context.slots,
-            *context.pool.layer(self.layer),
-            self.q_heads,
-            self.kv_heads,
-            self.head_dim,
         )
-        attended = torch.empty_like(q)
-        context.attention.forward(self.layer, q, attended)
+        qkv = self.qkv_proj(normed)
+        attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
+        if isinstance(attention, DecodeGraphAttention):
+            attention.attend(self.layer, qkv, *norms, attended)
+        else:
+            places = (context.positions, context.slots, *context.pool.layer(self.layer))
+            sizes = (self.q_heads, self.kv_heads, self.head_dim)
+            q = qk_norm_rope_store(qkv, *norms, *places, *sizes)
+            attention.forward(self.layer, q, attended)
         stream: Stream = self.o_proj(attended.flatten(1), residual)
         return stream
 

@@ -83,9 +83,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
 @pytest.mark.parametrize("group", [2, 5])
-def test_mixed_steps(page_size: int, group: int) -> None:
+@pytest.mark.parametrize("chunks", [(200, 1, 130), (40, 1, 87)], ids=["many", "few"])
+def test_mixed_steps(page_size: int, group: int, chunks: tuple[int, ...]) -> None:
     start = [0, 700, 15, 16, 0, 33, 300]
-    lengths = [1, 1, 1, 1, 200, 1, 130]
+    lengths = [1, 1, 1, 1, *chunks]
     contexts = [a + b for a, b in zip(start, lengths, strict=True)]
     scene = Scene(page_size, group, contexts, seed=page_size)
     q = torch.randn(sum(lengths), scene.q_heads, DIM, device="cuda").bfloat16()
@@ -94,39 +95,53 @@ def test_mixed_steps(page_size: int, group: int) -> None:
     assert error(out, scene.expected(q, start, lengths)) < 5e-3
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("size", [1, 24, 280], ids=["one", "some", "many"])
-@pytest.mark.parametrize("group", [2, 5, 8])
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
 def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: int) -> None:
-    """Captured for contexts of one token, replayed for long ones, twice."""
+    """Captured for padded reqs, replayed for real ones, then for fewer; the new token's key and
+    value come in qkv."""
     rng = np.random.default_rng(size)
     longest = rng.integers(2, 1200, size).tolist()
     longest[0] = 9000  # the merged parts of one context
     scene = Scene(page_size, group, longest, seed=size)
-    zeros = [0] * size
-    step = scene.step(size, zeros, [1] * size)
-    q = torch.randn(size, scene.q_heads, DIM, device="cuda").bfloat16()
-    out = torch.full_like(q, torch.nan)
+    step = scene.step(size, [0] * size, [1] * size)
+    rows = step.device_rows.clone()
+    step.device_rows.fill_(ROWS)
+    heads, kv_heads = scene.q_heads, scene.kv_heads
+    qkv = torch.randn(size, (heads + 2 * kv_heads) * DIM, device="cuda").bfloat16()
+    out = torch.full((size, heads, DIM), torch.nan, device="cuda").bfloat16()
+    unturned = torch.tensor([1.0, 0.0], device="cuda").repeat_interleave(DIM // 2)
+    norms = None, None, 0.0, unturned.expand(9000, DIM).contiguous()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         captured = scene.backend.decode_graph(size, step)
         assert captured is not None
         for _ in range(2):
             captured.describe()
-            captured.forward(1, q, out)
+            captured.attend(1, qkv, *norms, out)
         graph = torch.cuda.CUDAGraph()
         stream.synchronize()
         graph.capture_begin()
         captured.describe()
-        captured.forward(1, q, out)
+        captured.attend(1, qkv, *norms, out)
         graph.capture_end()
-        for cut in (1, 2):
+        for cut, real in ((1, size), (2, size), (3, size // 2 + 1)):
             start = [length // cut - 1 for length in longest]
             host = np.array(start, dtype=np.int32)
             step.device_start.copy_(torch.from_numpy(host))
-            q.normal_()
+            step.device_rows[:real].copy_(rows[:real])
+            step.device_rows[real:] = ROWS
+            qkv.normal_()
             out.fill_(torch.nan)
             graph.replay()
             stream.synchronize()
-            scene.kv = [(k[: s + 1], v[: s + 1]) for (k, v), s in zip(scene.kv, start, strict=True)]
-            assert error(out, scene.expected(q, start, [1] * size)) < 5e-3
+            q, k, v = qkv.view(size, -1, DIM).split((heads, kv_heads, kv_heads), dim=1)
+            scene.kv = [
+                (torch.cat((keys[:at], key[None])), torch.cat((values[:at], value[None])))
+                for (keys, values), at, key, value in zip(scene.kv, start, k, v, strict=True)
+            ][:real]
+            start = start[:real]
+            expected = scene.expected(q[:real], start, [1] * real)
+            assert error(out[:real], expected) < 5e-3
+            assert not out[real:].any()

@@ -128,37 +128,56 @@ def test_qk_norm_rope_store(
     assert torch.equal(ours[1, slots.long()], theirs[1, slots.long()])
 
 
+@pytest.mark.parametrize("kind", ["norm", "plain", "queries"])
 @pytest.mark.parametrize("group", [1, 2, 5, 8])
 @pytest.mark.parametrize("contexts", [[1], [700], [3, 65, 64, 1, 200, 129, 63, 1]], ids=len)
-def test_decode_splits_contexts_anywhere(contexts: list[int], group: int) -> None:
-    """Twice with the same scratch: each call leaves its counters as it found them."""
+@pytest.mark.parametrize("padded", [0, 1, 21])
+def test_decode_splits_contexts_anywhere(
+    padded: int, contexts: list[int], group: int, kind: str
+) -> None:
+    """Twice with the same scratch: each call leaves its counters as it found them. The new token's
+    slot, the pages of nobody and the output are NaN before."""
     from minisgl.kernel.triton import decode as kernels
 
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     kv_heads, dim, page_size, reqs = 2, 64, 4, len(contexts)
     pages = [-(-context // page_size) for context in contexts]
     order = torch.randperm(sum(pages) + 3, dtype=torch.int32)
-    table = torch.full((reqs + 2, max(pages)), -1, dtype=torch.int32)
+    table = torch.full((reqs + 3, max(pages)), -1, dtype=torch.int32)
     rows = torch.randperm(reqs + 2)[:reqs].int()
-    for row, count in zip(rows.tolist(), pages, strict=True):
-        table[row, :count], order = order[:count], order[count:]
     pools = normal(2, sum(pages) + 3, page_size, kv_heads, dim, dtype=dtype)
+    for row, count, context in zip(rows.tolist(), pages, contexts, strict=True):
+        table[row, :count], order = order[:count], order[count:]
+        if kind != "queries":
+            pools[:, int(table[row, count - 1]), (context - 1) % page_size] = torch.nan
     pools[:, order.long()] = torch.nan
-    start, lengths = torch.tensor(contexts).int() - 1, torch.ones(reqs, dtype=torch.int32)
-    where = [tensor.to(DEVICE) for tensor in (table, rows, start, lengths)]
-    scratch = decode_scratch(reqs, kv_heads * group, kv_heads, dim, torch.device(DEVICE))
+    start = torch.cat((torch.tensor(contexts).int() - 1, torch.zeros(padded, dtype=torch.int32)))
+    rows = torch.cat((rows, torch.full((padded,), reqs + 2, dtype=torch.int32)))
+    where = [tensor.to(DEVICE) for tensor in (table, rows, start, torch.ones_like(start))]
+    q_heads = kv_heads * group
+    scratch = decode_scratch(reqs + padded, q_heads, kv_heads, dim, torch.device(DEVICE))
     if INTERPRETED:
+        programs, columns = 14, scratch.parts.shape[1]
         scratch = scratch._replace(
-            parts=torch.full((14, 16, dim), torch.nan), stats=torch.full((14, 2, 16), torch.nan)
+            parts=torch.full((programs, columns, dim), torch.nan),
+            stats=torch.full((programs, 2, columns), torch.nan),
         )
-    q = normal(reqs, kv_heads * group, dim, dtype=dtype)
-    expected = torch.empty_like(q)
-    decode(q, *pools, expected, *where, scratch)
+    heads = q_heads if kind == "queries" else q_heads + 2 * kv_heads
+    qkv = normal(reqs + padded, 2 * heads * dim, dtype=dtype).chunk(2, 1)[1]
+    weights = [normal(dim, dtype=dtype) if kind == "norm" else None for _ in range(2)]
+    angles = torch.rand(max(contexts), dim // 2, device=DEVICE) * 6.28
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    norms = *weights, 1e-6, None if kind == "queries" else cos_sin
+    expected = normal(reqs + padded, q_heads, dim, dtype=dtype)
+    theirs = pools.clone()
+    decode(qkv, *norms, *theirs, expected, *where, scratch)
     for _ in range(2):
-        out = torch.full_like(q, torch.nan)
-        kernels.count_blocks(*where[2:], scratch)
-        kernels.decode(q, *pools, out, *where, scratch)
+        ours, out = pools.clone(), torch.full_like(expected, torch.nan)
+        kernels.count_blocks(*where[1:], len(table) - 1, scratch)
+        kernels.decode(qkv, *norms, *ours, out, *where, scratch)
         assert error(out, expected) < TOLERANCE[dtype]
+        assert torch.equal(ours.isnan(), theirs.isnan())  # nothing else was written
+        assert error(ours.nan_to_num(), theirs.nan_to_num()) < TOLERANCE[dtype]
         assert not scratch.arrived.any()
 
 

@@ -1,14 +1,19 @@
-"""Decode attention over paged KV in which all programs take the same number of keys.
+"""Decode attention over paged KV in which all programs do the same amount of work.
 
-The work is a row of blocks: for each req and KV head, its context in blocks of BLOCK keys. Program
-g of G takes the blocks from g * total / G on, whatever they belong to (the idea of stream-K, Osama
-et al., 2023, as in Lean Attention, Sanovar et al., 2024). Where a context is shared by several
-programs each leaves an unnormalised part, and the last to come merges them. Which blocks go
-together follows from the contexts alone, so results do not change between runs; nothing is planned
-on the host.
+The work is a row of units, one for each req and KV head: a lead, which stands for the time that a
+unit takes to start and to end, and its context in blocks of BLOCK keys. Program g of G takes what
+lies from g * total / G on, whatever it belongs to (the idea of stream-K, Osama et al., 2023, as in
+Lean Attention, Sanovar et al., 2024). Where a context is shared by several programs each leaves an
+unnormalised part, and the last to come merges them. Which blocks go together follows from the
+contexts alone, so results do not change between runs; nothing is planned on the host.
 
-Keys are the tall operand of the matrix unit and the queries of one KV head the narrow one: scores
-are [BLOCK, H] and the output [D, H]. Bytes: 4 D for each key, head and layer in 16-bit types.
+A program norms and rotates the queries it needs. The one with the last block of a context does so
+with the new key too, and puts it and the new value into the pool before it reads that block; nobody
+else reads them.
+
+Keys are the tall operand of the matrix unit; the queries of one KV head, and behind them the new
+key and value, are the narrow one: scores are [BLOCK, H] and the output [D, H], of which the first
+GROUP columns mean something. Bytes: 4 D for each key, head and layer in 16-bit types.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -21,30 +26,147 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.triton.overlap import overlaps
 
-_BLOCK = 64  # keys; 72 KB of shared memory with the stages below, three programs at a time
-_STAGES = 3
+_BLOCK = 32  # keys; 46 KB of shared memory with the stages below
+_STAGES = 6
 _WARPS = 4
-_LEAST = 2  # blocks of a program
+_REGISTERS = 168  # of a thread: three programs at a time on a multiprocessor
+_LEAD = 4  # blocks that take as long
+_LEAST = 4  # blocks of a program
 _LOG2E = 1.4426950408889634
+_REQ_FIELDS = ["rows", "start", "lengths", "first"]  # of any alignment
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["start", "lengths", "first"]
-)
-def _count_blocks(start, lengths, first, num_reqs, BLOCK: tl.constexpr, REQS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_reqs", "dummy_row"], do_not_specialize_on_alignment=_REQ_FIELDS)
+def _count_blocks(
+    rows,
+    start,
+    lengths,
+    first,
+    num_reqs,
+    dummy_row,
+    BLOCK: tl.constexpr,
+    LEAD: tl.constexpr,
+    REQS: tl.constexpr,
+):
     req = tl.arange(0, REQS)
     exists = req < num_reqs
     context = tl.load(start + req, mask=exists, other=0)
     context += tl.load(lengths + req, mask=exists, other=0)
-    tl.store(first + 1 + req, tl.cumsum((context + BLOCK - 1) // BLOCK, 0), mask=exists)
+    real = tl.load(rows + req, mask=exists, other=dummy_row) != dummy_row
+    blocks = tl.where(real, (context + BLOCK - 1) // BLOCK + LEAD, 0)
+    tl.store(first + 1 + req, tl.cumsum(blocks, 0), mask=exists)
     tl.store(first, 0)
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["rows", "start", "lengths"]
-)
+@triton.jit
+def _scaled(x, rstd, weight):
+    """What the reference rounds: after the norm, and again after the weight."""
+    normed = (x.to(tl.float32) * rstd).to(x.dtype)
+    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _queries(
+    row,
+    head,
+    new,
+    q_weight,
+    k_weight,
+    cos_sin,
+    k_at,
+    v_at,
+    stores,
+    eps,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    TURN: tl.constexpr,
+    NORM: tl.constexpr,
+    H: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Normed and rotated [D, H]: the queries of a KV head, its new key, and nothing of meaning.
+
+    row: of qkv; new: its position. Where `stores`, the new key and value go to k_at and v_at.
+    Without TURN a row holds queries alone, for which all that has been done.
+    """
+    h = tl.arange(0, H)[None, :]
+    d = tl.arange(0, D)[:, None]
+    half = d % (D // 2)
+    opposite = (d + D // 2) % D
+    if not TURN:
+        if OVERLAP:
+            gdc_wait()
+        return tl.load(row + (head * GROUP + h) * D + d, mask=h < GROUP, other=0.0)
+    cos = tl.load(cos_sin + new * D + half)
+    sin = tl.load(cos_sin + new * D + D // 2 + half)
+    sin = tl.where(d < D // 2, -sin, sin)
+    column = row + tl.where(h < GROUP, head * GROUP + h, h * KV_HEADS + head) * D
+    if OVERLAP:
+        gdc_wait()
+    x = tl.load(column + d, mask=h < GROUP + 2, other=0.0)
+    y = tl.load(column + opposite, mask=h < GROUP + 2, other=0.0)
+    turned = x
+    if NORM:
+        squares = x.to(tl.float32) * x.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)[None, :]
+        of_k = tl.load(k_weight + d)
+        turned = _scaled(x, rstd, tl.where(h < GROUP, tl.load(q_weight + d), of_k))
+        of_k = tl.load(k_weight + opposite)
+        y = _scaled(y, rstd, tl.where(h < GROUP, tl.load(q_weight + opposite), of_k))
+    turned = (turned.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
+    nothing = tl.zeros([D, H], tl.int32)
+    tl.store(k_at + d + nothing, turned, mask=(h == GROUP) & stores)
+    tl.store(v_at + d + nothing, x, mask=(h == GROUP + 1) & stores)
+    tl.debug_barrier()
+    return turned
+
+
+@triton.jit
+def _merged(
+    parts,
+    stats,
+    g0,
+    g1,
+    unit,
+    total,
+    programs,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The output [H, D] of a context whose parts the programs g0..g1 left."""
+    h = tl.arange(0, H)
+    top = tl.full([H], float("-inf"), tl.float32)
+    weight = tl.zeros([H], tl.float32)
+    for some in range(g0, g1 + 1, 32):
+        g = some + tl.arange(0, 32)
+        slots = g * 2 + (g * total // programs < unit).to(tl.int64)
+        stat_at = stats + slots[:, None] * (2 * H) + h[None, :]
+        there = (g <= g1)[:, None]
+        tops = tl.load(stat_at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.load(stat_at + H, mask=there, other=0.0, cache_modifier=".cg")
+        peak = tl.maximum(top, tl.max(tops, axis=0))
+        weights = weights * tl.exp2(tops - peak[None, :])
+        weight = weight * tl.exp2(top - peak) + tl.sum(weights, axis=0)
+        top = peak
+    merged = tl.zeros([H, D], tl.float32)
+    for g in tl.range(g0, g1 + 1, num_stages=STAGES):
+        slot = g * 2 + (g * total // programs < unit).to(tl.int64)
+        seen = tl.load(stats + slot * (2 * H) + h, cache_modifier=".cg")
+        part_at = parts + slot * (H * D) + h[:, None] * D + tl.arange(0, D)[None, :]
+        part = tl.load(part_at, mask=(h < GROUP)[:, None], other=0.0, cache_modifier=".cg")
+        merged += part * tl.exp2(seen - top)[:, None]
+    return merged / weight[:, None]
+
+
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=_REQ_FIELDS)
 def _decode(
-    q,
+    qkv,
+    q_weight,
+    k_weight,
+    cos_sin,
     k_pool,
     v_pool,
     out,
@@ -56,120 +178,145 @@ def _decode(
     parts,
     stats,
     arrived,
+    eps,
     scale,
     num_reqs,
+    qkv_stride,
     table_stride,
     slot_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    TURN: tl.constexpr,
+    NORM: tl.constexpr,
     PAGE: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     REQS: tl.constexpr,
+    LEAD: tl.constexpr,
     LEAST: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     each = tl.arange(0, REQS)
     ends = tl.load(first + 1 + each, mask=each < num_reqs, other=2147483647)
-    total = tl.load(first + num_reqs).to(tl.int64) * KV_HEADS
-    programs = tl.minimum(tl.num_programs(0), tl.cdiv(total, LEAST))
-    me = tl.program_id(0).to(tl.int64)
-    mine = tl.minimum(me * total // programs, total)
-    end = tl.minimum((me + 1) * total // programs, total)
+    last_end = tl.load(first + num_reqs)
+    total = last_end.to(tl.int64) * KV_HEADS
+    programs = tl.maximum(tl.minimum(tl.num_programs(0), tl.cdiv(total, LEAST)), 1)
+    me = tl.program_id(0)
+    mine = tl.minimum(me * total // programs, total).to(tl.int32)
+    end = tl.minimum((me + 1) * total // programs, total).to(tl.int32)
     at = mine
     h = tl.arange(0, H)
     d = tl.arange(0, D)
     in_group = h < GROUP
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     while at < end:
         req = tl.sum((ends <= at // KV_HEADS).to(tl.int32), axis=0)
-        before = tl.load(first + req).to(tl.int64) * KV_HEADS
-        blocks = tl.load(first + req + 1).to(tl.int64) - before // KV_HEADS
-        head = (at - before) // blocks
-        unit = before + head * blocks
-        b0 = (at - unit).to(tl.int32)
-        b1 = tl.minimum(blocks, end - unit).to(tl.int32)
-        context = tl.load(start + req) + tl.load(lengths + req)
-        source = page_table + tl.load(rows + req).to(tl.int64) * table_stride
-        pair = (req * KV_HEADS + head) * (GROUP * D)
-        query_at = q + pair + h[None, :] * D + d[:, None]
-        query = tl.load(query_at, mask=in_group[None, :], other=0.0)
-        acc = tl.zeros([D, H], tl.float32)
-        norm = tl.zeros([BLOCK, H], tl.float32)
-        top = tl.full([H], float("-inf"), tl.float32)
-        for b in tl.range(b0, b1, num_stages=STAGES):
-            token = b * BLOCK + tl.arange(0, BLOCK)
-            valid = token < context
-            page = tl.load(source + token // PAGE, mask=valid, other=0)
-            slot = page.to(tl.int64) * PAGE + token % PAGE
-            key_at = (slot * slot_stride)[:, None] + (head * D + d)[None, :]
-            k = tl.load(k_pool + key_at, mask=valid[:, None], other=0.0)
-            score = tl.where(valid[:, None], tl.dot(k, query) * scale, float("-inf"))
-            peak = tl.maximum(top, tl.max(score, axis=0))
-            p = tl.exp2(score - peak[None, :])
-            shrink = tl.exp2(top - peak)
-            norm = norm * shrink[None, :] + p
-            v = tl.load(v_pool + key_at, mask=valid[:, None], other=0.0)
-            acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * shrink[None, :])
-            top = peak
-        weight = tl.sum(norm, axis=0)
-        out_at = out + pair + h[None, :] * D + d[:, None]
-        if b1 - b0 == blocks:
-            value = (acc / weight[None, :]).to(out.dtype.element_ty)
-            tl.store(out_at, value, mask=in_group[None, :])
-        else:
-            slot = me * 2 + (mine != at).to(tl.int64)
-            part_at = parts + slot * (H * D) + h[None, :] * D + d[:, None]
-            tl.store(part_at, acc, mask=in_group[None, :])
-            tl.store(stats + slot * (2 * H) + h, top)
-            tl.store(stats + slot * (2 * H) + H + h, weight)
-            tl.debug_barrier()
-            counter = arrived + req * KV_HEADS + head
-            done = tl.atomic_add(counter, b1 - b0, sem="acq_rel", scope="gpu") + b1 - b0
-            if done == blocks:
-                tl.store(counter, 0)
-                g0 = ((unit + 1) * programs - 1) // total  # the programs that hold parts
-                g1 = ((unit + blocks) * programs - 1) // total
-                top = tl.full([H], float("-inf"), tl.float32)
-                weight = tl.zeros([H], tl.float32)
-                for some in range(g0, g1 + 1, 32):
-                    g = some + tl.arange(0, 32)
-                    slots = g * 2 + (g * total // programs < unit).to(tl.int64)
-                    stat_at = stats + slots[:, None] * (2 * H) + h[None, :]
-                    there = (g <= g1)[:, None]
-                    tops = tl.load(stat_at, mask=there, other=float("-inf"), cache_modifier=".cg")
-                    weights = tl.load(stat_at + H, mask=there, other=0.0, cache_modifier=".cg")
-                    peak = tl.maximum(top, tl.max(tops, axis=0))
-                    weights = weights * tl.exp2(tops - peak[None, :])
-                    weight = weight * tl.exp2(top - peak) + tl.sum(weights, axis=0)
-                    top = peak
-                mask = in_group[:, None]
-                merged = tl.zeros([H, D], tl.float32)
-                for other in tl.range(g0, g1 + 1, num_stages=STAGES):
-                    held = other * 2 + (other * total // programs < unit).to(tl.int64)
-                    seen = tl.load(stats + held * (2 * H) + h, cache_modifier=".cg")
-                    held_at = parts + held * (H * D) + h[:, None] * D + d[None, :]
-                    part = tl.load(held_at, mask=mask, other=0.0, cache_modifier=".cg")
-                    merged += part * tl.exp2(seen - top)[:, None]
-                merged = merged / weight[:, None]
-                merged_at = out + pair + h[:, None] * D + d[None, :]
-                tl.store(merged_at, merged.to(out.dtype.element_ty), mask=mask)
-        at += b1 - b0
+        before = tl.load(first + req) * KV_HEADS
+        span = tl.load(first + req + 1) - before // KV_HEADS
+        head = (at - before) // span
+        unit = before + head * span
+        stop = tl.minimum(unit + span, end)
+        blocks = span - LEAD
+        b0 = tl.maximum(at - unit - LEAD, 0)
+        b1 = stop - unit - LEAD
+        if b0 < b1:
+            context = tl.load(start + req) + tl.load(lengths + req)
+            source = page_table + tl.load(rows + req).to(tl.int64) * table_stride
+            new = (context - 1).to(tl.int64)
+            row = qkv + req.to(tl.int64) * qkv_stride
+            new_slot = tl.load(source + new // PAGE).to(tl.int64) * PAGE + new % PAGE
+            new_at = new_slot * slot_stride + head * D
+            query = _queries(
+                row,
+                head,
+                new,
+                q_weight,
+                k_weight,
+                cos_sin,
+                k_pool + new_at,
+                v_pool + new_at,
+                b1 == blocks,
+                eps,
+                KV_HEADS,
+                GROUP,
+                D,
+                TURN,
+                NORM,
+                H,
+                OVERLAP,
+            )
+            acc = tl.zeros([D, H], tl.float32)
+            norm = tl.zeros([BLOCK, H], tl.float32)
+            top = tl.full([H], float("-inf"), tl.float32)
+            for b in tl.range(b0, b1, num_stages=STAGES):
+                token = b * BLOCK + tl.arange(0, BLOCK)
+                valid = token < context
+                page = tl.load(source + token // PAGE, mask=valid, other=0)
+                slot = page.to(tl.int64) * PAGE + token % PAGE
+                key_at = (slot * slot_stride)[:, None] + (head * D + d)[None, :]
+                k = tl.load(k_pool + key_at, mask=valid[:, None], other=0.0)
+                score = tl.where(valid[:, None], tl.dot(k, query) * scale, float("-inf"))
+                peak = tl.maximum(top, tl.max(score, axis=0))
+                p = tl.exp2(score - peak[None, :])
+                shrink = tl.exp2(top - peak)
+                norm = norm * shrink[None, :] + p
+                v = tl.load(v_pool + key_at, mask=valid[:, None], other=0.0)
+                acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * shrink[None, :])
+                top = peak
+            weight = tl.sum(norm, axis=0)
+            pair = (req * KV_HEADS + head) * (GROUP * D)
+            out_at = out + pair + h[None, :] * D + d[:, None]
+            if b1 - b0 == blocks:
+                value = (acc / weight[None, :]).to(out.dtype.element_ty)
+                tl.store(out_at, value, mask=in_group[None, :])
+            else:
+                slot = me * 2 + (mine != at).to(tl.int64)
+                part_at = parts + slot * (H * D) + h[None, :] * D + d[:, None]
+                tl.store(part_at, acc, mask=in_group[None, :])
+                tl.store(stats + slot * (2 * H) + h, top)
+                tl.store(stats + slot * (2 * H) + H + h, weight)
+                tl.debug_barrier()
+                counter = arrived + req * KV_HEADS + head
+                done = tl.atomic_add(counter, b1 - b0, sem="acq_rel", scope="gpu") + b1 - b0
+                if done == blocks:
+                    tl.store(counter, 0)
+                    g0 = ((unit + LEAD + 1) * programs - 1) // total
+                    g1 = ((unit + span) * programs - 1) // total
+                    value = _merged(
+                        parts, stats, g0, g1, unit, total, programs, GROUP, D, H, STAGES
+                    )
+                    merged_at = out + pair + h[:, None] * D + d[None, :]
+                    tl.store(merged_at, value.to(out.dtype.element_ty), mask=in_group[:, None])
+        at = stop
+    if OVERLAP:
+        gdc_wait()
+    real = tl.sum((ends < last_end).to(tl.int32), axis=0) + (last_end > 0).to(tl.int32)
+    for padded in range(real + tl.program_id(0), num_reqs, tl.num_programs(0)):
+        for head in range(KV_HEADS):
+            padded_at = out + (padded * KV_HEADS + head) * (GROUP * D)
+            zeros = tl.zeros([D, H], out.dtype.element_ty)
+            tl.store(padded_at + h[None, :] * D + d[:, None], zeros, mask=in_group[None, :])
 
 
-def count_blocks(start: Tensor, lengths: Tensor, scratch: DecodeScratch) -> None:
+def count_blocks(
+    rows: Tensor, start: Tensor, lengths: Tensor, dummy_row: int, scratch: DecodeScratch
+) -> None:
     """Fill scratch.first for reqs of start + lengths tokens (int32 [N]): once for all layers."""
-    reqs = len(start)
+    reqs = len(rows)
     padded = max(triton.next_power_of_2(reqs), 256)
-    _count_blocks[(1,)](start, lengths, scratch.first, reqs, BLOCK=_BLOCK, REQS=padded)
+    counts = (rows, start, lengths, scratch.first, reqs, dummy_row)
+    _count_blocks[(1,)](*counts, BLOCK=_BLOCK, LEAD=_LEAD, REQS=padded)
 
 
 def decode(
-    q: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     out: Tensor,
@@ -179,16 +326,20 @@ def decode(
     lengths: Tensor,
     scratch: DecodeScratch,
 ) -> None:
-    """As the reference, in bfloat16 or float16.
+    """As the reference, in bfloat16 or float16; qkv's rows may be strided.
 
-    count_blocks ran before, and a kernel between that waits for its end (I3 of overlap). No host
-    sync; graph-capturable; the same result in every run.
+    count_blocks ran before, and a kernel between that waits for its end (I3 of overlap). Padded
+    reqs stand behind all others. No host sync; graph-capturable; the same result in every run.
     """
-    reqs, q_heads, head_dim = q.shape
+    reqs, q_heads, head_dim = out.shape
     page_size, kv_heads = k_pool.shape[1:3]
+    normed = q_weight is not None and k_weight is not None
     overlap = overlaps()
     _decode[(len(scratch.parts) // 2,)](
-        q,
+        qkv,
+        q_weight if normed else qkv,
+        k_weight if normed else qkv,
+        qkv if cos_sin is None else cos_sin,
         k_pool,
         v_pool,
         out,
@@ -200,20 +351,26 @@ def decode(
         scratch.parts,
         scratch.stats,
         scratch.arrived,
+        eps,
         head_dim**-0.5 * _LOG2E,
         reqs,
+        qkv.stride(0),
         page_table.stride(0),
         k_pool.stride(1),
         KV_HEADS=kv_heads,
         GROUP=q_heads // kv_heads,
         D=head_dim,
+        TURN=cos_sin is not None,
+        NORM=normed,
         PAGE=page_size,
         H=scratch.parts.shape[1],
         BLOCK=_BLOCK,
         REQS=max(triton.next_power_of_2(reqs), 256),
+        LEAD=_LEAD,
         LEAST=_LEAST,
         STAGES=_STAGES,
         OVERLAP=overlap,
         num_warps=_WARPS,
+        maxnreg=_REGISTERS if head_dim <= 128 else None,
         launch_pdl=overlap,
     )
