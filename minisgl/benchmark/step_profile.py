@@ -16,12 +16,13 @@ import torch
 from minisgl.benchmark.floor import Ceilings, cost_of, load_shape, reduce_s
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.reduce import run_ranks
-from minisgl.core import Batch, ConfigError, EngineConfig, SamplingArrays
+from minisgl.core import Batch, ConfigError, EngineConfig, Int32Array, SamplingArrays
 from minisgl.distributed import Communicator, SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.models import ModelConfig
 
 _WARM_UP, _STEPS, _PROFILED = 5, 50, 4
+_LARGEST_GRAPH = 256
 
 
 class KernelTime(NamedTuple):
@@ -32,25 +33,34 @@ class KernelTime(NamedTuple):
     microseconds: float
 
 
-def decode_batch(engine: Engine, num_reqs: int, context: int, step: int) -> Batch:
-    """Decode step number `step` of num_reqs reqs with `context` tokens each, every page its own."""
-    pages = -(-(context + _WARM_UP + _STEPS + _PROFILED + 1) // engine.page_size)
-    if num_reqs * pages > engine.num_pages:
-        raise ConfigError(f"{num_reqs} x {pages} pages are needed, there are {engine.num_pages}")
+def contexts_of(num_reqs: int, context: int, ragged: bool) -> Int32Array:
+    """`context` tokens for each req, or from half to one and a half times as many, evenly."""
+    spread = context // 2 if ragged else 0
+    return np.linspace(context - spread, context + spread, num_reqs).astype(np.int32)
+
+
+def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
+    """Decode step number `step` of reqs that began with those contexts, every page its own."""
+    num_reqs = len(contexts)
+    pages = -(-(contexts + (_WARM_UP + _STEPS + _PROFILED + 1)) // engine.page_size)
+    if pages.sum() > engine.num_pages:
+        raise ConfigError(f"{pages.sum()} pages are needed, there are {engine.num_pages}")
     rows = np.arange(num_reqs, dtype=np.int32)
     first = step == 0
-    order = np.random.default_rng(0).permutation(engine.num_pages)[: num_reqs * pages]
+    order = np.random.default_rng(0).permutation(engine.num_pages)[: pages.sum()]
     nothing = np.zeros(0, dtype=np.int32)
     return Batch(
         step_id=step,
         num_decode=num_reqs,
         rows=rows,
-        start=np.full(num_reqs, context + step, dtype=np.int32),
+        start=contexts + np.int32(step),
         lengths=np.ones(num_reqs, dtype=np.int32),
         samples=np.ones(num_reqs, dtype=np.bool_),
         chunk_ids=nothing,
         page_rows=np.repeat(rows, pages) if first else nothing,
-        page_cols=np.tile(np.arange(pages, dtype=np.int32), num_reqs) if first else nothing,
+        page_cols=np.concatenate([np.arange(n, dtype=np.int32) for n in pages])
+        if first
+        else nothing,
         page_ids=order.astype(np.int32) if first else nothing,
         sampling=SamplingArrays(
             temperature=np.full(num_reqs, 0.6, dtype=np.float32),
@@ -102,6 +112,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", default="qwen3-0.6b", help=", ".join(SHAPES))
     parser.add_argument("--batch", type=int, default=256, help="decoding requests (256)")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each (1024)")
+    parser.add_argument("--ragged", action="store_true", help="half to one and a half times that")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--kernels", type=int, default=25, help="lines of the table (25)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -124,12 +135,13 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
         tp_size=comm.tp.size,
         page_size=options.page_size,
         num_pages=options.batch * -(-(options.context + 128) // options.page_size),
-        max_running_reqs=options.batch,
+        max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # so that it is padded as in service
         dummy_weight=options.model in SHAPES,
     )
     engine = Engine(config, comm.tp, comm)
     total = _WARM_UP + _STEPS + _PROFILED
-    batches = [decode_batch(engine, options.batch, options.context, i) for i in range(total)]
+    contexts = contexts_of(options.batch, options.context, options.ragged)
+    batches = [decode_batch(engine, contexts, i) for i in range(total)]
     run_steps(engine, batches[:_WARM_UP])
     step_s, launch_s = run_steps(engine, batches[_WARM_UP : _WARM_UP + _STEPS])
     kernels: list[KernelTime] = []
