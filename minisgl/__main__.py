@@ -11,7 +11,7 @@ from pathlib import Path
 
 from minisgl.core import ConfigError
 from minisgl.core.hub import resolve_model
-from minisgl.utils import CONFIG_EXIT, setup_logging
+from minisgl.utils import setup_logging, supervise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve(arguments)
     except ConfigError as error:
         sys.stderr.write(f"minisgl: error: {error}\n")
-        return CONFIG_EXIT
+        return supervise.CONFIG_EXIT
     except KeyboardInterrupt:
         return 130
 

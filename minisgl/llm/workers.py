@@ -22,7 +22,7 @@ from minisgl.engine import Engine
 from minisgl.message import Receiver, Sender, endpoint, wire
 from minisgl.scheduler import LocalInbox, LocalOutbox, build_scheduler
 from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
-from minisgl.utils import CONFIG_EXIT, Child, make_socket_dir, read_reasons, spawn_child
+from minisgl.utils import make_socket_dir, supervise
 
 _LOOK_S = 0.2  # how often, at least, it is looked whether the ranks live
 _LEAVE_S = 5.0  # for ranks to end by themselves
@@ -89,7 +89,7 @@ class RankWorkers:
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         """Blocks until all are ready. Raises ConfigError or WorkerDied when one ends instead."""
         self._folder = make_socket_dir()
-        self.children: list[Child] = []
+        self.children: list[supervise.Child] = []
         self._lost: MinisglError | None = None
         self._unfinished: set[int] = set()  # uids whose last output has not been received
         self._outputs: Receiver[wire.StepOutput] = Receiver(
@@ -119,7 +119,7 @@ class RankWorkers:
             for rank in range(engine.tp_size):
                 one = msgspec.structs.replace(spec, index=rank)
                 command, payload = [*CHILD_COMMAND, one.name], msgspec.json.encode(one)
-                self.children.append(spawn_child(one.name, command, payload, [reason_fd]))
+                self.children.append(supervise.spawn_child(one.name, command, payload, [reason_fd]))
             self.facts = self._await_ready()
         except BaseException:
             self.close()
@@ -185,16 +185,16 @@ class RankWorkers:
     def _cause(self) -> MinisglError:
         """A rank that was killed, else the first that said why: the others then lose a peer."""
         killed = [child for child in self.children if (child.process.poll() or 0) < 0]
-        reasons = read_reasons(self._reasons)
+        reasons = supervise.read_reasons(self._reasons)
         ended = [child for child in self.children if child.process.poll() is not None]
         said = [child for role in reasons for child in self.children if child.role == role]
         child = [*killed, *said, *ended][0]
         code = child.process.wait()  # who has said why ends at once
-        kind = ConfigError if code == CONFIG_EXIT else WorkerDied
+        kind = ConfigError if code == supervise.CONFIG_EXIT else WorkerDied
         return kind(child.explain(code, reasons))
 
 
-def _clean_up(children: list[Child], reasons_fd: int, folder: str) -> None:
+def _clean_up(children: list[supervise.Child], reasons_fd: int, folder: str) -> None:
     """Leave nothing of a RankWorkers behind."""
     for child in children:
         child.process.kill()

@@ -14,7 +14,7 @@ import msgspec
 
 from minisgl.core import ConfigError, InvariantBroken, MinisglError
 from minisgl.server.config import ChildSpec
-from minisgl.utils import CONFIG_EXIT, bind_to_parent, read_payload, setup_logging
+from minisgl.utils import setup_logging, supervise
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Run one role until the parent says otherwise; report a fatal error as one line."""
     life_fd = int(sys.argv[-1])
-    spec = msgspec.json.decode(read_payload(life_fd), type=ChildSpec)
-    bind_to_parent(spec.parent_pid, life_fd)
+    spec = msgspec.json.decode(supervise.read_payload(life_fd), type=ChildSpec)
+    supervise.bind_to_parent(spec.parent_pid, life_fd)
     # The API server drains on SIGINT; until it can, the signal simply ends it.
     signal.signal(signal.SIGINT, signal.SIG_DFL if spec.role == "api" else signal.SIG_IGN)
     setup_logging(spec.name, spec.config.log_level, spec.config.log_format)
@@ -36,7 +36,7 @@ def main() -> None:
         if not on_purpose:
             logger.exception("process failed")
         _report(spec, str(error) if on_purpose else f"{type(error).__name__}: {error}")
-        _exit(CONFIG_EXIT if isinstance(error, ConfigError) else 1)
+        _exit(supervise.CONFIG_EXIT if isinstance(error, ConfigError) else 1)
 
 
 def _run(spec: ChildSpec) -> None:

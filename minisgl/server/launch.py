@@ -22,16 +22,7 @@ import msgspec
 from minisgl.core import ConfigError
 from minisgl.server.auth import key_hashes
 from minisgl.server.config import CHILD_COMMAND, SERVING_MARKER, ChildSpec, ServerConfig
-from minisgl.utils import (
-    CONFIG_EXIT,
-    Child,
-    ChildExit,
-    Supervisor,
-    logs_are_json,
-    make_socket_dir,
-    read_reasons,
-    setup_logging,
-)
+from minisgl.utils import logs_are_json, make_socket_dir, setup_logging, supervise
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +50,7 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
     socket_dir = make_socket_dir()
     reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        with listener, Supervisor() as supervisor:
+        with listener, supervise.Supervisor() as supervisor:
             template = ChildSpec(
                 role="",
                 index=0,
@@ -71,7 +62,7 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
             )
             service = _Service(supervisor, template, reason_read, scheduler_command)
             service.start(listener, shell_key)
-            return service.supervise()
+            return service.run()
     finally:
         os.close(reason_read)
         os.close(reason_write)
@@ -82,13 +73,13 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
 class _Service:
     """The children of one launch, and what to do about each event."""
 
-    _supervisor: Supervisor
+    _supervisor: supervise.Supervisor
     _template: ChildSpec
     _reason_fd: int
     _scheduler_command: Sequence[str]
     _stop_asked_s: float | None = None  # CLOCK_MONOTONIC; None: nobody has asked
-    _shell: Child | None = None
-    _api: Child = field(init=False)
+    _shell: supervise.Child | None = None
+    _api: supervise.Child = field(init=False)
 
     def start(self, listener: socket.socket, shell_key: str | None) -> None:
         """Start everything; the API server first, so that livez answers while the rest loads."""
@@ -108,7 +99,7 @@ class _Service:
             shell = subprocess.Popen([*command, "--model", config.served_names[0]], env=environ)
             self._shell = self._supervisor.adopt("shell", shell)
 
-    def _spawn(self, role: str, index: int, listen_fd: int | None = None) -> Child:
+    def _spawn(self, role: str, index: int, listen_fd: int | None = None) -> supervise.Child:
         spec = msgspec.structs.replace(self._template, role=role, index=index, listen_fd=listen_fd)
         command = self._scheduler_command if role == "scheduler" else CHILD_COMMAND
         fds = [spec.reason_fd] if listen_fd is None else [spec.reason_fd, listen_fd]
@@ -116,7 +107,7 @@ class _Service:
         argv = [*command, spec.name]
         return self._supervisor.spawn(spec.name, argv, msgspec.json.encode(spec), fds)
 
-    def supervise(self) -> int:
+    def run(self) -> int:
         """Handle events until everything has ended; the exit code."""
         while True:
             events = self._supervisor.wait(self._drain_left_s())
@@ -125,7 +116,7 @@ class _Service:
                 self._supervisor.kill_all()
                 return _FAILED_EXIT
             for event in events:
-                if isinstance(event, ChildExit):
+                if isinstance(event, supervise.ChildExit):
                     code = self._on_exit(event)
                 else:
                     code = self._on_signal(event)
@@ -155,7 +146,7 @@ class _Service:
         self._supervisor.kill_all()
         return 128 + number
 
-    def _on_exit(self, event: ChildExit) -> int | None:
+    def _on_exit(self, event: supervise.ChildExit) -> int | None:
         child, code = event
         stopping = self._stop_asked_s is not None
         if child is self._shell:
@@ -177,14 +168,14 @@ class _Service:
         # A scheduler that is still loading does not read its Shutdown.
         return os.path.exists(os.path.join(self._template.socket_dir, SERVING_MARKER))
 
-    def _fail(self, event: ChildExit) -> int:
+    def _fail(self, event: supervise.ChildExit) -> int:
         """One child has ended unasked: say which and why, then end the others."""
-        _say(f"error: {event.child.explain(event.code, read_reasons(self._reason_fd))}")
+        _say(f"error: {event.child.explain(event.code, supervise.read_reasons(self._reason_fd))}")
         if event.child is not self._api and self._api.exit_code is None:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
             self._supervisor.join([self._api], _LAST_WORDS_S)
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
-        return CONFIG_EXIT if event.code == CONFIG_EXIT else _FAILED_EXIT
+        return supervise.CONFIG_EXIT if event.code == supervise.CONFIG_EXIT else _FAILED_EXIT
 
 
 def _bind(host: str, port: int) -> socket.socket:

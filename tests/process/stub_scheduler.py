@@ -25,7 +25,7 @@ from minisgl.message.wire import (
     ToScheduler,
 )
 from minisgl.server.config import ChildSpec
-from minisgl.utils import CONFIG_EXIT, bind_to_parent, read_payload
+from minisgl.utils.supervise import CONFIG_EXIT, bind_to_parent, read_payload
 
 STEP_S = 0.005
 FACTS = ModelFacts(

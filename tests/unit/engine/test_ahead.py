@@ -3,7 +3,7 @@
 import pytest
 
 from minisgl.__main__ import main
-from minisgl.utils import CONFIG_EXIT
+from minisgl.utils.supervise import CONFIG_EXIT
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
 from minisgl.message.wire import Finished, Opened, StepOutput, TextSpec, TextUpdate
-from minisgl.tokenizer import Detokenizer
+from minisgl.tokenizer.detokenizer import Detokenizer
 from tests.unit.tokenizer.test_stream import VOCABULARY, cut, ids_of
 
 

@@ -9,7 +9,8 @@ from tokenizers import processors
 
 from minisgl.core import ConfigError
 from minisgl.message.wire import DecodeIds, TokenizeChat, Tokenized, TokenizeText
-from minisgl.tokenizer import TemplateError, TextTokenizer
+from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.template import TemplateError
 from minisgl.tokenizer.worker import handle
 from tests.unit.tokenizer.conftest import byte_level
 

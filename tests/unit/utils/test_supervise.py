@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from minisgl.utils import ChildExit, Supervisor, near_names
-from minisgl.utils.supervise import describe_exit
+from minisgl.utils import near_names
+from minisgl.utils.supervise import ChildExit, Supervisor, describe_exit
 
-READ = "import sys, os\nfrom minisgl.utils import read_payload\nfd = int(sys.argv[-1])\n"
+READ = "import sys, os\nfrom minisgl.utils.supervise import read_payload\nfd = int(sys.argv[-1])\n"
 
 
 def child(code: str) -> list[str]:
