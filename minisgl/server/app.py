@@ -73,7 +73,7 @@ def _generating(service: Service, reader: RequestReader, path: str, route: str) 
     """Chat and completions, streaming and not: one path until the answer is written."""
 
     async def handler(request: Request) -> Response | EventStream:
-        raw, facts = await read_body(service.lifecycle, request)
+        raw, facts = await read_body(service, request)
         call = reader.read(route, raw, facts)
         shape = Shape(call)
         client = service.client

@@ -25,7 +25,8 @@ def limited_protocol(
     """
 
     class LimitedProtocol(HttpToolsProtocol):
-        """Counts the bytes of a head, and drops who sends none in time."""
+        """Counts the bytes of a head, and drops who sends none, or no end of a refused body, in
+        time."""
 
         _head_bytes = 0
         _in_head = True
@@ -66,7 +67,13 @@ def limited_protocol(
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
+            self._stop_timer()
             self._in_head, self._head_bytes = True, 0
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if not self._in_head:  # what is left of a body has been refused, but may never end
+                self._start_timer()
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(error_reply(InvalidRequest("this is not HTTP", code="invalid_http")))

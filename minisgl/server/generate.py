@@ -19,8 +19,8 @@ from minisgl.core.sampling import MAX_SEED
 from minisgl.message import wire
 from minisgl.server.client import EngineClient, Generation
 from minisgl.server.connection import KEPT
-from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.requests import GenerateRequest, Prompt, TokenArray
+from minisgl.server.service import Service
 
 # A character has at most four bytes, so at most three tokens of it can lie in the prompt.
 PROMPT_TAIL_TOKENS = 4
@@ -107,15 +107,23 @@ def fit_max_tokens(
     return msgspec.structs.replace(sampling, max_tokens=context - size)
 
 
-async def read_body(lifecycle: Lifecycle, request: Request) -> tuple[bytes, ModelFacts]:
-    """The body, and the facts of the model. Raises NotReady, also if it drains meanwhile."""
+async def read_body(service: Service, request: Request) -> tuple[bytes, ModelFacts]:
+    """The body, and the facts of the model. Raises NotReady, also if it drains meanwhile.
+
+    A body is waited for as long as a first token is.
+    """
     kept = request.scope.get("state", {}).get(KEPT, False)
-    lifecycle.require_accepting(kept)
+    service.lifecycle.require_accepting(kept)
+    most_s = service.config.limits.max_wait_s
     try:
-        raw = await request.body()
+        async with asyncio.timeout(most_s):
+            raw = await request.body()
     except ClientDisconnect:
         raise Cancelled("the client closed the connection") from None
-    return raw, lifecycle.require_accepting(kept)
+    except TimeoutError:
+        late = f"the body did not come within {most_s:g} s"
+        raise DeadlineExceeded(late, limit="max_wait_s") from None
+    return raw, service.lifecycle.require_accepting(kept)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

@@ -44,7 +44,7 @@ def token_routes(service: Service, reader: RequestReader) -> list[Route]:
     tokenizing, detokenizing = tokenize_check(reader.table), detokenize_check(reader.table)
 
     async def read(request: Request, check: checks.Check) -> tuple[dict[str, Any], ModelFacts]:
-        raw, facts = await read_body(service.lifecycle, request)
+        raw, facts = await read_body(service, request)
         return check("", parse_body(raw)), facts
 
     async def to_ids(request: Request) -> Response:
@@ -91,7 +91,7 @@ def admin_routes(service: Service) -> list[Route]:
         return answer(found)
 
     async def abort(request: Request) -> Response:
-        raw, _ = await read_body(service.lifecycle, request)
+        raw, _ = await read_body(service, request)
         given = ABORT("", parse_body(raw))
         error = Cancelled("this request was aborted by an operator")
         return answer({"aborted": service.client.end_by_id(given["request_id"], error)})

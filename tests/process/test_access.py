@@ -126,6 +126,43 @@ def test_head_that_never_ends_is_given_up(keyed: ServerProcess, before: bytes) -
     assert keyed.limits_exceeded()["head_timeout_s"] == count + 1
 
 
+def trickled(connection: socket.socket, path: str, key: str) -> bytes:
+    """The answer to a request whose body trickles on; returns when the server has cut it off."""
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\n"
+    connection.sendall(f"{head}content-length: 999\r\n\r\n{{".encode())
+    answer = connection.recv(65536)
+    connection.settimeout(0.05)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(400):
+            connection.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                if not connection.recv(1):
+                    return answer
+        pytest.fail("after 400 bytes of the body the connection is still there")
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status", "limits"),
+    [
+        ("/v1/chat/completions", "sesame", b"503", {"max_wait_s", "head_timeout_s"}),
+        ("/nowhere", "sesame", b"404", {"head_timeout_s"}),
+        ("/v1/chat/completions", "wrong", b"401", {"head_timeout_s"}),
+    ],
+)
+def test_body_that_never_ends_is_given_up(
+    tiny_model: Path, path: str, key: str, status: bytes, limits: set[str]
+) -> None:
+    """It held one of --max-connections for ever: the slot, or after an answer the connection."""
+    flags = ("--head-timeout", "0.5", "--max-wait", "0.5", "--api-key", "sesame")
+    with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
+        server.wait_ready()
+        with connect(server) as connection:
+            assert trickled(connection, path, key).startswith(b"HTTP/1.1 " + status)
+        found = {name for name, count in server.limits_exceeded().items() if count}
+        assert found == limits
+
+
 def test_requests_beyond_the_limit_are_refused_and_probes_are_not(keyed: ServerProcess) -> None:
     body = {"model": "tiny", "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with client(keyed) as user:
