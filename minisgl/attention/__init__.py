@@ -10,6 +10,7 @@ from minisgl.attention.base import (
     AttentionBackend,
     AttentionStep,
     DecodeGraphAttention,
+    FusedAttention,
     StepAttention,
 )
 from minisgl.attention.flashinfer_backend import (
@@ -28,6 +29,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionStep",
     "DecodeGraphAttention",
+    "FusedAttention",
     "StepAttention",
     "TorchAttention",
     "attention_kernels",
@@ -77,10 +79,11 @@ def attention_kernels(name: str, pool: KVPool, archs: Sequence[int]) -> list[str
 
 def _variants(name: str, pool: KVPool, archs: Sequence[int]) -> set[str]:
     """FlashInfer's kinds of kernels that those backends run on GPUs of `archs`."""
-    prefill, _ = _phases(name, pool)
-    if not prefill.startswith("flashinfer"):
-        return set()
-    return {variant for arch in archs for variant in _prefill_variants(prefill, arch)}
+    prefill, decode = _phases(name, pool)
+    variants = {"fa2"} if decode == "flashinfer" else set()
+    if prefill.startswith("flashinfer"):
+        variants |= {variant for arch in archs for variant in _prefill_variants(prefill, arch)}
+    return variants
 
 
 def _phases(name: str, pool: KVPool) -> tuple[str, str]:

@@ -51,13 +51,17 @@ class StepAttention(Protocol):
         ...
 
 
-@runtime_checkable
-class DecodeGraphAttention(Protocol):
+class DecodeGraphAttention(StepAttention, Protocol):
     """Attention of a decode step of fixed size over fixed tensors, to be captured in a graph."""
 
     def describe(self) -> None:
         """Compute the metadata on the device; the first operation of the captured part."""
         ...
+
+
+@runtime_checkable
+class FusedAttention(Protocol):
+    """Attention that can take what the qkv projection gives."""
 
     def attend(
         self,

@@ -1,7 +1,7 @@
 """Attention on CUDA by FlashInfer's paged wrappers, over the pool as it lies (NHD).
 
 Prefill runs the fa3 kernels on Hopper, the fa2 kernels elsewhere and for few tokens, decode our own
-kernel. flashinfer is imported here alone, and only when one of these backends is made.
+kernel or fa2. flashinfer is imported here alone, and only when one of these backends is made.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
-from minisgl.attention.decode_graph import BalancedDecode
+from minisgl.attention.decode_graph import BalancedDecode, WholeDecode
 from minisgl.core import Int32Array
 from minisgl.kernel import DecodeScratch, decode_scratch, kv_metadata
 from minisgl.kvcache.pool import KVPool
@@ -21,6 +21,8 @@ _HEAD_DIMS = (64, 128, 256)
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
 _MOST_QUERY_ROWS = 128  # of one block of the fa2 kernels
 _BLOCKS_PER_MULTIPROCESSOR = 2  # for which FlashInfer plans
+_WAVES = 2  # of one block for each req and KV head; with fewer our own decode kernel is faster,
+_SMALL_GROUP = 2  # and with so few query heads for a KV head always
 _FEW_TOKENS = 128  # fa3 has one block for so many, fa2 also splits their context
 
 
@@ -75,13 +77,14 @@ class FlashInferAttention:
         """variants: as prefill_variants."""
         import flashinfer
 
+        self._flashinfer: Any = flashinfer
         self._pool = pool
         self._shape = (q_heads, pool.kv_heads, pool.head_dim, pool.page_size)
         self._types = {"q_data_type": pool.dtype, "kv_data_type": pool.dtype}
         properties = torch.cuda.get_device_properties(pool.device)
-        blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
+        self._blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
         # parts of split contexts: no more than `blocks` over the KV heads, in float32
-        parts = blocks * (q_heads // pool.kv_heads) * _MOST_QUERY_ROWS
+        parts = self._blocks * (q_heads // pool.kv_heads) * _MOST_QUERY_ROWS
         size = max(_MIN_WORKSPACE_BYTES, parts * (pool.head_dim + 1) * 4)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
@@ -89,6 +92,7 @@ class FlashInferAttention:
             _Planner(wrapper(self._workspace, "NHD", backend=variant)) for variant in variants
         )
         self._scratch: DecodeScratch | None = None
+        self._graph_indices: Tensor | None = None
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """A step of one phase only (PhasedAttention splits)."""
@@ -103,8 +107,15 @@ class FlashInferAttention:
         return _Planned(self._pool, planner.wrapper)
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        """Of several sizes the largest is to be asked for first, as they share scratch."""
-        return BalancedDecode(self._pool, step, self._scratch_for(size))
+        """Of several sizes the largest is to be asked for first: they share buffers."""
+        pool, (q_heads, kv_heads) = self._pool, self._shape[:2]
+        if size * kv_heads <= _WAVES * self._blocks or q_heads <= _SMALL_GROUP * kv_heads:
+            return BalancedDecode(pool, step, self._scratch_for(size))
+        if self._graph_indices is None:
+            entries = size * step.page_table.shape[1]
+            self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=pool.device)
+        arguments = (self._flashinfer, pool, self._workspace, self._graph_indices)
+        return WholeDecode(*arguments, step, self._shape, self._types)
 
     def _scratch_for(self, reqs: int) -> DecodeScratch:
         if self._scratch is None or len(self._scratch.first) <= reqs:
@@ -133,8 +144,8 @@ class MetaAttention:
         self._shape = (q_heads, pool.kv_heads, pool.head_dim)
 
     def prepare(self, step: AttentionStep) -> StepAttention:
+        _pages(self._pool, step)
         if not step.num_decode:
-            _pages(self._pool, step)
             return self
         scratch = decode_scratch(step.num_decode, *self._shape, self._pool.device)
         decode = BalancedDecode(self._pool, step, scratch)

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl.attention import (
-    AttentionBackend,
-    AttentionStep,
-    DecodeGraphAttention,
-    StepAttention,
-)
+from minisgl.attention import AttentionBackend, AttentionStep, StepAttention
 from minisgl.core import Int32Array
 from minisgl.kernel import SamplingTensors, StepViews, put_tokens, sample, stage_tokens
 from minisgl.kvcache.pool import KVPool
@@ -58,11 +53,7 @@ class DeviceState:
         )
 
     def forward(
-        self,
-        views: StepViews,
-        num_decode: int,
-        tokens: Tensor,
-        attention: StepAttention | DecodeGraphAttention,
+        self, views: StepViews, num_decode: int, tokens: Tensor, attention: StepAttention
     ) -> Tensor:
         """Hidden states [T, H]; keys and values of the T tokens are in the pool afterwards.
 
@@ -88,7 +79,7 @@ class DeviceState:
             slots,
         )
 
-    def run(self, tokens: Tensor, attention: StepAttention | DecodeGraphAttention) -> Tensor:
+    def run(self, tokens: Tensor, attention: StepAttention) -> Tensor:
         """The second half: the model over what stands in `tokens`."""
         ids, positions, slots = tokens.unbind(0)
         context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from minisgl.attention import DecodeGraphAttention, StepAttention
+from minisgl.attention import FusedAttention, StepAttention
 from minisgl.core import ConfigError
 from minisgl.distributed import Communicator
 from minisgl.kernel import qk_norm_rope_store
@@ -38,7 +38,7 @@ class ForwardContext:
     slots: Tensor
     cos_sin: Tensor
     pool: KVPool
-    attention: StepAttention | DecodeGraphAttention
+    attention: StepAttention
 
 
 class Attention(nn.Module):
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         )
         qkv = self.qkv_proj(normed)
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
-        if isinstance(attention, DecodeGraphAttention):
+        if isinstance(attention, FusedAttention):
             attention.attend(self.layer, qkv, *norms, attended)
         else:
             places = (context.positions, context.slots, *context.pool.layer(self.layer))
