@@ -1,4 +1,10 @@
-"""How our kernel for products of few rows cuts them."""
+"""How our kernel for products of few rows cuts them, and which it leaves to cuBLAS.
+
+By whole chains of layers on one H200 (docs/benchmarks.md, "Products of a layer"). Up to 32 rows all
+that counts is that memory is read without a pause. From there on each program's rows of x weigh as
+much as its weights, and the way from L2 to a multiprocessor is what is short: all 132 must have
+the same to do, in as many rounds as there are programs for each.
+"""
 
 from typing import Final, NamedTuple
 
@@ -15,39 +21,67 @@ class Tiling(NamedTuple):
     splits: int
     stages: int
     warps: int
-    ahead: int = 256
+    ahead: int
 
 
-# By the search of docs/benchmarks.md, "Products alone": one H200, 132 multiprocessors.
-_MOST_ROWS: Final = 64
-_HEIGHT: Final = 64
-_MANY: Final = 264  # programs: two of each multiprocessor, which then share its memory
-_ENOUGH: Final = 80  # programs that read at full speed
-_FEW: Final = 64  # programs that do if each has little to read
-_SHORT: Final = 1024  # columns: little to read
+_MULTIPROCESSORS: Final = 132
+_MOST_ROWS: Final = 256
+_FEW_ROWS: Final = 32
+_TILES: Final = ((64, 64, 128, 5, 4), (64, 128, 64, 6, 8), (128, 128, 64, 4, 8))  # beyond _FEW_ROWS
+_MOST_BYTES: Final = 600_000  # that a program reads, beyond 64 rows: with more, cuBLAS wins
+_SHORT_BYTES: Final = 200_000  # with no more, half of the multiprocessors are enough
+_EVEN: Final = 0.7  # of the multiprocessors' time that the longest takes, at least
 
 
 def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
     """For x [num_rows, width] and a weight [height, width] on Hopper; None: cuBLAS is faster."""
-    if not 0 < num_rows <= _MOST_ROWS or height % _HEIGHT:
+    if not 0 < num_rows <= _MOST_ROWS or height % 64 or width % 128:
         return None
-    rows = max(1 << (num_rows - 1).bit_length(), 16)
-    programs = height // _HEIGHT
-    many, wide = programs > _MANY, rows == _MOST_ROWS
-    columns = 64 if many and wide else 128
-    possible = [s for s in (1, 2, 3, 4, 6, 8) if width % (columns * s) == 0]
-    if not possible:
-        return None
-    enough = (
-        s
-        for s in possible
-        if programs * s >= _ENOUGH or (programs * s >= _FEW and width // s <= _SHORT)
-    )
-    splits = next(enough, possible[-1])
-    part = width // splits
-    short = part <= _SHORT
-    if many:
-        stages, ahead = 4 if wide else 3, 0
+    if num_rows <= _FEW_ROWS:
+        return _few_rows(max(1 << (num_rows - 1).bit_length(), 16), height, width)
+    for rows, tall, columns, stages, warps in _TILES:
+        programs = height // tall * -(-num_rows // rows)
+        if programs <= _MULTIPROCESSORS and height % tall == 0:
+            splits, short = _splits(programs, rows + tall, columns, width)
+            if num_rows > 64 and 2 * (rows + tall) * width // splits > _MOST_BYTES:
+                return None
+            even = short or programs * splits >= _EVEN * _MULTIPROCESSORS
+            part = width // splits
+            tiling = Tiling(rows, tall, columns, splits, stages, warps, part if short else 256)
+            return tiling if even else None
+        if num_rows <= 64:
+            rounds = -(-programs // _MULTIPROCESSORS)
+            even = programs >= _EVEN * _MULTIPROCESSORS * rounds
+            return Tiling(64, 64, 64, 1, 4, 4, 0) if even else None  # three share a multiprocessor
+    return None
+
+
+def _few_rows(rows: int, height: int, width: int) -> Tiling:
+    """Deep, or several programs on a multiprocessor where that takes all of them at once."""
+    programs = height // 64
+    splits, short = 1, False
+    if programs <= _MULTIPROCESSORS:
+        splits, short = _splits(programs, rows + 64, 128, width)
+    shared = -(-programs // _MULTIPROCESSORS)
+    if shared == 3 and programs >= 0.9 * 3 * _MULTIPROCESSORS:
+        stages = 3
     else:
-        stages, ahead = 5 if wide or short else 8, part if short else 256
-    return Tiling(rows, _HEIGHT, columns, splits, min(stages, part // columns), 4, ahead)
+        stages = 5 if short or shared == 2 else 8
+    part = width // splits
+    ahead = part if short else 256 if shared == 1 else 0
+    return Tiling(rows, 64, 128, splits, min(stages, part // 128), 4, ahead)
+
+
+def _splits(programs: int, lines: int, columns: int, width: int) -> tuple[int, bool]:
+    """Parts of K for one round of programs, and whether each is short.
+
+    lines: rows of x and of the weight that a program reads.
+    """
+    splits = 1
+    for more in (1, 2, 3, 4, 6, 8):
+        if programs * more > _MULTIPROCESSORS or width % (columns * more):
+            continue
+        splits = more
+        if programs * more >= 64 and 2 * lines * width // more <= _SHORT_BYTES:
+            return splits, True
+    return splits, False

@@ -20,13 +20,13 @@ LIMIT = 1e-5 if INTERPRETED else 6e-3
 TILINGS = pytest.mark.parametrize(
     "tiling",
     [
-        Tiling(16, 64, 128, 1, 4, 4),
-        Tiling(16, 64, 128, 8, 3, 4, ahead=128),
-        Tiling(32, 32, 256, 1, 3, 4, ahead=0),
-        Tiling(64, 64, 128, 2, 3, 4, ahead=512),
-        Tiling(64, 128, 64, 1, 4, 8, ahead=2048),
-        Tiling(128, 64, 64, 4, 4, 4),
-        Tiling(128, 128, 64, 1, 4, 8),
+        Tiling(16, 64, 128, 1, 4, 4, 256),
+        Tiling(16, 64, 128, 8, 3, 4, 128),
+        Tiling(32, 32, 256, 1, 3, 4, 0),
+        Tiling(64, 64, 128, 2, 5, 4, 512),
+        Tiling(64, 128, 64, 1, 6, 8, 2048),
+        Tiling(128, 64, 64, 4, 4, 4, 256),
+        Tiling(128, 128, 64, 1, 4, 8, 256),
     ],
     ids=lambda tiling: "-".join(map(str, tiling)),
 )
@@ -35,14 +35,20 @@ WIDTH, HEIGHT = 2048, 512
 
 
 def counters() -> Tensor:
-    return torch.zeros(HEIGHT // 8, dtype=torch.int32, device=DEVICE)
+    return torch.zeros(HEIGHT, dtype=torch.int32, device=DEVICE)
+
+
+def norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 @TILINGS
 @ROWS
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("normed", [False, True], ids=["as-it-is", "normed"])
-@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("gated", "normed", "biased"),
+    [(False, False, False), (False, True, True), (True, False, False), (True, True, True)],
+    ids=["plain", "normed-bias", "gated", "normed-gated-bias"],
+)
 def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bool) -> None:
     """Twice with the same counters: each call leaves them as it found them."""
     from minisgl.kernel.triton import linear as kernels
@@ -50,17 +56,16 @@ def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bo
     wider = normal(rows, 2 * WIDTH, dtype=DTYPE) * 3
     x, weight = wider[:, WIDTH:], normal(HEIGHT, WIDTH, dtype=DTYPE) / WIDTH**0.5
     bias = normal(HEIGHT, dtype=DTYPE) if biased else None
-    wide, norm = x.double(), None
+    wide, pending = x.double(), None
     if normed:
         squares = wide.square().view(rows, 32, -1).sum(-1).t().float().contiguous()
-        norm = PendingNorm(1e-6, squares)
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        wide, pending = norm(wide), PendingNorm(1e-6, squares)
     expected = wide @ weight.double().T + (0 if bias is None else bias.double())
     if gated:
         gate, up = expected.chunk(2, dim=-1)
         expected = torch.nn.functional.silu(gate) * up
     arrived = counters()
-    outs = [kernels.linear(x, weight, bias, arrived, tiling, norm, gated) for _ in range(2)]
+    outs = [kernels.linear(x, weight, bias, arrived, tiling, pending, gated) for _ in range(2)]
     assert error(outs[0], expected) < LIMIT
     assert torch.equal(*outs)
     assert not arrived.any()
@@ -88,10 +93,10 @@ def test_add_linear_leaves_squares(tiling: Tiling, rows: int) -> None:
     assert not arrived.any()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 32, 100])
+@pytest.mark.parametrize("rows", [1, 5, 32, 100, 250])
 def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
     """A long chain in a graph, where each kernel starts while others end, gives to the bit what
-    the same kernels give with a wait after each."""
+    the same kernels give with a wait after each; and what comes out is right."""
     if INTERPRETED:
         pytest.skip("the interpreter has no CUDA graphs")
     up = [normal(6144, 1024, dtype=DTYPE) / 32 for _ in range(24)]
@@ -117,8 +122,8 @@ def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, expected)
-    plain = start.clone()
+    exact = start.double()
     for first, second in zip(up, down, strict=True):
-        plain = plain + gated_linear(rms_norm(plain, None, 1e-6), first) @ second.T
-    plain = linear(rms_norm(plain, None, 1e-6), up[0])
-    assert error(expected, plain) < 2e-2
+        gate, value = (norm(exact) @ first.double().T).chunk(2, dim=-1)
+        exact += (torch.nn.functional.silu(gate) * value) @ second.double().T
+    assert error(expected, norm(exact) @ up[0].double().T) < 3e-2  # of 48 roundings to bfloat16
