@@ -238,8 +238,6 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # --- building -------------------------------------------------------------------------------
-
     def _use_kernel_cache(self, folder: Path) -> None:
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor

@@ -19,9 +19,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Base of all messages: immutable, tagged with its class name, strict."""
 
 
-# --- API server -> tokenizer ------------------------------------------------------------------
-
-
 class TokenizeText(Message, frozen=True, kw_only=True):
     """Encode plain text; special-token spellings in it are encoded as the tokenizer does.
 
@@ -58,9 +55,6 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 ToTokenizer = TokenizeText | TokenizeChat | DecodeIds | Ping
-
-
-# --- API server -> scheduler ------------------------------------------------------------------
 
 
 class TextSpec(Message, frozen=True, kw_only=True):
@@ -126,9 +120,6 @@ class LeaderStep(Message, frozen=True, kw_only=True):
     plan_hash: int | None = None
 
 
-# --- scheduler -> detokenizer -----------------------------------------------------------------
-
-
 class Opened(Message, frozen=True, kw_only=True):
     """Comes with a req's first output (or its end without one).
 
@@ -190,9 +181,6 @@ class StepOutput(Message, frozen=True, kw_only=True):
 
 
 ToDetokenizer = StepOutput | Ping
-
-
-# --- to the API server ------------------------------------------------------------------------
 
 
 class Tokenized(Message, frozen=True, kw_only=True):
@@ -285,11 +273,11 @@ class PhaseStats(Message, frozen=True, kw_only=True):
     tokens_counts: the same of BATCH_TOKENS_BOUNDS.
     """
 
-    eager_steps: int
-    graph_steps: int
-    seconds: float
-    reqs: int
-    tokens: int
+    eager_steps: int = 0
+    graph_steps: int = 0
+    seconds: float = 0.0
+    reqs: int = 0
+    tokens: int = 0
     reqs_counts: list[int]
     tokens_counts: list[int]
 
@@ -307,22 +295,22 @@ class SchedulerStats(Message, frozen=True, kw_only=True):
     phases: of steps that prefill, decode, or do both (mixed).
     """
 
-    step_id: int
-    busy: bool
-    waiting_reqs: int
-    running_reqs: int
-    free_pages: int
-    evictable_pages: int
-    locked_pages: int
-    total_pages: int
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    prefill_tokens_total: int
-    output_tokens_total: int
-    preemptions_total: int
-    overlapped_steps_total: int
-    evicted_pages_total: int
-    nonfinite_rows_total: int
+    step_id: int = 0
+    busy: bool = False
+    waiting_reqs: int = 0
+    running_reqs: int = 0
+    free_pages: int = 0
+    evictable_pages: int = 0
+    locked_pages: int = 0
+    total_pages: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    prefill_tokens_total: int = 0
+    output_tokens_total: int = 0
+    preemptions_total: int = 0
+    overlapped_steps_total: int = 0
+    evicted_pages_total: int = 0
+    nonfinite_rows_total: int = 0
     phases: dict[str, PhaseStats] = {}
 
 

@@ -4,7 +4,6 @@ Each rank reads only the parts that it keeps, one tensor at a time, so that the 
 weights themselves is one slice.
 """
 
-import json
 import logging
 import zlib
 from collections import defaultdict
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minisgl.core import ConfigError
+from minisgl.core.hub import read_json
 from minisgl.layers import Placement, Sharded
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,10 @@ def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, 
     """This rank's slices of one file, skipping those that are all padding."""
     with _open(path) as handle:
         for placement in placements:
-            view = handle.get_slice(placement.source)
+            try:
+                view = handle.get_slice(placement.source)
+            except SafetensorError:
+                raise ConfigError(f"{path} has no tensor {placement.source}") from None
             shape = tuple(view.get_shape())
             if shape != placement.shape:
                 raise ConfigError(
@@ -143,30 +146,26 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor: from the index where there is one, else from the files."""
     index = folder / _INDEX
     if index.exists():
-        files = _indexed_files(index)
-    elif (folder / "model.safetensors").exists():
-        files = [folder / "model.safetensors"]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no *.safetensors file")
+        return _indexed_files(index)
+    whole = folder / "model.safetensors"
     owners: dict[str, Path] = {}
-    for path in files:
+    for path in [whole] if whole.exists() else sorted(folder.glob("*.safetensors")):
         with _open(path) as handle:
             for name in handle.keys():  # noqa: SIM118 (not a dict)
                 if name in owners:
                     raise ConfigError(f"tensor {name} is in {owners[name].name} and {path.name}")
                 owners[name] = path
+    if not owners:
+        raise ConfigError(f"{folder} has no *.safetensors file")
     return owners
 
 
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is not a usable index: {error!r}") from error
-    files = [index.parent / str(name) for name in sorted(names)]
-    for path in files:
+def _indexed_files(index: Path) -> dict[str, Path]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise ConfigError(f"{index} is not a usable index: it has no weight_map")
+    owners = {str(tensor): index.parent / str(name) for tensor, name in names.items()}
+    for path in sorted(set(owners.values())):
         if path.parent != index.parent or not path.exists():
             raise ConfigError(f"{index.name} names {path.name}, which is not in {index.parent}")
-    return files
+    return owners

@@ -125,8 +125,6 @@ class Scheduler:
         if self.idle and self.memory.cache.locked_pages:
             raise InvariantBroken("idle, but pages are locked; this is a bug")
 
-    # --- messages -------------------------------------------------------------------------------
-
     def _apply(self, message: wire.ToScheduler) -> None:
         match message:
             case wire.AddReq():
@@ -189,8 +187,6 @@ class Scheduler:
             self.planner.requeue(req)
         else:
             self._finish(req, req.finish_reason)
-
-    # --- steps ----------------------------------------------------------------------------------
 
     def _launch_next(self) -> bool:
         plan = self.planner.plan(self._launched_step + 1, in_flight=bool(self._in_flight))

@@ -91,8 +91,6 @@ class Metrics:
         text = "Unix time of the start of the API process."
         Gauge("process_start_time_seconds", text, registry=registry).set_to_current_time()
 
-    # --- what happens ---------------------------------------------------------------------------
-
     def on_ready(self, message: wire.Ready, tp_size: int) -> None:
         """The scheduler has loaded."""
         if message.facts is not None:
@@ -179,8 +177,6 @@ class Metrics:
         """Who is alone finds all of an answer in the numbers that are asked for after it."""
         if self._open_http <= 1:
             self._texts.clear()
-
-    # --- the scrape -----------------------------------------------------------------------------
 
     def render(self, accept: str, now: Now) -> tuple[bytes, str]:
         """The text, and its content type. It has every answer that a lone client has read; what

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.core import (
@@ -16,16 +15,9 @@ from minisgl.message import wire
 
 _PHASES = ("prefill", "decode", "mixed")
 _NO_STEPS = wire.PhaseStats(
-    eager_steps=0,
-    graph_steps=0,
-    seconds=0,
-    reqs=0,
-    tokens=0,
     reqs_counts=[0] * (len(wire.BATCH_SIZE_BOUNDS) + 1),
     tokens_counts=[0] * (len(wire.BATCH_TOKENS_BOUNDS) + 1),
 )
-_ZEROS: dict[str, Any] = dict.fromkeys(wire.SchedulerStats.__struct_fields__, 0)
-_NO_STATS = wire.SchedulerStats(**{**_ZEROS, "busy": False, "phases": {}})
 
 
 class StatsCollector(Collector):
@@ -34,7 +26,7 @@ class StatsCollector(Collector):
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.page_size = 0
-        self.latest = _NO_STATS
+        self.latest = wire.SchedulerStats()
 
     def collect(self) -> Iterator[Metric]:
         stats, size, one = self.latest, self.page_size, self._one

@@ -27,18 +27,12 @@ _ENVIRON = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE"})
 
 def read_payload(fd: int) -> bytes:
     """Read the parent's one length-prefixed payload; the pipe stays open as the death pipe."""
-    size = int.from_bytes(_read_exactly(fd, 8), "little")
-    return _read_exactly(fd, size)
-
-
-def _read_exactly(fd: int, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(fd, size - len(parts))
-        if not part:
-            os._exit(1)  # the parent died while starting us: nobody is left to tell
-        parts += part
-    return bytes(parts)
+    with open(fd, "rb", closefd=False) as pipe:
+        head = pipe.read(8)
+        payload = pipe.read(int.from_bytes(head, "little"))
+    if len(head) < 8 or len(payload) < int.from_bytes(head, "little"):
+        os._exit(1)  # the parent died while starting us: nobody is left to tell
+    return payload
 
 
 def bind_to_parent(parent_pid: int, death_fd: int) -> None:
@@ -120,8 +114,11 @@ def spawn_child(
         )
     finally:
         os.close(read_end)
-    with contextlib.suppress(BrokenPipeError):  # it died at once; its exit will be seen
-        _write_all(write_end, len(payload).to_bytes(8, "little") + payload)
+    with (
+        contextlib.suppress(BrokenPipeError),  # it died at once; its exit will be seen
+        open(write_end, "wb", closefd=False) as pipe,
+    ):
+        pipe.write(len(payload).to_bytes(8, "little") + payload)
     return Child(role, process, write_end)
 
 
@@ -242,9 +239,3 @@ class Supervisor:
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """The wake-up pipe carries the signal; the handler only has to exist."""
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

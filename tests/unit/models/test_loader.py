@@ -173,6 +173,16 @@ def test_broken_index_is_named(checkpoint: Path, content: str) -> None:
         load(checkpoint)
 
 
+def test_an_index_that_names_the_wrong_file_is_named(checkpoint: Path) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    files = sorted(set(names.values()))
+    names["model.norm.weight"] = files[names["model.norm.weight"] == files[0]]
+    index.write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ConfigError, match=r"safetensors has no tensor model\.norm\.weight"):
+        load(checkpoint)
+
+
 def test_dtype_is_converted_on_the_way(checkpoint: Path) -> None:
     model = build_model(
         load_model_config(str(checkpoint)),
