@@ -7,8 +7,9 @@ SPLITS > 1 each writes its float32 part to a workspace; the last to arrive at a 
 in order, so results do not change between runs.
 
 A norm in front needs but one factor for each row, which can as well be applied to the result. The
-product that made the row leaves the sum of its squares, by tile, beside it. (Summed in the loop here,
-Triton 3.6 would give x a buffer less, and overwrite one that the matrix unit may still read.)
+product that made the row leaves the sum of its squares, by tile, beside it. (Were they summed in
+the loop here, Triton 3.6 would give x a buffer less, and write into one that the matrix unit may
+still read.)
 
 Bytes: 2 N K, 2 M K for each tile of the weight (from L2), and 8 M N for each split.
 """
