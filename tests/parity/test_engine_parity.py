@@ -25,12 +25,18 @@ def test_whole_prompt_gives_the_same_tokens(family: str, model_path: ModelPath) 
     assert driver.generate(0, prompt, NUM_TOKENS) == transformers_greedy(path, prompt, NUM_TOKENS)
 
 
+@pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_close(family: str, model_path: ModelPath) -> None:
-    """Past position 300, so that rotary scaling matters, and with the largest error in view."""
+def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> None:
+    """Past position 300, so that rotary scaling matters, and with the largest error in view.
+
+    folded: norms as in bfloat16, where the products that follow hold their weights.
+    """
     path = model_path(family)
     prompt = prompt_of(330)
     engine = make_engine(path, num_pages=100)
+    if folded:
+        engine._state.model.fold_norms()
     seen: list[torch.Tensor] = []
     compute = engine._state.model.head.logits
 
