@@ -3,8 +3,12 @@
 The idea is RadixAttention's (Zheng et al., SGLang, 2024, section 3). Edges hold whole pages, so a
 child is found by the bytes of its first page, and edges are compared as arrays. Below the root
 the salt stands before these bytes (pages have one size, so this is unambiguous): what differs in
-salt shares nothing. The oldest unlocked leaf comes from a heap with at most one entry per node, so
-an eviction costs O(log n).
+salt shares nothing.
+
+Evicted are leaves that no req has found since they were inserted, least recently used first, so
+that prompts that come once do not drive out what many begin with; and where more than half of the
+cache has been found, the leaves of that half (a segmented LRU: Karedla, Love and Wherry, 1994).
+Either kind has a heap with at most one entry per node: an eviction costs O(log n).
 """
 
 import heapq
@@ -20,7 +24,7 @@ class RadixNode:
 
     tokens int32 [n * page_size], pages int32 [n]. lock_count: running reqs at or below this node.
     key: under which its parent holds it. last_use: operation counter. fence: the last step that a
-    req which unlocked it was part of.
+    req which unlocked it was part of. reused: a req has found it.
     """
 
     __slots__ = (
@@ -32,6 +36,7 @@ class RadixNode:
         "lock_count",
         "pages",
         "parent",
+        "reused",
         "serial",
         "tokens",
     )
@@ -54,6 +59,7 @@ class RadixNode:
         self.last_use = last_use
         self.fence = 0
         self.in_heap = False
+        self.reused = False
         self.serial = serial
 
 
@@ -97,7 +103,8 @@ class RadixCache:
         self._page_size = page_size
         self._clock = 0
         self._serial = 0
-        self._heap: list[tuple[int, int, RadixNode]] = []
+        self._heaps: list[list[tuple[int, int, RadixNode]]] = [[], []]  # of the reused: the second
+        self._reused_pages = 0
         nothing: Int32Array = np.empty(0, dtype=np.int32)
         self._root = RadixNode(nothing, nothing, None, b"", 0, 0)
         self.evictable_pages = 0
@@ -107,6 +114,9 @@ class RadixCache:
         """The longest cached prefix. Splits an edge that matches in part, and counts as a use."""
         self._clock += 1
         node, found, _ = self._walk(tokens, salt)
+        for each in self._path(node):
+            self._reused_pages += 0 if each.reused else len(each.pages)
+            each.reused = True
         return Match(node, self._joined(found))
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Insertion:
@@ -153,17 +163,16 @@ class RadixCache:
                 self._offer(node)
 
     def evict(self, count: int) -> list[Evicted]:
-        """Give up min(count, evictable_pages) pages, least recently used first.
-
-        The last leaf is cut, not dropped whole.
-        """
+        """Give up min(count, evictable_pages) pages. The last leaf is cut, not dropped whole."""
         evicted: list[Evicted] = []
-        while count > 0 and self._heap:
-            stamp, _, node = heapq.heappop(self._heap)
+        while count > 0 and any(self._heaps):
+            crowded = 2 * self._reused_pages > self.evictable_pages + self.locked_pages
+            reused = bool(self._heaps[1]) and (crowded or not self._heaps[0])
+            stamp, _, node = heapq.heappop(self._heaps[reused])
             node.in_heap = False
             if node.lock_count or node.children:
                 continue
-            if stamp != node.last_use:
+            if stamp != node.last_use or node.reused != reused:
                 self._offer(node)
                 continue
             taken = min(count, len(node.pages))
@@ -173,7 +182,7 @@ class RadixCache:
 
     def check_integrity(self) -> None:
         """Walk the whole tree and compare I1-I3 with the counters (tests and idle moments)."""
-        evictable = locked = 0
+        evictable = locked = reused = 0
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
@@ -188,7 +197,10 @@ class RadixCache:
                 locked += len(node.pages)
             else:
                 evictable += len(node.pages)
+            reused += len(node.pages) if node.reused else 0
             stack.extend(node.children.values())
+        if reused != self._reused_pages:
+            raise InvariantBroken(f"{reused} pages are reused, counted {self._reused_pages}")
         if (evictable, locked) != (self.evictable_pages, self.locked_pages):
             raise InvariantBroken(
                 f"tree holds {evictable} evictable and {locked} locked pages, counted "
@@ -223,7 +235,7 @@ class RadixCache:
         assert parent is not None, "the root has no edge to split: this is a bug"
         pages = node.pages[:num_pages].copy()
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
-        upper.lock_count, upper.fence = node.lock_count, node.fence
+        upper.lock_count, upper.fence, upper.reused = node.lock_count, node.fence, node.reused
         parent.children[upper.key] = upper
         node.tokens, node.pages = node.tokens[cut:].copy(), node.pages[num_pages:].copy()
         node.parent = upper
@@ -236,6 +248,7 @@ class RadixCache:
         kept = len(node.pages) - num_pages
         taken = node.pages[kept:]
         self.evictable_pages -= num_pages
+        self._reused_pages -= num_pages if node.reused else 0
         if kept:
             node.pages, node.tokens = node.pages[:kept], node.tokens[: kept * self._page_size]
             self._offer(node)
@@ -252,7 +265,7 @@ class RadixCache:
         if node.in_heap or node.lock_count or node.children or node.parent is None:
             return
         node.in_heap = True
-        heapq.heappush(self._heap, (node.last_use, node.serial, node))
+        heapq.heappush(self._heaps[node.reused], (node.last_use, node.serial, node))
 
     def _path(self, end: RadixNode) -> list[RadixNode]:
         """From `end` up to, not including, the root."""

@@ -58,6 +58,31 @@ def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
     assert sorted(second) == [10, 11], "then the other key, older than the hot head"
 
 
+def test_what_a_req_has_found_outlives_prompts_that_came_once() -> None:
+    cache = RadixCache(1)
+    fill(cache, ids(1, 2), 0, 1)
+    cache.match(ids(1, 2, 3))
+    for key in range(10, 16):
+        fill(cache, ids(key), key, 1)
+    evicted = [page for each in cache.evict(4) for page in each.pages.tolist()]
+    assert evicted == [10, 11, 12, 13], "the oldest first, but not what was found"
+    assert cache.match(ids(1, 2)).pages.tolist() == [0, 1]
+    cache.check_integrity()
+
+
+def test_what_was_found_once_keeps_no_more_than_half_of_the_cache() -> None:
+    cache = RadixCache(1)
+    for key in range(6):
+        fill(cache, ids(key), key, 1)
+        cache.match(ids(key))
+    for key in range(6, 10):
+        fill(cache, ids(key), key, 1)
+    evicted = [page for each in cache.evict(4) for page in each.pages.tolist()]
+    # six of ten are too many, and so are five of nine and four of seven; four of eight are not
+    assert evicted == [0, 1, 6, 2]
+    cache.check_integrity()
+
+
 def test_eviction_cuts_a_leaf_and_reports_its_fence() -> None:
     cache = RadixCache(1)
     handle = fill(cache, ids(1, 2, 3, 4), 0, 1)
@@ -82,10 +107,10 @@ def test_an_eviction_looks_at_few_nodes_whatever_the_size_of_the_tree() -> None:
         return cut(node, count)  # type: ignore[arg-type]
 
     cache._cut = counting  # type: ignore[method-assign]
-    before = len(cache._heap)
+    before = sum(map(len, cache._heaps))
     cache.evict(1)
     assert looked_at == 1
-    assert before - len(cache._heap) <= 1, "one entry was taken off the heap, not all"
+    assert before - sum(map(len, cache._heaps)) <= 1, "one entry was taken off the heap, not all"
 
 
 def test_unlocking_too_often_is_a_bug() -> None:
