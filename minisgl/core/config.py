@@ -28,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy of the scheduler, as told by flags.toml and env/settings.py."""
+    """Policy of the scheduler, as told by flags.toml and server/env.py."""
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 15.0

@@ -14,9 +14,9 @@ import msgspec
 
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
-from minisgl.env import EnvError, read_env
 from minisgl.server.auth import key_hashes
 from minisgl.server.config import Limits, ServerConfig
+from minisgl.server.env import read_env
 from minisgl.utils import near_names
 
 _DEMO_NAME = "minisgl-demo"
@@ -125,10 +125,7 @@ def resolve(
     Exits with 2 for a wrong flag; raises ConfigError for a model or setting that cannot be used.
     """
     options = build_parser().parse_strictly(argv)
-    try:
-        settings = read_env(environ)
-    except EnvError as error:
-        raise ConfigError(str(error)) from None
+    settings = read_env(environ)
     if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
     if options.shell and options.ssl_certfile:

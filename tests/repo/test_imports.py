@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHLESS = ("env", "utils", "core", "message", "tokenizer", "server", "demo")
+TORCHLESS = ("utils", "core", "message", "tokenizer", "server", "demo")
 PRESENT = [f"minisgl.{n}" for n in TORCHLESS if (ROOT / "minisgl" / n / "__init__.py").is_file()]
 
 

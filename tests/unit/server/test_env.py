@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from minisgl.env import EnvError, read_env
+from minisgl.core import ConfigError
+from minisgl.server.env import read_env
 
 
 @pytest.mark.parametrize(
@@ -17,8 +18,15 @@ def test_flag_is_parsed(text: str, value: bool) -> None:
 
 def test_bad_value_names_the_variable() -> None:
     """mini-sglang ignored bad values in silence."""
-    with pytest.raises(EnvError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING"):
+    with pytest.raises(ConfigError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING"):
         read_env({"MINISGL_DISABLE_OVERLAP_SCHEDULING": "2"})
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_key_is_not_no_key(text: str) -> None:
+    """`resolve` refuses it: the Secret of a server that should be closed may be empty."""
+    assert read_env({"MINISGL_API_KEY": text}).api_key == ""
+    assert read_env({}).api_key is None
 
 
 def test_unknown_variable_warns(caplog: pytest.LogCaptureFixture) -> None:

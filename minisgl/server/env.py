@@ -6,21 +6,18 @@ Service named minisgl; those are never settings and are passed over in silence.
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+
+import msgspec
+
+from minisgl.core import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "MINISGL_"
 _INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
-class EnvError(ValueError):
-    """A variable has a value that it cannot have; the message is one line."""
-
-
-class EnvSettings(NamedTuple):
+class EnvSettings(msgspec.Struct, frozen=True):
     """What the environment sets. One field per variable, named like it.
 
     disable_overlap_scheduling  plan step n+1 only after the result of step n is read.
@@ -40,27 +37,21 @@ class EnvSettings(NamedTuple):
 
 
 def read_env(environ: Mapping[str, str]) -> EnvSettings:
-    """Parse all MINISGL_* variables. Unknown ones warn; a bad value raises EnvError."""
-    known = {f"{_PREFIX}{field.upper()}": field for field in EnvSettings._fields}
-    values: dict[str, Any] = {}
+    """Parse all MINISGL_* variables. Unknown ones warn; a bad value raises ConfigError."""
+    known = {f"{_PREFIX}{field.upper()}": field for field in EnvSettings.__struct_fields__}
+    values: dict[str, str] = {}
     for name, text in environ.items():
-        if not name.startswith(_PREFIX) or name.startswith(_INJECTED):
-            continue
-        field = known.get(name)
-        if field is None:
+        if name in known:
+            # An empty switch is off; an empty key is left to be refused, so that it opens nothing.
+            is_switch = getattr(EnvSettings(), known[name]) is False
+            values[known[name]] = "0" if is_switch and not text.strip() else text.strip()
+        elif name.startswith(_PREFIX) and not name.startswith(_INJECTED):
             logger.warning(
                 "unknown environment variable ignored name=%s known=%s", name, ",".join(known)
             )
-            continue
-        is_text = EnvSettings._field_defaults[field] is None
-        values[field] = text if is_text else _parse_bool(name, text)
-    return EnvSettings(**values)
-
-
-def _parse_bool(name: str, text: str) -> bool:
-    lowered = text.strip().lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    raise EnvError(f"{name} must be 1 or 0, not {text[:40]!r}")
+    try:
+        return msgspec.convert(values, EnvSettings, strict=False)
+    except msgspec.ValidationError as error:
+        field = str(error).rpartition("$.")[2].rstrip("`")
+        shown = values[field][:40]
+        raise ConfigError(f"{_PREFIX}{field.upper()} must be 1 or 0, not {shown!r}") from None
