@@ -182,16 +182,15 @@ class LLM:
         if self._closed:
             raise ConfigError("this LLM is closed")
         running: dict[int, Generation] = {}
-        messages: list[wire.AddReq] = []
         params = self._params(sampling, len(prompts))
-        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            ids = self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
-            uid, self._next_uid = self._next_uid, self._next_uid + 1
-            running[uid] = Generation.start(index, self.tokenizer.vocabulary, ids, stop, whole)
-            messages.append(wire.AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
         try:
-            for message in messages:
-                self.worker.send(message)
+            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                ids = (
+                    self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
+                )
+                uid, self._next_uid = self._next_uid, self._next_uid + 1
+                running[uid] = Generation.start(index, self.tokenizer.vocabulary, ids, stop, whole)
+                self.worker.send(wire.AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
             while running:
                 for output in self.worker.step():
                     yield from self._read(output, running)

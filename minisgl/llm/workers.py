@@ -25,6 +25,7 @@ from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
 from minisgl.utils import make_socket_dir, supervise
 
 _LOOK_S = 0.2  # how often, at least, it is looked whether the ranks live
+_FIRST_REQS = 32  # with which a first step begins before all have come
 _LEAVE_S = 5.0  # for ranks to end by themselves
 
 
@@ -62,6 +63,8 @@ class LocalWorker:
 
     def send(self, message: wire.ToScheduler) -> None:
         self._inbox.messages.append(message)
+        if self.scheduler.idle and len(self._inbox.messages) >= _FIRST_REQS:
+            self.scheduler.iterate()  # the caller makes the rest ready while this step runs
 
     def step(self) -> list[wire.StepOutput]:
         self.scheduler.iterate()

@@ -7,6 +7,7 @@ import pytest
 from minisgl.core import ConfigError, FinishReason, InvalidRequest, OutOfMemory, SamplingParams
 from minisgl.engine import Engine
 from minisgl.llm import LLM, Completion
+from minisgl.llm.workers import LocalWorker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SPELL = [{"role": "user", "content": "Spell the word planet."}]
@@ -96,6 +97,22 @@ def test_wrong_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="32 bits"):
         llm.generate([2**40], GREEDY, progress=False)
     assert llm.worker.scheduler.idle
+
+
+def test_many_prompts_begin_before_all_have_come(llm: LLM) -> None:
+    """The last one is refused when the first step has run: it leaves nothing behind."""
+    prompts = [[index + 1, index + 2] for index in range(40)]
+    greedy = SamplingParams(max_tokens=2, temperature=0.0)
+    alone = [one(llm.generate(prompt, greedy, progress=False)).token_ids for prompt in prompts]
+    assert isinstance(llm.worker, LocalWorker)
+    before = llm.worker.scheduler.totals.prefill_tokens_total
+    with pytest.raises(InvalidRequest, match="32 bits"):
+        llm.generate([*prompts, [2**40]], greedy, progress=False)
+    assert llm.worker.scheduler.totals.prefill_tokens_total > before
+    assert llm.worker.scheduler.idle
+    together = llm.generate(prompts, greedy, progress=False)
+    assert isinstance(together, list)
+    assert [completion.token_ids for completion in together] == alone
 
 
 def test_seeds_make_draws_repeatable(llm: LLM) -> None:
