@@ -87,7 +87,7 @@ def calibrate(
     """
     timings: list[Timing] = []
     spent_ns = 0
-    for shape in _shapes(engine.max_seq_len):
+    for shape in _shapes(engine.max_running_reqs, engine.max_seq_len):
         if len(timings) > 1 and spent_ns > _TIME_LIMIT_NS:
             break
         batch = probe_batch(engine, dummy_page, shape)
@@ -111,16 +111,17 @@ def calibrate(
     return fit(timings)
 
 
-def _shapes(max_seq_len: int) -> list[Shape]:
+def _shapes(rows: int, max_seq_len: int) -> list[Shape]:
     """In about the order of their time. Some come again with a context, or with a longer one.
 
-    Small ones only decode; the larger hold a decode req beside a chunk, both behind a context as
+    Small ones only decode, up to all rows; the others hold a decode req beside a chunk, both behind a context as
     those have for which a price is asked: the first tokens of a prompt take less.
     """
     half, far = min(max_seq_len - 1, 2048) // 2, min(max_seq_len * 3 // 4, 8192)
     shapes = [Shape(1, 0, 1), Shape(1, 15, 1)]
     for reqs in (8, 32, 64, 128):
-        shapes += [Shape(reqs, 0, 1), Shape(reqs, 0, half)]
+        decode = [Shape(reqs, 0, 1), Shape(reqs, 0, half)]
+        shapes += decode if reqs <= rows else [Shape(1, reqs - 1, 1)]
     shapes += [Shape(1, size - 1, half) for size in (256, 384, 448, 512, 640, 768)]
     shapes.append(Shape(1, 447, far))
     return shapes + [Shape(1, size - 1, half) for size in (1024, 2048, 4096, 8192)]

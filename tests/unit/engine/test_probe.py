@@ -118,3 +118,11 @@ def test_a_disturbed_timing_costs_no_more_than_a_larger_step() -> None:
     assert cost.seconds == (0.004, 0.005, 0.005)
     assert cost.per_decode_key_s == cost.per_prefill_pair_s == 0.0, "less for more is noise"
     assert cost.predict_s(128, 0, 0) == pytest.approx(0.010), "beyond the last in proportion"
+
+
+def test_few_rows_leave_no_gap_between_small_steps_and_chunks() -> None:
+    engine = VirtualEngine()
+    engine.max_running_reqs = 4
+    cost = calibrated(engine)
+    assert {16, 32, 64, 128, 256} <= set(cost.tokens)
+    assert cost.predict_s(100, 0, 0) == pytest.approx(TRUE.predict_s(100, 0, 0), rel=0.05)
