@@ -114,8 +114,8 @@ def calibrate(
 def _shapes(rows: int, max_seq_len: int) -> list[Shape]:
     """In about the order of their time. Some come again with a context, or with a longer one.
 
-    Small ones only decode, up to all rows; the others hold a decode req beside a chunk. The larger
-    are behind a context, as those for which a price is asked: the first tokens of a prompt take less.
+    Small ones only decode, up to all rows; the others hold a decode req beside a chunk. Large ones
+    lie behind a context, as most that a price is asked for: a prompt's first tokens take less.
     """
     half, far = min(max_seq_len - 1, 2048) // 2, min(max_seq_len * 3 // 4, 8192)
     shapes = [Shape(1, 0, 1), Shape(1, 15, 1)]
