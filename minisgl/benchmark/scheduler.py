@@ -8,6 +8,7 @@ import argparse
 import json
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult
 from minisgl.kvcache import RadixCache
 from minisgl.message import wire
-from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from minisgl.scheduler import LocalInbox, Scheduler
 
 VOCAB = 32_000
 PAGE_SIZE = 16
@@ -66,7 +67,7 @@ def measure_decode(num_reqs: int, steps: int, show: bool = True) -> Figure:
     while len(scheduler.planner.decode_rows) < num_reqs:
         scheduler.iterate()
     seconds = _timed(scheduler.iterate, steps, "decode steps", show)
-    outbox.outputs.clear()
+    outbox.clear()
     return _figure(f"decode step, {num_reqs} reqs", seconds, aim_s=1e-3)
 
 
@@ -107,15 +108,15 @@ def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> Figur
     return _figure(f"eviction, {num_nodes:,} nodes", seconds, aim_s=20e-6)
 
 
-def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, LocalOutbox]:
-    inbox, outbox = LocalInbox(), LocalOutbox()
+def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, deque[wire.StepOutput]]:
+    inbox, outbox = LocalInbox(), deque[wire.StepOutput]()
     scheduler = Scheduler(
         engine,
         SchedulerConfig(prefill_budget_tokens=16_384, target_step_ms=None),
         vocab_size=VOCAB,
         eos_token_ids=(0,),
         inbox=inbox,
-        outbox=outbox,
+        send=outbox.append,
     )
     return scheduler, inbox, outbox
 

@@ -8,6 +8,7 @@ hits, which hardly depend on the times, and those of an ideal cache.
 import argparse
 import heapq
 import json
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from minisgl.core import (
     StepResult,
 )
 from minisgl.message import wire
-from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from minisgl.scheduler import LocalInbox, Scheduler
 
 _HOST_S = 0.0003  # between the end of a step and the launch of the next but one
 # Qwen3-8B, bfloat16, on one H200, by the steps in docs/benchmarks.md.
@@ -85,9 +86,9 @@ def simulate(
     load: Load, engine: VirtualEngine, cost: StepCost, config: SchedulerConfig, concurrency: int
 ) -> list[Answer]:
     """The answers to `load`, in order; `concurrency` at a time where it has no arrivals."""
-    inbox, outbox = LocalInbox(), LocalOutbox()
+    inbox, outbox = LocalInbox(), deque[wire.StepOutput]()
     scheduler = Scheduler(
-        engine, config, vocab_size=2**31 - 1, eos_token_ids=(), inbox=inbox, outbox=outbox
+        engine, config, vocab_size=2**31 - 1, eos_token_ids=(), inbox=inbox, send=outbox.append
     )
     if config.target_step_ms is not None:
         scheduler.planner.calibrate(cost)
@@ -106,8 +107,8 @@ def simulate(
             ids = load.prompts[index].astype("<i4").tobytes()
             inbox.messages.append(wire.AddReq(uid=index, token_ids=ids, sampling=sampling))
         scheduler.iterate()
-        while outbox.outputs:
-            output = outbox.outputs.popleft()
+        while outbox:
+            output = outbox.popleft()
             for opened in output.opened:
                 answers[opened.uid].cached_tokens = opened.cached_tokens
             for uid in output.uids:

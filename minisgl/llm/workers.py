@@ -20,7 +20,7 @@ from minisgl.core import (
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine
 from minisgl.message import Receiver, Sender, endpoint, wire
-from minisgl.scheduler import LocalInbox, LocalOutbox, build_scheduler
+from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
 from minisgl.utils import make_socket_dir, supervise
 
@@ -53,9 +53,12 @@ class LocalWorker:
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         comm = SingleCommunicator()
         self._engine = Engine(engine, TPInfo(0, 1), comm, config.prefill_budget_tokens)
-        self._inbox, self._outbox = LocalInbox(), LocalOutbox()
+        self._inbox = LocalInbox()
+        self._outputs: list[wire.StepOutput] = []
         try:
-            self.scheduler = build_scheduler(self._engine, config, self._inbox, self._outbox)
+            self.scheduler = build_scheduler(
+                self._engine, config, self._inbox, self._outputs.append
+            )
         except BaseException:
             self._engine.close()
             raise
@@ -68,8 +71,8 @@ class LocalWorker:
 
     def step(self) -> list[wire.StepOutput]:
         self.scheduler.iterate()
-        outputs = list(self._outbox.outputs)
-        self._outbox.outputs.clear()
+        outputs = list(self._outputs)
+        self._outputs.clear()
         return outputs
 
     def settle(self, uids: Collection[int]) -> None:

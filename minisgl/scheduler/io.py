@@ -1,4 +1,4 @@
-"""Where a scheduler's messages come from and where its outputs go: the only part LLM replaces."""
+"""Where a scheduler's messages come from."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,15 +17,6 @@ class Inbox(Protocol):
         plan_hash: of the batch that this rank launched last, to be compared between ranks.
         """
         ...
-
-
-class Outbox(Protocol):
-    """The output of one rank: on rank 0 of a server the queue to the detokenizer.
-
-    Sending never blocks.
-    """
-
-    def send(self, message: wire.StepOutput, /) -> None: ...
 
 
 class QueueInbox:
@@ -97,20 +88,3 @@ class FollowerInbox:
                 "this is a bug"
             )
         return step.messages
-
-
-class LocalOutbox:
-    """Keeps outputs for the same process to take."""
-
-    def __init__(self) -> None:
-        self.outputs: deque[wire.StepOutput] = deque()
-
-    def send(self, message: wire.StepOutput, /) -> None:
-        self.outputs.append(message)
-
-
-class SilentOutbox:
-    """Ranks 1..n-1: their outputs equal those of rank 0, who speaks."""
-
-    def send(self, message: wire.StepOutput, /) -> None:
-        pass

@@ -3,20 +3,14 @@
 import gc
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.distributed import TPInfo, connect
 from minisgl.engine import Engine, resolve_device
 from minisgl.message import Receiver, Sender, endpoint, wire
-from minisgl.scheduler.io import (
-    FollowerInbox,
-    Inbox,
-    LeaderInbox,
-    Outbox,
-    QueueInbox,
-    SilentOutbox,
-)
+from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -42,11 +36,11 @@ def run_scheduler(
     comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
     engine = Engine(engine_config, tp, comm, scheduler_config.prefill_budget_tokens)
     api: Sender[wire.Ready | wire.SchedulerStats] = Sender(endpoint(socket_dir, "api"))
-    outbox: Outbox = SilentOutbox()
+    send: Callable[[wire.StepOutput], object] = _say_nothing
     if tp.rank == 0:
-        outbox = Sender[wire.StepOutput](endpoint(socket_dir, "detokenizer"))
+        send = Sender[wire.StepOutput](endpoint(socket_dir, "detokenizer")).send
     constructed_s = time.monotonic()
-    scheduler = build_scheduler(engine, scheduler_config, inbox, outbox)
+    scheduler = build_scheduler(engine, scheduler_config, inbox, send)
     gc.collect()
     gc.freeze()  # what is loaded stays; collections look at requests only
     name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
@@ -62,7 +56,7 @@ def build_scheduler(
     engine: Engine,
     config: SchedulerConfig,
     inbox: Inbox,
-    outbox: Outbox,
+    send: Callable[[wire.StepOutput], object],
 ) -> Scheduler:
     """A warmed-up, calibrated scheduler around `engine`."""
     facts = engine.facts()
@@ -72,7 +66,7 @@ def build_scheduler(
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,
         inbox=inbox,
-        outbox=outbox,
+        send=send,
     )
     engine.warm_up()
     if config.target_step_ms is not None:
@@ -92,6 +86,10 @@ def _loop(scheduler: Scheduler, api: Sender[wire.Ready | wire.SchedulerStats] | 
             api.send(scheduler.stats())
             sent_at = now
     scheduler.drain_in_flight()
+
+
+def _say_nothing(output: wire.StepOutput) -> None:
+    """Ranks 1..n-1: their outputs equal those of rank 0, who speaks."""
 
 
 def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:

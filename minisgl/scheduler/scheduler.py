@@ -5,6 +5,7 @@ step n, end who is done and send what came out. It knows token ids only.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from minisgl.core import (
 )
 from minisgl.message import wire
 from minisgl.scheduler.intake import accept
-from minisgl.scheduler.io import Inbox, Outbox
+from minisgl.scheduler.io import Inbox
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.meter import StepMeter
 from minisgl.scheduler.outputs import OutputBuilder, Totals
@@ -50,14 +51,15 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         inbox: Inbox,
-        outbox: Outbox,
+        send: Callable[[wire.StepOutput], object],
     ) -> None:
+        """send: takes what came out of an iteration, and never blocks."""
         self._engine = engine
         self._overlap = config.overlap
         self._check_plans = config.check_plans
         self._plan_hash: int | None = None
         self._inbox = inbox
-        self._outbox = outbox
+        self._send = send
         self._eos: Int32Array = np.array(eos_token_ids, dtype=np.int32)
         max_pages = -(-engine.max_seq_len // engine.page_size)
         self.table = RequestTable(engine.max_running_reqs, engine.max_seq_len, max_pages)
@@ -280,4 +282,4 @@ class Scheduler:
     def _flush(self) -> None:
         output = self._outputs.take(self._resolved_step)
         if output is not None:
-            self._outbox.send(output)
+            self._send(output)

@@ -6,6 +6,7 @@ is held against float32 logits of its own text: each token is the best, or as go
 
 import json
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, Sched
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.message.wire import AbortReq, AddReq
-from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import Driver, Work
 
 pytestmark = [
@@ -154,7 +155,7 @@ def run(
     abort_from: int | None = None,
 ) -> Run:
     """Two waves of the prompts; from uid abort_from on, reqs are aborted at random moments."""
-    inbox, outbox = LocalInbox(), LocalOutbox()
+    inbox, outbox = LocalInbox(), deque()
     scheduler = Scheduler(
         Jitter(engine, longest_cycles),
         SchedulerConfig(
@@ -166,7 +167,7 @@ def run(
         vocab_size=VOCAB,
         eos_token_ids=(2,),
         inbox=inbox,
-        outbox=outbox,
+        send=outbox.append,
     )
     chance = random.Random(5)
     count = len(prompts())
@@ -183,7 +184,7 @@ def run(
             scheduler.iterate()
             scheduler.check_integrity()
     outputs: dict[int, list[int]] = {uid: [] for uid in range(2 * count)}
-    for output in outbox.outputs:
+    for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):
             outputs[uid].append(token)
     return Run(outputs, scheduler)

@@ -1,6 +1,7 @@
 """One schedule after another on the resident ranks of one process group, in lockstep."""
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from minisgl.distributed import Communicator
 from minisgl.engine import Engine
 from minisgl.message import Receiver, Sender, endpoint
 from minisgl.message.wire import AbortReq, AddReq, LeaderStep, Shutdown
-from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox
 from tests.parity.models import VOCAB_SIZE
 
@@ -97,7 +98,7 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
     )
     engine = Engine(config, comm.tp, comm)
     totals = {"partial": 0, "mixed": 0}
-    source, outbox = LocalInbox(), LocalOutbox()
+    source, outbox = LocalInbox(), deque()
     names = [endpoint(str(folder), f"rank-{rank}") for rank in range(1, comm.tp.size)]
     inbox: Inbox = source
     senders: list[Sender[LeaderStep]] = []
@@ -119,7 +120,7 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(2,),
         inbox=inbox,
-        outbox=outbox,
+        send=outbox.append,
     )
     if comm.tp.rank:
         while not scheduler.stopping:
@@ -130,7 +131,7 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
         for sender in senders:
             sender.close(linger_ms=60_000)
     outputs: dict[int, list[int]] = {uid: [] for uid in range(2 * len(prompts()))}
-    for output in outbox.outputs:
+    for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):
             outputs[uid].append(token)
     engine.close()

@@ -1,6 +1,7 @@
 """Penalties, bias and log-probabilities equal plain computation over transformers' logits, under
 overlap, chunks, prefix hits and preemption."""
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from minisgl.core import SamplingParams, SchedulerConfig
 from minisgl.message.wire import AddReq, PromptLogprobs, StepOutput, TokenLogprobs
-from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_logits
 
@@ -32,14 +33,14 @@ class Run:
         self, path: str, params: list[SamplingParams], crowded: bool = False, warm: bool = False
     ) -> None:
         engine = make_engine(path, num_pages=17 if crowded else 200)
-        inbox, outbox = LocalInbox(), LocalOutbox()
+        inbox, outbox = LocalInbox(), deque()
         self.scheduler = Scheduler(
             engine,
             SchedulerConfig(prefill_budget_tokens=16, target_step_ms=None),
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
             inbox=inbox,
-            outbox=outbox,
+            send=outbox.append,
         )
         if warm:  # every prompt is in the cache before the reqs come
             for uid, prompt in enumerate(prompts(), start=100):
@@ -48,7 +49,7 @@ class Run:
             while inbox.messages or not self.scheduler.idle:
                 self.scheduler.iterate()
             assert self.scheduler.memory.cache.evictable_pages > 0
-            outbox.outputs.clear()
+            outbox.clear()
             self.scheduler.totals.cached_tokens_total = 0
         for uid, (prompt, one) in enumerate(zip(prompts(), params, strict=True)):
             ids = np.array(prompt, dtype="<i4").tobytes()
@@ -59,7 +60,7 @@ class Run:
         self.tokens: dict[int, list[int]] = {uid: [] for uid in range(len(params))}
         self.logprobs: dict[int, list[TokenLogprobs]] = {uid: [] for uid in self.tokens}
         self.prompt: dict[int, list[PromptLogprobs]] = {uid: [] for uid in self.tokens}
-        for output in outbox.outputs:
+        for output in outbox:
             self._read(output)
 
     def _read(self, output: StepOutput) -> None:

@@ -4,6 +4,7 @@ Cache, chunk size, overlap and preemption are varied pairwise, for each family; 
 that what it varies did take place.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ import pytest
 from minisgl.core import Batch, SamplingParams, SchedulerConfig
 from minisgl.engine import Engine
 from minisgl.message.wire import AddReq
-from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_greedy
 
@@ -89,7 +90,7 @@ def run(
     tokens = 128 if case.crowded else 1024
     engine = make_engine(path, page_size=case.page_size, num_pages=tokens // case.page_size)
     recorder = Recorder(engine)
-    inbox, outbox = LocalInbox(), LocalOutbox()
+    inbox, outbox = LocalInbox(), deque()
     scheduler = Scheduler(
         recorder,  # type: ignore[arg-type]
         SchedulerConfig(
@@ -101,7 +102,7 @@ def run(
         vocab_size=engine.facts().vocab_size,
         eos_token_ids=engine.facts().eos_token_ids,
         inbox=inbox,
-        outbox=outbox,
+        send=outbox.append,
     )
     outputs: dict[int, list[int]] = {}
     for wave in range(2):
@@ -113,7 +114,7 @@ def run(
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()
             scheduler.check_integrity()
-    for output in outbox.outputs:
+    for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):
             outputs[uid].append(token)
     engine.close()

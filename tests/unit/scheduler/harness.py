@@ -1,12 +1,13 @@
 """A scheduler over the fake engine, driven message by message."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from minisgl.core import FinishReason, SamplingParams, SchedulerConfig
 from minisgl.message.wire import AbortReq, AddReq
-from minisgl.scheduler import LocalInbox, LocalOutbox, Scheduler
+from minisgl.scheduler import LocalInbox, Scheduler
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
 
 
@@ -31,14 +32,14 @@ class Harness:
         eos_token_ids: tuple[int, ...] = (EOS,),
     ) -> None:
         self.engine = engine
-        self.inbox, self.outbox = LocalInbox(), LocalOutbox()
+        self.inbox, self.outbox = LocalInbox(), deque()
         self.scheduler = Scheduler(
             engine,
             config or SchedulerConfig(target_step_ms=None),
             vocab_size=VOCAB,
             eos_token_ids=eos_token_ids,
             inbox=self.inbox,
-            outbox=self.outbox,
+            send=self.outbox.append,
         )
         self.answers: dict[int, Answer] = {}
         self.next_uid = 1
@@ -64,8 +65,8 @@ class Harness:
 
     def collect(self) -> None:
         """Take the outputs in the order in which a detokenizer reads them."""
-        while self.outbox.outputs:
-            output = self.outbox.outputs.popleft()
+        while self.outbox:
+            output = self.outbox.popleft()
             for opened in output.opened:
                 self.answers[opened.uid].opened += 1
                 self.answers[opened.uid].cached_tokens = opened.cached_tokens

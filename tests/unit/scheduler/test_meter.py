@@ -88,5 +88,5 @@ def test_opened_tells_when_a_req_was_admitted() -> None:
     harness.add([1, 2, 3], max_tokens=1)
     harness.scheduler.iterate()
     harness.scheduler.drain_in_flight()
-    (opened,) = [o for output in harness.outbox.outputs for o in output.opened]
+    (opened,) = [o for output in harness.outbox for o in output.opened]
     assert opened.admitted_s > 0
