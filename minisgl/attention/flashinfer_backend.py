@@ -97,7 +97,7 @@ class FlashInferAttention:
     def prepare(self, step: AttentionStep) -> StepAttention:
         """A step of one phase only (PhasedAttention splits)."""
         if step.num_decode:
-            decode = BalancedDecode(self._pool, step, self._scratch_for(step.num_decode))
+            decode = BalancedDecode(self._pool, step, self._scratch_of(step))
             decode.describe()
             return decode
         pages, qo_indptr = _pages(self._pool, step), _cumulated(step.lengths)
@@ -110,17 +110,16 @@ class FlashInferAttention:
         """Of several sizes the largest is to be asked for first: they share buffers."""
         pool, (q_heads, kv_heads) = self._pool, self._shape[:2]
         if size * kv_heads <= _WAVES * self._blocks or q_heads <= _SMALL_GROUP * kv_heads:
-            return BalancedDecode(pool, step, self._scratch_for(size))
+            return BalancedDecode(pool, step, self._scratch_of(step))
         if self._graph_indices is None:
             entries = size * step.page_table.shape[1]
             self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=pool.device)
         arguments = (self._flashinfer, pool, self._workspace, self._graph_indices)
         return WholeDecode(*arguments, step, self._shape, self._types)
 
-    def _scratch_for(self, reqs: int) -> DecodeScratch:
-        if self._scratch is None or len(self._scratch.first) <= reqs:
-            most = 1 << (reqs - 1).bit_length()
-            self._scratch = decode_scratch(most, *self._shape[:3], self._pool.device)
+    def _scratch_of(self, step: AttentionStep) -> DecodeScratch:
+        if self._scratch is None:
+            self._scratch = _scratch(step, *self._shape[:3])
         return self._scratch
 
 
@@ -147,8 +146,7 @@ class MetaAttention:
         _pages(self._pool, step)
         if not step.num_decode:
             return self
-        scratch = decode_scratch(step.num_decode, *self._shape, self._pool.device)
-        decode = BalancedDecode(self._pool, step, scratch)
+        decode = BalancedDecode(self._pool, step, _scratch(step, *self._shape))
         decode.describe()
         return decode
 
@@ -157,6 +155,12 @@ class MetaAttention:
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         return None
+
+
+def _scratch(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
+    """For all reqs that the page table has rows for."""
+    rows = len(step.page_table) - 1
+    return decode_scratch(rows, q_heads, kv_heads, head_dim, step.page_table.device)
 
 
 def _pages(pool: KVPool, step: AttentionStep) -> _Pages:

@@ -305,10 +305,13 @@ def count_blocks(
     rows: Tensor, start: Tensor, lengths: Tensor, dummy_row: int, scratch: DecodeScratch
 ) -> None:
     """Fill scratch.first for reqs of start + lengths tokens (int32 [N]): once for all layers."""
-    reqs = len(rows)
-    padded = max(triton.next_power_of_2(reqs), 256)
-    counts = (rows, start, lengths, scratch.first, reqs, dummy_row)
-    _count_blocks[(1,)](*counts, BLOCK=_BLOCK, LEAD=_LEAD, REQS=padded)
+    counts = (rows, start, lengths, scratch.first, len(rows), dummy_row)
+    _count_blocks[(1,)](*counts, BLOCK=_BLOCK, LEAD=_LEAD, REQS=_most_reqs(scratch))
+
+
+def _most_reqs(scratch: DecodeScratch) -> int:
+    """Of any call with it, so that the number of reqs in a step compiles nothing."""
+    return max(int(triton.next_power_of_2(len(scratch.first) - 1)), 256)
 
 
 def decode(
@@ -365,7 +368,7 @@ def decode(
         PAGE=page_size,
         H=scratch.parts.shape[1],
         BLOCK=_BLOCK,
-        REQS=max(triton.next_power_of_2(reqs), 256),
+        REQS=_most_reqs(scratch),
         LEAD=_LEAD,
         LEAST=_LEAST,
         STAGES=_STAGES,
