@@ -39,6 +39,7 @@ from minisgl.models import build_model, load_model_config, local_kv_heads
 logger = logging.getLogger(__name__)
 
 _MOST_CAPTURED = 256  # reqs, where the settings do not say
+_DRIVER_BLOCK_BYTES = 2 * 2**20  # it takes memory in these: a difference is wrong by one at most
 
 
 class Engine:
@@ -333,7 +334,8 @@ class Engine:
             self._graphs = self._pieces = None
             torch.cuda.empty_cache()
         others = max(len(sizes), len(tokens), 2) - 2
-        return taken[1] + max(taken[1] - taken[0], 0) * others
+        each = max(taken[1] - taken[0], 0) + _DRIVER_BLOCK_BYTES if taken[1] else 0
+        return taken[1] + each * others
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
