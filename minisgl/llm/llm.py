@@ -181,6 +181,8 @@ class LLM:
         """whole: nobody looks before the end, so text is made once, when a generation is done."""
         if self._closed:
             raise ConfigError("this LLM is closed")
+        if not all(stop):
+            raise InvalidRequest("stop must hold no empty string", param="stop")
         running: dict[int, Generation] = {}
         params = self._params(sampling, len(prompts))
         try:

@@ -56,7 +56,8 @@ class Generation:
         whole: bool,
     ) -> "Generation":
         """A generation that has produced nothing. prompt: its ids, for the text's left border."""
-        return cls(index, TextStream(vocabulary, prompt[-8:], stop), whole)
+        spec = wire.TextSpec(prompt_tail=list(prompt[-8:]), stop=list(stop))
+        return cls(index, TextStream(vocabulary, spec), whole)
 
     def open(self, opened: wire.Opened) -> None:
         self.prompt_tokens, self.cached_tokens = opened.prompt_tokens, opened.cached_tokens

@@ -60,7 +60,8 @@ ToTokenizer = TokenizeText | TokenizeChat | DecodeIds | Ping
 class TextSpec(Message, frozen=True, kw_only=True):
     """What the detokenizer needs to turn this req's tokens into text.
 
-    prompt_tail  the last prompt ids, so that the first token's leading space comes out right.
+    prompt_tail  the last prompt ids; a character that begins there and ends in the output comes out
+                 whole.
     stop         stop strings, in the order given.
     min_tokens   stop strings do not count in the text of the first min_tokens tokens.
     prompt_ids   int32 little-endian; the whole prompt when its log-probabilities are reported.

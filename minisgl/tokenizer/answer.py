@@ -17,15 +17,8 @@ class OpenAnswer:
     """
 
     def __init__(self, vocabulary: Vocabulary, opened: wire.Opened) -> None:
-        spec = opened.text or wire.TextSpec(prompt_tail=[])
-        self.stream = TextStream(
-            vocabulary,
-            spec.prompt_tail,
-            spec.stop,
-            spec.skip_special_tokens,
-            spec.include_stop,
-            spec.min_tokens,
-        )
+        spec = opened.text or wire.TextSpec()
+        self.stream = TextStream(vocabulary, spec)
         self._vocabulary = vocabulary
         self._opened = opened
         self._spec = spec

@@ -7,6 +7,7 @@ all tokens, cut at the first stop string.
 import codecs
 from collections.abc import Sequence
 
+from minisgl.message import wire
 from minisgl.tokenizer.vocab import Vocabulary
 
 
@@ -54,31 +55,21 @@ def _begun(stop: str, text: str) -> int:
 
 
 class TextStream:
-    """The text of one req, piece by piece.
+    """The text of one req, piece by piece, as its spec says.
 
-    prompt_tail: the prompt's last ids; a character that begins there and ends in the output comes
-    out whole.
-    min_tokens: stop strings in the text of the first min_tokens tokens do not count.
     chars, emitted_chars: decoded so far, and of these given out (the rest is withheld or cut).
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        prompt_tail: Sequence[int] = (),
-        stop: Sequence[str] = (),
-        skip_special: bool = True,
-        include_stop: bool = False,
-        min_tokens: int = 0,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, spec: wire.TextSpec | None = None) -> None:
+        spec = spec or wire.TextSpec()
         self._vocabulary = vocabulary
-        self._skip_special = skip_special
-        self._min_tokens = min_tokens if stop else 0
+        self._skip_special = spec.skip_special_tokens
+        self._min_tokens = spec.min_tokens if spec.stop else 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._matcher = StopMatcher(stop, include_stop)
+        self._matcher = StopMatcher(spec.stop, spec.include_stop)
         self.tokens = self.chars = self.emitted_chars = 0
-        for token_id in prompt_tail:
-            self._characters.decode(vocabulary.token_bytes(token_id, skip_special))
+        for token_id in spec.prompt_tail:
+            self._characters.decode(vocabulary.token_bytes(token_id, self._skip_special))
 
     @property
     def stopped(self) -> bool:

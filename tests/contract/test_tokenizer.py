@@ -6,6 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from minisgl.demo import evaluation_path, model_path
+from minisgl.message.wire import TextSpec
 from minisgl.tokenizer import TextStream, TextTokenizer
 
 
@@ -39,5 +40,5 @@ def test_texts_encode_decode_and_stream_alike(
     for skip in (True, False):
         expected = theirs.decode(ids, skip_special_tokens=skip)
         assert ours.decode(ids, skip) == expected
-        stream = TextStream(ours.vocabulary, skip_special=skip)
+        stream = TextStream(ours.vocabulary, TextSpec(skip_special_tokens=skip))
         assert "".join([*map(stream.push, ids), stream.finish()]) == expected

@@ -96,6 +96,8 @@ def test_wrong_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
         llm.generate([[5], [6]], [GREEDY], progress=False)
     with pytest.raises(InvalidRequest, match="32 bits"):
         llm.generate([2**40], GREEDY, progress=False)
+    with pytest.raises(InvalidRequest, match="empty string"):
+        llm.generate([5], GREEDY, stop=["b", ""], progress=False)
     assert llm.worker.scheduler.idle
 
 

@@ -3,6 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from minisgl.message.wire import TextSpec
 from minisgl.tokenizer import TextStream, Vocabulary
 from minisgl.tokenizer.stream import StopMatcher
 from tests.unit.tokenizer.conftest import byte_level
@@ -85,7 +86,7 @@ def test_text_that_resembles_no_stop_string_is_not_withheld() -> None:
 
 def test_stop_string_across_tokens_and_inside_characters() -> None:
     """The stop string begins within a token and ends with the last byte of a character."""
-    stream = TextStream(VOCABULARY, stop=["l€"])
+    stream = TextStream(VOCABULARY, TextSpec(stop=["l€"]))
     assert streamed(stream, ids_of(b"hel" + EURO + b"more")) == [
         "h",
         "e",
@@ -100,18 +101,18 @@ def test_stop_string_across_tokens_and_inside_characters() -> None:
 
 
 def test_include_stop_keeps_the_stop_string() -> None:
-    stream = TextStream(VOCABULARY, stop=["b"], include_stop=True)
+    stream = TextStream(VOCABULARY, TextSpec(stop=["b"], include_stop=True))
     assert "".join(streamed(stream, ids_of(b"abc"))) == "ab"
 
 
 def test_stop_strings_do_not_count_before_min_tokens() -> None:
-    stream = TextStream(VOCABULARY, stop=["a"], min_tokens=3)
+    stream = TextStream(VOCABULARY, TextSpec(stop=["a"], min_tokens=3))
     assert "".join(streamed(stream, ids_of(b"abca"))) == "abc"
 
 
 def test_character_that_begins_in_the_prompt_comes_out_whole() -> None:
     head, tail = ids_of(EURO[:2]), ids_of(EURO[2:] + b"!")
-    assert "".join(streamed(TextStream(VOCABULARY, prompt_tail=head), tail)) == "€!"
+    assert "".join(streamed(TextStream(VOCABULARY, TextSpec(prompt_tail=head)), tail)) == "€!"
 
 
 def test_terminating_token_counts_but_is_not_text() -> None:
