@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -48,9 +49,10 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
+        # Jinja's own escapes HTML characters, which would change the prompt.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens
         self._max_chars = max_chars
@@ -116,20 +118,3 @@ def _time_is_up(number: int, frame: FrameType | None) -> NoReturn:
 
 def _raise_exception(message: object) -> NoReturn:
     raise jinja2.TemplateError(str(message))
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own tojson escapes HTML characters, which would change the prompt.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
