@@ -63,16 +63,16 @@ class _Outbox(Protocol[T]):
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """One answer under way: a uid in the engine, and the text that the client has not got yet."""
+    """One answer under way: a uid in the engine, and the text that the client has not got yet.
+
+    latest: the engine's last word, whose counts are those so far.
+    """
 
     uid: int
     index: int
     _changed: asyncio.Event
     text: list[str] = field(default_factory=list)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    reasoning_tokens: int = 0
+    latest: wire.TextUpdate = field(default_factory=lambda: wire.TextUpdate(uid=0))
     extras: Extras | None = None
     finish: FinishReason | None = None
     error: RequestError | None = None
@@ -98,13 +98,10 @@ class Choice:
         self.opened = True
         if update.text:
             self.text.append(update.text)
-        self.prompt_tokens = update.prompt_tokens
-        self.cached_tokens = update.cached_tokens
-        self.completion_tokens = update.completion_tokens
+        self.latest = update
         if update.reasoning or update.token_ids or update.logprobs or update.prompt_logprobs:
             self.extras = self.extras or Extras()
             self.extras.add(update)
-            self.reasoning_tokens = update.reasoning_tokens
         self.finish = update.finish
         if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
             kind = _REFUSALS.get(update.error_kind, EngineFailure)
@@ -163,9 +160,9 @@ class Generation:
             "request_id": self.request_id,
             "choices": len(self.choices),
             "finish": ",".join(sorted(ends)),
-            "longest_prompt_tokens": max(choice.prompt_tokens for choice in self.choices),
-            "cached_tokens": max(choice.cached_tokens for choice in self.choices),
-            "completion_tokens": sum(choice.completion_tokens for choice in self.choices),
+            "longest_prompt_tokens": max(choice.latest.prompt_tokens for choice in self.choices),
+            "cached_tokens": max(choice.latest.cached_tokens for choice in self.choices),
+            "completion_tokens": sum(choice.latest.completion_tokens for choice in self.choices),
             "ttft_s": None if first_s is None else round(first_s - self.started_s, 3),
             "duration_s": round(time.monotonic() - self.started_s, 3),
         }

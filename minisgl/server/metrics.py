@@ -114,7 +114,7 @@ class Metrics:
             self._count("prompt_tokens_total", choice.prompt_share)
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
-        tokens = update.completion_tokens - choice.completion_tokens
+        tokens = update.completion_tokens - choice.latest.completion_tokens
         if tokens <= 0:
             return
         self._generated.inc(tokens)
@@ -136,11 +136,11 @@ class Metrics:
         self._count("requests_total", 1, finish.value)
         if finish not in _COMPLETE or not choice.first_s:
             return
-        decode_s, later_tokens = choice.last_s - choice.first_s, choice.completion_tokens - 1
+        decode_s, later_tokens = choice.last_s - choice.first_s, choice.latest.completion_tokens - 1
         self._observe("request_duration_seconds", choice.last_s - choice.started_s)
         self._observe("request_decode_seconds", decode_s)
-        self._observe("request_prompt_tokens", choice.prompt_tokens)
-        self._observe("request_generation_tokens", choice.completion_tokens)
+        self._observe("request_prompt_tokens", choice.latest.prompt_tokens)
+        self._observe("request_generation_tokens", choice.latest.completion_tokens)
         if later_tokens > 0:
             self._observe("time_per_output_token_seconds", decode_s / later_tokens)
 

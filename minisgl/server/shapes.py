@@ -143,15 +143,15 @@ class Shape:
     def _usage(self, generation: Generation) -> dict[str, Any]:
         """Each prompt counts once, however many choices it has."""
         firsts = generation.choices[:: self._request.n]
-        prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
-        completion_tokens = sum(choice.completion_tokens for choice in generation.choices)
+        prompt_tokens = sum(choice.latest.prompt_tokens for choice in firsts)
+        completion_tokens = sum(choice.latest.completion_tokens for choice in generation.choices)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(c.latest.cached_tokens for c in firsts)},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(c.reasoning_tokens for c in generation.choices)
+                "reasoning_tokens": sum(c.latest.reasoning_tokens for c in generation.choices)
             },
         }
 

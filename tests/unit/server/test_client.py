@@ -1,6 +1,7 @@
 """Every request is forgotten wholly when it ends, whichever way it ends (W26)."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 
 import pytest
@@ -84,6 +85,26 @@ def test_cancelled_request_leaves_nothing_and_is_aborted_once(stage: str) -> Non
         assert len(aborts) == (stage != "tokenizing")
         for add in world.scheduler.sent[:1]:
             world.update(add.uid, "late", finish=FinishReason.ABORT)
+
+    assert run(main).is_empty
+
+
+def test_reasoning_that_is_cut_off_counts_whole() -> None:
+    """The last token of a cut thought may give no text: its update brings nothing but the count."""
+
+    async def main(world: World) -> None:
+        task = asyncio.create_task(start(world.client, request(), FACTS))
+        await settle()
+        world.answer()
+        await settle()
+        uid = world.scheduler.sent[0].uid
+        world.update(uid, reasoning="a b", reasoning_tokens=2, completion_tokens=2)
+        world.update(uid, reasoning_tokens=3, completion_tokens=3, finish=FinishReason.LENGTH)
+        generation = await task
+        usage = json.loads(Shape(request()).whole(generation))["usage"]
+        assert usage["completion_tokens"] == 3
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
+        world.client.close(generation)
 
     assert run(main).is_empty
 
