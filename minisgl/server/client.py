@@ -179,8 +179,7 @@ class EngineClient:
     I1  `_choices` holds exactly the choices that the engine has not ended and nobody has closed.
     I2  a uid that was submitted and is closed before its end is aborted, once.
     I3  `queued` counts the choices in `_choices` without any output yet, `queued_tokens` the prompt
-        tokens that they have submitted (siblings share theirs); both stay bounded, by their limit
-        or by what a single call brings: one that could never fit would be sent again for ever.
+        tokens that they have submitted (siblings share theirs); both stay bounded.
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class EngineClient:
 
     def open(self, num_choices: int, request_id: str = "") -> Generation:
         """Admit a call. Raises Overloaded at once when the queue is full."""
-        if self.queued and self.queued + num_choices > self.limits.max_queued_reqs:
+        if self.queued + num_choices > self.limits.max_queued_reqs:
             raise Overloaded("the request queue is full; try again later", limit="max_queued_reqs")
         generation = Generation(request_id)
         for index in range(num_choices):

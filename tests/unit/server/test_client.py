@@ -166,18 +166,6 @@ def test_queue_is_bounded_until_the_first_output() -> None:
     assert run(main, max_queued_reqs=2).is_empty
 
 
-def test_a_call_larger_than_the_queue_is_taken_when_nothing_waits() -> None:
-    """Refused with 503, which says try again, it would never have been taken."""
-
-    async def main(world: World) -> None:
-        large = world.client.open(3)
-        with pytest.raises(Overloaded):
-            world.client.open(1)
-        world.client.close(large)
-
-    assert run(main, max_queued_reqs=2).is_empty
-
-
 def test_questions_go_to_the_least_busy_tokenizer() -> None:
     async def main(world: World) -> None:
         tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(4)]
