@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -97,13 +98,15 @@ class Shape:
         self, choice: Choice, text: str, extras: Extras, generation: Generation | None
     ) -> bytes:
         """New text with what comes beside it. generation: given with the choice's first chunk."""
-        body: dict[str, Any] = {}
+        if self._is_chat and extras.reasoning and text:
+            # In two: a client that finds one of them in a delta may not look for the other.
+            thought, rest = Extras(reasoning=extras.reasoning), replace(extras, reasoning="")
+            before = self.rich_chunk(choice, "", thought, None)
+            return before + self.rich_chunk(choice, text, rest, generation)
+        body: dict[str, Any] = {"text": text}
         if self._is_chat:
-            body["delta"] = delta = {"content": text} if text or not extras.reasoning else {}
-            if extras.reasoning:
-                delta["reasoning_content"] = extras.reasoning
-        else:
-            body["text"] = text
+            reasoning = extras.reasoning
+            body = {"delta": {"reasoning_content": reasoning} if reasoning else {"content": text}}
         body["logprobs"] = self._logprobs(extras)
         body["finish_reason"] = None
         self._add_ids(body, choice, extras, generation)

@@ -17,7 +17,7 @@ from minisgl.core import (
 from minisgl.message.wire import AbortReq, AddReq
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generate import start, unless_disconnected
-from minisgl.server.params import COMPLETIONS
+from minisgl.server.params import CHAT, COMPLETIONS
 from minisgl.server.requests import GenerateRequest, RequestReader
 from minisgl.server.shapes import Shape
 from minisgl.server.stream import KEEP_ALIVE, events, finished
@@ -104,6 +104,32 @@ def test_reasoning_that_is_cut_off_counts_whole() -> None:
         usage = json.loads(Shape(request()).whole(generation))["usage"]
         assert usage["completion_tokens"] == 3
         assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
+        world.client.close(generation)
+
+    assert run(main).is_empty
+
+
+def test_reasoning_and_answer_of_one_wake_up_leave_in_two_deltas() -> None:
+    """Clients do `if delta.reasoning_content: ... else: answer += delta.content`, which loses text
+    where two steps have come together and one delta holds both."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "return_token_ids": True}
+    call = RequestReader(CONFIG).read(CHAT, json.dumps(body).encode(), FACTS)
+
+    async def main(world: World) -> None:
+        generation = world.client.open(1)
+        uid = generation.choices[0].uid
+        world.update(uid, reasoning="thought", token_ids=[5])
+        world.update(uid, "answer", token_ids=[6], finish=FinishReason.STOP)
+        pieces = [piece async for piece in events(generation, call, Shape(call))]
+        chunks = [json.loads(x[6:]) for x in b"".join(pieces).split(b"\n\n")[:-2]]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [choice["delta"] for choice in choices[1:-1]] == [
+            {"reasoning_content": "thought"},
+            {"content": "answer"},
+        ]
+        ids = [token_id for choice in choices for token_id in choice.get("token_ids", ())]
+        assert ids == [5, 6]
+        assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
         world.client.close(generation)
 
     assert run(main).is_empty
