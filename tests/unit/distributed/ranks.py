@@ -37,7 +37,10 @@ def _rank_main(
 def run_ranks(
     size: int, folder: Path, function: Callable[..., Any], *args: Any, device: str = "cpu"
 ) -> list[Any]:
-    """function(comm, *args) on each rank; returns the results in rank order."""
+    """function(comm, *args) on each rank; returns the results in rank order.
+
+    Results must hold no tensors: the memory of those goes with the rank, read or not.
+    """
     spawn = multiprocessing.get_context("spawn")
     out = spawn.Queue()
     file = str(folder / "rendezvous")

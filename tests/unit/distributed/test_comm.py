@@ -42,7 +42,8 @@ def exercise(comm: Communicator) -> tuple[object, ...]:
     twice, _ = comm.reduce_norm(part, whole.clone(), ones, 0.0)
     gathered = comm.gather(torch.tensor([[rank, 10 + rank], [20 + rank, 30 + rank]]))
     smallest = comm.agree_min(7 - rank)
-    return total.tolist(), [normed, twice], gathered.tolist(), smallest, own_listeners()
+    norms = [normed.tolist(), twice.tolist()]
+    return total.tolist(), norms, gathered.tolist(), smallest, own_listeners()
 
 
 def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
         assert total == [[3.0, 4.0], [0.0, 5.0]]
         expected = torch.tensor([[0.6, 0.8], [0.0, 1.0]]) * 2**0.5
         for normed in norms:
-            torch.testing.assert_close(normed, expected)
+            torch.testing.assert_close(torch.tensor(normed), expected)
         assert gathered == [[[0, 10], [20, 30]], [[1, 11], [21, 31]]]
         assert smallest == 6
         assert listeners, "gloo listens somewhere, or this test sees nothing"
