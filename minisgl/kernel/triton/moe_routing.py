@@ -14,9 +14,7 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 
 _ROWS = 4
-_FEW = 4096  # assignments that each program can look through by itself
-_SHORT_CHUNK, _CHUNK = 2048, 4096  # looked through at once: where there are few, and beyond
-_STEP = 16  # chunks whose counts are added at once
+_FEW = 4096  # assignments that one pass of a small program looks through
 
 
 @triton.jit
@@ -118,74 +116,46 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     return weights, experts
 
 
-@triton.jit(do_not_specialize=["num_assigned"])
-def _count(experts, counts, num_assigned, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    chunk = tl.program_id(0)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = at < num_assigned
-    found = tl.histogram(tl.load(experts + at, mask=inside, other=0), WIDTH, mask=inside)
-    tl.store(counts + chunk * WIDTH + tl.arange(0, WIDTH), found)
-
-
-@triton.jit(do_not_specialize=["num_assigned", "num_blocks", "num_chunks"])
+@triton.jit(do_not_specialize=["num_assigned", "num_blocks"])
 def _align(
     experts,
-    counts,
     slots,
     owners,
     num_assigned,
     num_blocks,
-    num_chunks,
     num_experts,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
-    COUNTED: tl.constexpr,
 ):
-    """One program an expert and chunk, which places the expert's assignments among the chunk's.
-
-    COUNTED: `_count` has found how many each expert has in each chunk; otherwise there is one
-    program an expert, which counts everybody's and goes through all chunks.
-    """
+    """One program an expert: each counts everybody's assignments and places its own."""
     expert = tl.program_id(0)
-    chunk = tl.program_id(1)
     ids = tl.arange(0, WIDTH)
-    whole = tl.zeros([WIDTH], tl.int32)
-    before = tl.zeros([WIDTH], tl.int32)  # in the chunks before this one
-    if COUNTED:
-        for start in range(0, num_chunks, STEP):
-            other = (start + tl.arange(0, STEP))[:, None]
-            found = tl.load(counts + other * WIDTH + ids[None, :], mask=other < num_chunks, other=0)
-            whole += tl.sum(found, axis=0)
-            before += tl.sum(tl.where(other < chunk, found, 0), axis=0)
-    else:
-        for start in range(0, num_assigned, CHUNK):
-            at = start + tl.arange(0, CHUNK)
-            inside = at < num_assigned
-            taken = tl.load(experts + at, mask=inside, other=0)
-            whole += tl.histogram(taken, WIDTH, mask=inside)
-    blocks = (whole + BLOCK - 1) // BLOCK
+    counts = tl.zeros([WIDTH], tl.int32)
+    for start in range(0, num_assigned, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        inside = at < num_assigned
+        taken = tl.load(experts + at, mask=inside, other=0)
+        counts += tl.histogram(taken, WIDTH, mask=inside)
+    blocks = (counts + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(ids < expert, blocks, 0))
-    count = tl.sum(tl.where(ids == expert, whole, 0))
-    found = tl.sum(tl.where(ids == expert, before, 0))
-    end = tl.minimum((chunk + 1) * CHUNK, num_assigned) if COUNTED else num_assigned
-    for start in range(chunk * CHUNK, end, CHUNK):
+    count = tl.sum(tl.where(ids == expert, counts, 0))
+    mine = (count + BLOCK - 1) // BLOCK
+    found = 0
+    for start in range(0, num_assigned, CHUNK):
         at = start + tl.arange(0, CHUNK)
         hit = tl.load(experts + at, mask=at < num_assigned, other=-1) == expert
         order = tl.cumsum(hit.to(tl.int32), axis=0)
         tl.store(slots + first * BLOCK + found + order - 1, at, mask=hit)
         found += tl.sum(hit.to(tl.int32))
-    if chunk == 0:
-        mine = (count + BLOCK - 1) // BLOCK
-        pad = count + tl.arange(0, BLOCK)
-        tl.store(slots + first * BLOCK + pad, num_assigned, mask=pad < mine * BLOCK)
-        last = expert == num_experts - 1
-        end = tl.where(last, num_blocks, first + mine)  # the last also marks what nobody owns
-        for start in range(0, num_blocks, WIDTH):
-            at = start + ids
-            owner = tl.where(at < first + mine, expert, -1)
-            tl.store(owners + at, owner, mask=(at >= first) & (at < end))
+    pad = count + tl.arange(0, BLOCK)
+    tl.store(slots + first * BLOCK + pad, num_assigned, mask=pad < mine * BLOCK)
+    last = expert == num_experts - 1
+    end = tl.where(last, num_blocks, first + mine)  # the last also marks what nobody owns
+    for start in range(0, num_blocks, WIDTH):
+        at = start + ids
+        owner = tl.where(at < first + mine, expert, -1)
+        tl.store(owners + at, owner, mask=(at >= first) & (at < end))
 
 
 class Blocks(NamedTuple):
@@ -205,28 +175,19 @@ def align(experts: Tensor, num_experts: int, block: int) -> Blocks:
     """
     num_assigned = experts.numel()
     num_blocks = num_assigned // block + min(num_experts, num_assigned)
-    width = triton.next_power_of_2(num_experts)
-    counted = num_assigned > _FEW
-    num_chunks = triton.cdiv(num_assigned, _CHUNK) if counted else 1
-    counts = experts.new_empty((num_chunks, width))
     slots = experts.new_empty((num_blocks * block,))
     owners = experts.new_empty((num_blocks,))
-    if counted:
-        _count[(num_chunks,)](experts, counts, num_assigned, WIDTH=width, CHUNK=_CHUNK, num_warps=8)
-    _align[(num_experts, num_chunks)](
+    few = num_assigned <= _FEW
+    _align[(num_experts,)](
         experts,
-        counts,
         slots,
         owners,
         num_assigned,
         num_blocks,
-        num_chunks,
         num_experts,
         BLOCK=block,
-        WIDTH=width,
-        CHUNK=_CHUNK if counted else _SHORT_CHUNK,
-        STEP=_STEP,
-        COUNTED=counted,
-        num_warps=8,
+        WIDTH=triton.next_power_of_2(num_experts),
+        CHUNK=2048 if few else 8192,
+        num_warps=8 if few else 16,
     )
     return Blocks(slots, owners, block)
