@@ -31,10 +31,10 @@ from minisgl.message import wire
 from minisgl.scheduler import LocalInbox, Scheduler
 
 _HOST_S = 0.0003  # between the end of a step and the launch of the next but one
-# Qwen3-8B, bfloat16, on one H200, by the steps in docs/benchmarks.md.
+# Qwen3-8B, bfloat16, on one H200, as its server logged it.
 DEFAULT_COST = (
-    "36,1.44,1:4.3,8:4.4,32:4.65,64:4.95,128:5.95,256:7.5,384:10.2,448:11.2,512:11.5,640:14.6,"
-    "768:18,1024:21,2048:40"
+    "36.21,1.2227,1:4.053,8:4.137,16:4.341,32:4.341,64:4.713,128:5.914,256:7.401,384:9.856,"
+    "448:11.803,512:11.849,640:15.101,768:17.331,1024:22.070,2048:45.297"
 )
 
 
