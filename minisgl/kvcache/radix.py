@@ -8,7 +8,7 @@ salt shares nothing.
 Evicted are leaves that no req has found since they were inserted, least recently used first, so
 that prompts that come once do not drive out what many begin with; and where more than half of the
 cache has been found, the leaves of that half (a segmented LRU: Karedla, Love and Wherry, 1994).
-Either kind has a heap with at most one entry per node: an eviction costs O(log n).
+Either kind has a heap: an eviction costs O(log n).
 """
 
 import heapq
@@ -96,7 +96,8 @@ class RadixCache:
 
     I1  lock_count of a node >= lock_count of each child: what is locked is locked to the root.
     I2  evictable_pages + locked_pages == pages held by all nodes.
-    I3  every unlocked leaf has exactly one heap entry; an entry may be stale, a node never lost.
+    I3  every unlocked leaf has exactly one valid entry, in the heap of its kind; its stamp may be
+        old, but a node is never lost. The first heap may hold void ones, of nodes found since.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -104,7 +105,7 @@ class RadixCache:
         self._clock = 0
         self._serial = 0
         self._heaps: list[list[tuple[int, int, RadixNode]]] = [[], []]  # of the reused: the second
-        self._reused_pages = 0
+        self._reused_pages = self._void_entries = 0
         nothing: Int32Array = np.empty(0, dtype=np.int32)
         self._root = RadixNode(nothing, nothing, None, b"", 0, 0)
         self.evictable_pages = 0
@@ -115,8 +116,8 @@ class RadixCache:
         self._clock += 1
         node, found, _ = self._walk(tokens, salt)
         for each in self._path(node):
-            self._reused_pages += 0 if each.reused else len(each.pages)
-            each.reused = True
+            if not each.reused:
+                self._reuse(each)
         return Match(node, self._joined(found))
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Insertion:
@@ -169,10 +170,13 @@ class RadixCache:
             crowded = 2 * self._reused_pages > self.evictable_pages + self.locked_pages
             reused = bool(self._heaps[1]) and (crowded or not self._heaps[0])
             stamp, _, node = heapq.heappop(self._heaps[reused])
+            if node.reused != reused:
+                self._void_entries -= 1
+                continue
             node.in_heap = False
             if node.lock_count or node.children:
                 continue
-            if stamp != node.last_use or node.reused != reused:
+            if stamp != node.last_use:
                 self._offer(node)
                 continue
             taken = min(count, len(node.pages))
@@ -259,6 +263,20 @@ class RadixCache:
         node.parent = None
         self._offer(parent)
         return taken
+
+    def _reuse(self, node: RadixNode) -> None:
+        """A req has found `node`: what it has in the first heap is void, and few void ones stay."""
+        node.reused = True
+        self._reused_pages += len(node.pages)
+        if not node.in_heap:
+            return
+        node.in_heap = False
+        self._offer(node)
+        self._void_entries += 1
+        if 2 * self._void_entries > len(self._heaps[0]):
+            self._heaps[0] = [entry for entry in self._heaps[0] if not entry[2].reused]
+            heapq.heapify(self._heaps[0])
+            self._void_entries = 0
 
     def _offer(self, node: RadixNode) -> None:
         """Enter `node` into the heap if it can be evicted and is not there yet (I3)."""

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from minisgl.core import InvariantBroken
@@ -81,6 +81,52 @@ def test_what_was_found_once_keeps_no_more_than_half_of_the_cache() -> None:
     # six of ten are too many, and so are five of nine and four of seven; four of eight are not
     assert evicted == [0, 1, 6, 2]
     cache.check_integrity()
+
+
+KEYS = st.integers(0, 7)
+ACTS = st.tuples(st.sampled_from(["insert", "match", "match", "evict"]), KEYS)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ACTS, max_size=60))
+def test_of_each_kind_the_least_recently_used_goes_first(acts: list[tuple[str, int]]) -> None:
+    """A leaf kept its place among those that nobody had found: of the found ones the oldest
+    inserted went, however recently it had been used."""
+    cache = RadixCache(1)
+    fresh: dict[int, None] = {}  # both in the order of their last use
+    found: dict[int, None] = {}
+    for act, key in acts:
+        if act == "evict":
+            kind = found if found and (len(found) > len(fresh) or not fresh) else fresh
+            expected = [next(iter(kind))] if kind else []
+            evicted = [page for each in cache.evict(1) for page in each.pages.tolist()]
+            assert evicted == expected
+            for page in evicted:
+                del kind[page]
+        elif act == "match":
+            if len(cache.match(ids(key)).pages):
+                fresh.pop(key, None)
+                found.pop(key, None)
+                found[key] = None
+        else:
+            cache.insert(ids(key), ids(key))
+            kind = found if key in found else fresh
+            kind.pop(key, None)
+            kind[key] = None
+        cache.check_integrity()
+
+
+def test_entries_of_leaves_that_were_found_do_not_pile_up() -> None:
+    """Where every prompt is found again, nothing is ever taken off the heap of the others."""
+    cache = RadixCache(1)
+    fill(cache, ids(10_000), 10_000, 1)
+    for key in range(1000):
+        fill(cache, ids(key), key, 1)
+        cache.match(ids(key))
+        if key >= 10:
+            cache.evict(1)
+    assert cache.evictable_pages == 11
+    assert sum(map(len, cache._heaps)) <= 2 * 11
 
 
 def test_eviction_cuts_a_leaf_and_reports_its_fence() -> None:
