@@ -147,13 +147,16 @@ def main(argv: Sequence[str]) -> int:
     load, beside = load_of(options), streams_of(options)
     both = load
     if beside.prompts:
+        if load.arrivals_s is None:
+            raise ConfigError("--beside is simulated with --rate or --trace only")
         alone = simulate(beside, VirtualEngine(cost, *sizes), cost, config, 1)
+        if alone[0].error:
+            raise ConfigError(f"--beside: {alone[0].error}")
         begin_s = max(answer.outputs_s[0] for answer in alone)
-        arrivals_s = load.arrivals_s or [0.0] * len(load.prompts)
         both = Load(
             beside.prompts + load.prompts,
             beside.max_tokens + load.max_tokens,
-            [0.0] * len(alone) + [begin_s + at_s for at_s in arrivals_s],
+            [0.0] * len(alone) + [begin_s + at_s for at_s in load.arrivals_s],
         )
     answers = simulate(both, engine, cost, config, options.concurrency)
     streams, answers = answers[: len(beside.prompts)], answers[len(beside.prompts) :]

@@ -75,3 +75,16 @@ def test_the_cost_is_read_as_it_is_logged() -> None:
     for wrong in ("1,2", "1,2,x:3", "1,2,3", ""):
         with pytest.raises(ConfigError, match="is not KEY_NS"):
             read_cost(wrong)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ("--beside 2 8 8 --concurrency 4", "with --rate or --trace only"),
+        ("--beside 2 50000 8 --rate 1", "--beside: 50000 prompt tokens .* exceed the 40960"),
+    ],
+)
+def test_streams_that_cannot_be_simulated_are_refused(row: str, text: str) -> None:
+    """Without arrivals all of the load came at once, whatever --concurrency said."""
+    with pytest.raises(ConfigError, match=text):
+        main([*row.split(), "--requests", "4"])
