@@ -69,10 +69,14 @@ def limited_protocol(
             super().on_message_complete()
             self._stop_timer()
             self._in_head, self._head_bytes = True, 0
+            if self.cycle.response_complete:  # a late body has ended uvicorn's keep-alive timer
+                self._start_timer()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if not self._in_head:  # what is left of a body has been refused, but may never end
+            # What is left of a body has been refused, but may never end. (A pipelined request's has
+            # not, even if its head is here already.)
+            if not self._in_head and self.cycle.response_complete:
                 self._start_timer()
 
         def send_400_response(self, msg: str) -> None:

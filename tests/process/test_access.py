@@ -163,6 +163,18 @@ def test_body_that_never_ends_is_given_up(
         assert found == limits
 
 
+def test_connection_that_idles_after_a_late_body_is_given_up(keyed: ServerProcess) -> None:
+    """The end of a body that had been refused ended the wait for the next request's head, too."""
+    before = keyed.limits_exceeded()["head_timeout_s"]
+    with connect(keyed) as connection:
+        connection.sendall(b"POST /v1/nothing HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+        connection.sendall(b"}")
+        with contextlib.suppress(ConnectionError):
+            assert received(connection) == b""
+    assert keyed.limits_exceeded()["head_timeout_s"] == before + 1
+
+
 def test_requests_beyond_the_limit_are_refused_and_probes_are_not(keyed: ServerProcess) -> None:
     body = {"model": "tiny", "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with client(keyed) as user:
