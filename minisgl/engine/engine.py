@@ -213,10 +213,14 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run every kind of step once, on the dummy page, so that nothing compiles later: with
-        graphs, which have run at all sizes, a few; without them steps of all sizes."""
-        probe.warm_up(self, self._state.pool.dummy_page)
+        graphs, which have run at all sizes, a few; without them steps of all sizes; and the
+        largest, where the number of pages did not follow from it."""
+        dummy_page = self._state.pool.dummy_page
+        probe.warm_up(self, dummy_page)
         if self._device.type != "cpu" and self._pieces is None:
-            probe.every_size(self, self._state.pool.dummy_page, self._max_chunk_tokens)
+            probe.every_size(self, dummy_page, self._max_chunk_tokens)
+        if self._device.type != "cpu" and self._config.num_pages is not None:
+            probe.largest_step(self, dummy_page, self._max_chunk_tokens)
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.core import EngineConfig, OutOfMemory
+from minisgl.core import Batch, EngineConfig, OutOfMemory
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine
+from minisgl.engine.pending import LaunchedStep
 from minisgl.kernel import gumbel_noise
 from tests.parity.driver import Driver, Sampling, Work, make_engine
 
@@ -94,6 +95,23 @@ def test_auto_takes_the_gpu_and_the_checkpoints_dtype(tmp_path: Path) -> None:
     assert Driver(engine).step(Work(0, 0, [1, 2, 3])).finite.all()
     with pytest.raises(OutOfMemory):
         make_engine(path, dummy_weight=True, device="cuda", num_pages=None, memory_ratio=1e-9)
+
+
+def test_warm_up_runs_the_longest_chunk_where_the_pages_are_given(tmp_path: Path) -> None:
+    """Without pages given the engine has run it to count them. Attention has other kernels for
+    few prompt tokens than for many: a request must not be the first to need those."""
+    path = write_config(tmp_path, "Qwen3ForCausalLM")
+    engine = make_engine(path, dummy_weight=True, device="cuda", dtype="bfloat16")
+    tokens: list[int] = []
+    launch = engine.launch
+
+    def spy(batch: Batch) -> LaunchedStep:
+        tokens.append(batch.num_prefill_tokens)
+        return launch(batch)
+
+    engine.launch = spy  # type: ignore[method-assign]
+    engine.warm_up()
+    assert max(tokens) == 8192
 
 
 def test_noise_is_the_same_on_both_devices() -> None:
