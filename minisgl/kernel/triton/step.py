@@ -203,7 +203,7 @@ def kv_metadata(
     kv_indices: Tensor,
     last_page_len: Tensor,
 ) -> None:
-    """As the reference."""
+    """As the reference; page_table has more rows than there are reqs."""
     reqs = len(rows)
     if reqs == 0:
         kv_indptr.zero_()
@@ -220,7 +220,7 @@ def kv_metadata(
         reqs,
         page_table.stride(0),
         PAGE_SIZE=page_size,
-        REQS=max(triton.next_power_of_2(reqs), 256),
+        REQS=max(triton.next_power_of_2(len(page_table) - 1), 256),  # of any step
         BLOCK=_BLOCK,
     )
 
