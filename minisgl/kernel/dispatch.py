@@ -1,6 +1,6 @@
 """The kernels as the rest of minisgl calls them: plain torch for CPU tensors, Triton otherwise.
 
-Each function has the signature and the meaning of its reference, which its docstring names.
+Each function has the signature and the meaning of its reference, where its docstring names one.
 Triton is imported with the first other tensor, so that machines without it never need it. Tensors
 of the device meta compile kernels without running them (kernel.triton.ahead).
 """
@@ -95,10 +95,11 @@ def linear(
     arrived: Tensor | None = None,
     norm: PendingNorm | None = None,
 ) -> Tensor:
-    """See minisgl.kernel.elementwise.linear; small bfloat16 steps on Hopper take a kernel of ours.
+    """x @ weight.T + bias, of a normed x where norm is given.
 
-    arrived: int32 zeros [N / 8] or more, which calls in flight together must not share; without it
-    torch is used. Graph-capturable.
+    x: [..., K]; weight: [N, K]; bias: [N]. Returns [..., N]. Small bfloat16 steps on Hopper take a
+    kernel of ours. arrived: int32 zeros [N / 8] or more, which calls in flight together must not
+    share; without it torch is used. Graph-capturable.
     """
     return _linear(x, weight, bias, arrived, norm, gated=False)
 
@@ -110,7 +111,7 @@ def gated_linear(
     arrived: Tensor | None = None,
     norm: PendingNorm | None = None,
 ) -> Tensor:
-    """See minisgl.kernel.elementwise.gated_linear, and linear for `arrived`."""
+    """silu_and_mul of `linear`. weight: [2I, K], rows of the gate first. Returns [..., I]."""
     return _linear(x, weight, bias, arrived, norm, gated=True)
 
 
@@ -140,7 +141,7 @@ def add_linear(
     bias: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See minisgl.kernel.elementwise.add_linear, and linear for `arrived`."""
+    """See minisgl.kernel.elementwise.add_linear, and `linear` for `arrived`."""
     tiling = _tiling(x, weight)
     if tiling is not None and arrived is not None:
         from minisgl.kernel.triton import linear as kernels

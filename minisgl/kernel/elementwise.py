@@ -1,4 +1,4 @@
-"""Torch references of the layers' kernels: norms, products, activation, rotation, embedding.
+"""Torch references of the layers' kernels: norms, sums, activation, rotation, embedding.
 
 Each function fixes the signature and the meaning that its GPU kernel must have. They run on any
 device and in any float dtype; reductions are in float32. Nothing here synchronises with the host.
@@ -39,22 +39,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     total = x + residual
     return rms_norm(total, weight, eps), total
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm: PendingNorm | None) -> Tensor:
-    """x @ weight.T + bias, of a normed x where norm is given.
-
-    x: [..., K]; weight: [N, K]; bias: [N]. Returns [..., N].
-    """
-    x = x if norm is None else rms_norm(x, None, norm.eps)
-    return functional.linear(x, weight, bias)
-
-
-def gated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: PendingNorm | None
-) -> Tensor:
-    """silu_and_mul of `linear`. weight: [2I, K], rows of the gate first. Returns [..., I]."""
-    return silu_and_mul(linear(x, weight, bias, norm))
 
 
 def add_linear(

@@ -152,7 +152,7 @@ def linear(
     norm: PendingNorm | None,
     gated: bool,
 ) -> Tensor:
-    """As the reference's linear or gated_linear. x: [M, K] with unit stride in K; bfloat16.
+    """As dispatch.linear or gated_linear. x: [M, K] with unit stride in K; bfloat16.
 
     weight: contiguous [N, K]; N and K divide into the tiling's tiles. norm.squares are known.
     arrived: int32 [N / 8] or more, zeros before the first call and again after each; calls that
