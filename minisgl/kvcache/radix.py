@@ -268,11 +268,9 @@ class RadixCache:
         """A req has found `node`: what it has in the first heap is void, and few void ones stay."""
         node.reused = True
         self._reused_pages += len(node.pages)
-        if not node.in_heap:
-            return
+        self._void_entries += node.in_heap
         node.in_heap = False
         self._offer(node)
-        self._void_entries += 1
         if 2 * self._void_entries > len(self._heaps[0]):
             self._heaps[0] = [entry for entry in self._heaps[0] if not entry[2].reused]
             heapq.heapify(self._heaps[0])

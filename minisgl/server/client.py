@@ -208,10 +208,6 @@ class EngineClient:
     def open_choices(self) -> int:
         return len(self._choices)
 
-    @property
-    def pending_answers(self) -> int:
-        return len(self._asked)
-
     def open(self, num_choices: int, request_id: str = "") -> Generation:
         """Admit a call. Raises Overloaded at once when the queue is full."""
         if self.queued + num_choices > self.limits.max_queued_reqs:

@@ -74,8 +74,7 @@ def limited_protocol(
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            # What is left of a body has been refused, but may never end. (A pipelined request's has
-            # not, even if its head is here already.)
+            # The rest of a refused body may never end; a pipelined request's has not been refused.
             if not self._in_head and self.cycle.response_complete:
                 self._start_timer()
 

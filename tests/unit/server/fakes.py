@@ -61,7 +61,7 @@ class World:
         return (
             not client.open_generations
             and not client.open_choices
-            and not client.pending_answers
+            and not client._asked
             and client.queued == 0
             and client.queued_tokens == 0
         )
