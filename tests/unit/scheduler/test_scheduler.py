@@ -164,10 +164,10 @@ def test_decode_goes_on_while_prompts_are_prefilled() -> None:
     harness.run()
 
 
-def linear_cost(base_s: float) -> StepCost:
-    """A step takes that long and 0.1 ms for each token."""
+def linear_cost(base_s: float, pair_s: float = 0.0) -> StepCost:
+    """A step takes that long, 0.1 ms for each token and pair_s for each pair of a chunk."""
     ends = (base_s + 0.0001, base_s + 0.1)
-    return StepCost(tokens=(1, 1000), seconds=ends, per_decode_key_s=0.0, per_prefill_pair_s=0.0)
+    return StepCost(tokens=(1, 1000), seconds=ends, per_decode_key_s=0.0, per_prefill_pair_s=pair_s)
 
 
 def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
@@ -187,14 +187,14 @@ def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
     assert chunks[:4] == [127] * 4, "20 ms are enough for 150 tokens, of which 128 are a whole tile"
 
 
-def mixed_steps(base_s: float, waiting: int) -> list[int]:
+def mixed_steps(base_s: float, waiting: int, pair_s: float = 0.0) -> list[int]:
     """Prompt tokens of the steps in which 4 streams decode beside 1 + waiting prompts of 600.
 
     A token takes 0.1 ms, the target is 20 ms and one prompt is admitted at a time.
     """
     engine = FakeEngine(2048, 4, max_running_reqs=5, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
-    cost = linear_cost(base_s)
+    cost = linear_cost(base_s, pair_s)
     harness.scheduler.planner.calibrate(cost)
     for stream in range(4):
         harness.add(prompt_of(4, stream), max_tokens=200, ignore_eos=True)
@@ -216,6 +216,10 @@ def test_steps_are_stretched_further_while_a_long_queue_waits() -> None:
     chunks = mixed_steps(0.005, waiting=20)
     assert chunks[0] == 316, "316 + 4 are whole tiles of 64"
     assert chunks[-3:-1] == [124, 124], "at the end nobody waits"
+
+
+def test_prefill_goes_on_however_long_its_steps_are_predicted_to_take() -> None:
+    assert mixed_steps(0.005, waiting=0, pair_s=1.0) == [60] * 10, "the least whole size above 32"
 
 
 def test_waiting_tokens_count_what_waits() -> None:

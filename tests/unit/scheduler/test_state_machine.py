@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minisgl.core import FinishReason, SchedulerConfig
+from minisgl.core import FinishReason, SchedulerConfig, StepCost
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 
@@ -23,6 +23,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         eager=st.booleans(),
         cache_type=st.sampled_from(["radix", "radix", "naive"]),
+        prices=st.none() | st.lists(st.floats(0, 0.03), min_size=3, max_size=3),
     )
     def start(
         self,
@@ -33,16 +34,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap: bool,
         eager: bool,
         cache_type: str,
+        prices: list[float] | None,
     ) -> None:
+        """prices: of steps, that the planner keeps to its target; None: it knows none."""
         num_pages = -(-MAX_LEN // page_size) + slack
         engine = FakeEngine(num_pages, page_size, rows, MAX_LEN, eager=eager)
         config = SchedulerConfig(
             prefill_budget_tokens=budget,
-            target_step_ms=None,
             cache_type=cache_type,
             overlap=overlap,
         )
         self.harness = Harness(engine, config)
+        if prices is not None:
+            seconds, attention_s = tuple(sorted(prices)), prices[0] / 10
+            cost = StepCost(
+                tokens=(1, 32, 96),
+                seconds=seconds,
+                per_decode_key_s=attention_s,
+                per_prefill_pair_s=attention_s,
+            )
+            self.harness.scheduler.planner.calibrate(cost)
         self.wanted: dict[int, list[int]] = {}
         self.prompts: list[list[int]] = []
         self.aborted: set[int] = set()
