@@ -83,10 +83,13 @@ def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
     def refuse(hidden: torch.Tensor) -> torch.Tensor:
         raise AssertionError("logits were computed")
 
-    engine._state.model.logits = refuse  # type: ignore[method-assign]
-    result = Driver(engine).step(Work(0, 0, [1, 2, 3], samples=False))
+    engine._state.model.head.logits = refuse  # type: ignore[method-assign]
+    driver = Driver(engine)
+    result = driver.step(Work(0, 0, [1, 2, 3], samples=False))
     assert result.tokens.tolist() == [0]
     assert result.finite.tolist() == [True]
+    with pytest.raises(AssertionError, match="logits were computed"):
+        driver.step(Work(1, 0, [1, 2, 3]))
 
 
 def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
