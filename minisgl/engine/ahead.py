@@ -41,12 +41,13 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     model = load_model_config(config.model_path)
     dtype = resolve_dtype(dry, model, torch.device("meta"))
     pool, backend = pool_without_memory(config, model, dtype), config.attention_backend
+    ranks = [TPInfo(rank, config.tp_size) for rank in range(config.tp_size)]
+    # all of them first: what cannot be done here leaves a folder that is complete as it was
+    runs = [(compiling(folder, arch), tp) for arch in archs for tp in ranks]
     with filling(folder, archs, attention_kernels(backend, pool, archs)):
-        for arch in archs:
-            for rank in range(config.tp_size):
-                tp = TPInfo(rank, config.tp_size)
-                with compiling(folder, arch):
-                    Engine(dry, tp, MetaCommunicator(tp), max_chunk_tokens).warm_up()
+        for run, tp in runs:
+            with run:
+                Engine(dry, tp, MetaCommunicator(tp), max_chunk_tokens).warm_up()
         compile_attention(backend, pool, archs, folder)
     logger.info(
         "kernels compiled folder=%s archs=%s s=%.0f", folder, archs, time.monotonic() - began_s

@@ -1,8 +1,13 @@
 """`minisgl compile` without a GPU: what it refuses. That it works is shown by tests/gpu."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from minisgl.__main__ import main
+from minisgl.kernel import filling
+from minisgl.kernel.cache import check_kernel_cache
 from minisgl.utils.supervise import CONFIG_EXIT
 
 
@@ -20,6 +25,18 @@ def test_refused_in_one_line(
     assert main(["compile", *arguments]) == CONFIG_EXIT
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("minisgl: error: ")]
     assert message in line
+
+
+def test_a_complete_folder_stays_one_where_nothing_can_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with filling(tmp_path, [90], []):
+        pass
+    monkeypatch.setitem(sys.modules, "triton", None)
+    flags = ["--attn", "torch", "--arch", "9.0", "--kernel-cache", str(tmp_path)]
+    assert main(["compile", *flags]) == CONFIG_EXIT
+    assert "triton is not installed" in capsys.readouterr().err
+    assert check_kernel_cache(tmp_path, 90, []) is None
 
 
 @pytest.mark.parametrize("arch", ["9", "9.0a", "90"])
