@@ -331,8 +331,8 @@ def decode(
 ) -> None:
     """As the reference, in bfloat16 or float16; qkv's rows may be strided.
 
-    count_blocks ran before, and a kernel between that waits for its end (I3 of overlap). Padded
-    reqs stand behind all others. No host sync; graph-capturable; the same result in every run.
+    count_blocks ran before, and behind it a kernel launched in full (I3 of overlap). Padded reqs
+    stand behind all others. No host sync; graph-capturable; the same result in every run.
     """
     reqs, q_heads, head_dim = out.shape
     page_size, kv_heads = k_pool.shape[1:3]

@@ -6,9 +6,10 @@ gdc_launch_dependents, and gdc_wait holds it until that one is complete and its 
 
 I1  Every program of such a kernel calls gdc_wait. So what has passed it comes after all kernels
     before, not only after the last.
-I2  Before gdc_wait it writes nothing, and reads nothing but parameters of the model.
-I3  A kernel before FlashInfer's attention calls gdc_wait first, then gdc_launch_dependents:
-    attention reads its metadata before it waits.
+I2  Before gdc_wait it writes nothing, and reads nothing but parameters of the model and, in
+    attention (FlashInfer's too), what describes the step.
+I3  What describes a step is written before its stage_tokens, which is launched without this: so it
+    is complete, and seen, before any kernel behind that one starts.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
