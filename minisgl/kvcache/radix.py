@@ -6,12 +6,13 @@ the salt stands before these bytes (pages have one size, so this is unambiguous)
 salt shares nothing.
 
 Evicted are leaves that no req has found since they were inserted, least recently used first, so
-that prompts that come once do not drive out what many begin with; and where more than half of the
-cache has been found, the leaves of that half (a segmented LRU: Karedla, Love and Wherry, 1994).
+that prompts that come once do not drive out what many begin with; and where more than half of what
+is unlocked has been found, its leaves (a segmented LRU: Karedla, Love and Wherry, 1994).
 Either kind has a heap: an eviction costs O(log n).
 """
 
 import heapq
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from minisgl.core import Int32Array, InvariantBroken
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RadixNode:
     """An edge of whole pages and what hangs below it.
 
@@ -27,40 +29,17 @@ class RadixNode:
     req which unlocked it was part of. reused: a req has found it.
     """
 
-    __slots__ = (
-        "children",
-        "fence",
-        "in_heap",
-        "key",
-        "last_use",
-        "lock_count",
-        "pages",
-        "parent",
-        "reused",
-        "serial",
-        "tokens",
-    )
-
-    def __init__(
-        self,
-        tokens: Int32Array,
-        pages: Int32Array,
-        parent: "RadixNode | None",
-        key: bytes,
-        last_use: int,
-        serial: int,
-    ) -> None:
-        self.key = key
-        self.tokens = tokens
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[bytes, RadixNode] = {}
-        self.lock_count = 0
-        self.last_use = last_use
-        self.fence = 0
-        self.in_heap = False
-        self.reused = False
-        self.serial = serial
+    tokens: Int32Array
+    pages: Int32Array
+    parent: "RadixNode | None"
+    key: bytes
+    last_use: int
+    serial: int
+    children: "dict[bytes, RadixNode]" = field(default_factory=dict)
+    lock_count: int = 0
+    fence: int = 0
+    in_heap: bool = False
+    reused: bool = False
 
 
 class Match(NamedTuple):
@@ -105,7 +84,7 @@ class RadixCache:
         self._clock = 0
         self._serial = 0
         self._heaps: list[list[tuple[int, int, RadixNode]]] = [[], []]  # of the reused: the second
-        self._reused_pages = self._void_entries = 0
+        self._reused_pages = self._void_entries = 0  # evictable ones; of the first heap
         nothing: Int32Array = np.empty(0, dtype=np.int32)
         self._root = RadixNode(nothing, nothing, None, b"", 0, 0)
         self.evictable_pages = 0
@@ -146,6 +125,7 @@ class RadixCache:
             if node.lock_count == 0:
                 self.evictable_pages -= len(node.pages)
                 self.locked_pages += len(node.pages)
+                self._reused_pages -= len(node.pages) * node.reused
             node.lock_count += 1
 
     def unlock(self, end: RadixNode, fence: int) -> None:
@@ -161,13 +141,14 @@ class RadixCache:
             if node.lock_count == 0:
                 self.locked_pages -= len(node.pages)
                 self.evictable_pages += len(node.pages)
+                self._reused_pages += len(node.pages) * node.reused
                 self._offer(node)
 
     def evict(self, count: int) -> list[Evicted]:
         """Give up min(count, evictable_pages) pages. The last leaf is cut, not dropped whole."""
         evicted: list[Evicted] = []
         while count > 0 and any(self._heaps):
-            crowded = 2 * self._reused_pages > self.evictable_pages + self.locked_pages
+            crowded = 2 * self._reused_pages > self.evictable_pages
             reused = bool(self._heaps[1]) and (crowded or not self._heaps[0])
             stamp, _, node = heapq.heappop(self._heaps[reused])
             if node.reused != reused:
@@ -201,7 +182,7 @@ class RadixCache:
                 locked += len(node.pages)
             else:
                 evictable += len(node.pages)
-            reused += len(node.pages) if node.reused else 0
+                reused += len(node.pages) * node.reused
             stack.extend(node.children.values())
         if reused != self._reused_pages:
             raise InvariantBroken(f"{reused} pages are reused, counted {self._reused_pages}")
@@ -267,7 +248,7 @@ class RadixCache:
     def _reuse(self, node: RadixNode) -> None:
         """A req has found `node`: what it has in the first heap is void, and few void ones stay."""
         node.reused = True
-        self._reused_pages += len(node.pages)
+        self._reused_pages += 0 if node.lock_count else len(node.pages)
         self._void_entries += node.in_heap
         node.in_heap = False
         self._offer(node)

@@ -83,6 +83,23 @@ def test_what_was_found_once_keeps_no_more_than_half_of_the_cache() -> None:
     cache.check_integrity()
 
 
+def test_a_large_prefix_in_use_costs_other_found_ones_nothing() -> None:
+    """It cannot be evicted, and made that half of the cache that what was found may keep full."""
+    cache = RadixCache(1)
+    fill(cache, ids(*range(20)), 0, 1)
+    fill(cache, ids(100), 100, 1)
+    cache.match(ids(100))
+    in_use = cache.match(ids(*range(20))).node
+    for key in range(200, 203):
+        fill(cache, ids(key), key, 1)
+    cache.lock(in_use)
+    cache.check_integrity()
+    assert [page for each in cache.evict(2) for page in each.pages.tolist()] == [200, 201]
+    cache.unlock(in_use, 0)
+    cache.check_integrity()
+    assert [page for each in cache.evict(1) for page in each.pages.tolist()] == [100]
+
+
 KEYS = st.integers(0, 7)
 ACTS = st.tuples(st.sampled_from(["insert", "match", "match", "evict"]), KEYS)
 
