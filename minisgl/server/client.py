@@ -209,8 +209,13 @@ class EngineClient:
         return len(self._choices)
 
     def open(self, num_choices: int, request_id: str = "") -> Generation:
-        """Admit a call. Raises Overloaded at once when the queue is full."""
-        if self.queued + num_choices > self.limits.max_queued_reqs:
+        """Admit a call. Raises Overloaded at once when the queue is full, InvalidRequest for a call
+        that no queue here can take."""
+        most = self.limits.max_queued_reqs
+        if num_choices > most:
+            text = f"one call may ask for {most} answers at most, not {num_choices}"
+            raise InvalidRequest(text, limit="max_queued_reqs")
+        if self.queued + num_choices > most:
             raise Overloaded("the request queue is full; try again later", limit="max_queued_reqs")
         generation = Generation(request_id)
         for index in range(num_choices):

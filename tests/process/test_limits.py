@@ -120,6 +120,9 @@ def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
         assert waiting[0].json()["error"]["code"] == "deadline_exceeded"
         found = {name: count for name, count in server.limits_exceeded().items() if count}
         assert found == {"max_queued_reqs": 1, "max_queued_tokens": 1, "max_wait_s": 1}
+        told = server.metrics()
+        assert told["requests_rejected_total{reason=queue_full}"] == 2
+        assert post(server, n=3).json()["error"]["message"].startswith("one call may ask for 2")
 
 
 def test_what_never_fits_is_refused_by_the_scheduler_too(tiny_model: Path) -> None:
