@@ -53,7 +53,7 @@ def test_a_recorder_raises_what_its_watch_raised(tmp_path: Path) -> None:
 
     with (
         replayed(tmp_path, answers) as (kube, _),
+        pytest.raises(ApiException),  # from the wait below, or already from that for the listing
         recorded(kube, "Pod", "") as recorder,
-        pytest.raises(ApiException),
     ):
         recorder.wait(never, "nothing")
