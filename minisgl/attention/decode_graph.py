@@ -33,21 +33,9 @@ class BalancedDecode:
         count_blocks(*self._reqs, len(self._table) - 1, self._scratch)
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        self._run(layer, q.flatten(1), None, None, 0.0, None, out)
+        self.attend(layer, q.flatten(1), None, None, 0.0, None, out)
 
     def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos_sin: Tensor,
-        out: Tensor,
-    ) -> None:
-        self._run(layer, qkv, q_weight, k_weight, eps, cos_sin, out)
-
-    def _run(
         self,
         layer: int,
         qkv: Tensor,
