@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from minisgl.benchmark.trace import Load, read_trace, replay
-from minisgl.benchmark.workload import add_workload_flags, workload_from
+from minisgl.benchmark.workload import add_workload_flags, check_workload, workload_from
 from minisgl.core import ConfigError
 
 
@@ -25,6 +25,7 @@ def load_of(options: argparse.Namespace) -> Load:
     """The prompts, lengths and arrivals that the flags describe. Raises ConfigError."""
     if options.concurrency < 1 or (options.rate is not None and options.rate <= 0):
         raise ConfigError("--concurrency and --rate must be positive")
+    check_workload(options)
     if options.trace is not None:
         return replay(
             read_trace(options.trace, options.requests),

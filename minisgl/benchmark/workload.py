@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from minisgl.core import ConfigError
+
 LARGEST_ID = 10_000
 
 
@@ -67,8 +69,24 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_workload(options: argparse.Namespace) -> None:
+    """Raises ConfigError where the flags describe no workload."""
+    if options.requests < 1:
+        raise ConfigError("--requests must be positive")
+    for what in ("prompt", "output"):
+        least, most = getattr(options, f"{what}_tokens")
+        if not 1 <= least <= most:
+            raise ConfigError(f"--{what}-tokens takes a positive MIN and a MAX not below it")
+    if options.shared_prefix < 0 or options.largest_id < 0:
+        raise ConfigError("--shared-prefix and --largest-id must not be negative")
+
+
 def workload_from(options: argparse.Namespace, vocab_size: int | None = None) -> Workload:
-    """The workload that the flags describe; vocab_size: its ids are below that."""
+    """The workload that the flags describe; vocab_size: its ids are below that.
+
+    Raises ConfigError.
+    """
+    check_workload(options)
     known = options.largest_id if vocab_size is None else vocab_size - 1
     return make_workload(
         options.requests,
