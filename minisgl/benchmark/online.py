@@ -94,7 +94,8 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
         summary["beside"] = summarise_streams(beside, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
     print(table(summary))
-    for error in sorted({answer.error for answer in answers if answer.error is not None})[:3]:
+    errors = {answer.error for answer in (*streams, *answers) if answer.error is not None}
+    for error in sorted(errors)[:3]:
         print(f"error: {error}")
     if options.plot is not None:
         options.plot.write_text(plot_latencies(latencies(answers)), encoding="utf-8")

@@ -1,0 +1,60 @@
+"""What `bench online` says when a server refuses."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from minisgl.benchmark.online import main
+
+STREAM_TOKENS = 7
+EVENT = b'data: {"choices":[{"text":"a"}],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
+
+
+class NoStreams(BaseHTTPRequestHandler):
+    """Answers a prompt with one token, and refuses those that ask for STREAM_TOKENS."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if body["max_tokens"] == STREAM_TOKENS:
+            self._answer(400, b'{"error":{"message":"streams are too long"}}')
+        else:
+            self._answer(200, EVENT)
+
+    def do_GET(self) -> None:
+        self._answer(404, b"")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on stderr."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoStreams) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_why_streams_beside_a_load_failed_is_said(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["--requests", "2", "--output-tokens", "1", "1", "--beside", "2", "5"]
+    flags = ["--served-name", "m", "--quiet", *load, str(STREAM_TOKENS)]
+    assert main(["--url", url, *flags]) == 1
+    out = capsys.readouterr().out
+    assert "error: HTTP 400: " in out
+    assert "streams are too long" in out
+    assert json.loads(out.splitlines()[-1])["failed"] == 2
