@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -53,8 +52,17 @@ def own_server(
             url = _wait_ready(process, log)
             yield OwnServer(url, time.monotonic() - began_s)
         finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(_ENDS_WITHIN_S)
+            stop(process, _ENDS_WITHIN_S)
+
+
+def stop(process: "subprocess.Popen[bytes]", within_s: float) -> None:
+    """SIGTERM, and SIGKILL to one that has not ended in time: it would keep the GPU's memory."""
+    process.terminate()
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
