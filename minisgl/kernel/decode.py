@@ -7,17 +7,16 @@ from torch import Tensor
 
 from minisgl.kernel.rotary import qk_norm_rope_store
 
-_NARROWEST = 16  # columns of the matrix unit's narrow operand
-_PROGRAMS_PER_MULTIPROCESSOR = 3  # by their registers, up to head_dim 128
+_PROGRAMS_PER_MULTIPROCESSOR = 8  # by their registers, up to head_dim 128
 
 
 class DecodeScratch(NamedTuple):
     """Memory of decode attention for up to N reqs; layers share it, calls in flight must not.
 
     first    int32 [N + 1]; what the reqs before come to, by count_blocks.
-    parts    float32 [2 G, H, D] and
-    stats    float32 [2 G, 2, H]: two parts of contexts for each of G programs, unnormalised, and
-             their largest scores and sums. H is the group of query heads and two, padded.
+    parts    float32 [2 G, Hq / Hkv, D] and
+    stats    float32 [2 G, 2, Hq / Hkv]: two parts of contexts for each of G programs, unnormalised,
+             and their largest scores and sums.
     arrived  int32 [N * Hkv]; zeros between calls.
     """
 
@@ -34,9 +33,8 @@ def decode_scratch(
     multiprocessors = 1
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    programs = multiprocessors * (_PROGRAMS_PER_MULTIPROCESSOR if head_dim <= 128 else 1)
-    columns = q_heads // kv_heads + 2  # with the new key and value
-    group = max(1 << (columns - 1).bit_length(), _NARROWEST)
+    programs = multiprocessors * (_PROGRAMS_PER_MULTIPROCESSOR if head_dim <= 128 else 4)
+    group = q_heads // kv_heads
     return DecodeScratch(
         first=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
         parts=torch.zeros((2 * programs, group, head_dim), device=device),

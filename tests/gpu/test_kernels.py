@@ -131,16 +131,16 @@ def test_qk_norm_rope_store(
 @pytest.mark.parametrize("kind", ["norm", "plain", "queries"])
 @pytest.mark.parametrize("group", [1, 2, 5, 8])
 @pytest.mark.parametrize("contexts", [[1], [700], [3, 65, 64, 1, 200, 129, 63, 1]], ids=len)
-@pytest.mark.parametrize("padded", [0, 1, 21])
+@pytest.mark.parametrize(("padded", "page_size"), [(0, 4), (1, 16), (21, 4), (3, 128)])
 def test_decode_splits_contexts_anywhere(
-    padded: int, contexts: list[int], group: int, kind: str
+    padded: int, page_size: int, contexts: list[int], group: int, kind: str
 ) -> None:
     """Twice with the same scratch: each call leaves its counters as it found them. The new token's
     slot, the pages of nobody and the output are NaN before."""
     from minisgl.kernel.triton import decode as kernels
 
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    kv_heads, dim, page_size, reqs = 2, 64, 4, len(contexts)
+    kv_heads, dim, reqs = 2, 64, len(contexts)
     pages = [-(-context // page_size) for context in contexts]
     order = torch.randperm(sum(pages) + 3, dtype=torch.int32)
     table = torch.full((reqs + 3, max(pages)), -1, dtype=torch.int32)
@@ -157,10 +157,10 @@ def test_decode_splits_contexts_anywhere(
     q_heads = kv_heads * group
     scratch = decode_scratch(reqs + padded, q_heads, kv_heads, dim, torch.device(DEVICE))
     if INTERPRETED:
-        programs, columns = 14, scratch.parts.shape[1]
+        slots = 14  # of 7 programs
         scratch = scratch._replace(
-            parts=torch.full((programs, columns, dim), torch.nan),
-            stats=torch.full((programs, 2, columns), torch.nan),
+            parts=torch.full((slots, *scratch.parts.shape[1:]), torch.nan),
+            stats=torch.full((slots, *scratch.stats.shape[1:]), torch.nan),
         )
     heads = q_heads if kind == "queries" else q_heads + 2 * kv_heads
     qkv = normal(reqs + padded, 2 * heads * dim, dtype=dtype).chunk(2, 1)[1]

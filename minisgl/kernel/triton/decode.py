@@ -11,9 +11,10 @@ A program norms and rotates the queries it needs. The one with the last block of
 with the new key too, and puts it and the new value into the pool before it reads that block; nobody
 else reads them.
 
-Keys are the tall operand of the matrix unit; the queries of one KV head, and behind them the new
-key and value, are the narrow one: scores are [BLOCK, H] and the output [D, H], of which the first
-GROUP columns mean something. Bytes: 4 D for each key, head and layer in 16-bit types.
+A program is one warp, and eight of them share a multiprocessor: none waits for another, and while
+one begins or ends a unit the others read. The queries of a KV head are the 16 rows of the matrix
+unit's tall operand, each of them several times over where they are few: scores are [H, BLOCK] and
+the output [H, D]. Bytes: 4 D for each key, head and layer in 16-bit types.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -26,12 +27,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.triton.overlap import overlaps
 
-_BLOCK = 32  # keys; 46 KB of shared memory with the stages below
-_STAGES = 6
-_WARPS = 4
-_REGISTERS = 168  # of a thread: three programs at a time on a multiprocessor
-_LEAD = 4  # blocks that take as long
+_BLOCK = 16  # keys: what one instruction of the matrix unit sums over
+_STAGES = 5  # 16 KB of shared memory at head_dim 128
+_REGISTERS = 255  # of a thread, and no more: eight programs at a time on a multiprocessor
+_LEAD = 7  # blocks that take as long as a unit's start and end
 _LEAST = 4  # blocks of a program
+_FEWEST_ROWS = 16  # of a tile of the matrix unit
 _LOG2E = 1.4426950408889634
 _REQ_FIELDS = ["rows", "start", "lengths", "first"]  # of any alignment
 
@@ -82,16 +83,16 @@ def _queries(
     D: tl.constexpr,
     TURN: tl.constexpr,
     NORM: tl.constexpr,
-    H: tl.constexpr,
+    QROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Normed and rotated [D, H]: the queries of a KV head, its new key, and nothing of meaning.
+    """Normed and rotated [QROWS, D]: queries of a KV head, its new key, and nothing of meaning.
 
     row: of qkv; new: its position. Where `stores`, the new key and value go to k_at and v_at.
     Without TURN a row holds queries alone, for which all that has been done.
     """
-    h = tl.arange(0, H)[None, :]
-    d = tl.arange(0, D)[:, None]
+    h = tl.arange(0, QROWS)[:, None]
+    d = tl.arange(0, D)[None, :]
     half = d % (D // 2)
     opposite = (d + D // 2) % D
     if not TURN:
@@ -109,13 +110,13 @@ def _queries(
     turned = x
     if NORM:
         squares = x.to(tl.float32) * x.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)[None, :]
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
         of_k = tl.load(k_weight + d)
         turned = _scaled(x, rstd, tl.where(h < GROUP, tl.load(q_weight + d), of_k))
         of_k = tl.load(k_weight + opposite)
         y = _scaled(y, rstd, tl.where(h < GROUP, tl.load(q_weight + opposite), of_k))
     turned = (turned.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
-    nothing = tl.zeros([D, H], tl.int32)
+    nothing = tl.zeros([QROWS, D], tl.int32)
     tl.store(k_at + d + nothing, turned, mask=(h == GROUP) & stores)
     tl.store(v_at + d + nothing, x, mask=(h == GROUP + 1) & stores)
     tl.debug_barrier()
@@ -133,30 +134,31 @@ def _merged(
     programs,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    H: tl.constexpr,
+    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The output [H, D] of a context whose parts the programs g0..g1 left."""
-    h = tl.arange(0, H)
-    top = tl.full([H], float("-inf"), tl.float32)
-    weight = tl.zeros([H], tl.float32)
+    """The output [ROWS, D] of a context whose parts the programs g0..g1 left."""
+    h = tl.arange(0, ROWS)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
     for some in range(g0, g1 + 1, 32):
         g = some + tl.arange(0, 32)
-        slots = g * 2 + (g * total // programs < unit).to(tl.int64)
-        stat_at = stats + slots[:, None] * (2 * H) + h[None, :]
-        there = (g <= g1)[:, None]
+        slots = g * 2 + (g * total // programs < unit).to(tl.int32)
+        stat_at = stats + slots[:, None] * (2 * GROUP) + h[None, :]
+        there = (g <= g1)[:, None] & (h < GROUP)[None, :]
         tops = tl.load(stat_at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.load(stat_at + H, mask=there, other=0.0, cache_modifier=".cg")
+        weights = tl.load(stat_at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
         peak = tl.maximum(top, tl.max(tops, axis=0))
         weights = weights * tl.exp2(tops - peak[None, :])
         weight = weight * tl.exp2(top - peak) + tl.sum(weights, axis=0)
         top = peak
-    merged = tl.zeros([H, D], tl.float32)
+    merged = tl.zeros([ROWS, D], tl.float32)
+    inside = (h < GROUP)[:, None]
     for g in tl.range(g0, g1 + 1, num_stages=STAGES):
-        slot = g * 2 + (g * total // programs < unit).to(tl.int64)
-        seen = tl.load(stats + slot * (2 * H) + h, cache_modifier=".cg")
-        part_at = parts + slot * (H * D) + h[:, None] * D + tl.arange(0, D)[None, :]
-        part = tl.load(part_at, mask=(h < GROUP)[:, None], other=0.0, cache_modifier=".cg")
+        slot = g * 2 + (g * total // programs < unit).to(tl.int32)
+        seen = tl.load(stats + slot * (2 * GROUP) + h, mask=h < GROUP, cache_modifier=".cg")
+        part_at = parts + slot * (GROUP * D) + h[:, None] * D + tl.arange(0, D)[None, :]
+        part = tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
         merged += part * tl.exp2(seen - top)[:, None]
     return merged / weight[:, None]
 
@@ -198,6 +200,9 @@ def _decode(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
+    QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2)
+    EACH: tl.constexpr = H // QROWS  # rows of a query
     each = tl.arange(0, REQS)
     ends = tl.load(first + 1 + each, mask=each < num_reqs, other=2147483647)
     last_end = tl.load(first + num_reqs)
@@ -209,7 +214,7 @@ def _decode(
     at = mine
     h = tl.arange(0, H)
     d = tl.arange(0, D)
-    in_group = h < GROUP
+    in_group = (h < GROUP * EACH) & (h % EACH == 0)
     if OVERLAP:
         gdc_launch_dependents()
     while at < end:
@@ -245,51 +250,56 @@ def _decode(
                 D,
                 TURN,
                 NORM,
-                H,
+                QROWS,
                 OVERLAP,
             )
-            acc = tl.zeros([D, H], tl.float32)
-            norm = tl.zeros([BLOCK, H], tl.float32)
+            query = tl.reshape(tl.broadcast_to(query[:, None, :], [QROWS, EACH, D]), [H, D])
+            acc = tl.zeros([H, D], tl.float32)
+            norm = tl.zeros([H, BLOCK], tl.float32)
             top = tl.full([H], float("-inf"), tl.float32)
             for b in tl.range(b0, b1, num_stages=STAGES):
                 token = b * BLOCK + tl.arange(0, BLOCK)
                 valid = token < context
-                page = tl.load(source + token // PAGE, mask=valid, other=0)
-                slot = page.to(tl.int64) * PAGE + token % PAGE
-                key_at = (slot * slot_stride)[:, None] + (head * D + d)[None, :]
+                if PAGE % BLOCK == 0:
+                    page = tl.load(source + (b * BLOCK + tl.arange(0, 1)) // PAGE)
+                else:
+                    page = tl.load(source + token // PAGE, mask=valid, other=0)
+                page_at = page.to(tl.int64) * (slot_stride * PAGE)
+                in_page = (token % PAGE * slot_stride)[:, None] + (head * D + d)[None, :]
+                key_at = page_at[:, None] + in_page
                 k = tl.load(k_pool + key_at, mask=valid[:, None], other=0.0)
-                score = tl.where(valid[:, None], tl.dot(k, query) * scale, float("-inf"))
-                peak = tl.maximum(top, tl.max(score, axis=0))
-                p = tl.exp2(score - peak[None, :])
+                score = tl.dot(query, tl.trans(k)) * scale
+                score = tl.where(valid[None, :], score, float("-inf"))
+                peak = tl.maximum(top, tl.max(score, axis=1))
+                p = tl.exp2(score - peak[:, None])
                 shrink = tl.exp2(top - peak)
-                norm = norm * shrink[None, :] + p
+                norm = norm * shrink[:, None] + p
                 v = tl.load(v_pool + key_at, mask=valid[:, None], other=0.0)
-                acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * shrink[None, :])
+                acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
                 top = peak
-            weight = tl.sum(norm, axis=0)
+            weight = tl.sum(norm, axis=1)
             pair = (req * KV_HEADS + head) * (GROUP * D)
-            out_at = out + pair + h[None, :] * D + d[:, None]
+            row_at = h[:, None] // EACH * D + d[None, :]
             if b1 - b0 == blocks:
-                value = (acc / weight[None, :]).to(out.dtype.element_ty)
-                tl.store(out_at, value, mask=in_group[None, :])
+                value = (acc / weight[:, None]).to(out.dtype.element_ty)
+                tl.store(out + pair + row_at, value, mask=in_group[:, None])
             else:
-                slot = me * 2 + (mine != at).to(tl.int64)
-                part_at = parts + slot * (H * D) + h[None, :] * D + d[:, None]
-                tl.store(part_at, acc, mask=in_group[None, :])
-                tl.store(stats + slot * (2 * H) + h, top)
-                tl.store(stats + slot * (2 * H) + H + h, weight)
+                slot = me * 2 + (mine != at).to(tl.int32)
+                tl.store(parts + slot * (GROUP * D) + row_at, acc, mask=in_group[:, None])
+                stat_at = stats + slot * (2 * GROUP) + h // EACH
+                tl.store(stat_at, top, mask=in_group)
+                tl.store(stat_at + GROUP, weight, mask=in_group)
                 tl.debug_barrier()
                 counter = arrived + req * KV_HEADS + head
                 done = tl.atomic_add(counter, b1 - b0, sem="acq_rel", scope="gpu") + b1 - b0
                 if done == blocks:
                     tl.store(counter, 0)
-                    g0 = ((unit + LEAD + 1) * programs - 1) // total
-                    g1 = ((unit + span) * programs - 1) // total
-                    value = _merged(
-                        parts, stats, g0, g1, unit, total, programs, GROUP, D, H, STAGES
-                    )
-                    merged_at = out + pair + h[:, None] * D + d[None, :]
-                    tl.store(merged_at, value.to(out.dtype.element_ty), mask=in_group[:, None])
+                    g0 = (((unit + LEAD + 1) * programs - 1) // total).to(tl.int32)
+                    g1 = (((unit + span) * programs - 1) // total).to(tl.int32)
+                    of_unit = (parts, stats, g0, g1, unit, total, programs)
+                    value = _merged(*of_unit, GROUP, D, ROWS, STAGES).to(out.dtype.element_ty)
+                    r = tl.arange(0, ROWS)[:, None]
+                    tl.store(out + pair + r * D + d[None, :], value, mask=r < GROUP)
         at = stop
     if OVERLAP:
         gdc_wait()
@@ -297,8 +307,9 @@ def _decode(
     for padded in range(real + tl.program_id(0), num_reqs, tl.num_programs(0)):
         for head in range(KV_HEADS):
             padded_at = out + (padded * KV_HEADS + head) * (GROUP * D)
-            zeros = tl.zeros([D, H], out.dtype.element_ty)
-            tl.store(padded_at + h[None, :] * D + d[:, None], zeros, mask=in_group[None, :])
+            r = tl.arange(0, ROWS)[:, None]
+            zeros = tl.zeros([ROWS, D], out.dtype.element_ty)
+            tl.store(padded_at + r * D + d[None, :], zeros, mask=r < GROUP)
 
 
 def count_blocks(
@@ -366,14 +377,14 @@ def decode(
         TURN=cos_sin is not None,
         NORM=normed,
         PAGE=page_size,
-        H=scratch.parts.shape[1],
+        H=max(triton.next_power_of_2(q_heads // kv_heads + 2), _FEWEST_ROWS),
         BLOCK=_BLOCK,
         REQS=_most_reqs(scratch),
         LEAD=_LEAD,
         LEAST=_LEAST,
         STAGES=_STAGES,
         OVERLAP=overlap,
-        num_warps=_WARPS,
+        num_warps=1,
         maxnreg=_REGISTERS if head_dim <= 128 else None,
         launch_pdl=overlap,
     )
