@@ -50,11 +50,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        tp: TPInfo,
-        comm: Communicator,
-        max_chunk_tokens: int = 8192,
+        self, config: EngineConfig, tp: TPInfo, comm: Communicator, max_chunk_tokens: int = 8192
     ) -> None:
         """Load the model and allocate everything. Raises ConfigError or OutOfMemory.
 
@@ -270,11 +266,7 @@ class Engine:
                 config.attention_backend, pool, model.q_heads // self._comm.tp.size
             ),
             cos_sin=rope_table(
-                model.rope_theta,
-                model.head_dim,
-                model.rope_scaling,
-                self.max_seq_len,
-                self._device,
+                model.rope_theta, model.head_dim, model.rope_scaling, self.max_seq_len, self._device
             ),
             page_table=torch.full(
                 (rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device

@@ -1,6 +1,7 @@
 """`LLM`: generate and chat without a server. Same scheduler, only input and output replaced."""
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -186,7 +187,10 @@ class LLM:
         running: dict[int, Generation] = {}
         params = self._params(sampling, len(prompts))
         try:
-            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            limits = [math.inf if one.max_tokens is None else one.max_tokens for one in params]
+            # the longest first: none is left to run alone at the end
+            for index in sorted(range(len(params)), key=lambda i: -limits[i]):
+                prompt, one = prompts[index], params[index]
                 ids = (
                     self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
                 )

@@ -11,14 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import (
-    Batch,
-    Int32Array,
-    InvariantBroken,
-    SchedulerConfig,
-    StepCost,
-    step_sizes,
-)
+from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost, step_sizes
 from minisgl.scheduler.extras import build_extras
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.req import Ending, Req, ReqState
@@ -29,6 +22,7 @@ MIN_SHARED_TOKENS = 64  # a shorter shared prefix is not worth a step of waiting
 MIN_CHUNK_TOKENS = 32  # prefill never stands still, whatever a step is predicted to take
 MOST_STRETCH = 2.4  # of a step with a chunk, over the same step without
 LONG_QUEUE_S = 0.5  # of prefill alone; twice as much doubles what a step may take
+EVEN_TOKENS = 512  # of a step: from there on larger ones take hardly less for each token
 
 
 class Chunk(NamedTuple):
@@ -245,16 +239,48 @@ class Planner:
         return len(self.decode_rows) + len(self.prefilling) if crowded else 0
 
     def _chunk_budget(self, decode_rows: Int32Array) -> int:
-        """Prompt tokens of this step: all of the budget, or what the limit on its time leaves.
+        """Prompt tokens of this step: all of the budget, or fewer beside decoding. With a step-time
+        target its time is limited; without one nobody waits for a token, and even steps may win."""
+        budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
+        cost = self._cost
+        if not len(decode_rows) or cost is None or not (self.prefilling or self.waiting):
+            return budget
+        if target_ms is None:
+            return min(self._even_budget(decode_rows, cost), budget)
+        return min(self._timed_budget(decode_rows, cost, target_ms), budget)
+
+    def _even_budget(self, decode_rows: Int32Array, cost: StepCost) -> int:
+        """Decoding for few reqs reads all weights for little, so prompts of reqs that end early
+        ride along with it, in steps of even size, instead of going first.
+
+        All are to be done when the longest must be, should each reach its limit: what stands
+        before a req in the queue, and its own prompt, is computed by the time it has to begin.
+        That takes a row for each who waits, and tokens that cost less beside decoding than in a
+        large step of their own: a small model's do not.
+        """
+        budget, table, n = self._config.prefill_budget_tokens, self._table, len(decode_rows)
+        if len(self.waiting) > table.num_free:
+            return budget
+        begun = np.array([req.row for req in self.prefilling], dtype=np.int32)
+        tokens, limits = np.array([(len(r.tokens), r.limit) for r in self.waiting] or [(0, 0)]).T
+        outputs = np.concatenate([table.limit[begun] - table.prefill_end[begun], limits - tokens])
+        to_compute = np.concatenate([table.prefill_end[begun] - table.computed[begun], tokens])
+        longest = (table.limit[decode_rows] - table.computed[decode_rows]).max()
+        steps = np.maximum(max(longest, outputs.max()) - outputs, 1)
+        needed = min(int((to_compute.cumsum() // steps).max()) + 1, budget)
+        size = self._sizes[bisect_left(self._sizes, max(n + needed, EVEN_TOKENS))]
+        beside_s = cost.predict_s(size, 0, 0) - cost.predict_s(n, 0, 0)
+        alone_s = cost.predict_s(budget, 0, 0) * (size - n) / budget
+        return size - n if beside_s < alone_s else budget
+
+    def _timed_budget(self, decode_rows: Int32Array, cost: StepCost, target_ms: float) -> int:
+        """What a limit on the step's time leaves.
 
         The limit is the step-time target, or where that is more some times what decoding alone
         would take, and up to twice as much while a long queue waits: streams that go on smoothly
         are no use to those that have not begun, and they themselves end sooner.
         """
-        budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
-        n, cost = len(decode_rows), self._cost
-        if not n or target_ms is None or cost is None or not (self.prefilling or self.waiting):
-            return budget
+        n = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())
         limit_s = max(target_ms / 1000, MOST_STRETCH * cost.predict_s(n, keys, 0))
         queue_s = cost.predict_s(self.waiting_tokens, 0, 0)
@@ -267,7 +293,7 @@ class Planner:
 
         least = bisect_left(self._sizes, n + MIN_CHUNK_TOKENS)
         chosen = max(bisect_right(self._sizes, limit_s, lo=least, key=step_s) - 1, least)
-        return min(self._sizes[chosen] - n, budget)
+        return self._sizes[chosen] - n
 
     # --- the batch ------------------------------------------------------------------------------
 

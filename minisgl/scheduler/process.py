@@ -19,11 +19,7 @@ STATS_INTERVAL_S = 0.05  # endpoint pickers look as often
 
 
 def run_scheduler(
-    engine_config: EngineConfig,
-    scheduler_config: SchedulerConfig,
-    *,
-    tp_rank: int,
-    socket_dir: str,
+    engine_config: EngineConfig, scheduler_config: SchedulerConfig, *, tp_rank: int, socket_dir: str
 ) -> None:
     """Load, say Ready, and run until Shutdown. Raises ConfigError or EngineError.
 
@@ -53,10 +49,7 @@ def run_scheduler(
 
 
 def build_scheduler(
-    engine: Engine,
-    config: SchedulerConfig,
-    inbox: Inbox,
-    send: Callable[[wire.StepOutput], object],
+    engine: Engine, config: SchedulerConfig, inbox: Inbox, send: Callable[[wire.StepOutput], object]
 ) -> Scheduler:
     """A warmed-up, calibrated scheduler around `engine`."""
     facts = engine.facts()
@@ -69,7 +62,7 @@ def build_scheduler(
         send=send,
     )
     engine.warm_up()
-    if config.target_step_ms is not None:
+    if config.target_step_ms is not None or facts.device != "cpu":
         cost = engine.calibrate()
         scheduler.planner.calibrate(cost)
         logger.info("step cost calibrated cost=%s", cost)
