@@ -80,7 +80,7 @@ class _Connection(asyncio.Protocol):
         self._decoder = msgspec.json.Decoder(_Event)
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[None] | None = None
-        self.reusable = False
+        self.reusable = self.silent = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
@@ -90,7 +90,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None, "a connection is made before it is used: this is a bug"
         self._parser = httptools.HttpResponseParser(self)
         self._pending = b""
-        self.reusable = False
+        self.reusable, self.silent = False, True
         self._done = asyncio.get_running_loop().create_future()
         self._answer = answer
         answer.sent_s = time.perf_counter()
@@ -98,7 +98,7 @@ class _Connection(asyncio.Protocol):
         await self._done
 
     def data_received(self, data: bytes) -> None:
-        self._now_s = time.perf_counter()
+        self._now_s, self.silent = time.perf_counter(), False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, msgspec.MsgspecError) as error:
@@ -171,11 +171,28 @@ class StreamingClient:
         answer: filled as it comes in, for who wants to look earlier. Cancelling disconnects.
         """
         answer = answer or Answer(time.perf_counter())
+        kept = self._kept_connection()
+        if kept is not None and await self._post_on(kept, body, answer):
+            return answer
+        answer.error = None
+        loop, where = asyncio.get_running_loop(), (self._host, self._port)
         try:
-            connection = await self._connection()
+            _, made = await loop.create_connection(_Connection, *where, ssl=self._ssl)
         except OSError as error:
             answer.error = f"cannot connect: {error}"
             return answer
+        await self._post_on(made, body, answer)
+        return answer
+
+    def _kept_connection(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:  # the server may have closed it meanwhile
+                return connection
+        return None
+
+    async def _post_on(self, connection: _Connection, body: bytes, answer: Answer) -> bool:
+        """False when not a byte came back: a kept connection was closed as this was being sent."""
         try:
             await connection.post(self._head, body, answer)
         finally:
@@ -183,16 +200,7 @@ class StreamingClient:
                 self._idle.append(connection)
             else:
                 connection.close()
-        return answer
-
-    async def _connection(self) -> _Connection:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.reusable:  # the server may have closed it meanwhile
-                return connection
-        loop = asyncio.get_running_loop()
-        _, made = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
-        return made
+        return not (connection.silent and answer.error)
 
     def close(self) -> None:
         for connection in self._idle:

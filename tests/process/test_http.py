@@ -1,6 +1,7 @@
 """The service as clients see it: the real openai client, raw HTTP, disconnects, bad input."""
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -34,6 +35,22 @@ def streaming(server: ServerProcess, **body: object) -> Iterator[httpx.Response]
     body = {"model": "tiny", "prompt": "a b c d", "stream": True, **body}
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
         yield response
+
+
+def test_an_idle_connection_stays_open(stub_server: ServerProcess) -> None:
+    """Longer than uvicorn's five seconds, after which a proxy's next request would fail."""
+    url = httpx.URL(stub_server.url)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=6.0)
+    connection.auto_open = 0
+    connection.connect()
+    for _ in range(2):
+        connection.request("GET", "/livez")
+        answer = connection.getresponse()
+        assert answer.status == 200
+        answer.read()
+        with pytest.raises(TimeoutError):
+            connection.sock.recv(1)
+    connection.close()
 
 
 def test_chat_stream_equals_the_whole_answer(server: ServerProcess) -> None:

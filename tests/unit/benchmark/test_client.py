@@ -79,6 +79,35 @@ def test_connections_are_used_again() -> None:
     assert connections == 1
 
 
+def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
+    """The server closes when the second request is on its way: nothing came back, so it is sent
+    again, once; a new connection on which nothing comes back is an error."""
+
+    async def run() -> tuple[list[Answer], int]:
+        met = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            met.append(1)
+            await reader.readuntil(b"{}")
+            if len(met) < 3:
+                writer.write(chunked(STREAM))
+                with contextlib.suppress(asyncio.IncompleteReadError):
+                    await reader.readuntil(b"{}")
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = StreamingClient(f"http://127.0.0.1:{port}", "/v1/completions")
+            answers = [await client.post(b"{}") for _ in range(3)]
+            client.close()
+            return answers, len(met)
+
+    answers, connections = asyncio.run(run())
+    assert [answer.error for answer in answers] == [None, None, "the server closed the connection"]
+    assert [len(answer.outputs_s) for answer in answers] == [2, 2, 0]
+    assert connections == 3
+
+
 def test_errors_are_told() -> None:
     refusal = b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nfull"
     assert ask([refusal])[0][0].error == "HTTP 503: full"
