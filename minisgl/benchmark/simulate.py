@@ -90,8 +90,7 @@ def simulate(
     scheduler = Scheduler(
         engine, config, vocab_size=2**31 - 1, eos_token_ids=(), inbox=inbox, send=outbox.append
     )
-    if config.target_step_ms is not None:
-        scheduler.planner.calibrate(cost)
+    scheduler.planner.calibrate(cost)
     answers = [Answer(0.0, prompt_tokens=len(prompt)) for prompt in load.prompts]
     times = load.arrivals_s or [0.0] * min(concurrency, len(answers))
     due = [(due_s, index) for index, due_s in enumerate(times)]
