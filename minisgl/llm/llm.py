@@ -140,7 +140,8 @@ class LLM:
         *,
         stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
-        """Like generate, piece by piece as text comes. Leaving the loop early aborts the rest."""
+        """Like generate, piece by piece as text comes; it is the whole that is to end early, so
+        what may become longest begins first. Leaving the loop early aborts the rest."""
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         return self._stream(many, sampling, stop)
 

@@ -22,7 +22,7 @@ MIN_SHARED_TOKENS = 64  # a shorter shared prefix is not worth a step of waiting
 MIN_CHUNK_TOKENS = 32  # prefill never stands still, whatever a step is predicted to take
 MOST_STRETCH = 2.4  # of a step with a chunk, over the same step without
 LONG_QUEUE_S = 0.5  # of prefill alone; twice as much doubles what a step may take
-EVEN_TOKENS = 512  # of a step: from there on larger ones take hardly less for each token
+EVEN_TOKENS = 512  # of a step: larger ones take hardly less for each token (8B)
 
 
 class Chunk(NamedTuple):
@@ -240,7 +240,7 @@ class Planner:
 
     def _chunk_budget(self, decode_rows: Int32Array) -> int:
         """Prompt tokens of this step: all of the budget, or fewer beside decoding. With a step-time
-        target its time is limited; without one nobody waits for a token, and even steps may win."""
+        target its time is limited; without one only the whole counts, and even steps may win."""
         budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
         cost = self._cost
         if not len(decode_rows) or cost is None or not (self.prefilling or self.waiting):
@@ -253,21 +253,23 @@ class Planner:
         """Decoding for few reqs reads all weights for little, so prompts of reqs that end early
         ride along with it, in steps of even size, instead of going first.
 
-        All are to be done when the longest must be, should each reach its limit: what stands
-        before a req in the queue, and its own prompt, is computed by the time it has to begin.
-        That takes a row for each who waits, and tokens that cost less beside decoding than in a
-        large step of their own: a small model's do not.
+        The size is the least at which no req ends later than the one with the furthest limit,
+        should each reach its own: what stands before a req in the queue, and its own prompt, is
+        computed by the time it has to begin. That takes a row for each who waits, and tokens that
+        cost less beside decoding than in a large step of their own: a small model's do not.
         """
         budget, table, n = self._config.prefill_budget_tokens, self._table, len(decode_rows)
         if len(self.waiting) > table.num_free:
             return budget
         begun = np.array([req.row for req in self.prefilling], dtype=np.int32)
-        tokens, limits = np.array([(len(r.tokens), r.limit) for r in self.waiting] or [(0, 0)]).T
+        queue = [(len(req.tokens), req.limit) for req in self.waiting]
+        tokens, limits = np.array(queue or [(0, 0)]).T  # nobody waits: one of nothing
         outputs = np.concatenate([table.limit[begun] - table.prefill_end[begun], limits - tokens])
         to_compute = np.concatenate([table.prefill_end[begun] - table.computed[begun], tokens])
         longest = (table.limit[decode_rows] - table.computed[decode_rows]).max()
         steps = np.maximum(max(longest, outputs.max()) - outputs, 1)
         needed = min(int((to_compute.cumsum() // steps).max()) + 1, budget)
+        needed = max(needed, EVEN_TOKENS // 2)  # a prompt never stands still, however many decode
         size = self._sizes[bisect_left(self._sizes, max(n + needed, EVEN_TOKENS))]
         beside_s = cost.predict_s(size, 0, 0) - cost.predict_s(n, 0, 0)
         alone_s = cost.predict_s(budget, 0, 0) * (size - n) / budget

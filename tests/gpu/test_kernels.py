@@ -129,18 +129,20 @@ def test_qk_norm_rope_store(
 
 
 @pytest.mark.parametrize("kind", ["norm", "plain", "queries"])
-@pytest.mark.parametrize("group", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    ("group", "dim"), [(1, 64), (2, 128), (5, 64), (8, 64), (16, 128), (2, 256)]
+)
 @pytest.mark.parametrize("contexts", [[1], [700], [3, 65, 64, 1, 200, 129, 63, 1]], ids=len)
 @pytest.mark.parametrize(("padded", "page_size"), [(0, 4), (1, 16), (21, 4), (3, 128)])
 def test_decode_splits_contexts_anywhere(
-    padded: int, page_size: int, contexts: list[int], group: int, kind: str
+    padded: int, page_size: int, contexts: list[int], group: int, dim: int, kind: str
 ) -> None:
     """Twice with the same scratch: each call leaves its counters as it found them. The new token's
     slot, the pages of nobody and the output are NaN before."""
     from minisgl.kernel.triton import decode as kernels
 
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    kv_heads, dim, reqs = 2, 64, len(contexts)
+    kv_heads, reqs = 2, len(contexts)
     pages = [-(-context // page_size) for context in contexts]
     order = torch.randperm(sum(pages) + 3, dtype=torch.int32)
     table = torch.full((reqs + 3, max(pages)), -1, dtype=torch.int32)

@@ -5,16 +5,18 @@ unit takes to start and to end, and its context in blocks of BLOCK keys. Program
 lies from g * total / G on, whatever it belongs to (the idea of stream-K, Osama et al., 2023, as in
 Lean Attention, Sanovar et al., 2024). Where a context is shared by several programs each leaves an
 unnormalised part, and the last to come merges them. Which blocks go together follows from the
-contexts alone, so results do not change between runs; nothing is planned on the host.
+contexts and the number of programs, so results do not change between runs on one kind of GPU;
+nothing is planned on the host.
 
 A program norms and rotates the queries it needs. The one with the last block of a context does so
 with the new key too, and puts it and the new value into the pool before it reads that block; nobody
 else reads them.
 
 A program is one warp, and eight of them share a multiprocessor: none waits for another, and while
-one begins or ends a unit the others read. The queries of a KV head are the 16 rows of the matrix
-unit's tall operand, each of them several times over where they are few: scores are [H, BLOCK] and
-the output [H, D]. Bytes: 4 D for each key, head and layer in 16-bit types.
+one begins or ends a unit the others read. (Two warps, four programs, for large heads or groups.)
+The rows of the matrix unit's tall operand, 16 or more, are the queries of a KV head, each several
+times over where they are few, with the new key and value behind them, which are dropped: scores
+are [H, BLOCK] and the output [H, D]. Bytes: 4 D for each key, head and layer in 16-bit types.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -24,15 +26,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.decode import DecodeScratch
+from minisgl.kernel.decode import DecodeScratch, tile_rows
 from minisgl.kernel.triton.overlap import overlaps
 
 _BLOCK = 16  # keys: what one instruction of the matrix unit sums over
 _STAGES = 5  # 16 KB of shared memory at head_dim 128
-_REGISTERS = 255  # of a thread, and no more: eight programs at a time on a multiprocessor
-_LEAD = 7  # blocks that take as long as a unit's start and end
+_LEAD = 7  # blocks that take as long as a unit's start and end (docs/benchmarks.md)
 _LEAST = 4  # blocks of a program
-_FEWEST_ROWS = 16  # of a tile of the matrix unit
 _LOG2E = 1.4426950408889634
 _REQ_FIELDS = ["rows", "start", "lengths", "first"]  # of any alignment
 
@@ -377,14 +377,13 @@ def decode(
         TURN=cos_sin is not None,
         NORM=normed,
         PAGE=page_size,
-        H=max(triton.next_power_of_2(q_heads // kv_heads + 2), _FEWEST_ROWS),
+        H=tile_rows(q_heads // kv_heads),
         BLOCK=_BLOCK,
         REQS=_most_reqs(scratch),
         LEAD=_LEAD,
         LEAST=_LEAST,
         STAGES=_STAGES,
         OVERLAP=overlap,
-        num_warps=1,
-        maxnreg=_REGISTERS if head_dim <= 128 else None,
+        num_warps=scratch.warps,
         launch_pdl=overlap,
     )
