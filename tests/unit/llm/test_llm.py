@@ -53,6 +53,56 @@ def test_stream_concatenates_to_the_whole_text(llm: LLM) -> None:
     assert sorted(ends) == [(0, "p-l-a-n-e-t"), (1, "42")]
 
 
+UNEQUAL = [5, None, 1, 30, 12, None, 30, 2]
+"""Limits of outputs, so that hardly a prompt is submitted at its place."""
+
+
+def unequal(llm: LLM) -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
+    """Prompts, their limits, and the tokens that each gives alone: no two begin alike."""
+    room = llm.facts.max_seq_len
+    prompts = [
+        [20 + 3 * i, 7, 5 + i] * (room // 3 - 5 if most is None else i + 1)
+        for i, most in enumerate(UNEQUAL)
+    ]
+    params = [SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True) for most in UNEQUAL]
+    alone = [
+        one(llm.generate(prompt, param, progress=False)).token_ids
+        for prompt, param in zip(prompts, params, strict=True)
+    ]
+    return prompts, params, alone
+
+
+def test_results_come_in_the_order_of_the_prompts_whatever_their_limits(llm: LLM) -> None:
+    """The longest are submitted first."""
+    prompts, params, alone = unequal(llm)
+    results = llm.generate(prompts, params, progress=False)
+    assert isinstance(results, list)
+    assert [result.token_ids for result in results] == alone
+    assert [result.prompt_tokens for result in results] == [len(prompt) for prompt in prompts]
+    room = llm.facts.max_seq_len
+    for prompt, most, tokens in zip(prompts, UNEQUAL, alone, strict=True):
+        assert len(tokens) == (room - len(prompt) if most is None else most)
+
+
+def test_pieces_belong_to_the_prompt_of_their_index_whatever_the_limits(llm: LLM) -> None:
+    prompts, params, alone = unequal(llm)
+    texts, ends = [""] * len(prompts), {}
+    for piece in llm.stream(prompts, params):
+        texts[piece.index] += piece.text
+        if piece.completion is not None:
+            ends[piece.index] = piece.completion
+    assert [ends[index].token_ids for index in range(len(prompts))] == alone
+    assert [ends[index].text for index in range(len(prompts))] == texts
+
+
+def test_the_longest_are_submitted_first_and_equals_in_their_order() -> None:
+    with LLM(num_pages=64, max_seq_len=64, max_running_reqs=1, cache_type="naive") as llm:
+        greedy = [SamplingParams(temperature=0.0, max_tokens=most) for most in UNEQUAL]
+        pieces = llm.stream([[5, 6, 7 + index] for index in range(len(UNEQUAL))], greedy)
+        ends = [piece.index for piece in pieces if piece.completion is not None]
+    assert ends == [1, 5, 3, 6, 4, 0, 7, 2]
+
+
 def test_stop_string_ends_the_text_and_the_req(llm: LLM) -> None:
     found = one(llm.chat(SPELL, GREEDY, stop=["a-n"], progress=False))
     assert (found.text, found.finish_reason) == ("p-l-", FinishReason.STOP)
