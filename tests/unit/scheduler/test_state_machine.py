@@ -1,11 +1,14 @@
 """Random arrivals, shared prefixes, aborts and tiny pools: invariants after each step, and every
 req gets the tokens of the plain computation."""
 
+from unittest.mock import patch
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost
+from minisgl.scheduler import planner
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 
@@ -23,7 +26,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         eager=st.booleans(),
         cache_type=st.sampled_from(["radix", "radix", "naive"]),
-        prices=st.none() | st.lists(st.floats(0, 0.03), min_size=3, max_size=3),
+        prices=st.none()
+        | st.lists(st.floats(0, 0.03), min_size=3, max_size=3)
+        | st.just([0.004, 0.004, 0.03]),  # room beside decoding, as on a GPU
+        target_step_ms=st.sampled_from([None, 15.0]),
     )
     def start(
         self,
@@ -35,12 +41,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         eager: bool,
         cache_type: str,
         prices: list[float] | None,
+        target_step_ms: float | None,
     ) -> None:
-        """prices: of steps, that the planner keeps to its target; None: it knows none."""
+        """prices: of steps, that the planner keeps to its target, or makes even steps by where it
+        has none; None: it knows none."""
         num_pages = -(-MAX_LEN // page_size) + slack
         engine = FakeEngine(num_pages, page_size, rows, MAX_LEN, eager=eager)
         config = SchedulerConfig(
             prefill_budget_tokens=budget,
+            target_step_ms=target_step_ms,
             cache_type=cache_type,
             overlap=overlap,
         )
@@ -111,7 +120,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert answer.finishes[0] in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, print_blob=True
-)
+class TestSchedulerMachine(SchedulerMachine.TestCase):
+    """Steps may have any size, or the machine's short prompts would never be held back."""
+
+    settings = settings(max_examples=150, stateful_step_count=40, deadline=None, print_blob=True)
+
+    def setUp(self) -> None:
+        any_size = {"EVEN_TOKENS": 1, "step_sizes": lambda largest: list(range(1, largest + 1))}
+        self.enterContext(patch.multiple(planner, **any_size))

@@ -1,0 +1,70 @@
+"""A scheduler in virtual time to which everything comes at once, as an `LLM` submits it."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.benchmark.simulate import DEFAULT_COST, VirtualEngine, read_cost
+from minisgl.core import Batch, PendingStep, SamplingParams, SchedulerConfig
+from minisgl.message.wire import AddReq, StepOutput
+from minisgl.scheduler import LocalInbox, Scheduler
+
+COST = read_cost(DEFAULT_COST)  # of Qwen3-8B on one H200
+
+
+class Size(NamedTuple):
+    """Of a step: decoding reqs and prompt tokens."""
+
+    decode: int
+    prompt: int
+
+
+def size_of(batch: Batch) -> Size:
+    return Size(batch.num_decode, batch.num_prefill_tokens)
+
+
+class Run(NamedTuple):
+    """sizes of the steps; seconds that they took together; generated tokens, longest req first."""
+
+    sizes: list[Size]
+    seconds: float
+    generated: list[int]
+
+
+class RecordingEngine(VirtualEngine):
+    def __init__(self, rows: int) -> None:
+        super().__init__(COST, num_pages=20_000, rows=rows, max_seq_len=16_384)
+        self.sizes: list[Size] = []
+
+    def launch(self, batch: Batch) -> PendingStep:
+        self.sizes.append(size_of(batch))
+        return super().launch(batch)
+
+
+def run_offline(
+    requests: list[tuple[int, int]], *, even: bool, rows: int = 256, budget: int = 8192
+) -> Run:
+    """Run (prompt tokens, output tokens), the longest outputs first; no two prompts begin alike.
+
+    even: the planner knows what steps cost; otherwise it takes prompts first, at once.
+    """
+    engine, inbox = RecordingEngine(rows), LocalInbox()
+    generated = [0] * len(requests)
+
+    def count(output: StepOutput) -> None:
+        for uid in output.uids:
+            generated[uid] += 1
+
+    config = SchedulerConfig(prefill_budget_tokens=budget, target_step_ms=None)
+    scheduler = Scheduler(
+        engine, config, vocab_size=2**31 - 1, eos_token_ids=(), inbox=inbox, send=count
+    )
+    if even:
+        scheduler.planner.calibrate(COST)
+    for uid, (length, most) in enumerate(sorted(requests, key=lambda request: -request[1])):
+        ids = np.full(length, uid, dtype="<i4").tobytes()
+        sampling = SamplingParams(max_tokens=most, ignore_eos=True, seed=0)
+        inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=sampling))
+    while inbox.messages or not scheduler.idle:
+        scheduler.iterate()
+    return Run(engine.sizes, engine.busy_s, generated)
