@@ -13,7 +13,8 @@ with the new key too, and puts it and the new value into the pool before it read
 else reads them.
 
 A program is one warp, and eight of them share a multiprocessor: none waits for another, and while
-one begins or ends a unit the others read. (Two warps, four programs, for large heads or groups.)
+one begins or ends a unit the others read. Large heads or groups do not fit into one warp's
+registers; and with few reqs two or four warps end a unit sooner.
 The rows of the matrix unit's tall operand, 16 or more, are the queries of a KV head, each several
 times over where they are few, with the new key and value behind them, which are dropped: scores
 are [H, BLOCK] and the output [H, D]. Bytes: 4 D for each key, head and layer in 16-bit types.
@@ -33,6 +34,8 @@ _BLOCK = 16  # keys: what one instruction of the matrix unit sums over
 _STAGES = 5  # 16 KB of shared memory at head_dim 128
 _LEAD = 7  # blocks that take as long as a unit's start and end (docs/benchmarks.md)
 _LEAST = 4  # blocks of a program
+_FEW_REQS = 32  # of a step in which a program is to end early, rather than leave room to others
+_SMALL_GROUP = 4  # query heads of a KV head: with more a program's beginning and end are long
 _LOG2E = 1.4426950408889634
 _REQ_FIELDS = ["rows", "start", "lengths", "first"]  # of any alignment
 
@@ -348,8 +351,11 @@ def decode(
     reqs, q_heads, head_dim = out.shape
     page_size, kv_heads = k_pool.shape[1:3]
     normed = q_weight is not None and k_weight is not None
-    overlap = overlaps()
-    _decode[(len(scratch.parts) // 2,)](
+    group, overlap = q_heads // kv_heads, overlaps()
+    warps = scratch.warps
+    if cos_sin is not None and reqs <= _FEW_REQS:
+        warps = 4 if reqs == 1 and group > _SMALL_GROUP else 2
+    _decode[(len(scratch.parts) // 2 * scratch.warps // warps,)](
         qkv,
         q_weight if normed else qkv,
         k_weight if normed else qkv,
@@ -372,18 +378,18 @@ def decode(
         page_table.stride(0),
         k_pool.stride(1),
         KV_HEADS=kv_heads,
-        GROUP=q_heads // kv_heads,
+        GROUP=group,
         D=head_dim,
         TURN=cos_sin is not None,
         NORM=normed,
         PAGE=page_size,
-        H=tile_rows(q_heads // kv_heads),
+        H=tile_rows(group),
         BLOCK=_BLOCK,
         REQS=_most_reqs(scratch),
         LEAD=_LEAD,
         LEAST=_LEAST,
         STAGES=_STAGES,
         OVERLAP=overlap,
-        num_warps=scratch.warps,
+        num_warps=warps,
         launch_pdl=overlap,
     )
