@@ -8,7 +8,6 @@ from torch import Tensor
 from minisgl.kernel.rotary import qk_norm_rope_store
 
 _WARPS_PER_MULTIPROCESSOR = 8  # with 255 registers a thread: all there are
-_MOST_ELEMENTS = 2048  # of the queries' tile, and of the output's, for one warp
 
 
 class DecodeScratch(NamedTuple):
@@ -16,17 +15,15 @@ class DecodeScratch(NamedTuple):
 
     first    int32 [N + 1]; what the reqs before come to, by count_blocks.
     parts    float32 [2 G, Hq / Hkv, D] and
-    stats    float32 [2 G, 2, Hq / Hkv]: two parts of contexts for each of G programs, unnormalised,
-             and their largest scores and sums.
+    stats    float32 [2 G, 2, Hq / Hkv]: two parts of contexts for each of up to G programs,
+             unnormalised, and their largest scores and sums.
     arrived  int32 [N * Hkv]; zeros between calls.
-    warps    of a program: two where the queries of a KV head do not fit into one's registers.
     """
 
     first: Tensor
     parts: Tensor
     stats: Tensor
     arrived: Tensor
-    warps: int
 
 
 def decode_scratch(
@@ -37,20 +34,13 @@ def decode_scratch(
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     group = q_heads // kv_heads
-    warps = 1 if tile_rows(group) * head_dim <= _MOST_ELEMENTS else 2
-    programs = multiprocessors * _WARPS_PER_MULTIPROCESSOR // warps
+    programs = multiprocessors * _WARPS_PER_MULTIPROCESSOR  # of one warp; of several, fewer
     return DecodeScratch(
         first=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
         parts=torch.zeros((2 * programs, group, head_dim), device=device),
         stats=torch.zeros((2 * programs, 2, group), device=device),
         arrived=torch.zeros(reqs * kv_heads, dtype=torch.int32, device=device),
-        warps=warps,
     )
-
-
-def tile_rows(group: int) -> int:
-    """Rows of the tile with the queries of a KV head, its new key and its new value."""
-    return max(1 << (group + 1).bit_length(), 16)  # 16 is the matrix unit's least
 
 
 def decode(

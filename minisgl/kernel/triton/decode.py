@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.decode import DecodeScratch, tile_rows
+from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.triton.overlap import overlaps
 
 _BLOCK = 16  # keys: what one instruction of the matrix unit sums over
@@ -36,6 +36,7 @@ _LEAD = 7  # blocks that take as long as a unit's start and end (docs/benchmarks
 _LEAST = 4  # blocks of a program
 _FEW_REQS = 32  # of a step in which a program is to end early, rather than leave room to others
 _SMALL_GROUP = 4  # query heads of a KV head: with more a program's beginning and end are long
+_MOST_ELEMENTS = 2048  # of the queries' tile, and of the output's, for one warp
 _LOG2E = 1.4426950408889634
 _REQ_FIELDS = ["rows", "start", "lengths", "first"]  # of any alignment
 
@@ -195,7 +196,6 @@ def _decode(
     TURN: tl.constexpr,
     NORM: tl.constexpr,
     PAGE: tl.constexpr,
-    H: tl.constexpr,
     BLOCK: tl.constexpr,
     REQS: tl.constexpr,
     LEAD: tl.constexpr,
@@ -205,6 +205,7 @@ def _decode(
 ):
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2)
+    H: tl.constexpr = QROWS if QROWS > 16 else 16  # of a tile of the matrix unit
     EACH: tl.constexpr = H // QROWS  # rows of a query
     each = tl.arange(0, REQS)
     ends = tl.load(first + 1 + each, mask=each < num_reqs, other=2147483647)
@@ -328,6 +329,13 @@ def _most_reqs(scratch: DecodeScratch) -> int:
     return max(int(triton.next_power_of_2(len(scratch.first) - 1)), 256)
 
 
+def _warps(fused_reqs: int | None, group: int, head_dim: int) -> int:
+    """Of a program. fused_reqs: of a step that norms and rotates here, not beside prompts."""
+    if fused_reqs is not None and fused_reqs <= _FEW_REQS:
+        return 4 if fused_reqs == 1 and group > _SMALL_GROUP else 2
+    return 1 if max(triton.next_power_of_2(group + 2), 16) * head_dim <= _MOST_ELEMENTS else 2
+
+
 def decode(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -352,10 +360,8 @@ def decode(
     page_size, kv_heads = k_pool.shape[1:3]
     normed = q_weight is not None and k_weight is not None
     group, overlap = q_heads // kv_heads, overlaps()
-    warps = scratch.warps
-    if cos_sin is not None and reqs <= _FEW_REQS:
-        warps = 4 if reqs == 1 and group > _SMALL_GROUP else 2
-    _decode[(len(scratch.parts) // 2 * scratch.warps // warps,)](
+    warps = _warps(reqs if cos_sin is not None else None, group, head_dim)
+    _decode[(len(scratch.parts) // (2 * warps),)](
         qkv,
         q_weight if normed else qkv,
         k_weight if normed else qkv,
@@ -383,7 +389,6 @@ def decode(
         TURN=cos_sin is not None,
         NORM=normed,
         PAGE=page_size,
-        H=tile_rows(group),
         BLOCK=_BLOCK,
         REQS=_most_reqs(scratch),
         LEAD=_LEAD,
