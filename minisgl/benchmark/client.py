@@ -171,10 +171,11 @@ class StreamingClient:
         answer: filled as it comes in, for who wants to look earlier. Cancelling disconnects.
         """
         answer = answer or Answer(time.perf_counter())
-        kept = self._kept_connection()
-        if kept is not None and await self._post_on(kept, body, answer):
-            return answer
-        answer.error = None
+        kept, first_sent_s = self._kept_connection(), None
+        if kept is not None:
+            if await self._post_on(kept, body, answer):
+                return answer
+            answer.error, first_sent_s = None, answer.sent_s
         loop, where = asyncio.get_running_loop(), (self._host, self._port)
         try:
             _, made = await loop.create_connection(_Connection, *where, ssl=self._ssl)
@@ -182,6 +183,7 @@ class StreamingClient:
             answer.error = f"cannot connect: {error}"
             return answer
         await self._post_on(made, body, answer)
+        answer.sent_s = first_sent_s or answer.sent_s  # what was lost in between counts
         return answer
 
     def _kept_connection(self) -> _Connection | None:

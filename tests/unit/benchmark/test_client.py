@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -81,7 +82,9 @@ def test_connections_are_used_again() -> None:
 
 def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
     """The server closes when the second request is on its way: nothing came back, so it is sent
-    again, once; a new connection on which nothing comes back is an error."""
+    again, once, and counts from when it was sent first; a new connection on which nothing comes
+    back is an error."""
+    closed_s: list[float] = []
 
     async def run() -> tuple[list[Answer], int]:
         met = []
@@ -93,6 +96,7 @@ def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
                 writer.write(chunked(STREAM))
                 with contextlib.suppress(asyncio.IncompleteReadError):
                     await reader.readuntil(b"{}")
+            closed_s.append(time.perf_counter())
             writer.close()
 
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
@@ -106,6 +110,7 @@ def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
     assert [answer.error for answer in answers] == [None, None, "the server closed the connection"]
     assert [len(answer.outputs_s) for answer in answers] == [2, 2, 0]
     assert connections == 3
+    assert answers[1].sent_s < closed_s[0] < answers[1].outputs_s[0]
 
 
 def test_errors_are_told() -> None:
