@@ -54,15 +54,12 @@ class Communicator(Protocol):
         every rank and good until the next call; the sum is for the next call's residual only (a
         rank may have written no more than what it needs there).
         """
-        ...
 
     def gather(self, x: Tensor) -> Tensor:
         """The x of all ranks, contiguous and of one shape and dtype, in rank order: [ranks, *]."""
-        ...
 
     def agree_min(self, value: int) -> int:
         """The smallest `value` of all ranks. Blocks the host; for start-up only."""
-        ...
 
     def close(self) -> None: ...
 
@@ -70,9 +67,7 @@ class Communicator(Protocol):
 class SingleCommunicator:
     """One rank: nothing to exchange."""
 
-    @property
-    def tp(self) -> TPInfo:
-        return TPInfo(0, 1)
+    tp = TPInfo(0, 1)
 
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -93,13 +88,9 @@ class MetaCommunicator(SingleCommunicator):
     """One rank of several on the device meta: launches what any of them may, and none is there."""
 
     def __init__(self, tp: TPInfo) -> None:
-        self._tp = tp
+        self.tp = tp
         several = tp.size > 1 and tp.size & (tp.size - 1) == 0
         self.peers = PeerMemory(tp.rank, tp.size, torch.device("meta")) if several else None
-
-    @property
-    def tp(self) -> TPInfo:
-        return self._tp
 
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -109,7 +100,7 @@ class MetaCommunicator(SingleCommunicator):
         return _add_norm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
-        return x.new_empty((self._tp.size, *x.shape))
+        return x.new_empty((self.tp.size, *x.shape))
 
 
 def _add_norm(
@@ -138,21 +129,17 @@ class GroupCommunicator:
     """
 
     def __init__(self, tp: TPInfo, group: ProcessGroup, device: torch.device) -> None:
-        self._tp = tp
+        self.tp = tp
         self.group = group
         self.device = device
         self.peers: PeerMemory | None = None
-
-    @property
-    def tp(self) -> TPInfo:
-        return self._tp
 
     def share_memory(self) -> None:
         """Sum over peer memory from now on; not where one rank, with a warning, cannot.
 
         A collective on CUDA. Ranks agree after each step: none waits for one that has failed.
         """
-        tp = self._tp
+        tp = self.tp
         if tp.size & (tp.size - 1):
             return
         peers = PeerMemory(tp.rank, tp.size, self.device)
@@ -176,7 +163,7 @@ class GroupCommunicator:
         return _add_norm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
-        parts = x.new_empty((self._tp.size, *x.shape))
+        parts = x.new_empty((self.tp.size, *x.shape))
         options: Any = AllgatherOptions()
         options.asyncOp = False
         _finish(lambda: self.group._allgather_base(parts.flatten(), x.flatten(), options))

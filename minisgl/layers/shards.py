@@ -49,7 +49,6 @@ class Sharded(Protocol):
 
     def placements(self, name: str) -> Iterator[Placement]:
         """One or more placements for each parameter; `name` is the module's name in the model."""
-        ...
 
 
 def split_evenly(name: str, full: int, rank: int, size: int, unit: int = 1) -> Part:

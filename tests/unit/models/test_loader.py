@@ -21,11 +21,7 @@ class Rank(SingleCommunicator):
     """A rank that only loads: it has a place, and nobody to talk to."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._tp = TPInfo(rank, size)
-
-    @property
-    def tp(self) -> TPInfo:
-        return self._tp
+        self.tp = TPInfo(rank, size)
 
 
 def load(path: Path | str, rank: int = 0, size: int = 1) -> CausalLM:
