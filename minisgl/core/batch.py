@@ -91,7 +91,6 @@ class PendingStep(Protocol):
 
     def wait(self) -> StepResult:
         """Block until the step has completed on the device. Called exactly once."""
-        ...
 
 
 class EngineLike(Protocol):
@@ -104,4 +103,3 @@ class EngineLike(Protocol):
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start the step without waiting; the batch's arrays stay untouched until it is done."""
-        ...

@@ -38,11 +38,9 @@ class Worker(Protocol):
 
     def step(self) -> list[wire.StepOutput]:
         """What has come since; blocks for a step at most. Raises EngineError when none can come."""
-        ...
 
     def settle(self, uids: Collection[int]) -> None:
         """Abort these, and return when every request has ended."""
-        ...
 
     def close(self) -> None: ...
 

@@ -34,4 +34,3 @@ class MoeBackend(Protocol):
         x: [T, H] of the weights' dtype. Returns a new [T, H], this rank's part of the sum when I
         is cut between ranks.
         """
-        ...

@@ -16,7 +16,6 @@ class Inbox(Protocol):
 
         plan_hash: of the batch that this rank launched last, to be compared between ranks.
         """
-        ...
 
 
 class QueueInbox:

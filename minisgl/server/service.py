@@ -18,4 +18,3 @@ class Service(Protocol):
 
     def stuck(self) -> bool:
         """Some process hangs."""
-        ...
