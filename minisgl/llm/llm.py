@@ -22,12 +22,13 @@ from minisgl.demo import model_path as demo_model_path
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers, Worker
 from minisgl.message import wire
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer import TextStream, TextTokenizer
 
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
+Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -102,7 +103,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: Sampling = None,
         *,
         stop: Sequence[str] = (),
         progress: bool = True,
@@ -113,14 +114,14 @@ class LLM:
         that end a text. Raises InvalidRequest for parameters out of range; an input that cannot
         be served comes back as a Completion with finish_reason ERROR.
         """
-        if _is_one_prompt(prompts):
-            return self._run([prompts], sampling, stop, progress)[0]  # type: ignore[list-item]
-        return self._run(list(prompts), sampling, stop, progress)  # type: ignore[arg-type]
+        one, many = _listed(prompts)
+        results = self._run(many, sampling, stop, progress)
+        return results[0] if one else results
 
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: Sampling = None,
         *,
         stop: Sequence[str] = (),
         progress: bool = True,
@@ -136,13 +137,13 @@ class LLM:
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: Sampling = None,
         *,
         stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
         """Like generate, piece by piece as text comes; it is the whole that is to end early, so
         what may become longest begins first. Leaving the loop early aborts the rest."""
-        many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        _, many = _listed(prompts)
         return self._stream(many, sampling, stop)
 
     def close(self) -> None:
@@ -158,11 +159,7 @@ class LLM:
         self.close()
 
     def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        stop: Sequence[str],
-        progress: bool,
+        self, prompts: Sequence[Prompt], sampling: Sampling, stop: Sequence[str], progress: bool
     ) -> list[Completion]:
         results: list[Completion | None] = [None] * len(prompts)
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
@@ -176,7 +173,7 @@ class LLM:
     def _stream(
         self,
         prompts: Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        sampling: Sampling,
         stop: Sequence[str],
         whole: bool = False,
     ) -> Iterator[Piece]:
@@ -187,16 +184,17 @@ class LLM:
             raise InvalidRequest("stop must hold no empty string", param="stop")
         running: dict[int, Generation] = {}
         params = self._params(sampling, len(prompts))
+        encode = self.tokenizer.encode_text
         try:
             limits = [math.inf if one.max_tokens is None else one.max_tokens for one in params]
             # the longest first: none is left to run alone at the end
             for index in sorted(range(len(params)), key=lambda i: -limits[i]):
                 prompt, one = prompts[index], params[index]
-                ids = (
-                    self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
-                )
+                ids = encode(prompt) if isinstance(prompt, str) else list(prompt)
                 uid, self._next_uid = self._next_uid, self._next_uid + 1
-                running[uid] = Generation.start(index, self.tokenizer.vocabulary, ids, stop, whole)
+                spec = wire.TextSpec(prompt_tail=ids[-8:], stop=list(stop))
+                text = TextStream(self.tokenizer.vocabulary, spec)
+                running[uid] = Generation(index, text, whole)
                 self.worker.send(wire.AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
             while running:
                 for output in self.worker.step():
@@ -220,9 +218,7 @@ class LLM:
             if piece is not None:
                 yield piece
 
-    def _params(
-        self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _params(self, sampling: Sampling, count: int) -> list[SamplingParams]:
         if sampling is None:
             sampling = self.default_sampling()
         params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
@@ -233,8 +229,10 @@ class LLM:
         return [one.seeded() for one in params]
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+def _listed(prompts: Any) -> tuple[bool, list[Prompt]]:
+    """Whether it is one prompt; a list of that one, or of all."""
+    one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+    return one, [prompts] if one else list(prompts)
 
 
 def _as_bytes(ids: Sequence[int]) -> bytes:

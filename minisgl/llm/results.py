@@ -1,11 +1,10 @@
 """What the offline LLM hands back, and how it is put together from scheduler outputs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason
 from minisgl.message import wire
-from minisgl.tokenizer import TextStream, Vocabulary
+from minisgl.tokenizer import TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +44,6 @@ class Generation:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion: Completion | None = None
-
-    @classmethod
-    def start(
-        cls,
-        index: int,
-        vocabulary: Vocabulary,
-        prompt: Sequence[int],
-        stop: Sequence[str],
-        whole: bool,
-    ) -> "Generation":
-        """A generation that has produced nothing. prompt: its ids, for the text's left border."""
-        spec = wire.TextSpec(prompt_tail=list(prompt[-8:]), stop=list(stop))
-        return cls(index, TextStream(vocabulary, spec), whole)
 
     def open(self, opened: wire.Opened) -> None:
         self.prompt_tokens, self.cached_tokens = opened.prompt_tokens, opened.cached_tokens
