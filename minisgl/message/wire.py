@@ -10,6 +10,8 @@ beyond: a struct is only decoded by the decoder of its own direction.
     everything  -> API server   ToApi
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 from minisgl.core import FinishReason, ModelFacts, SamplingParams
@@ -262,12 +264,17 @@ class Ready(Message, frozen=True, kw_only=True):
     startup_s: dict[str, float] = {}
 
 
+STEP_PHASES = ("prefill", "decode", "mixed")
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 BATCH_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-class PhaseStats(Message, frozen=True, kw_only=True):
-    """Totals since the start over the steps of one phase.
+def _buckets(bounds: tuple[int, ...]) -> Callable[[], list[int]]:
+    return ([0] * (len(bounds) + 1)).copy
+
+
+class PhaseStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Totals since the start over the steps of one phase; the scheduler counts in its own.
 
     seconds: spent in steps; overlapped time counts once. reqs_counts[i]: steps of at most
     BATCH_SIZE_BOUNDS[i] reqs and more than the bound before, the last one above all;
@@ -279,8 +286,8 @@ class PhaseStats(Message, frozen=True, kw_only=True):
     seconds: float = 0.0
     reqs: int = 0
     tokens: int = 0
-    reqs_counts: list[int]
-    tokens_counts: list[int]
+    reqs_counts: list[int] = msgspec.field(default_factory=_buckets(BATCH_SIZE_BOUNDS))
+    tokens_counts: list[int] = msgspec.field(default_factory=_buckets(BATCH_TOKENS_BOUNDS))
 
 
 class Alive(Message, frozen=True, kw_only=True):
@@ -293,7 +300,7 @@ class SchedulerStats(Message, frozen=True, kw_only=True):
     """Gauges and running totals of rank 0, sent every 50 ms while busy and when it becomes idle.
 
     step_id, busy: progress, from which livez judges a hang. *_total count since the start.
-    phases: of steps that prefill, decode, or do both (mixed).
+    phases: by STEP_PHASES, of steps that prefill, decode, or do both (mixed).
     """
 
     step_id: int = 0

@@ -5,21 +5,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from minisgl.core import Batch
 from minisgl.message import wire
-
-PHASES = ("prefill", "decode", "mixed")
-
-
-class _Phase:
-    __slots__ = ("reqs", "reqs_counts", "seconds", "steps", "tokens", "tokens_counts")
-
-    def __init__(self) -> None:
-        self.steps = [0, 0]  # eager, by a CUDA graph
-        self.seconds = 0.0
-        self.reqs = self.tokens = 0
-        self.reqs_counts = [0] * (len(wire.BATCH_SIZE_BOUNDS) + 1)
-        self.tokens_counts = [0] * (len(wire.BATCH_TOKENS_BOUNDS) + 1)
 
 
 class StepMeter:
@@ -31,7 +20,7 @@ class StepMeter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._phases = {phase: _Phase() for phase in PHASES}
+        self._phases = {phase: wire.PhaseStats() for phase in wire.STEP_PHASES}
         self._launched_s: deque[float] = deque()
         self._ended_s = 0.0
 
@@ -47,7 +36,8 @@ class StepMeter:
         tokens = batch.num_decode + chunk_tokens
         name = "decode" if not chunk_tokens else "mixed" if batch.num_decode else "prefill"
         phase = self._phases[name]
-        phase.steps[by_graph] += 1
+        phase.graph_steps += by_graph
+        phase.eager_steps += not by_graph
         phase.seconds += now_s - started_s
         phase.reqs += reqs
         phase.tokens += tokens
@@ -55,16 +45,10 @@ class StepMeter:
         phase.tokens_counts[bisect_left(wire.BATCH_TOKENS_BOUNDS, tokens)] += 1
 
     def stats(self) -> dict[str, wire.PhaseStats]:
-        """The totals as of now, by phase."""
+        """A copy of the totals as of now, by phase."""
         return {
-            name: wire.PhaseStats(
-                eager_steps=phase.steps[False],
-                graph_steps=phase.steps[True],
-                seconds=phase.seconds,
-                reqs=phase.reqs,
-                tokens=phase.tokens,
-                reqs_counts=list(phase.reqs_counts),
-                tokens_counts=list(phase.tokens_counts),
+            name: msgspec.structs.replace(
+                phase, reqs_counts=[*phase.reqs_counts], tokens_counts=[*phase.tokens_counts]
             )
             for name, phase in self._phases.items()
         }

@@ -13,12 +13,6 @@ from prometheus_client.registry import Collector
 
 from minisgl.message import wire
 
-_PHASES = ("prefill", "decode", "mixed")
-_NO_STEPS = wire.PhaseStats(
-    reqs_counts=[0] * (len(wire.BATCH_SIZE_BOUNDS) + 1),
-    tokens_counts=[0] * (len(wire.BATCH_TOKENS_BOUNDS) + 1),
-)
-
 
 class StatsCollector(Collector):
     """What a registry asks at a scrape. Before there are stats, every series is there at 0."""
@@ -49,7 +43,7 @@ class StatsCollector(Collector):
         preempted, wrong = stats.preemptions_total, stats.nonfinite_rows_total
         yield one("preemptions_total", "Running requests put back into the queue.", preempted)
         yield one("nonfinite_rows_total", "Rows of logits with NaN or infinity.", wrong)
-        phases = {phase: stats.phases.get(phase, _NO_STEPS) for phase in _PHASES}
+        phases = {name: stats.phases.get(name, wire.PhaseStats()) for name in wire.STEP_PHASES}
         yield from self._of_steps(phases)
 
     def _of_steps(self, phases: Mapping[str, wire.PhaseStats]) -> Iterator[Metric]:
