@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Int32Array, LogitEdits, SamplingParams, StepExtras
+from minisgl.core import Int32Array, LogitEdits, StepExtras
 from minisgl.scheduler.req import Req
 from minisgl.scheduler.table import RequestTable
 
@@ -42,7 +42,7 @@ def build_extras(
         edits=edits.build(),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        prompt_targets=_joined(targets, np.int32),
+        prompt_targets=_joined(targets),
     )
 
 
@@ -59,32 +59,29 @@ class _EditsBuilder:
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos = eos_token_ids
-        self._penalised: list[tuple[int, SamplingParams, int]] = []
+        self._penalised: list[tuple[int, tuple[float, float, float], int]] = []
         self._bias: list[tuple[int, int, float]] = []
         self._history: list[tuple[int, Int32Array]] = []
 
     def add(self, index: int, req: Req, table: RequestTable, position: int) -> None:
         """The edits of one sampling req whose next token stands at `position`."""
-        sampling = req.sampling
-        self._bias += [(index, token, bias) for token, bias in sampling.logit_bias.items()]
+        asked = req.sampling
+        self._bias += [(index, token, bias) for token, bias in asked.logit_bias.items()]
         if position < table.stop_from[req.row]:
-            ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos)
+            ends = asked.stop_token_ids + (() if asked.ignore_eos else self._eos)
             self._bias += [(index, token, _NEVER) for token in set(ends)]
-        if sampling.has_penalties:
-            self._penalised.append((index, sampling, req.prompt_len))
+        if asked.has_penalties:
+            penalties = asked.frequency_penalty, asked.presence_penalty, asked.repetition_penalty
+            self._penalised.append((index, penalties, req.prompt_len))
             if position == table.prefill_end[req.row]:  # its first sampling since admission
                 self._history.append((req.row, table.tokens[req.row, :position].copy()))
 
     def build(self) -> LogitEdits | None:
         if not self._penalised and not self._bias:
             return None
-        floats = np.array(
-            [
-                (s.frequency_penalty, s.presence_penalty, s.repetition_penalty)
-                for _, s, _ in self._penalised
-            ],
-            dtype=np.float32,
-        ).reshape(-1, 3)
+        values = [penalties for _, penalties, _ in self._penalised]
+        floats = np.array(values, dtype=np.float32).reshape(-1, 3)
+        rows = np.array([row for row, _ in self._history], dtype=np.int32)
         lengths = [len(ids) for _, ids in self._history]
         return LogitEdits(
             index=np.array([index for index, _, _ in self._penalised], dtype=np.int32),
@@ -95,13 +92,11 @@ class _EditsBuilder:
             bias_index=np.array([index for index, _, _ in self._bias], dtype=np.int32),
             bias_ids=np.array([token for _, token, _ in self._bias], dtype=np.int32),
             bias_values=np.array([bias for _, _, bias in self._bias], dtype=np.float32),
-            history_rows=np.repeat(
-                np.array([row for row, _ in self._history], dtype=np.int32), lengths
-            ),
-            history_cols=_joined([np.arange(n, dtype=np.int32) for n in lengths], np.int32),
-            history_ids=_joined([ids for _, ids in self._history], np.int32),
+            history_rows=np.repeat(rows, lengths),
+            history_cols=_joined([np.arange(n, dtype=np.int32) for n in lengths]),
+            history_ids=_joined([ids for _, ids in self._history]),
         )
 
 
-def _joined(parts: list[Int32Array], dtype: type[np.int32]) -> Int32Array:
-    return np.concatenate([np.empty(0, dtype=dtype), *parts])
+def _joined(parts: list[Int32Array]) -> Int32Array:
+    return np.concatenate([np.empty(0, dtype=np.int32), *parts])

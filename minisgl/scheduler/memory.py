@@ -50,11 +50,9 @@ class KVMemory:
         self.cache.lock(match.node)
         own_pages = self.pages_for(len(req.tokens)) - len(match.pages)
         spare = min(1, self.pages_for(req.limit) - self.pages_for(len(req.tokens)))
-        if own_pages + spare + reserve_pages > self.available:
-            self.cache.unlock(match.node, 0)
-            return False
-        pages = self.try_allocate(own_pages)
-        if pages is None:  # evicted pages are still fenced by a step in flight
+        fits = own_pages + spare + reserve_pages <= self.available
+        pages = self.try_allocate(own_pages) if fits else None
+        if pages is None:  # it does not, or evicted pages are still fenced by a step in flight
             self.cache.unlock(match.node, 0)
             return False
         computed = len(match.pages) * self.page_size
@@ -64,11 +62,7 @@ class KVMemory:
 
     def try_allocate(self, count: int) -> Int32Array | None:
         """`count` pages, evicting where needed; None when they are not free before a step ends."""
-        shortage = count - self.pool.num_free
-        if shortage > 0:
-            for evicted in self.cache.evict(shortage):
-                self.evicted_pages_total += len(evicted.pages)
-                self.pool.release(evicted.pages, evicted.fence)
+        self._evict(count - self.pool.num_free)
         if count > self.pool.num_free:
             return None
         return self.pool.allocate(count)
@@ -106,7 +100,10 @@ class KVMemory:
 
     def flush(self) -> None:
         """Forget every cached prefix that no running req uses."""
-        for evicted in self.cache.evict(self.cache.evictable_pages):
+        self._evict(self.cache.evictable_pages)
+
+    def _evict(self, count: int) -> None:
+        for evicted in self.cache.evict(count):
             self.evicted_pages_total += len(evicted.pages)
             self.pool.release(evicted.pages, evicted.fence)
 

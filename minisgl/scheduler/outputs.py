@@ -141,12 +141,4 @@ class OutputBuilder:
 
 
 def _nothing() -> wire.StepOutput:
-    return wire.StepOutput(
-        step_id=0,
-        opened=[],
-        uids=[],
-        token_ids=[],
-        finished=[],
-        logprobs=[],
-        prompt_logprobs=[],
-    )
+    return wire.StepOutput(step_id=0, opened=[], uids=[], token_ids=[], finished=[])

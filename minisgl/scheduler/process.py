@@ -88,14 +88,8 @@ def _say_nothing(output: wire.StepOutput) -> None:
 
 def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:
     if tp.rank > 0:
-        steps: Receiver[wire.LeaderStep] = Receiver(
-            endpoint(socket_dir, f"rank-{tp.rank}"), wire.LeaderStep
-        )
-        return FollowerInbox(steps)
-    receiver: Receiver[wire.ToScheduler] = Receiver(
-        endpoint(socket_dir, "scheduler"), wire.ToScheduler
-    )
-    source = QueueInbox(receiver)
+        return FollowerInbox(Receiver(endpoint(socket_dir, f"rank-{tp.rank}"), wire.LeaderStep))
+    source = QueueInbox(Receiver(endpoint(socket_dir, "scheduler"), wire.ToScheduler))
     if tp.size == 1:
         return source
     return LeaderInbox(

@@ -89,14 +89,11 @@ class Scheduler:
         for message in self._inbox.receive(self.idle, self._plan_hash):
             self._apply(message)
         launched = self._launch_next()
-        keep = 1 if self._overlap and launched else 0
-        while len(self._in_flight) > keep:
-            self._resolve(*self._in_flight.popleft())
-        self._flush()
+        self.drain_in_flight(keep=1 if self._overlap and launched else 0)
 
-    def drain_in_flight(self) -> None:
-        """Read the results of all launched steps, without launching another."""
-        while self._in_flight:
+    def drain_in_flight(self, keep: int = 0) -> None:
+        """Read the results of launched steps, but for the last `keep`, and send what came out."""
+        while len(self._in_flight) > keep:
             self._resolve(*self._in_flight.popleft())
         self._flush()
 
@@ -104,17 +101,15 @@ class Scheduler:
         """Gauges and totals as of now."""
         pool, cache = self.memory.pool, self.memory.cache
         running = len(self._reqs) - len(self.planner.waiting)
+        free_pages = pool.num_free + pool.num_quarantined
         return wire.SchedulerStats(
             step_id=self._resolved_step,
             busy=not self.idle,
             waiting_reqs=len(self.planner.waiting),
             running_reqs=running,
-            free_pages=pool.num_free + pool.num_quarantined,
+            free_pages=free_pages,
             evictable_pages=cache.evictable_pages,
-            locked_pages=pool.num_pages
-            - pool.num_free
-            - pool.num_quarantined
-            - cache.evictable_pages,
+            locked_pages=pool.num_pages - free_pages - cache.evictable_pages,
             total_pages=pool.num_pages,
             evicted_pages_total=self.memory.evicted_pages_total,
             phases=self._meter.stats(),
