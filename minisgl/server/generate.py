@@ -19,7 +19,7 @@ from minisgl.core.sampling import MAX_SEED
 from minisgl.message import wire
 from minisgl.server.client import EngineClient, Generation
 from minisgl.server.connection import KEPT
-from minisgl.server.requests import GenerateRequest, Prompt, TokenArray
+from minisgl.server.requests import GenerateRequest, TokenArray
 from minisgl.server.service import Service
 
 # A character has at most four bytes, so at most three tokens of it can lie in the prompt.
@@ -70,8 +70,11 @@ async def _until_first_output(
     if request.text.token_ids:
         generation.prompt_ids = [token_ids.tolist() for token_ids in prompts]
     if request.echo:
+        skip_special = request.text.skip_special_tokens
         generation.echoes = [
-            await _echo(client, generation, request, prompt, token_ids)
+            prompt.text
+            if isinstance(prompt, wire.TokenizeText)
+            else await client.decode(token_ids, skip_special, generation)
             for (_, prompt), token_ids in zip(request.prompts, prompts, strict=True)
         ]
     while not generation.opened and generation.error is None:
@@ -144,19 +147,6 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _echo(
-    client: EngineClient,
-    call: Generation,
-    request: GenerateRequest,
-    prompt: Prompt,
-    token_ids: TokenArray,
-) -> str:
-    if isinstance(prompt, wire.TokenizeText):
-        return prompt.text
-    skip_special = request.text.skip_special_tokens
-    return await client.decode(token_ids, skip_special, call)
 
 
 def _add_req(
