@@ -56,7 +56,8 @@ class Ping(Message, frozen=True, kw_only=True):
     """Answered by Alive after all that was sent before it."""
 
 
-ToTokenizer = TokenizeText | TokenizeChat | DecodeIds | Ping
+Question = TokenizeText | TokenizeChat | DecodeIds
+ToTokenizer = Question | Ping
 
 
 class TextSpec(Message, frozen=True, kw_only=True):
@@ -206,6 +207,9 @@ class Decoded(Message, frozen=True, kw_only=True):
     text: str
 
 
+Answer = Tokenized | Decoded
+
+
 class TokenText(msgspec.Struct, frozen=True, array_like=True):
     """One token of a text with its log-probability (None: the first of a prompt).
 
@@ -322,4 +326,4 @@ class SchedulerStats(Message, frozen=True, kw_only=True):
     phases: dict[str, PhaseStats] = {}
 
 
-ToApi = Tokenized | Decoded | StepText | Ready | Alive | SchedulerStats
+ToApi = Answer | StepText | Ready | Alive | SchedulerStats

@@ -141,7 +141,7 @@ class ApiServer:
                 self._pulse.heard("scheduler", now_s)
                 self._pulse.heard("detokenizer", now_s)
                 self.client.receive_text(message)
-            elif isinstance(message, wire.Tokenized | wire.Decoded):
+            elif isinstance(message, wire.Answer):
                 worker = self.client.receive_answer(message)
                 if worker is not None:
                     self._pulse.heard(f"tokenizer-{worker}", now_s)

@@ -129,7 +129,7 @@ class Generation:
     choices: list[Choice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     beat: bool = False
-    question: asyncio.Future[wire.Tokenized | wire.Decoded] | None = None
+    question: asyncio.Future[wire.Answer] | None = None
     echoes: list[str] = field(default_factory=list)
     prompt_ids: list[list[int]] = field(default_factory=list)
 
@@ -195,7 +195,7 @@ class EngineClient:
         self.metrics = metrics
         self._uids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
-        self._asked: dict[int, tuple[int, asyncio.Future[wire.Tokenized | wire.Decoded]]] = {}
+        self._asked: dict[int, tuple[int, asyncio.Future[wire.Answer]]] = {}
         self._outstanding = [0] * len(tokenizers)
         self._generations: set[Generation] = set()
         self.queued = self.queued_tokens = 0
@@ -301,25 +301,19 @@ class EngineClient:
             raise EngineFailure(answer.error or "the prompt could not be decoded")
         return answer.text
 
-    async def _ask(
-        self,
-        question: wire.TokenizeText | wire.TokenizeChat | wire.DecodeIds,
-        call: Generation | None,
-    ) -> wire.Tokenized | wire.Decoded:
+    async def _ask(self, question: wire.Question, call: Generation | None) -> wire.Answer:
         """Ask the least busy worker; an end of the call ends the wait."""
         uid = next(self._uids)
         worker = self._outstanding.index(min(self._outstanding))
         self._outstanding[worker] += 1
-        answer: asyncio.Future[wire.Tokenized | wire.Decoded] = (
-            asyncio.get_running_loop().create_future()
-        )
+        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
         self._asked[uid] = worker, answer
         if call is not None:
             call.question = answer
         self._tokenizers[worker].send(msgspec.structs.replace(question, uid=uid))
         return await answer
 
-    def receive_answer(self, message: wire.Tokenized | wire.Decoded) -> int | None:
+    def receive_answer(self, message: wire.Answer) -> int | None:
         """A worker has answered; nobody may be waiting any more. Which worker it was."""
         asked = self._asked.pop(message.uid, None)
         if asked is None:
@@ -361,20 +355,16 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(error)
 
-    def _forget(self, choice: Choice) -> bool:
-        """True when the choice had not finished."""
-        if self._choices.pop(choice.uid, None) is None:
-            return False
-        if not choice.opened:
-            self._leave_queue(choice)
-        return True
-
     def _leave_queue(self, choice: Choice) -> None:
         self.queued -= 1
         self.queued_tokens -= choice.prompt_share
 
     def _abort(self, generation: Generation) -> None:
         for choice in generation.choices:
-            if self._forget(choice) and choice.submitted:
+            if self._choices.pop(choice.uid, None) is None:
+                continue  # it has finished
+            if not choice.opened:
+                self._leave_queue(choice)
+            if choice.submitted:
                 self.metrics.on_end(choice)
                 self._scheduler.send(wire.AbortReq(uid=choice.uid))

@@ -4,6 +4,7 @@ import array
 import json
 import logging
 import os
+from functools import partial
 
 from minisgl.message import wire
 from minisgl.tokenizer.pump import serve_queue
@@ -14,10 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def handle(
-    tokenizer: TextTokenizer,
-    message: wire.TokenizeText | wire.TokenizeChat | wire.DecodeIds,
-    timeout_s: float | None,
-) -> wire.Tokenized | wire.Decoded:
+    tokenizer: TextTokenizer, message: wire.Question, timeout_s: float | None
+) -> wire.Answer:
     """Answer one message; what goes wrong becomes the answer's `error`."""
     try:
         if isinstance(message, wire.DecodeIds):
@@ -50,10 +49,5 @@ def run_tokenizer(
     # One message at a time: the library's thread pool would only fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer.load(model_path, max_template_chars)
-
-    def answer(
-        message: wire.TokenizeText | wire.TokenizeChat | wire.DecodeIds,
-    ) -> wire.Tokenized | wire.Decoded:
-        return handle(tokenizer, message, template_timeout_s)
-
+    answer = partial(handle, tokenizer, timeout_s=template_timeout_s)
     serve_queue(name, socket_dir, wire.ToTokenizer, answer)
