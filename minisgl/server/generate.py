@@ -130,23 +130,29 @@ async def read_body(service: Service, request: Request) -> tuple[bytes, ModelFac
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; when the client goes away first, cancel it and raise Cancelled."""
-    worker = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    """The result of `work`; when the client goes away first, cancel it and raise Cancelled.
+
+    `work` begins at once, not as a task that waits for its turn: of a burst of calls the first
+    reaches the scheduler before the last has been parsed.
+    """
+    gone = asyncio.timeout(None)
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.reschedule(asyncio.get_running_loop().time())
+
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            raise Cancelled("the client closed the connection")
-        return worker.result()
+        async with gone:
+            return await work
+    except TimeoutError:
+        if not gone.expired():
+            raise
+        raise Cancelled("the client closed the connection") from None
     finally:
-        for task in (worker, watcher):
-            task.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
 
 
 def _add_req(

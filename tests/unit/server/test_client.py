@@ -240,6 +240,46 @@ def test_disconnect_cancels_the_work() -> None:
     assert run(main).is_empty
 
 
+def test_each_call_of_a_burst_is_submitted_before_the_next_begins() -> None:
+    async def main(world: World) -> None:
+        begun: list[int] = []
+
+        async def receive() -> dict[str, str]:
+            await asyncio.Event().wait()
+            return {"type": "http.disconnect"}
+
+        async def call() -> None:
+            begun.append(len(world.scheduler.sent))
+            body = request(b'{"model":"m","prompt":[1,2]}')
+            await unless_disconnected(receive, start(world.client, body, FACTS))
+
+        tasks = [asyncio.create_task(call()) for _ in range(3)]
+        await settle()
+        assert begun == [0, 1, 2]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert run(main).is_empty
+
+
+@pytest.mark.parametrize("fault", [TimeoutError, ValueError])
+def test_errors_of_the_work_are_not_taken_for_a_disconnect(fault: type[Exception]) -> None:
+    async def main(world: World) -> None:
+        async def receive() -> dict[str, str]:
+            await asyncio.Event().wait()
+            return {"type": "http.disconnect"}
+
+        async def work() -> None:
+            await asyncio.sleep(0)
+            raise fault
+
+        with pytest.raises(fault):
+            await unless_disconnected(receive, work())
+
+    assert run(main).is_empty
+
+
 def test_who_gives_no_seed_gets_a_fresh_one_each_time() -> None:
     async def main(world: World) -> None:
         body = b'{"model":"m","prompt":"hi","n":2}'
