@@ -50,8 +50,7 @@ def _role(param: str, value: Any) -> str:
 def _content(param: str, value: Any) -> str:
     if isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise checks.reject(param, f"must be a string or an array, not {checks.type_name(value)}")
+    checks.require_type(param, value, "a string or an array", list)
     return "\n".join(_PARTS(param, value))
 
 

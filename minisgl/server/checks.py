@@ -36,9 +36,14 @@ def type_name(value: object) -> str:
     return names.get(type(value), "of another type")
 
 
+def require_type(param: str, value: object, what: str, *types: type) -> None:
+    """Refuse a value that is of none of these types, as it must be `what`."""
+    if type(value) not in types:
+        raise reject(param, f"must be {what}, not {type_name(value)}")
+
+
 def _boolean(param: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise reject(param, f"must be true or false, not {type_name(value)}")
+    require_type(param, value, "true or false", bool)
     return bool(value)
 
 
@@ -49,8 +54,7 @@ def integer(low: int = -_INT64, high: int = _INT64 - 1, limit: str | None = None
     """An integer in [low, high]; a boolean or 1.0 is not one."""
 
     def check(param: str, value: Any) -> int:
-        if type(value) is not int:
-            raise reject(param, f"must be an integer, not {type_name(value)}")
+        require_type(param, value, "an integer", int)
         if not low <= value <= high:
             rule = f"must be an integer from {low} to {high}"
             raise reject(param, rule, limit if value > high else None)
@@ -63,8 +67,7 @@ def number(low: float, high: float, above: bool = False) -> Check:
     """A finite number in [low, high], or in (low, high] with `above`."""
 
     def check(param: str, value: Any) -> float:
-        if type(value) not in (int, float):
-            raise reject(param, f"must be a number, not {type_name(value)}")
+        require_type(param, value, "a number", int, float)
         # Comparing first: float() of a huge integer would overflow.
         if not low <= value <= high or (above and value == low) or not math.isfinite(value):
             start = f"above {low:g}" if above else f"from {low:g}"
@@ -79,8 +82,7 @@ def string(max_chars: int | None = None, empty: bool = True, limit: str | None =
     """Text; `parse_body` takes none that cannot be encoded as UTF-8."""
 
     def check(param: str, value: Any) -> str:
-        if type(value) is not str:
-            raise reject(param, f"must be a string, not {type_name(value)}")
+        require_type(param, value, "a string", str)
         if not value and not empty:
             raise reject(param, "must not be empty")
         if max_chars is not None and len(value) > max_chars:
@@ -99,8 +101,7 @@ def list_of(item: Check, max_items: int, min_items: int = 0, limit: str | None =
     """An array of checked items; the item at fault is named by its index."""
 
     def check(param: str, value: Any) -> list[Any]:
-        if type(value) is not list:
-            raise reject(param, f"must be an array, not {type_name(value)}")
+        require_type(param, value, "an array", list)
         if len(value) < min_items:
             raise reject(param, "must not be empty")
         if len(value) > max_items:
@@ -142,8 +143,7 @@ def object_schema(properties: dict[str, Schema], required: tuple[str, ...] = ())
 
 
 def _json_object(param: str, value: Any) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise reject(param, f"must be an object, not {type_name(value)}")
+    require_type(param, value, "an object", dict)
     return dict(value)
 
 

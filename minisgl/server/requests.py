@@ -178,9 +178,7 @@ class RequestReader:
         return wire.TokenizeText(text=text, add_special=add_special)
 
     def ids_prompt(self, param: str, value: Any, facts: ModelFacts) -> TokenArray:
-        if not isinstance(value, list):
-            rule = f"must be an array of token ids, not {checks.type_name(value)}"
-            raise checks.reject(param, rule)
+        checks.require_type(param, value, "an array of token ids", list)
         if not value:
             raise checks.reject(param, "must not be empty")
         if len(value) > facts.max_seq_len:
