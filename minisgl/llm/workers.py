@@ -21,7 +21,7 @@ from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine
 from minisgl.message import Receiver, Sender, endpoint, wire
 from minisgl.scheduler import LocalInbox, build_scheduler
-from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
+from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.utils import make_socket_dir, supervise
 
 _LOOK_S = 0.2  # how often, at least, it is looked whether the ranks live
@@ -96,9 +96,7 @@ class RankWorkers:
         self.children: list[supervise.Child] = []
         self._lost: MinisglError | None = None
         self._unfinished: set[int] = set()  # uids whose last output has not been received
-        self._outputs: Receiver[wire.StepOutput] = Receiver(
-            self._at("detokenizer"), wire.StepOutput
-        )
+        self._outputs = Receiver(self._at("detokenizer"), wire.StepOutput)
         self._status: Receiver[wire.Ready | wire.SchedulerStats] = Receiver(
             self._at("api"), wire.Ready | wire.SchedulerStats
         )
@@ -121,9 +119,7 @@ class RankWorkers:
         )
         try:
             for rank in range(engine.tp_size):
-                one = msgspec.structs.replace(spec, index=rank)
-                command, payload = [*CHILD_COMMAND, one.name], msgspec.json.encode(one)
-                self.children.append(supervise.spawn_child(one.name, command, payload, [reason_fd]))
+                self.children.append(msgspec.structs.replace(spec, index=rank).spawn())
             self.facts = self._await_ready()
         except BaseException:
             self.close()

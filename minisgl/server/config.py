@@ -1,11 +1,13 @@
 """Everything a server process is told: built once by the launcher, sent to each child as JSON."""
 
 import sys
+from collections.abc import Sequence
 
 import msgspec
 
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_LOGPROBS
+from minisgl.utils import supervise
 
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.child")  # and a name, and a descriptor
 SERVING_MARKER = "serving"  # file in the socket directory, there once the service was ready
@@ -91,3 +93,9 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
         """scheduler, scheduler-1, tokenizer-0: unique among the children."""
         many = self.role == "tokenizer" or (self.role == "scheduler" and self.index > 0)
         return f"{self.role}-{self.index}" if many else self.role
+
+    def spawn(self, command: Sequence[str] = CHILD_COMMAND) -> supervise.Child:
+        """Start it. The name is for people who look at `ps`; the child reads this spec."""
+        argv, payload = [*command, self.name], msgspec.json.encode(self)
+        fds = [self.reason_fd] if self.listen_fd is None else [self.reason_fd, self.listen_fd]
+        return supervise.spawn_child(self.name, argv, payload, fds)

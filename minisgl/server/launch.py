@@ -97,15 +97,12 @@ class _Service:
             command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
             environ = os.environ | ({"MINISGL_API_KEY": shell_key} if shell_key else {})
             shell = subprocess.Popen([*command, "--model", config.served_names[0]], env=environ)
-            self._shell = self._supervisor.adopt("shell", shell)
+            self._shell = self._supervisor.adopt(supervise.Child("shell", shell))
 
     def _spawn(self, role: str, index: int, listen_fd: int | None = None) -> supervise.Child:
         spec = msgspec.structs.replace(self._template, role=role, index=index, listen_fd=listen_fd)
         command = self._scheduler_command if role == "scheduler" else CHILD_COMMAND
-        fds = [spec.reason_fd] if listen_fd is None else [spec.reason_fd, listen_fd]
-        # The name is for people who look at `ps`; the child reads its spec.
-        argv = [*command, spec.name]
-        return self._supervisor.spawn(spec.name, argv, msgspec.json.encode(spec), fds)
+        return self._supervisor.adopt(spec.spawn(command))
 
     def run(self) -> int:
         """Handle events until everything has ended; the exit code."""

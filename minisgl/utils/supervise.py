@@ -77,11 +77,14 @@ def read_reasons(fd: int) -> dict[str, str]:
 
 @dataclass(eq=False, slots=True)
 class Child:
-    """One spawned process; `exit_code` is None while it runs."""
+    """One spawned process; `exit_code` is None while it runs.
+
+    life_fd: our end of the pipe that its life hangs on, -1 where it has none.
+    """
 
     role: str
     process: subprocess.Popen[bytes]
-    life_fd: int
+    life_fd: int = -1
     exit_code: int | None = None
 
     @property
@@ -130,10 +133,10 @@ class ChildExit(NamedTuple):
 
 
 class Supervisor:
-    """Spawns children and turns their exits, and our own signals, into events.
+    """Turns the exits of children, and our own signals, into events.
 
     I1  a child in `children` with exit_code None has not been reaped.
-    I2  every child holds the read end of a pipe whose only write end is ours.
+    I2  every child of `spawn_child` holds the read end of a pipe whose only write end is ours.
     """
 
     def __init__(self) -> None:
@@ -159,17 +162,8 @@ class Supervisor:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def spawn(
-        self, role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
-    ) -> Child:
-        """spawn_child, under supervision."""
-        child = spawn_child(role, argv, payload, pass_fds)
-        self.children.append(child)
-        return child
-
-    def adopt(self, role: str, process: subprocess.Popen[bytes]) -> Child:
-        """Watch a process that the caller has started itself (the shell, which owns the tty)."""
-        child = Child(role, process, -1)
+    def adopt(self, child: Child) -> Child:
+        """Watch a child of ours from now on."""
         self.children.append(child)
         return child
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from minisgl.utils import near_names
-from minisgl.utils.supervise import ChildExit, Supervisor, describe_exit
+from minisgl.utils.supervise import ChildExit, Supervisor, describe_exit, spawn_child
 
 READ = "import sys, os\nfrom minisgl.utils.supervise import read_payload\nfd = int(sys.argv[-1])\n"
 
@@ -26,9 +26,8 @@ def next_exit(supervisor: Supervisor) -> ChildExit:
 def test_child_gets_its_payload_and_its_exit_is_seen() -> None:
     payload = b"x" * 200_000  # more than a pipe holds
     with Supervisor() as supervisor:
-        made = supervisor.spawn(
-            "a", child("sys.exit(7 if read_payload(fd) == b'x' * 200_000 else 1)"), payload
-        )
+        code = "sys.exit(7 if read_payload(fd) == b'x' * 200_000 else 1)"
+        made = supervisor.adopt(spawn_child("a", child(code), payload))
         assert next_exit(supervisor) == ChildExit(made, 7)
         assert supervisor.running() == []
 
@@ -42,13 +41,13 @@ def test_idle_threads_of_a_child_sleep_unless_the_user_says_otherwise(
         monkeypatch.setenv("OMP_WAIT_POLICY", given)
     with Supervisor() as supervisor:
         code = f"sys.exit(os.environ['OMP_WAIT_POLICY'] != {found!r})"
-        made = supervisor.spawn("a", child(code), b"")
+        made = supervisor.adopt(spawn_child("a", child(code), b""))
         assert next_exit(supervisor) == ChildExit(made, 0)
 
 
 def test_killed_child_is_reported_by_its_signal() -> None:
     with Supervisor() as supervisor:
-        made = supervisor.spawn("a", child("import time; time.sleep(600)"), b"")
+        made = supervisor.adopt(spawn_child("a", child("import time; time.sleep(600)"), b""))
         supervisor.send_signal(made, signal.SIGKILL)
         event = next_exit(supervisor)
         assert event.code == -signal.SIGKILL
@@ -65,7 +64,7 @@ def test_stop_kills_a_child_that_ignores_term() -> None:
     os.dup2(write_end, 1)
     try:
         with Supervisor() as supervisor:
-            made = supervisor.spawn("a", child(code), b"")
+            made = supervisor.adopt(spawn_child("a", child(code), b""))
             os.read(read_end, 1)
             supervisor.stop([made], grace_s=0.05)
             assert made.exit_code == -signal.SIGKILL
