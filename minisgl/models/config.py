@@ -12,9 +12,11 @@ from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.layers import RopeScaling
 from minisgl.models.fields import Fields
-from minisgl.models.generation import eos_token_ids, sampling_defaults
 from minisgl.models.registry import Family, family_of
 from minisgl.models.rope import rope_from
+
+_GENERATION = "generation_config.json"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def load_model_config(folder: str) -> ModelConfig:
     """Read config.json and, where there is one, generation_config.json. Raises ConfigError."""
     path = Path(folder)
     config = read_json(path / "config.json")
-    generation_path = path / "generation_config.json"
+    generation_path = path / _GENERATION
     generation = read_json(generation_path) if generation_path.exists() else {}
     return model_config_from(config, generation)
 
@@ -109,9 +111,9 @@ def model_config_from(
         mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", False),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),
-        eos_token_ids=eos_token_ids(config, generation or {}),
+        eos_token_ids=_eos_token_ids(config, generation or {}),
         moe=_moe(fields, num_layers) if family.moe else None,
-        sampling_defaults=sampling_defaults(generation or {}),
+        sampling_defaults=_sampling_defaults(generation or {}),
     )
 
 
@@ -177,3 +179,30 @@ def _moe(fields: Fields, num_layers: int) -> MoeConfig:
             f"num_experts_per_tok {moe.experts_per_token} exceeds {moe.num_experts} experts"
         )
     return moe
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, int | float]:
+    """Parameters for requests that do not give them, where the author did.
+
+    An explicit do_sample false means greedy, so temperature 0.
+    """
+    fields = Fields(generation, _GENERATION)
+    found: dict[str, int | float] = {
+        name: fields.number(name) for name in _SAMPLING if fields.get(name) is not None
+    }
+    if "top_k" in found:
+        found["top_k"] = int(found["top_k"])
+    return found | ({"temperature": 0.0} if fields.get("do_sample") is False else {})
+
+
+def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """All ids of both files, sorted. Each file may hold an integer, a list or nothing."""
+    found: set[int] = set()
+    for name, source in (("config.json", config), (_GENERATION, generation)):
+        value = source.get("eos_token_id")
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for item in ids:
+            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+                raise ConfigError(f"{name}: eos_token_id must hold token ids, not {item!r}")
+            found.add(item)
+    return tuple(sorted(found))

@@ -69,14 +69,13 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
     Raises ConfigError that names a missing, unknown or misshaped tensor, or an unreadable file.
     The progress bar shows on a terminal only; TQDM_DISABLE=1 switches it off there too.
     """
-    files = _tensor_files(Path(folder))
+    files, placements = _tensor_files(Path(folder)), placements_of(model)
     by_file: dict[Path, list[Placement]] = defaultdict(list)
-    expected: set[str] = set()
-    for placement in placements_of(model):
+    for placement in placements:
         if placement.source not in files:
             raise ConfigError(f"checkpoint {folder} has no tensor {placement.source}")
         by_file[files[placement.source]].append(placement)
-        expected.add(placement.source)
+    expected = {placement.source for placement in placements}
     unknown = sorted(name for name in files if name not in expected and not _harmless(name))
     if unknown:
         raise ConfigError(
@@ -84,10 +83,8 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
             f"such as {unknown[0]}"
         )
     parameters = dict(model.named_parameters())
-    total = sum(len(placements) for placements in by_file.values())
-    with tqdm(
-        total=total, desc="loading weights", unit="tensor", disable=None if show_progress else True
-    ) as bar:
+    quiet = None if show_progress else True
+    with tqdm(total=len(placements), desc="loading weights", unit="tensor", disable=quiet) as bar:
         for path in sorted(by_file):
             for placement, value in _read(path, by_file[path]):
                 _copy(parameters[placement.target], placement, value)
