@@ -1,13 +1,6 @@
 """The words of the domain: requests, batches, settings, errors. Nothing here loads torch."""
 
-from minisgl.core.batch import (
-    Batch,
-    EngineLike,
-    Int32Array,
-    PendingStep,
-    SamplingArrays,
-    StepResult,
-)
+from minisgl.core.batch import Batch, EngineLike, PendingStep, SamplingArrays, StepResult
 from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig
 from minisgl.core.cost import StepCost, step_sizes
 from minisgl.core.errors import (
@@ -25,7 +18,7 @@ from minisgl.core.errors import (
     Unsupported,
     WorkerDied,
 )
-from minisgl.core.extras import LogitEdits, PromptLogprobs, StepExtras, StepLogprobs
+from minisgl.core.extras import Int32Array, LogitEdits, PromptLogprobs, StepExtras, StepLogprobs
 from minisgl.core.sampling import MAX_SEED, FinishReason, SamplingParams
 
 __all__ = [

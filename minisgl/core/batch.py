@@ -11,9 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core.extras import StepExtras, StepLogprobs
-
-Int32Array = NDArray[np.int32]
+from minisgl.core.extras import Int32Array, StepExtras, StepLogprobs
 
 
 class SamplingArrays(NamedTuple):

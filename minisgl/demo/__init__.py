@@ -4,8 +4,6 @@ The model is served when no other one is named. Its training code is in `demo/` 
 repository; what it can do and how well is in MODEL_CARD.md beside this file.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 __all__ = ["evaluation_path", "model_path"]

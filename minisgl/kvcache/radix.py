@@ -12,6 +12,7 @@ Either kind has a heap: an eviction costs O(log n).
 """
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -264,14 +265,12 @@ class RadixCache:
         node.in_heap = True
         heapq.heappush(self._heaps[node.reused], (node.last_use, node.serial, node))
 
-    def _path(self, end: RadixNode) -> list[RadixNode]:
+    def _path(self, end: RadixNode) -> Iterator[RadixNode]:
         """From `end` up to, not including, the root."""
-        path: list[RadixNode] = []
         node: RadixNode | None = end
         while node is not None and node is not self._root:
-            path.append(node)
+            yield node
             node = node.parent
-        return path
 
     def _new_node(
         self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes

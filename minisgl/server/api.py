@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 _WATCH_INTERVAL_S = 0.5
 _STUCK_NOTICE_S = 2.0  # livez answers 503 for so long before a hang ends the service
 _KEEP_ALIVE_S = 15.0
-_IDLE_CONNECTION_S = (
-    75  # longer than proxies keep one: they are to close it, as it is they who send
-)
+# Longer than proxies keep one: they are to close it, as it is they who send.
+_IDLE_CONNECTION_S = 75
 _SEND_BUFFER_BYTES = 128 * 2**10
 _LAST_WORDS_S = 2.0  # for error chunks to leave once everything has failed
 _FAREWELL_S = 1.0  # for the next call of a client whose last answer began before the drain

@@ -50,13 +50,8 @@ def _run(spec: ChildSpec) -> None:
         from minisgl.tokenizer import run_tokenizer
 
         limits = config.limits
-        run_tokenizer(
-            spec.name,
-            model_path,
-            spec.socket_dir,
-            limits.template_timeout_s,
-            limits.max_template_chars,
-        )
+        most_s, most_chars = limits.template_timeout_s, limits.max_template_chars
+        run_tokenizer(spec.name, model_path, spec.socket_dir, most_s, most_chars)
     elif spec.role == "detokenizer":
         from minisgl.tokenizer import run_detokenizer
 
@@ -65,10 +60,7 @@ def _run(spec: ChildSpec) -> None:
         from minisgl.scheduler import run_scheduler
 
         run_scheduler(
-            config.engine,
-            config.scheduler,
-            tp_rank=spec.index,
-            socket_dir=spec.socket_dir,
+            config.engine, config.scheduler, tp_rank=spec.index, socket_dir=spec.socket_dir
         )
 
 
