@@ -39,7 +39,6 @@ class ModelConfig:
                     Not computed here, so it bounds the context that can be served.
     """
 
-    architecture: str
     family: Family
     vocab_size: int
     hidden_size: int
@@ -77,7 +76,7 @@ def model_config_from(
 ) -> ModelConfig:
     """Check and complete the JSON objects. Raises ConfigError that names what is wrong."""
     fields = Fields(config)
-    architecture, family = family_of(config.get("architectures"))
+    family = family_of(config.get("architectures"))
     _refuse_unsupported(fields)
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers")
@@ -92,7 +91,6 @@ def model_config_from(
     window = _sliding_window(fields, family)
     attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", False)
     return ModelConfig(
-        architecture=architecture,
         family=family,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,

@@ -38,12 +38,12 @@ FAMILIES = {
 }
 
 
-def family_of(architectures: object) -> tuple[str, Family]:
-    """The first entry of config.json's `architectures`. Raises ConfigError listing all known."""
+def family_of(architectures: object) -> Family:
+    """Of the first entry of config.json's `architectures`. Raises ConfigError listing all known."""
     supported = ", ".join(FAMILIES)
     if not isinstance(architectures, list) or not architectures:
         raise ConfigError(f"config.json names no architecture; supported: {supported}")
     name = str(architectures[0])
     if name not in FAMILIES:
         raise ConfigError(f"architecture {name} is not supported; supported: {supported}")
-    return name, FAMILIES[name]
+    return FAMILIES[name]

@@ -6,7 +6,7 @@ rope_theta and rope_scaling {rope_type or type, ...}.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from minisgl.core import ConfigError
 from minisgl.layers import LinearRope, Llama3Rope, RopeScaling, YarnRope
@@ -16,16 +16,8 @@ _DEFAULT_THETA = 10000.0
 _SUPPORTED = "default, linear, llama3, yarn"
 
 
-class RopeSettings(NamedTuple):
-    """max_position: the context length in tokens."""
-
-    theta: float
-    scaling: RopeScaling | None
-    max_position: int
-
-
-def rope_from(config: Fields) -> RopeSettings:
-    """Read what config.json says. Raises ConfigError that names what is unknown or missing.
+def rope_from(config: Fields) -> tuple[float, RopeScaling | None, int]:
+    """Theta, scaling, context length in tokens. Raises ConfigError that names what is wrong.
 
     A YaRN model that names its original context goes to `factor` times that, even where
     max_position_embeddings was left at the original (as Qwen's instructions do).
@@ -44,7 +36,7 @@ def rope_from(config: Fields) -> RopeSettings:
     scaling = _scaling(fields, max_position)
     if isinstance(scaling, YarnRope) and fields.get("original_max_position_embeddings") is not None:
         max_position = max(max_position, int(scaling.original_max_position * scaling.factor))
-    return RopeSettings(theta, scaling, max_position)
+    return theta, scaling, max_position
 
 
 def _scaling(fields: Fields, max_position: int) -> RopeScaling | None:

@@ -31,7 +31,6 @@ class RequestTable:
         self.uid = np.zeros(num_rows, dtype=np.int64)
         self.known: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
-        self.prompt_len: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.prefill_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.stop_from: Int32Array = np.zeros(num_rows, dtype=np.int32)
@@ -72,7 +71,6 @@ class RequestTable:
         self.num_pages[row], self.clean_pages[row] = len(pages), 0
         self.known[row] = self.prefill_end[row] = length
         self.computed[row] = computed
-        self.prompt_len[row] = req.prompt_len
         self.limit[row] = req.limit
         self.stop_from[row] = req.prompt_len + sampling.min_tokens
         self.opened[row] = req.opened
@@ -91,7 +89,6 @@ class RequestTable:
         if self.reqs[row] is not req:
             raise InvariantBroken(f"row {row} is given up by a stranger; this is a bug")
         req.tokens = self.tokens[row, : self.known[row]].copy()
-        req.opened = bool(self.opened[row])
         req.row = -1
         self.reqs[row] = None
         self.live[row] = False
