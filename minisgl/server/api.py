@@ -100,9 +100,7 @@ class ApiServer:
                 server_header=False,
                 lifespan="off",
                 http=limited_protocol(
-                    self.config.limits,
-                    self.client.metrics.on_limit,
-                    lambda: self.lifecycle.leaving,
+                    self.config.limits, self.client.metrics.on_limit, lambda: self.lifecycle.leaving
                 ),
                 ws="none",
                 loop="uvloop",

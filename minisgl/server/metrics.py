@@ -11,13 +11,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 
 import minisgl
@@ -51,10 +45,7 @@ class Metrics:
     """Told of what happens; `render` gives it to whoever scrapes. In the API server's loop."""
 
     def __init__(
-        self,
-        model_name: str,
-        commit: str = "unknown",
-        clock: Callable[[], float] = time.monotonic,
+        self, model_name: str, commit: str = "unknown", clock: Callable[[], float] = time.monotonic
     ) -> None:
         disable_created_metrics()  # or each counter and histogram has a gauge of its birth
         self._registry = registry = CollectorRegistry()

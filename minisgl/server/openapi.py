@@ -27,9 +27,7 @@ def document(table: ParamTable, has_keys: bool) -> Schema:
         "/abort": _post(ABORT.schema, _object(aborted=_INT)),
         "/flush_cache": {"post": _operation(_object(status=_TEXT))},
         "/server_info": {"get": _operation({"type": "object"})},
-        "/v1/models": {
-            "get": _operation(_object(object={"const": "list"}, data=_list(_MODEL))),
-        },
+        "/v1/models": {"get": _operation(_object(object={"const": "list"}, data=_list(_MODEL)))},
         "/v1/models/{model_id}": {"get": {**_operation(_MODEL), "parameters": [_MODEL_ID]}},
         **{path: {"get": {"responses": _PROBE}} for path in ("/livez", "/readyz", "/health")},
         "/metrics": {"get": {"responses": {"200": _METRICS}}},

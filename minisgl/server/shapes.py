@@ -113,11 +113,7 @@ class Shape:
         return self._chunk(choice.index, msgspec.json.encode(body)[1:-1])
 
     def _add_ids(
-        self,
-        body: dict[str, Any],
-        choice: Choice,
-        extras: Extras,
-        generation: Generation | None,
+        self, body: dict[str, Any], choice: Choice, extras: Extras, generation: Generation | None
     ) -> None:
         if not self._request.text.token_ids:
             return
