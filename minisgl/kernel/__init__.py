@@ -1,10 +1,11 @@
 """Kernels, each beside a plain torch reference with the same signature.
 
 What is exported runs the reference on CPU tensors and Triton on others (dispatch.py). The
-references themselves: elementwise.py, rotary.py, sampling.py, random.py, step.py.
+references themselves: elementwise.py, gather.py, rotary.py, sampling.py, random.py, step.py.
 """
 
 from minisgl.kernel.cache import compiling, filling, use_kernel_cache
+from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
     add_linear,
@@ -12,9 +13,11 @@ from minisgl.kernel.dispatch import (
     balanced_decode,
     best_of_part,
     best_of_parts,
+    context_slots,
     count_blocks,
     gated_linear,
     gather_embedding,
+    gather_kv,
     kv_metadata,
     linear,
     put_tokens,
@@ -33,6 +36,7 @@ from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 from minisgl.kernel.step import StepLayout, StepViews
 
 __all__ = [
+    "ContextCopy",
     "DecodeScratch",
     "EditTensors",
     "PendingNorm",
@@ -48,12 +52,14 @@ __all__ = [
     "best_of_parts",
     "compile_flashinfer",
     "compiling",
+    "context_slots",
     "count_blocks",
     "decode_scratch",
     "edit_logits",
     "filling",
     "gated_linear",
     "gather_embedding",
+    "gather_kv",
     "gumbel_noise",
     "kv_metadata",
     "linear",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minisgl.kernel import elementwise, rotary, sampling, step
+from minisgl.kernel import elementwise, gather, rotary, sampling, step
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
@@ -257,6 +257,28 @@ def kv_metadata(
 
         run = kernels.kv_metadata
     run(rows, start, lengths, page_table, page_size, kv_indptr, kv_indices, last_page_len)
+
+
+def context_slots(
+    rows: Tensor, start: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, slots: Tensor
+) -> None:
+    """See minisgl.kernel.gather.context_slots."""
+    run = gather.context_slots
+    if not rows.is_cpu:
+        from minisgl.kernel.triton import gather as kernels
+
+        run = kernels.context_slots
+    run(rows, start, lengths, page_table, page_size, slots)
+
+
+def gather_kv(k_pool: Tensor, v_pool: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """See minisgl.kernel.gather.gather_kv."""
+    run = gather.gather_kv
+    if not k_pool.is_cpu:
+        from minisgl.kernel.triton import gather as kernels
+
+        run = kernels.gather_kv
+    run(k_pool, v_pool, slots, keys, values)
 
 
 def put_tokens(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import StepLayout, decode_scratch, elementwise, rotary, step
+from minisgl.kernel import StepLayout, decode_scratch, elementwise, gather, rotary, step
 from minisgl.kernel.decode import decode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -257,6 +257,57 @@ def test_kv_metadata(page_size: int) -> None:
         assert torch.equal(ours, theirs)
     assert outputs[1][2].min() >= 1
     assert outputs[1][2].max() <= page_size
+
+
+@pytest.mark.parametrize("shape", [(8, 128), (2, 64), (5, 96)], ids=["8x128", "2x64", "5x96"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_contexts_are_gathered(page_size: int, shape: tuple[int, int]) -> None:
+    """The pool is NaN outside of the contexts; behind what is copied nothing is written."""
+    from minisgl.kernel.triton import gather as kernels
+
+    contexts = torch.tensor([1, 700, 128, 129, 2000, 255], dtype=torch.int32)
+    pages = -(-contexts // page_size)
+    order = torch.randperm(int(pages.sum()) + 3, dtype=torch.int32)
+    table = torch.full((9, int(pages.max())), -1, dtype=torch.int32)
+    rows = torch.randperm(8)[: len(contexts)].int()
+    pools = torch.full((2, len(order), page_size, *shape), torch.nan)
+    for row, count, context in zip(rows, pages, contexts, strict=True):
+        table[row, :count], order = order[:count], order[count:]
+        each = torch.arange(int(context))
+        pools[:, table[row, each // page_size].long(), each % page_size] = normal(
+            2, int(context), *shape
+        ).cpu()
+    keys = int((-(-contexts // gather.TILE) * gather.TILE).sum())
+    start = contexts - torch.tensor([1, 300, 128, 1, 7, 200], dtype=torch.int32)
+    where = [tensor.to(DEVICE) for tensor in (rows, start, contexts - start, table)]
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    pools = pools.to(DEVICE, dtype)
+    outputs = []
+    for module in (gather, kernels):
+        slots = torch.full((keys + 256,), -7, dtype=torch.int32, device=DEVICE)
+        copies = torch.full((2, keys + 256, *shape), torch.nan, dtype=dtype, device=DEVICE)
+        module.context_slots(*where, page_size, slots)
+        module.gather_kv(*pools, slots[:keys], *copies[:, :keys])
+        outputs.append((slots, copies))
+    (expected_slots, expected), (slots, copies) = outputs
+    assert torch.equal(slots, expected_slots)
+    assert torch.equal(copies[:, :keys], expected[:, :keys])
+    assert not copies[:, :keys].isnan().any()
+    assert copies[:, keys:].isnan().all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs 4 GB")
+def test_slots_beyond_32_bits_of_elements_are_gathered() -> None:
+    from minisgl.kernel.triton import gather as kernels
+
+    pool = torch.empty(2**31 // 2048 + 200, 1, 8, 256, dtype=torch.bfloat16, device=DEVICE)
+    last = normal(128, 8, 256, dtype=torch.bfloat16)
+    pool[-128:, 0] = last
+    slots = torch.arange(len(pool) - 128, len(pool), dtype=torch.int32, device=DEVICE)
+    keys, values = torch.full((2, *last.shape), torch.nan, dtype=last.dtype, device=DEVICE)
+    kernels.gather_kv(pool, pool, slots.flip(0), keys, values)
+    assert torch.equal(keys.flip(0), last)
+    assert torch.equal(values.flip(0), last)
 
 
 def test_put_tokens_leaves_the_rest_alone() -> None:

@@ -1,0 +1,106 @@
+"""Contexts copied out of their pages: where their keys lie once a step, the copy once a layer."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernel.gather import TILE
+
+_BLOCK = 256
+_PROGRAMS = 512  # that look up slots
+_ELEMENTS = 4096  # of keys, and as many of values, that a program of four warps copies at once
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs"],
+    do_not_specialize_on_alignment=["rows", "start", "lengths"],
+)
+def _context_slots(
+    rows,
+    start,
+    lengths,
+    page_table,
+    slots,
+    num_reqs,
+    table_stride,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    REQS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program adds up all reqs' contexts by itself, so that one launch is enough."""
+    req = tl.program_id(0)
+    each = tl.arange(0, REQS)
+    exists = each < num_reqs
+    context = tl.load(start + each, mask=exists, other=0) + tl.load(
+        lengths + each, mask=exists, other=0
+    )
+    filled = (context + TILE - 1) // TILE * TILE
+    begin = tl.sum(tl.where(each < req, filled, 0), axis=0)
+    end = tl.sum(tl.where(each == req, filled, 0), axis=0)
+    mine = tl.sum(tl.where(each == req, context, 0), axis=0)
+    source = page_table + tl.load(rows + req).to(tl.int64) * table_stride
+    for base in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+        token = base + tl.arange(0, BLOCK)
+        inside = token < mine
+        page = tl.load(source + token // PAGE_SIZE, mask=inside, other=0)
+        slot = tl.where(inside, page * PAGE_SIZE + token % PAGE_SIZE, -1)
+        tl.store(slots + begin + token, slot, mask=token < end)
+
+
+@triton.jit
+def _gather_kv(
+    k_pool,
+    v_pool,
+    slots,
+    keys,
+    values,
+    ROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + row)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = column < ROW
+    source = slot.to(tl.int64) * ROW + column
+    target = row[:, None].to(tl.int64) * ROW + column
+    # read once: what is written, and read next, may keep the cache
+    mask = (slot >= 0) & inside
+    key = tl.load(k_pool + source, mask=mask, other=0.0, eviction_policy="evict_first")
+    value = tl.load(v_pool + source, mask=mask, other=0.0, eviction_policy="evict_first")
+    tl.store(keys + target, key, mask=inside)
+    tl.store(values + target, value, mask=inside)
+
+
+def context_slots(
+    rows: Tensor, start: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, slots: Tensor
+) -> None:
+    """As the reference; page_table has more rows than there are reqs."""
+    reqs = len(rows)
+    blocks = triton.cdiv(page_table.shape[1] * page_size, _BLOCK)
+    _context_slots[(reqs, max(min(blocks, _PROGRAMS // reqs), 1))](
+        rows,
+        start,
+        lengths,
+        page_table,
+        slots,
+        reqs,
+        page_table.stride(0),
+        PAGE_SIZE=page_size,
+        TILE=TILE,
+        REQS=max(triton.next_power_of_2(len(page_table) - 1), 256),  # of any step
+        BLOCK=_BLOCK,
+    )
+
+
+def gather_kv(k_pool: Tensor, v_pool: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """As the reference."""
+    row = keys.shape[1] * keys.shape[2]
+    columns = triton.next_power_of_2(row)
+    rows = min(max(_ELEMENTS // columns, 1), TILE)
+    _gather_kv[(len(slots) // rows,)](
+        k_pool, v_pool, slots, keys, values, ROW=row, COLUMNS=columns, ROWS=rows
+    )

@@ -1,0 +1,77 @@
+"""Copies of contexts: their layout, what is in them, and when they pay."""
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.kernel import ContextCopy, gather_kv
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_each_context_begins_at_a_tile_with_zeros_behind_it() -> None:
+    page_table = torch.randperm(3 * 100, dtype=torch.int32).view(3, 100)
+    pools = torch.randn(2, 300, 4, 2, 8)
+    copy = ContextCopy(page_table, pools[0])
+    start, lengths = int32(130, 0, 100), int32(3, 128, 200)
+    queries, keys = copy.layout(start.numpy(), lengths.numpy())
+    assert queries.dtype == keys.dtype == torch.int32
+    assert queries.tolist() == [0, 3, 3, 131, 131, 331, 331]
+    assert keys.tolist() == [0, 133, 256, 384, 384, 684, 768]
+    slots, *copied = copy.find(int32(2, 0, 1), start, lengths, page_table, 4, 768)
+    gather_kv(pools[0], pools[1], slots, copied[0], copied[1])
+    for found, pool in zip(copied, pools, strict=True):
+        assert found.shape == (768, 2, 8)
+        contexts = [pool[page_table[row].long()].flatten(0, 1) for row in (2, 0, 1)]
+        assert torch.equal(found[:133], contexts[0][:133])
+        assert not found[133:256].any()
+        assert torch.equal(found[256:384], contexts[1][:128])
+        assert torch.equal(found[384:684], contexts[2][:300])
+        assert not found[684:].any()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "q_heads", "kv_heads", "pays"),
+    [
+        ([(0, 8192)], 32, 8, True),
+        ([(0, 8192)], 16, 8, True),
+        ([(0, 2000)], 16, 8, False),
+        ([(30720, 2048)], 32, 8, True),
+        ([(7616, 448)], 32, 8, True),
+        ([(1792, 448)], 32, 8, False),
+        ([(7616, 448)], 8, 2, False),
+        ([(7616, 448)], 16, 8, False),
+        ([(16384, 256)], 32, 8, False),
+        ([(0, 500)] * 3, 32, 8, False),
+        ([(0, 4000), (39000, 20)], 32, 8, False),
+        ([(100, 20000)] * 3, 32, 8, True),
+    ],
+)
+def test_copying_pays_for_many_queries(
+    prompts: list[tuple[int, int]], q_heads: int, kv_heads: int, pays: bool
+) -> None:
+    page_table, pool = torch.zeros(2, 2560, dtype=torch.int32), torch.empty(1, 16, kv_heads, 1)
+    start, lengths = np.array(prompts, dtype=np.int32).T
+    assert ContextCopy(page_table, pool).pays(start, lengths, q_heads // kv_heads) == pays
+
+
+def test_there_is_room_for_a_chunk_of_many_prompts_where_contexts_are_short() -> None:
+    copy = ContextCopy(torch.zeros(2, 64, dtype=torch.int32), torch.empty(1, 16, 8, 1))
+    start, lengths = np.zeros(8, dtype=np.int32), np.full(8, 1024, dtype=np.int32)
+    assert copy.fits(start.repeat(2), lengths.repeat(2))
+    assert not copy.fits(start.repeat(2), lengths.repeat(2) + 1)
+
+
+def test_there_is_room_for_the_longest_context() -> None:
+    copy = ContextCopy(torch.zeros(2, 2000, dtype=torch.int32), torch.empty(1, 10, 8, 1))
+    start, lengths = np.array([12_000], dtype=np.int32), np.array([8000], dtype=np.int32)
+    assert copy.fits(start, lengths)
+    assert not copy.fits(start + 97, lengths)  # a tile more
+
+
+def test_reads_beyond_32_bits_are_counted() -> None:
+    copy = ContextCopy(torch.zeros(2, 32768, dtype=torch.int32), torch.empty(1, 16, 1, 1))
+    start, lengths = np.array([500_000], dtype=np.int32), np.array([24_000], dtype=np.int32)
+    assert copy.pays(start, lengths, 1)
