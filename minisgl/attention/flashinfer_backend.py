@@ -1,7 +1,8 @@
-"""Attention on CUDA by FlashInfer's paged wrappers, over the pool as it lies (NHD).
+"""Attention on CUDA by FlashInfer's wrappers, over the pool as it lies (NHD).
 
-Prefill runs the fa3 kernels on Hopper, the fa2 kernels elsewhere and for few tokens, decode our own
-kernel or fa2. flashinfer is imported here alone, and only when one of these backends is made.
+Prefill runs the fa3 kernels on Hopper, over a copy of contexts that many queries read; the fa2
+kernels elsewhere and for few tokens; decode our own kernel or fa2. flashinfer is imported here
+alone, and only when one of these backends is made.
 """
 
 import importlib.util
@@ -14,7 +15,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
 from minisgl.attention.decode_graph import BalancedDecode, WholeDecode
 from minisgl.core import Int32Array
-from minisgl.kernel import DecodeScratch, decode_scratch, kv_metadata
+from minisgl.kernel import ContextCopy, DecodeScratch, decode_scratch, gather_kv, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
 _HEAD_DIMS = (64, 128, 256)
@@ -91,6 +92,11 @@ class FlashInferAttention:
         self._few, self._many = (
             _Planner(wrapper(self._workspace, "NHD", backend=variant)) for variant in variants
         )
+        self._contiguous: _Planner | None = None
+        if variants[1] == "fa3":
+            ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+            self._contiguous = _Planner(ragged(self._workspace, "NHD", backend="fa3"))
+        self._copy: ContextCopy | None = None
         self._scratch: DecodeScratch | None = None
         self._graph_indices: Tensor | None = None
 
@@ -100,8 +106,17 @@ class FlashInferAttention:
             decode = BalancedDecode(self._pool, step, self._scratch_of(step))
             decode.describe()
             return decode
+        few, prompts = int(step.lengths.sum()) <= _FEW_TOKENS, (step.start, step.lengths)
+        if self._contiguous is not None:
+            first = self._copy is None  # a warm-up's, which loads the kernels of this way too
+            copy = self._copy = self._copy or ContextCopy(step.page_table, self._pool.layer(0)[0])
+            pays = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
+            if pays and copy.fits(*prompts):
+                copied = CopiedContexts(self._pool, step, copy, self._contiguous.wrapper)
+                self._contiguous.plan(*copied.indptrs, *self._shape[:3], causal=True, **self._types)
+                return copied
         pages, qo_indptr = _pages(self._pool, step), _cumulated(step.lengths)
-        planner = self._few if int(qo_indptr[-1]) <= _FEW_TOKENS else self._many
+        planner = self._few if few else self._many
         where = (qo_indptr, pages.indptr, pages.indices, pages.last)
         planner.plan(*where, *self._shape, causal=True, **self._types)
         return _Planned(self._pool, planner.wrapper)
@@ -134,9 +149,25 @@ class _Planned:
         self._wrapper.run(q, self._pool.layer(layer), out=out)
 
 
+class CopiedContexts:
+    """Implements StepAttention. wrapper: to be planned for `indptrs`; None on the device meta."""
+
+    def __init__(self, pool: KVPool, step: AttentionStep, copy: ContextCopy, wrapper: Any) -> None:
+        self._pool, self._wrapper = pool, wrapper
+        self.indptrs = copy.layout(step.start, step.lengths)
+        where = (step.device_rows, step.device_start, step.device_lengths, step.page_table)
+        self._copy = copy.find(*where, pool.page_size, int(self.indptrs[1][-1]))
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        slots, keys, values = self._copy
+        gather_kv(*self._pool.layer(layer), slots, keys, values)
+        if self._wrapper is not None:
+            self._wrapper.run(q, keys, values, out=out)
+
+
 class MetaAttention:
     """What the device meta has for FlashInfer, so that our own kernels compile without a GPU: the
-    launches beside FlashInfer's, and no attention. Implements AttentionBackend, StepAttention."""
+    launches beside FlashInfer's, and no attention. Implements AttentionBackend."""
 
     def __init__(self, pool: KVPool, q_heads: int) -> None:
         self._pool = pool
@@ -145,15 +176,13 @@ class MetaAttention:
     def prepare(self, step: AttentionStep) -> StepAttention:
         _pages(self._pool, step)
         if not step.num_decode:
-            return self
+            copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
+            return CopiedContexts(self._pool, step, copy, None)
         decode = BalancedDecode(self._pool, step, _scratch(step, *self._shape))
         decode.describe()
         return decode
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        return None
-
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         return None
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from minisgl.attention import AttentionStep, FusedAttention, create_attention_backend
+from minisgl.attention.flashinfer_backend import CopiedContexts
 from minisgl.kvcache.pool import KVPool
 
 pytestmark = [
@@ -90,9 +91,51 @@ def test_mixed_steps(page_size: int, group: int, chunks: tuple[int, ...]) -> Non
     contexts = [a + b for a, b in zip(start, lengths, strict=True)]
     scene = Scene(page_size, group, contexts, seed=page_size)
     q = torch.randn(sum(lengths), scene.q_heads, DIM, device="cuda").bfloat16()
-    out = torch.full_like(q, torch.nan)
-    scene.backend.prepare(scene.step(4, start, lengths)).forward(1, q, out)
-    assert error(out, scene.expected(q, start, lengths)) < 5e-3
+    for _ in range(2):  # the first prompts are copied on Hopper, those that follow are few
+        out = torch.full_like(q, torch.nan)
+        scene.backend.prepare(scene.step(4, start, lengths)).forward(1, q, out)
+        assert error(out, scene.expected(q, start, lengths)) < 5e-3
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("group", [2, 5])
+@pytest.mark.parametrize(
+    ("num_decode", "start", "lengths", "copied"),
+    [
+        (2, [7, 3, 0], [1, 1, 5200], True),
+        (0, [0, 5, 0, 128], [300, 500, 128, 5500], True),
+        (1, [50, 1500, 0, 3000], [1, 4000, 1, 1500], True),
+        (1, [0, 18000], [1, 200], False),  # few queries for their context
+        (0, [6000] * 3, [1000] * 3, False),  # no room for 21,000 tokens
+    ],
+    ids=["whole", "several", "prefixes", "few", "too-long"],
+)
+def test_long_chunks(
+    page_size: int, group: int, num_decode: int, start: list[int], lengths: list[int], copied: bool
+) -> None:
+    """Twice, by one copy; then NaN of the last req, which lies behind another, stay its own."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("fa3 is for Hopper")
+    contexts = [a + b for a, b in zip(start, lengths, strict=True)]
+    scene = Scene(page_size, group, contexts, seed=page_size)
+    q = torch.randn(sum(lengths), scene.q_heads, DIM, device="cuda").bfloat16()
+    step = scene.step(num_decode, start, lengths)
+    scene.backend.prepare(step.part(num_decode, len(start)))  # which is copied where it fits
+    prompts = scene.backend.prepare(step.part(num_decode, len(start)))
+    assert isinstance(prompts, CopiedContexts) == copied
+    for _ in range(2):
+        out = torch.full_like(q, torch.nan)
+        scene.backend.prepare(step).forward(1, q, out)
+        assert error(out, scene.expected(q, start, lengths)) < 5e-3
+        q.normal_()
+    last = contexts[-1]
+    where = torch.arange(last, device="cuda")
+    pages = scene.table[int(scene.rows[-1]), where // page_size].long()
+    scene.pool.layer(1)[1][pages, where % page_size] = torch.nan
+    out = torch.zeros_like(q)
+    scene.backend.prepare(step).forward(1, q, out)
+    assert out[-lengths[-1] :].isnan().all()
+    assert not out[: -lengths[-1]].isnan().any()
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
