@@ -4,15 +4,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import (
-    Batch,
-    FinishReason,
-    Int32Array,
-    PromptLogprobs,
-    RequestError,
-    StepExtras,
-    StepResult,
-)
+from minisgl.core import Batch, FinishReason, Int32Array, PromptLogprobs, RequestError, StepResult
 from minisgl.message import wire
 from minisgl.scheduler.req import Req
 from minisgl.scheduler.table import RequestTable
@@ -61,16 +53,11 @@ class OutputBuilder:
         self._next.token_ids.extend(token_ids.tolist())
 
     def logprobs(
-        self,
-        batch: Batch,
-        extras: StepExtras,
-        result: StepResult,
-        table: RequestTable,
-        token_rows: Int32Array,
+        self, batch: Batch, result: StepResult, table: RequestTable, token_rows: Int32Array
     ) -> None:
         """The log-probabilities that reqs of this step asked for. token_rows got a token."""
-        found = result.logprobs
-        if found is None:
+        extras, found = batch.extras, result.logprobs
+        if extras is None or found is None:
             return
         got_token = set(token_rows.tolist())
         for index in np.flatnonzero(extras.logprobs >= 0).tolist():

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from minisgl.core import Batch, FinishReason, Int32Array, StepResult
 from minisgl.scheduler.table import RequestTable
@@ -33,27 +32,16 @@ def read_result(
     position = batch.start[sampled] + batch.lengths[sampled]
     table.tokens[rows, position] = tokens
     table.known[rows] = position + 1
-    stops = _stops(rows, tokens, position, table, eos_token_ids)
+    # where the token is an EOS id or a stop token id that counts for its req
+    stops = (tokens[:, None] == eos_token_ids).any(axis=1) & table.obeys_eos[rows]
+    for index in np.flatnonzero(table.has_stop_ids[rows]).tolist():
+        req = table.reqs[rows[index]]
+        assert req is not None, "a live row has a req: this is a bug"
+        stops[index] |= int(tokens[index]) in req.sampling.stop_token_ids
+    stops &= position >= table.stop_from[rows]
     at_limit = position + 1 >= table.limit[rows]
     ended = dict.fromkeys(broken.tolist(), FinishReason.ERROR)
     for index in np.flatnonzero(stops | at_limit).tolist():
         reason = FinishReason.STOP if stops[index] else FinishReason.LENGTH
         ended[int(rows[index])] = reason
     return Outcome(rows, tokens, ended)
-
-
-def _stops(
-    rows: Int32Array,
-    tokens: Int32Array,
-    position: Int32Array,
-    table: RequestTable,
-    eos_token_ids: Int32Array,
-) -> NDArray[np.bool_]:
-    """bool [N]: the token is an EOS id or a stop token id that counts for its req."""
-    stops: NDArray[np.bool_] = (tokens[:, None] == eos_token_ids).any(axis=1)
-    stops &= table.obeys_eos[rows]
-    for index in np.flatnonzero(table.has_stop_ids[rows]).tolist():
-        req = table.reqs[rows[index]]
-        assert req is not None, "a live row has a req: this is a bug"
-        stops[index] |= int(tokens[index]) in req.sampling.stop_token_ids
-    return stops & (position >= table.stop_from[rows])

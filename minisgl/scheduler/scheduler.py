@@ -215,8 +215,7 @@ class Scheduler:
         self.totals.output_tokens_total += len(outcome.rows)
         self._open(outcome.rows)
         self._outputs.tokens(self.table.uid[outcome.rows], outcome.tokens)
-        if batch.extras is not None:
-            self._outputs.logprobs(batch, batch.extras, result, self.table, outcome.rows)
+        self._outputs.logprobs(batch, result, self.table, outcome.rows)
         for row, reason in outcome.ended.items():
             self._end_row(row, reason)
         for req in chunks:
