@@ -8,6 +8,8 @@ from minisgl.message import wire
 from minisgl.tokenizer.stream import TextStream
 from minisgl.tokenizer.vocab import Vocabulary
 
+Top = list[tuple[int, float]]  # ids and log-probabilities, the most likely first
+
 
 class OpenAnswer:
     """State of one open req; `take` gives what is new.
@@ -123,27 +125,15 @@ class OpenAnswer:
         self._logprobs = pending[count:]
         return pending[:count]
 
-    def _add_prompt_token(
-        self, token_id: int, logprob: float | None, top: list[tuple[int, float]]
-    ) -> None:
+    def _add_prompt_token(self, token_id: int, logprob: float | None, top: Top) -> None:
         entry = self._token_text(token_id, logprob, self._prompt_chars, top)
         self._prompt_logprobs.append(entry)
         shown = self._vocabulary.token_bytes(token_id, self._spec.skip_special_tokens)
         self._prompt_chars += len(self._prompt_characters.decode(shown))
 
     def _token_text(
-        self,
-        token_id: int,
-        logprob: float | None,
-        offset: int,
-        top: list[tuple[int, float]],
-        ends: bool = False,
+        self, token_id: int, logprob: float | None, offset: int, top: Top, ends: bool = False
     ) -> wire.TokenText:
         data = self._vocabulary.token_bytes
-        return wire.TokenText(
-            data=data(token_id, False),
-            logprob=logprob,
-            offset=offset,
-            top=[(data(i, False), value) for i, value in top],
-            ends=ends,
-        )
+        shown = [(data(other, False), value) for other, value in top]
+        return wire.TokenText(data(token_id, False), logprob, offset, shown, ends)

@@ -78,8 +78,6 @@ class ChatTemplate:
         except _TimeIsUp:
             late = f"the chat template ran longer than {timeout_s:g} s"
             raise TemplateError(late, "template_timeout_s") from None
-        except TemplateError:
-            raise
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise TemplateError(f"the chat template refused this chat: {error}"[:500]) from None
         except (AttributeError, RecursionError, MemoryError) as error:

@@ -66,10 +66,9 @@ class TextTokenizer:
 
     def encode_text(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of plain text. A BOS spelled out at its beginning is not doubled."""
-        doubled = self._prepends_bos and text.startswith(self._bos_token)
-        ids: list[int] = self._tokenizer.encode(
-            text, add_special_tokens=add_special and not doubled
-        ).ids
+        if self._prepends_bos and text.startswith(self._bos_token):
+            add_special = False
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
         return ids
 
     def encode_chat(

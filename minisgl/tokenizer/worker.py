@@ -25,9 +25,8 @@ def handle(
         if isinstance(message, wire.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
-            messages, options = map(
-                json.loads, (message.messages_json, message.template_kwargs_json)
-            )
+            messages = json.loads(message.messages_json)
+            options = json.loads(message.template_kwargs_json)
             ids = tokenizer.encode_chat(messages, options, timeout_s)
         return wire.Tokenized(uid=message.uid, token_ids=array.array("i", ids).tobytes())
     except TemplateError as error:
