@@ -95,9 +95,8 @@ class RowParallelLinear(nn.Module):
 
     def placements(self, name: str) -> Iterator[Placement]:
         part, out_features = self.part, self.weight.shape[0]
-        yield Placement(
-            f"{name}.weight", (out_features, part.full), f"{name}.weight", 1, part.begin, part.end
-        )
+        shape = (out_features, part.full)
+        yield Placement(f"{name}.weight", shape, f"{name}.weight", 1, part.begin, part.end)
         if self.bias is not None:
             end = out_features if self.tp.rank == 0 else 0
             yield Placement(f"{name}.bias", (out_features,), f"{name}.bias", 0, 0, end)

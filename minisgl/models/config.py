@@ -143,9 +143,8 @@ def _sliding_window(fields: Fields, family: Family) -> int | None:
         slides = True
     else:
         first = fields.integer("max_window_layers", 28) if family.window_skips_layers else 0
-        slides = fields.boolean("use_sliding_window", False) and first < fields.integer(
-            "num_hidden_layers"
-        )
+        has_later = first < fields.integer("num_hidden_layers")
+        slides = fields.boolean("use_sliding_window", False) and has_later
     return fields.integer("sliding_window") if slides else None
 
 

@@ -21,9 +21,8 @@ class Fields:
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self._required(key, default)
-        return int(
-            self._checked(key, value, type(value) is int and value > 0, "a positive integer")
-        )
+        holds = type(value) is int and value > 0
+        return int(self._checked(key, value, holds, "a positive integer"))
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._required(key, default)

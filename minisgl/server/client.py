@@ -71,6 +71,7 @@ class Choice:
     uid: int
     index: int
     _changed: asyncio.Event
+    started_s: float  # CLOCK_MONOTONIC, as first_s and last_s
     text: list[str] = field(default_factory=list)
     latest: wire.TextUpdate = field(default_factory=lambda: wire.TextUpdate(uid=0))
     extras: Extras | None = None
@@ -79,8 +80,7 @@ class Choice:
     opened: bool = False
     submitted: bool = False
     prompt_share: int = 0  # tokens of its prompt; 0 when a sibling brings them
-    started_s: float = 0.0  # CLOCK_MONOTONIC, as the next two; first and last output, 0: none
-    first_s: float = 0.0
+    first_s: float = 0.0  # of the first and the last output, 0: none
     last_s: float = 0.0
 
     def take_text(self) -> str:
@@ -219,8 +219,7 @@ class EngineClient:
             raise Overloaded("the request queue is full; try again later", limit="max_queued_reqs")
         generation = Generation(request_id)
         for index in range(num_choices):
-            choice = Choice(next(self._uids), index, generation.changed)
-            choice.started_s = generation.started_s
+            choice = Choice(next(self._uids), index, generation.changed, generation.started_s)
             generation.choices.append(choice)
             self._choices[choice.uid] = choice
         self.queued += num_choices
