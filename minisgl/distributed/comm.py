@@ -51,9 +51,12 @@ class Communicator(Protocol):
         """RMSNorm of the sum of all ranks' x, plus residual where there is one: (normed, sum).
 
         x, residual: contiguous [T, H], given up by the caller; weight: [H]. normed is the same on
-        every rank and good until the next call; the sum is for the next call's residual only (a
-        rank may have written no more than what it needs there).
+        every rank and good until the next call; the sum is for the next call's residual and for
+        take_rows only (a rank may have written no more than what it needs there).
         """
+
+    def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
+        """total[rows] of a sum by reduce_norm, whole on every rank. rows: integers [B]."""
 
     def gather(self, x: Tensor) -> Tensor:
         """The x of all ranks, contiguous and of one shape and dtype, in rank order: [ranks, *]."""
@@ -73,6 +76,9 @@ class SingleCommunicator:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return _add_norm(x, residual, weight, eps)
+
+    def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
+        return total[rows]
 
     def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
@@ -161,6 +167,12 @@ class GroupCommunicator:
             return self.peers.reduce_norm(x, residual, weight, eps)
         self.all_reduce(x)
         return _add_norm(x, residual, weight, eps)
+
+    def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
+        elsewhere = rows % self.tp.size != self.tp.rank  # where peer memory may leave them
+        taken = total[rows].masked_fill_(elsewhere.unsqueeze(1), 0)
+        self.all_reduce(taken)
+        return taken
 
     def gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self.tp.size, *x.shape))

@@ -97,9 +97,19 @@ def one_sum(
             torch.cuda._sleep(chance.randrange(200_000))
             graph.replay()
             agreed &= bool((found == first).all())
-    error = (first.cpu().double() - expected).abs().max() / expected.abs().max()
+        x.copy_(part)
+        residual.copy_(start)
+        some = torch.tensor([rows - 1, 0, rows // 2])  # of which a rank may have no more than one
+        taken = comm.take_rows(comm.reduce_norm(x, residual, weight, 1e-6)[1], some.cuda())
+        result = torch.cat((first, taken)).cpu()
+    error = max(
+        (found.double() - wanted).abs().max() / wanted.abs().max()
+        for found, wanted in zip(
+            result.split([rows, len(some)]), (expected, total[some]), strict=True
+        )
+    )
     tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-5}[dtype]
-    return float(error) / tolerance, agreed, first.cpu().view(torch.uint8).numpy().tobytes()
+    return float(error) / tolerance, agreed, result.view(torch.uint8).numpy().tobytes()
 
 
 @SIZES

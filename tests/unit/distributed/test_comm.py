@@ -42,19 +42,23 @@ def exercise(comm: Communicator) -> tuple[object, ...]:
     twice, _ = comm.reduce_norm(part, whole.clone(), ones, 0.0)
     gathered = comm.gather(torch.tensor([[rank, 10 + rank], [20 + rank, 30 + rank]]))
     smallest = comm.agree_min(7 - rank)
+    scattered = torch.full((3, 2), torch.nan)
+    scattered[rank::2] = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])[rank::2]
+    taken = comm.take_rows(scattered, torch.tensor([2, 1, 1], dtype=torch.int32))
     norms = [normed.tolist(), twice.tolist()]
-    return total.tolist(), norms, gathered.tolist(), smallest, own_listeners()
+    return total.tolist(), norms, gathered.tolist(), smallest, taken.tolist(), own_listeners()
 
 
 def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
     """W34: torch's TCPStore listens on all interfaces; a file store and gloo on lo do not."""
-    for total, norms, gathered, smallest, listeners in run_ranks(2, tmp_path, exercise):
+    for total, norms, gathered, smallest, taken, listeners in run_ranks(2, tmp_path, exercise):
         assert total == [[3.0, 4.0], [0.0, 5.0]]
         expected = torch.tensor([[0.6, 0.8], [0.0, 1.0]]) * 2**0.5
         for normed in norms:
             torch.testing.assert_close(torch.tensor(normed), expected)
         assert gathered == [[[0, 10], [20, 30]], [[1, 11], [21, 31]]]
         assert smallest == 6
+        assert taken == [[4.0, 5.0], [2.0, 3.0], [2.0, 3.0]], "from the ranks that have them"
         assert listeners, "gloo listens somewhere, or this test sees nothing"
         assert set(listeners) <= {"127.0.0.1", "::1"}
 
@@ -64,6 +68,7 @@ def test_one_rank_needs_no_file() -> None:
     assert isinstance(comm, SingleCommunicator)
     x = torch.ones(1, 2)
     assert comm.reduce_norm(x, None, torch.ones(2), 0.0)[1] is x
+    assert comm.take_rows(x, torch.tensor([0, 0])).tolist() == [[1.0, 1.0]] * 2
     assert comm.gather(x).shape == (1, 1, 2)
     assert comm.agree_min(3) == 3
     assert own_listeners() == []
