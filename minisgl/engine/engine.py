@@ -136,7 +136,7 @@ class Engine:
                 apply_history(batch.extras, state.token_pool)
             hidden, logits = self._forward(batch, inputs, views, graph)
             if batch.extras is not None:
-                return self._finish_extras(batch, inputs, views, hidden, logits)
+                return self._finish_extras(batch, inputs, views, graph, hidden, logits)
             chosen = None
             if logits is not None:
                 draws, filters = _kinds(batch)
@@ -156,29 +156,38 @@ class Engine:
     def _forward(
         self, batch: Batch, inputs: StepInputs, views: StepViews, graph: DecodeGraph | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Hidden states [T, H], None from a graph, and logits [N, n] of this rank's ids, None when
-        nobody samples."""
+        """Hidden states [T, H], where prompt log-probabilities are asked for, and logits [N, n] of
+        this rank's ids, None when nobody samples."""
         if graph is not None:
             return None, graph.run_forward()
         state, n = self._state, batch.num_decode
         num_tokens = n + batch.num_prefill_tokens
         step = state.attention_step(views, n, inputs.start, inputs.lengths)
         attention = state.attention.prepare(step)
-        hidden = None
+        attended = None
         if self._pieces is not None:
-            hidden = self._pieces.forward(views, n, num_tokens, attention)
-        if hidden is None:
+            attended = self._pieces.forward(views, n, num_tokens, attention)
+        if attended is None:
             tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=self._device)
-            hidden = state.forward(views, n, tokens, attention)
-        if not batch.samples.any():
-            return hidden, None
-        return hidden, state.model.head.logits(hidden[views.first + views.lengths - 1])
+            attended = state.forward(views, n, tokens, attention)
+        every = batch.extras is not None and (batch.extras.prompt_logprobs >= 0).any()
+        samples = batch.samples.any()
+        if not (every or samples):
+            return None, None
+        model, last = state.model, views.first + views.lengths - 1
+        if every:
+            hidden = model.model.finish(attended)
+            return hidden, model.head.logits(hidden[last]) if samples else None
+        attended = model.model.take(attended, last)
+        logits = None if self._graphs is None else self._graphs.finish(attended)
+        return None, model.logits(attended) if logits is None else logits
 
     def _finish_extras(
         self,
         batch: Batch,
         inputs: StepInputs,
         views: StepViews,
+        graph: DecodeGraph | None,
         hidden: Tensor | None,
         logits: Tensor | None,
     ) -> LaunchedStep:
@@ -191,8 +200,7 @@ class Engine:
             chosen = state.choose(changed, views, *_kinds(batch), whole=True)
             logits, tokens = logits[:reqs], chosen[0, :reqs]
         logprobs = start_logprobs(state.model, hidden, logits, tokens, batch, inputs)
-        by_graph = logits is not None and hidden is None
-        return LaunchedStep(batch, inputs, chosen, logprobs, by_graph)
+        return LaunchedStep(batch, inputs, chosen, logprobs, by_graph=graph is not None)
 
     def facts(self) -> ModelFacts:
         model = self._model_config

@@ -1,6 +1,8 @@
 """CUDA graphs of decode steps: one for token gather to logits and two for the sampler, by size.
 
-All share one memory pool and run one after the other on the engine's stream.
+One more, from the last attention to logits, is for steps with prompts: cuBLAS would load kernels
+when a number of rows first came, which takes 0.1 s. All graphs share one memory pool and run one
+after the other on the engine's stream.
 """
 
 from bisect import bisect_left
@@ -18,6 +20,7 @@ from minisgl.core import Batch
 from minisgl.engine.inputs import pad
 from minisgl.engine.state import DeviceState
 from minisgl.kernel import StepLayout, StepViews
+from minisgl.models import Attended
 
 _STEP = 16  # distance of sizes; matrix kernels work on tiles of 16 rows or more
 _MOST_PAGE_UPDATES = 4096  # of one decode step that runs as a graph; usual is one a req, or none
@@ -34,12 +37,14 @@ class DecodeGraph:
     """A decode step of `size` reqs over fixed tensors. What it reads lies in DecodeGraphs.buffer.
 
     attention  held because its tensors are read too.
+    finish     for any step: `logits` of the first tokens of DecodeGraphs.attended.
     logits     [size, n], as VocabMatrix.logits; chosen int32 [2, size], as DeviceState.choose.
     """
 
     size: int
     attention: DecodeGraphAttention
     forward: torch.cuda.CUDAGraph
+    finish: torch.cuda.CUDAGraph
     logits: Tensor
     plain: torch.cuda.CUDAGraph
     filtered: torch.cuda.CUDAGraph
@@ -59,9 +64,10 @@ class DecodeGraph:
 class DecodeGraphs:
     """Graphs of several sizes over one set of fixed buffers.
 
-    buffer  int32 on the device; a decode step's packed inputs go to its beginning.
-    memory  the pool that all of them share.
-    graphs  by rising size; empty where the attention backend cannot be captured.
+    buffer    int32 on the device; a decode step's packed inputs go to its beginning.
+    attended  of `largest` tokens: what DecodeGraph.finish reads.
+    memory    the pool that all of them share.
+    graphs    by rising size; empty where the attention backend cannot be captured.
     """
 
     def __init__(self, state: DeviceState, sizes: Sequence[int], show_progress: bool) -> None:
@@ -74,6 +80,7 @@ class DecodeGraphs:
         width, dtype = state.model.head.part.local, state.pool.dtype
         self._logits = torch.zeros((largest, width), dtype=dtype, device=device)
         self._chosen = torch.zeros(2 * largest, dtype=torch.int32, device=device)
+        self.attended = state.model.model.room_for(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[DecodeGraph] = []
         bar = tqdm(
@@ -91,7 +98,20 @@ class DecodeGraphs:
         """The smallest graph that can run this step, if it is a decode step."""
         if batch.num_decode < batch.num_reqs or len(batch.page_ids) > _MOST_PAGE_UPDATES:
             return None
-        index = bisect_left(self.graphs, batch.num_reqs, key=lambda graph: graph.size)
+        return self._at_least(batch.num_reqs)
+
+    def finish(self, attended: Attended) -> Tensor | None:
+        """CausalLM.logits, overwritten by the next graph; None where no graph is large enough."""
+        rows = len(attended.heads)
+        if (graph := self._at_least(rows)) is None:
+            return None
+        for place, part in zip(self.attended, attended, strict=True):
+            place[:rows] = part
+        graph.finish.replay()
+        return graph.logits[:rows]
+
+    def _at_least(self, size: int) -> DecodeGraph | None:
+        index = bisect_left(self.graphs, size, key=lambda graph: graph.size)
         return self.graphs[index] if index < len(self.graphs) else None
 
     def _make(self, size: int) -> DecodeGraph | None:
@@ -113,8 +133,11 @@ class DecodeGraphs:
 
         def forward() -> None:
             attention.describe()
-            hidden = state.forward(views, size, tokens, attention)
-            state.model.head.logits(hidden, out=logits)
+            state.model.logits(state.forward(views, size, tokens, attention), out=logits)
+
+        def finish() -> None:
+            heads, residual = (part[:size] for part in self.attended)
+            state.model.logits(Attended(heads, residual.clone()), out=logits)
 
         def sampler(filters: bool) -> Callable[[], object]:
             return lambda: chosen.copy_(state.choose(logits, views, draws=True, filters=filters))
@@ -123,6 +146,7 @@ class DecodeGraphs:
             size=size,
             attention=attention,
             forward=self._capture(forward),
+            finish=self._capture(finish),
             logits=logits,
             plain=self._capture(sampler(filters=False)),
             filtered=self._capture(sampler(filters=True)),

@@ -3,7 +3,7 @@
 How attention is launched depends on lengths that no graph can fix, so it runs eagerly; the rest
 depends on the number of tokens alone and is captured for some numbers, to which steps are padded.
 Launched one by one, the kernels of such a step take the host 0.3 ms a layer: longer than a small
-step takes the GPU.
+step takes the GPU. What follows on the last attention, for a token of each req, is no graph.
 """
 
 from bisect import bisect_left
@@ -18,6 +18,7 @@ from minisgl.attention import StepAttention
 from minisgl.core import step_sizes
 from minisgl.engine.state import DeviceState
 from minisgl.kernel import StepViews
+from minisgl.models import Attended
 
 
 def piece_sizes(largest: int) -> list[int]:
@@ -34,10 +35,10 @@ class _Piece(NamedTuple):
 
 
 class _Cutter:
-    """Stands for attention during a capture: ends one graph there and begins the next."""
+    """Stands for attention during a capture: ends one graph there and begins the next, if any."""
 
-    def __init__(self, memory: Any) -> None:
-        self._memory = memory
+    def __init__(self, memory: Any, layers: int) -> None:
+        self._memory, self._layers = memory, layers
         self.pieces: list[_Piece] = []
         self.begin()
 
@@ -48,7 +49,8 @@ class _Cutter:
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         self.graph.capture_end()
         self.pieces.append(_Piece(self.graph, _alias(q), _alias(out)))
-        self.begin()
+        if len(self.pieces) < self._layers:
+            self.begin()
 
 
 class _NoAttention:
@@ -59,13 +61,12 @@ class _NoAttention:
 
 
 class _Forward(NamedTuple):
-    """The graphs of one size. tokens: int32 [3, size]; hidden: [size, H], overwritten by `last`."""
+    """The graphs of one size. tokens: int32 [3, size]; attended: written last, of `size` tokens."""
 
     size: int
     tokens: Tensor
     pieces: list[_Piece]
-    last: torch.cuda.CUDAGraph
-    hidden: Tensor
+    attended: Attended
 
 
 class PieceGraphs:
@@ -93,8 +94,8 @@ class PieceGraphs:
 
     def forward(
         self, views: StepViews, num_decode: int, num_tokens: int, attention: StepAttention
-    ) -> Tensor | None:
-        """As DeviceState.forward: hidden states [T, H]; None where no size is large enough.
+    ) -> Attended | None:
+        """As DeviceState.forward; None where no size is large enough.
 
         The result is overwritten by the next graph that runs.
         """
@@ -109,8 +110,7 @@ class PieceGraphs:
         for layer, piece in enumerate(chosen.pieces):
             piece.graph.replay()
             attention.forward(layer, piece.q[:num_tokens], piece.out[:num_tokens])
-        chosen.last.replay()
-        return chosen.hidden[:num_tokens]
+        return Attended(*(part[:num_tokens] for part in chosen.attended))
 
     def _capture(self, size: int, memory: Any) -> _Forward:
         state = self._state
@@ -118,10 +118,9 @@ class PieceGraphs:
         tokens[:] = self._padding
         state.run(tokens, _NoAttention())  # compiles, and lets libraries choose
         torch.cuda.current_stream().synchronize()
-        cutter = _Cutter(memory)
-        hidden = state.run(tokens, cutter)
-        cutter.graph.capture_end()
-        return _Forward(size, tokens, cutter.pieces, cutter.graph, _alias(hidden))
+        cutter = _Cutter(memory, state.model.config.num_layers)
+        attended = state.run(tokens, cutter)
+        return _Forward(size, tokens, cutter.pieces, Attended(*map(_alias, attended)))
 
 
 class _Memory:

@@ -12,7 +12,7 @@ from minisgl.attention import AttentionBackend, AttentionStep, StepAttention
 from minisgl.core import Int32Array
 from minisgl.kernel import SamplingTensors, StepViews, put_tokens, sample, stage_tokens
 from minisgl.kvcache.pool import KVPool
-from minisgl.models import CausalLM, ForwardContext
+from minisgl.models import Attended, CausalLM, ForwardContext
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +54,8 @@ class DeviceState:
 
     def forward(
         self, views: StepViews, num_decode: int, tokens: Tensor, attention: StepAttention
-    ) -> Tensor:
-        """Hidden states [T, H]; keys and values of the T tokens are in the pool afterwards.
+    ) -> Attended:
+        """What model.logits takes; keys and values of the T tokens are in the pool then.
 
         tokens: int32 [3, T], overwritten with ids, positions and slots.
         """
@@ -79,12 +79,12 @@ class DeviceState:
             slots,
         )
 
-    def run(self, tokens: Tensor, attention: StepAttention) -> Tensor:
+    def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
         """The second half: the model over what stands in `tokens`."""
         ids, positions, slots = tokens.unbind(0)
         context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)
-        hidden: Tensor = self.model(ids, context)
-        return hidden
+        attended: Attended = self.model(ids, context)
+        return attended
 
     def choose(
         self, logits: Tensor, views: StepViews, draws: bool, filters: bool, whole: bool = False

@@ -2,9 +2,10 @@
 
 from minisgl.models.build import build_model
 from minisgl.models.config import ModelConfig, load_model_config, model_config_from
-from minisgl.models.decoder import CausalLM, ForwardContext, local_kv_heads
+from minisgl.models.decoder import Attended, CausalLM, ForwardContext, local_kv_heads
 
 __all__ = [
+    "Attended",
     "CausalLM",
     "ForwardContext",
     "ModelConfig",

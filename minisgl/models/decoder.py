@@ -1,6 +1,7 @@
 """The decoder of every supported family. Module names follow the checkpoints' tensor names."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -41,8 +42,15 @@ class ForwardContext:
     attention: StepAttention
 
 
+class Attended(NamedTuple):
+    """A layer half done. heads: [T, Hq * D], what attention gives; residual: [T, H], beside it."""
+
+    heads: Tensor
+    residual: Tensor
+
+
 class Attention(nn.Module):
-    """Self-attention over this rank's heads."""
+    """Self-attention over this rank's heads; o_proj is left to the caller."""
 
     def __init__(self, config: ModelConfig, layer: int, comm: Communicator) -> None:
         super().__init__()
@@ -63,7 +71,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.norm_eps) if normed else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if normed else None
 
-    def forward(self, normed: Normed, residual: Tensor, context: ForwardContext) -> Stream:
+    def forward(self, normed: Normed, context: ForwardContext) -> Tensor:
         attention, q_norm, k_norm = context.attention, self.q_norm, self.k_norm
         norms = (
             None if q_norm is None else q_norm.weight,
@@ -71,7 +79,7 @@ class Attention(nn.Module):
             0.0 if q_norm is None else q_norm.eps,
             context.cos_sin,
         )
-        qkv = self.qkv_proj(normed)
+        qkv: Tensor = self.qkv_proj(normed)
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
         if isinstance(attention, FusedAttention):
             attention.attend(self.layer, qkv, *norms, attended)
@@ -80,8 +88,7 @@ class Attention(nn.Module):
             sizes = (self.q_heads, self.kv_heads, self.head_dim)
             q = qk_norm_rope_store(qkv, *norms, *places, *sizes)
             attention.forward(self.layer, q, attended)
-        stream: Stream = self.o_proj(attended.flatten(1), residual)
-        return stream
+        return attended.flatten(1)
 
 
 class GatedMlp(nn.Module):
@@ -115,7 +122,14 @@ class DecoderLayer(nn.Module):
             self.mlp = GatedMlp(config, comm)
 
     def forward(self, stream: Stream, context: ForwardContext) -> Stream:
-        stream = self.self_attn(*self.input_layernorm(stream), context)
+        return self.finish(self.self_attn.o_proj(*self.attend(stream, context)))
+
+    def attend(self, stream: Stream, context: ForwardContext) -> Attended:
+        normed, residual = self.input_layernorm(stream)
+        return Attended(self.self_attn(normed, context), residual)
+
+    def finish(self, stream: Stream) -> Stream:
+        """What follows on o_proj."""
         end: Stream = self.mlp(*self.post_attention_layernorm(stream))
         return end
 
@@ -127,7 +141,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm."""
+    """Embedding, layers and final norm, cut behind the last attention: by then all keys and values
+    are stored, and of few tokens more is wanted."""
 
     def __init__(self, config: ModelConfig, comm: Communicator, moe_backend: MoeBackend) -> None:
         super().__init__()
@@ -137,11 +152,28 @@ class Decoder(nn.Module):
         )
         self.norm = StreamNorm(config.hidden_size, config.norm_eps, comm)
 
-    def forward(self, ids: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, ids: Tensor, context: ForwardContext) -> Attended:
+        """Up to the attention of the last layer. ids: integers [T]."""
         stream = Stream(self.embed_tokens.embed(ids))
-        for layer in self.layers:
+        *layers, last = cast("list[DecoderLayer]", self.layers)
+        for layer in layers:
             stream = layer(stream, context)
-        normed: Normed = self.norm(stream)[0]
+        return last.attend(stream, context)
+
+    def room_for(self, rows: int) -> Attended:
+        """Zeros, for the graphs that `finish`."""
+        weight = cast("DecoderLayer", self.layers[-1]).self_attn.o_proj.weight
+        size, width = weight.shape
+        return Attended(weight.new_zeros((rows, width)), weight.new_zeros((rows, size)))
+
+    def take(self, attended: Attended, rows: Tensor) -> Attended:
+        """A copy of the tokens `rows`, integers [B]."""
+        return Attended(attended.heads[rows], self.norm.comm.take_rows(attended.residual, rows))
+
+    def finish(self, attended: Attended) -> Tensor:
+        """The hidden states [T, H] after the final norm. attended.residual is given up."""
+        last = cast("DecoderLayer", self.layers[-1])
+        normed: Normed = self.norm(last.finish(last.self_attn.o_proj(*attended)))[0]
         return normed.x
 
 
@@ -155,10 +187,14 @@ class CausalLM(nn.Module):
         if not config.tied_embeddings:
             self.lm_head = VocabMatrix(config.vocab_size, config.hidden_size, comm)
 
-    def forward(self, ids: Tensor, context: ForwardContext) -> Tensor:
-        """ids: integers [T]. Returns the hidden states [T, H] after the final norm."""
-        hidden: Tensor = self.model(ids, context)
-        return hidden
+    def forward(self, ids: Tensor, context: ForwardContext) -> Attended:
+        """See Decoder.forward; model.finish and the head do the rest."""
+        attended: Attended = self.model(ids, context)
+        return attended
+
+    def logits(self, attended: Attended, out: Tensor | None = None) -> Tensor:
+        """What model.finish and head.logits give. attended.residual is given up."""
+        return self.head.logits(self.model.finish(attended), out)
 
     @property
     def head(self) -> VocabMatrix:

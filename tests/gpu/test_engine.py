@@ -3,18 +3,20 @@
 import json
 import logging
 import re
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl.core import Batch, EngineConfig, OutOfMemory
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine
 from minisgl.engine.pending import LaunchedStep
 from minisgl.kernel import gumbel_noise
-from tests.parity.driver import Driver, Sampling, Work, make_engine
+from tests.parity.driver import Driver, Sampling, Work, logprobs_of, make_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +86,67 @@ def test_mixed_batch_on_cuda(tmp_path: Path) -> None:
         )
         results.append(result.tokens.tolist())
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_few_rows_behind_the_last_attention(architecture: str, tmp_path: Path) -> None:
+    """bfloat16: graphs of pieces and none, rows of the sampled tokens and of all, each by products
+    and norms of its own, give the same log-probabilities."""
+    path = write_config(tmp_path, architecture)
+    found = []
+    for graphs in (None, 0):
+        engine = make_engine(
+            path, dummy_weight=True, device="cuda", dtype="bfloat16", cuda_graph_max_bs=graphs
+        )
+        assert (engine._pieces is None) == (graphs == 0)
+        for parameter in engine._model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.mul_(4.0)
+        driver = Driver(engine)
+        first = Work(3, 0, [5, 6, 7], samples=False), Work(0, 0, list(range(30)), samples=False)
+        driver.step(*first)  # the decode token after it is id 0, whatever rounding makes of ties
+        later = Work(5, 0, list(range(70, 80)), samples=False)
+        work = Work(3, 3), Work(0, 30, [7, 8, 9]), Work(1, 0, list(range(40, 67))), later
+        for prompts in (False, True):
+            result = driver.step(*work, extras=logprobs_of(*work, prompts=prompts))
+            assert result.logprobs is not None
+            found.append(result.logprobs)
+    best = [set(ids) for ids in found[0].top_ids[:3].tolist()]
+    assert all(len(one & other) < 8 for one, other in combinations(best, 2)), "reqs must differ"
+    for other in found[1:]:
+        assert abs(other.top[:3] - found[0].top[:3]).max() < 0.1
+        for expected, ids in zip(best, other.top_ids[:3].tolist(), strict=True):
+            assert len(expected & set(ids)) > 12
+
+
+class Operations(TorchDispatchMode):
+    """Which operations of torch run inside, each by itself; not those of CUDA graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+def test_products_of_a_mixed_step_are_all_in_graphs(tmp_path: Path) -> None:
+    """cuBLAS loads a kernel when a number of rows first asks for it, which takes 0.1 s: no number
+    that requests may bring must be the first."""
+    path = write_config(tmp_path, "Qwen3MoeForCausalLM")
+    driver = Driver(make_engine(path, dummy_weight=True, device="cuda", dtype="bfloat16"))
+    driver.step(Work(3, 0, [5, 6, 7]), Work(0, 0, list(range(30))))
+    work = Work(3, 3), Work(0, 30, [7, 8, 9]), Work(1, 0, list(range(40, 67)))
+    products = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::linear"}
+    with Operations() as plain:
+        driver.step(*work)
+    assert not plain.names & products
+    with Operations() as whole:
+        driver.step(*work, extras=logprobs_of(*work, prompts=True))
+    assert whole.names & products
 
 
 def test_auto_takes_the_gpu_and_the_checkpoints_dtype(tmp_path: Path) -> None:

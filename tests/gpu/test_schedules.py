@@ -19,6 +19,7 @@ from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, Sched
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.message.wire import AbortReq, AddReq
+from minisgl.models import Attended
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import Driver, Work
 
@@ -203,11 +204,12 @@ def drawn(uid: int) -> SamplingParams:
 
 def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Tensor:
     """float32 [len(output)]: by how much each token's logit is below the best, in float32."""
-    caught: list[torch.Tensor] = []
-    hook = oracle._model.register_forward_hook(lambda _m, _i, hidden: caught.append(hidden))
+    caught: list[Attended] = []
+    hook = oracle._model.register_forward_hook(lambda _m, _i, attended: caught.append(attended))
     Driver(oracle).step(Work(0, 0, prompt + output[:-1]))
     hook.remove()
-    logits = oracle._model.head.logits(caught[0][len(prompt) - 1 :])
+    with torch.inference_mode():
+        logits = oracle._model.logits(caught[0])[len(prompt) - 1 :]
     return logits.max(dim=-1).values - logits[torch.arange(len(output)), torch.tensor(output)]
 
 

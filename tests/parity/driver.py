@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl.core import Batch, EngineConfig, SamplingArrays, StepResult
+from minisgl.core import Batch, EngineConfig, SamplingArrays, StepExtras, StepResult
 from minisgl.distributed import Communicator, SingleCommunicator
 from minisgl.engine import Engine
 
-__all__ = ["Driver", "Sampling", "Work", "make_engine"]
+__all__ = ["Driver", "Sampling", "Work", "logprobs_of", "make_engine"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,18 @@ def make_engine(path: str, comm: Communicator | None = None, **overrides: object
     return Engine(EngineConfig(**settings | overrides), comm.tp, comm)  # type: ignore[arg-type]
 
 
+def logprobs_of(*work: Work, prompts: bool) -> StepExtras:
+    """The 16 best of each sampled token; of the prompt tokens of each chunk as well, or not."""
+    chunks = [prompts and item.ids is not None for item in work]
+    lengths = [item.length for item, wanted in zip(work, chunks, strict=True) if wanted]
+    return StepExtras(
+        edits=None,
+        logprobs=np.full(len(work), 16, dtype=np.int32),
+        prompt_logprobs=np.where(chunks, 1, -1).astype(np.int32),
+        prompt_targets=np.zeros(sum(lengths), dtype=np.int32),
+    )
+
+
 class Driver:
     """Gives each row scattered pages as it grows; pages can be shared between rows."""
 
@@ -64,7 +76,7 @@ class Driver:
         assert tokens % self.engine.page_size == 0
         self.pages[target] = self.pages[source][: tokens // self.engine.page_size]
 
-    def step(self, *work: Work) -> StepResult:
+    def step(self, *work: Work, extras: StepExtras | None = None) -> StepResult:
         """Run one batch; decode works must come first."""
         updates: list[tuple[int, int, int]] = []
         for item in work:
@@ -92,6 +104,7 @@ class Driver:
                 min_p=np.array([s.min_p for s in asked], dtype=np.float32),
                 seed=np.array([s.seed for s in asked], dtype=np.int64),
             ),
+            extras=extras,
         )
         self.step_id += 1
         return self.engine.launch(batch).wait()

@@ -40,8 +40,8 @@ def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> N
     seen: list[torch.Tensor] = []
     compute = engine._state.model.head.logits
 
-    def spy(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(compute(hidden))
+    def spy(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        seen.append(compute(hidden, out))
         return seen[-1]
 
     engine._state.model.head.logits = spy  # type: ignore[method-assign]

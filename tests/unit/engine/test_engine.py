@@ -13,7 +13,7 @@ from minisgl.engine import Engine, resolve_device
 from minisgl.engine.inputs import upload
 from minisgl.engine.probe import Shape, probe_batch
 from minisgl.engine.settings import cpu_threads
-from tests.parity.driver import Driver, Sampling, Work, make_engine
+from tests.parity.driver import Driver, Sampling, Work, logprobs_of, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
 
 
@@ -80,7 +80,7 @@ def test_last_position_of_the_context_can_be_computed(path: str) -> None:
 def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
     engine = make_engine(path)
 
-    def refuse(hidden: torch.Tensor) -> torch.Tensor:
+    def refuse(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         raise AssertionError("logits were computed")
 
     engine._state.model.head.logits = refuse  # type: ignore[method-assign]
@@ -90,6 +90,51 @@ def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
     assert result.finite.tolist() == [True]
     with pytest.raises(AssertionError, match="logits were computed"):
         driver.step(Work(1, 0, [1, 2, 3]))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_behind_the_last_attention_few_tokens_are_computed(family: str, tmp_path: Path) -> None:
+    """Those that are sampled from, for the others' keys and values are stored by then."""
+    engine = make_engine(build_model(family, tmp_path))
+    seen: list[int] = []
+    for layer in engine._state.model.model.layers:
+        layer.mlp.register_forward_hook(lambda block, given, out: seen.append(len(given[0].x)))
+    driver = Driver(engine)
+
+    def rows(*work: Work, prompts: bool = False) -> list[int]:
+        seen.clear()
+        driver.step(*work, extras=logprobs_of(*work, prompts=True) if prompts else None)
+        return seen
+
+    assert rows(Work(0, 0, [1, 2, 3, 4, 5]), Work(1, 0, [6, 7, 8])) == [8, 2]
+    assert rows(Work(0, 5), Work(1, 3), Work(2, 0, [9, 8, 7])) == [5, 3]
+    assert rows(Work(0, 6), Work(2, 3, [6, 5], samples=False)) == [3, 2]
+    assert rows(Work(0, 7), Work(1, 4)) == [2, 2]
+    assert rows(Work(2, 5, [4, 3, 2], samples=False)) == [3]
+    assert rows(Work(2, 8, [1, 2, 3]), Work(3, 0, [4, 5], samples=False), prompts=True) == [5, 5]
+    assert rows(Work(3, 2, [1, 2, 3], samples=False), prompts=True) == [3, 3]
+
+
+@pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
+def test_prompt_logprobs_change_nothing_else(folded: bool, path: str) -> None:
+    """They need the hidden states of all tokens, without which few are computed."""
+    found = []
+    for prompts in (False, True):
+        engine = make_engine(path)
+        if folded:
+            engine._state.model.fold_norms()
+        driver = Driver(engine)
+        driver.step(Work(4, 0, [5, 6, 7]), Work(0, 0, list(range(11))))
+        later = Work(2, 0, list(range(40, 49)), samples=False)
+        work = Work(0, 11), Work(4, 3), Work(1, 0, list(range(20, 33))), later
+        result = driver.step(*work, extras=logprobs_of(*work, prompts=prompts))
+        assert result.logprobs is not None
+        assert sorted(result.logprobs.prompt) == ([2, 3] if prompts else [])
+        found.append((result.tokens[:3].tolist(), result.logprobs))
+    (tokens, few), (same_tokens, every) = found
+    assert same_tokens == tokens
+    for name in ("sampled", "top_ids", "top"):
+        np.testing.assert_allclose(getattr(every, name)[:3], getattr(few, name)[:3], atol=1e-5)
 
 
 def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
