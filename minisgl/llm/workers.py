@@ -54,9 +54,8 @@ class LocalWorker:
         self._inbox = LocalInbox()
         self._outputs: list[wire.StepOutput] = []
         try:
-            self.scheduler = build_scheduler(
-                self._engine, config, self._inbox, self._outputs.append
-            )
+            send = self._outputs.append
+            self.scheduler = build_scheduler(self._engine, config, self._inbox, send)
         except BaseException:
             self._engine.close()
             raise
@@ -92,23 +91,22 @@ class RankWorkers:
 
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         """Blocks until all are ready. Raises ConfigError or WorkerDied when one ends instead."""
-        self._folder = make_socket_dir()
+        folder = make_socket_dir()
         self.children: list[supervise.Child] = []
         self._lost: MinisglError | None = None
         self._unfinished: set[int] = set()  # uids whose last output has not been received
-        self._outputs = Receiver(self._at("detokenizer"), wire.StepOutput)
+        self._outputs = Receiver(endpoint(folder, "detokenizer"), wire.StepOutput)
         self._status: Receiver[wire.Ready | wire.SchedulerStats] = Receiver(
-            self._at("api"), wire.Ready | wire.SchedulerStats
+            endpoint(folder, "api"), wire.Ready | wire.SchedulerStats
         )
-        self._requests: Sender[wire.ToScheduler] = Sender(self._at("scheduler"))
+        self._requests: Sender[wire.ToScheduler] = Sender(endpoint(folder, "scheduler"))
         self._reasons, reason_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        belongings = (self.children, self._reasons, self._folder)
-        self._clean_up = weakref.finalize(self, _clean_up, *belongings)
+        self._clean_up = weakref.finalize(self, _clean_up, self.children, self._reasons, folder)
         spec = ChildSpec(
             role="scheduler",
             index=0,
             parent_pid=os.getpid(),
-            socket_dir=self._folder,
+            socket_dir=folder,
             reason_fd=reason_fd,
             config=ServerConfig(
                 engine=engine,
@@ -156,9 +154,6 @@ class RankWorkers:
         for queue in (self._outputs, self._status, self._requests):
             queue.close()
         self._clean_up()
-
-    def _at(self, name: str) -> str:
-        return endpoint(self._folder, name)
 
     def _exits(self) -> list[int | None]:
         return [child.process.poll() for child in self.children]
