@@ -1,4 +1,4 @@
-"""HTTP front end and launcher. The door for `__main__`: `main(argv)`."""
+"""HTTP front end and launcher."""
 
 from minisgl.server.config import Limits, ServerConfig
 

@@ -97,10 +97,9 @@ def _error_handlers(
     async def on_error(request: Request, error: Exception) -> Response:
         headers: Mapping[str, str] = {}
         if isinstance(error, HTTPException):  # of the router
-            headers = error.headers or {}
+            headers, path_is_known = error.headers or {}, error.status_code == 405
             wrong_method = MethodNotAllowed(f"{request.method} is not allowed here")
-            is_path = error.status_code == 405
-            error = wrong_method if is_path else RouteNotFound("there is no such path")
+            error = wrong_method if path_is_known else RouteNotFound("there is no such path")
         elif isinstance(error, RequestError):
             refused(error)
         reply = error_answer(error, **headers)

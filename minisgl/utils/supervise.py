@@ -212,17 +212,16 @@ class Supervisor:
             self.send_signal(child, signal.SIGKILL)
         self.join(children, None)
 
-    def join(self, children: Sequence[Child], timeout_s: float | None) -> bool:
-        """Wait until these have ended; False when `timeout_s` passed or a signal came first."""
+    def join(self, children: Sequence[Child], timeout_s: float | None) -> None:
+        """Wait until these have ended, or, with a timeout, until it passes or a signal comes."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while any(child.exit_code is None for child in children):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                return False
+                return
             events = self.wait(left)
             if timeout_s is not None and any(isinstance(e, signal.Signals) for e in events):
-                return False
-        return True
+                return
 
     def kill_all(self) -> None:
         """KILL and reap whatever still runs."""
