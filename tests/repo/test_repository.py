@@ -15,7 +15,7 @@ import minisgl
 from tests.repo import rules
 
 ROOT = Path(__file__).resolve().parents[2]
-LINE_BUDGET = 10_700  # to be 9,000 when everything is built; it only goes down from here
+LINE_BUDGET = 10_600  # to be 9,000 when everything is built; it only goes down from here
 UNCOUNTED = ("minisgl/benchmark/", "minisgl/kernel/")
 PRINTING = ("minisgl/shell/", "minisgl/benchmark/")
 GENERATED = {".venv", ".git", "build", "dist", "__pycache__"}
