@@ -212,12 +212,12 @@ def test_steps_of_a_crowded_engine_are_stretched_for_prompts() -> None:
 
 
 def test_steps_are_stretched_further_while_a_long_queue_waits() -> None:
-    # 21 x 600 tokens wait and take 1.26 s: 2.5 times 20 ms less 5 ms are 450 tokens
-    chunks = mixed_steps(0.005, waiting=20)
-    assert chunks[0] == 444, "444 + 4 are whole tiles of 64"
+    # 8 x 600 tokens wait and take 0.48 s: 1.9 times 20 ms less 5 ms are 330 tokens
+    chunks = mixed_steps(0.005, waiting=7)
+    assert chunks[0] == 316, "316 + 4 are whole tiles of 64"
     assert chunks[-3:-1] == [124, 124], "at the end nobody waits"
-    # 3 s, yet four times 20 ms at most: 444 tokens and their pairs take 69 ms, 508 took 82
-    assert mixed_steps(0.005, waiting=50, pair_s=2e-7)[0] == 444
+    # 1.3 s, yet four times 20 ms at most: 444 tokens and their pairs take 69 ms, 508 took 82
+    assert mixed_steps(0.005, waiting=20, pair_s=2e-7)[0] == 444
 
 
 def test_prefill_goes_on_however_long_its_steps_are_predicted_to_take() -> None:
