@@ -156,8 +156,8 @@ class Engine:
     def _forward(
         self, batch: Batch, inputs: StepInputs, views: StepViews, graph: DecodeGraph | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Hidden states [T, H], where prompt log-probabilities are asked for, and logits [N, n] of
-        this rank's ids, None when nobody samples."""
+        """Hidden states [T or more, H], where log-probabilities of prompts are asked for, and
+        logits [N, n] of this rank's ids, None when nobody samples."""
         if graph is not None:
             return None, graph.run_forward()
         state, n = self._state, batch.num_decode

@@ -107,8 +107,8 @@ def start_logprobs(
 ) -> PendingLogprobs | None:
     """Launch what batch.extras asks for.
 
-    hidden: [T, H] where it asks for prompts'. logits, tokens: the unedited float32 [B, V] and what
-    was sampled from them, in the inputs' order.
+    hidden: [T or more, H] where it asks for log-probabilities of prompts. logits, tokens: the
+    unedited float32 [B, V] and what was sampled from them, in the inputs' order.
     """
     extras = batch.extras
     if extras is None:

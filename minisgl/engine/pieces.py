@@ -3,7 +3,7 @@
 How attention is launched depends on lengths that no graph can fix, so it runs eagerly; the rest
 depends on the number of tokens alone and is captured for some numbers, to which steps are padded.
 Launched one by one, the kernels of such a step take the host 0.3 ms a layer: longer than a small
-step takes the GPU. What follows on the last attention, for a token of each req, is no graph.
+step takes the GPU. What follows on the last attention is DecodeGraph.finish, or eager.
 """
 
 from bisect import bisect_left
@@ -95,9 +95,11 @@ class PieceGraphs:
     def forward(
         self, views: StepViews, num_decode: int, num_tokens: int, attention: StepAttention
     ) -> Attended | None:
-        """As DeviceState.forward; None where no size is large enough.
+        """As DeviceState.forward, with padded tokens behind the T; None where no size is large
+        enough. The result is overwritten by the next graph that runs.
 
-        The result is overwritten by the next graph that runs.
+        Nothing is cut off here: which rows of a sum a rank has follows from their number, so that
+        the next sum takes as many, or Decoder.take makes them whole.
         """
         index = bisect_left(self._forwards, num_tokens, key=lambda forward: forward.size)
         if index == len(self._forwards):
@@ -110,7 +112,7 @@ class PieceGraphs:
         for layer, piece in enumerate(chosen.pieces):
             piece.graph.replay()
             attention.forward(layer, piece.q[:num_tokens], piece.out[:num_tokens])
-        return Attended(*(part[:num_tokens] for part in chosen.attended))
+        return chosen.attended
 
     def _capture(self, size: int, memory: Any) -> _Forward:
         state = self._state

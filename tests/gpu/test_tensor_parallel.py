@@ -5,12 +5,15 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from minisgl.benchmark.models import write_model
-from minisgl.core import SamplingParams, WorkerDied
+from minisgl.core import EngineConfig, SamplingParams, StepExtras, WorkerDied
 from minisgl.distributed import Communicator, GroupCommunicator
+from minisgl.engine import Engine
+from minisgl.engine.probe import Shape, probe_batch
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import RankWorkers
 from tests.parity.models import build_model, transformers_greedy, transformers_logits
@@ -164,6 +167,45 @@ def test_bfloat16_stays_within_rounding(size: int, paths: dict[str, str], tmp_pa
                 assert short.max() < ROUNDING, str(case)
                 exact, count = exact + int((short == 0).sum()), count + len(tokens)
         assert exact > 0.85 * count, str(case)
+
+
+def prompt_logprobs(comm: Communicator, path: str, tokens: int, device: str) -> list[list[float]]:
+    """Of one prompt's tokens, from a step that is padded to a graph's size, and eagerly."""
+    found = []
+    for largest_graph in (4, 0):
+        config = EngineConfig(
+            model_path=path,
+            device=device,
+            tp_size=comm.tp.size,
+            num_pages=tokens // 16 + 1,
+            max_running_reqs=4,
+            cuda_graph_max_bs=largest_graph,
+            dummy_weight=True,
+        )
+        engine = Engine(config, comm.tp, comm, max_chunk_tokens=2048)
+        batch = probe_batch(engine, 0, Shape(0, tokens, 0))
+        assert batch is not None
+        ids = np.random.default_rng(0).integers(5, 1000, tokens + 1, dtype=np.int32)
+        none, one = np.full(1, -1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+        pages = np.arange(len(batch.page_ids), dtype=np.int32)
+        extras = StepExtras(None, none, one, ids[1:])
+        step = engine.launch(replace(batch, chunk_ids=ids[:-1], page_ids=pages, extras=extras))
+        told = step.wait().logprobs
+        assert told is not None
+        found.append(told.prompt[0].target.tolist())
+        engine.close()
+    return found
+
+
+@SIZES
+def test_log_probabilities_of_a_padded_prompt(size: int, tmp_path: Path) -> None:
+    """In a graph's sums the prompt's rows are enough for two shots, by themselves for one."""
+    tokens = {2: 1850, 4: 100}[size]  # 2 KiB each
+    path = write_model("qwen3-0.6b", tmp_path)
+    first, *others = run_ranks(size, tmp_path, prompt_logprobs, path, tokens, "cuda", device="cuda")
+    assert np.isfinite(first).all()
+    assert np.abs(np.subtract(*first)).max() < 0.15, "with a spread of 0.6 between tokens"
+    assert others == [first] * (size - 1), "every rank must have the same"
 
 
 def without_room(comm: Communicator) -> tuple[bool, float]:
