@@ -135,12 +135,15 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     `work` begins at once, not as a task that waits for its turn: of a burst of calls the first
     reaches the scheduler before the last has been parsed.
     """
-    gone = asyncio.timeout(None)
+    gone, working = asyncio.timeout(None), True
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone.reschedule(asyncio.get_running_loop().time())
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:  # who can no longer be heard is gone as well
+            if working:
+                gone.reschedule(asyncio.get_running_loop().time())
 
     watcher = asyncio.ensure_future(watch())
     try:
@@ -151,6 +154,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
             raise
         raise Cancelled("the client closed the connection") from None
     finally:
+        working = False
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
 

@@ -280,6 +280,18 @@ def test_errors_of_the_work_are_not_taken_for_a_disconnect(fault: type[Exception
     assert run(main).is_empty
 
 
+def test_a_client_that_can_no_longer_be_heard_is_gone() -> None:
+    async def main(world: World) -> None:
+        async def receive() -> dict[str, str]:
+            raise OSError
+
+        with pytest.raises(Cancelled):
+            await unless_disconnected(receive, start(world.client, request(), FACTS))
+        world.answer()
+
+    assert run(main).is_empty
+
+
 def test_who_gives_no_seed_gets_a_fresh_one_each_time() -> None:
     async def main(world: World) -> None:
         body = b'{"model":"m","prompt":"hi","n":2}'
