@@ -93,8 +93,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("top_p must be above 0", param="top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
-        for name in ("stop_token_ids", "logit_bias"):
-            if min(getattr(self, name), default=0) < 0:
+        for name, token_ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", self.logit_bias),
+        ):
+            if min(token_ids, default=0) < 0:
                 raise InvalidRequest(f"{name} must hold no negative token id", param=name)
         if not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
             text = "logit_bias must have values from -100 to 100"

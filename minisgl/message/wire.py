@@ -18,7 +18,7 @@ from minisgl.core import FinishReason, ModelFacts, SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable, tagged with its class name, strict."""
+    """Base of all messages: immutable (but for PhaseStats), tagged with its class name, strict."""
 
 
 class TokenizeText(Message, frozen=True, kw_only=True):
