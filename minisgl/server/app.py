@@ -1,5 +1,6 @@
 """The routes. Each handler: read, validate, run, shape; every error becomes one nested body."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -83,7 +84,8 @@ def _generating(service: Service, reader: RequestReader, path: str, route: str) 
         if call.stream:
             return EventStream(client, call, shape, generation)
         try:
-            await unless_disconnected(request.receive, finished(generation))
+            ended = asyncio.ensure_future(finished(generation))
+            await unless_disconnected(request.receive, ended)
             return Response(shape.whole(generation), media_type="application/json")
         finally:
             client.close(generation)

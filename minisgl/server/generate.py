@@ -132,8 +132,9 @@ async def read_body(service: Service, request: Request) -> tuple[bytes, ModelFac
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`; when the client goes away first, cancel it and raise Cancelled.
 
-    `work` begins at once, not as a task that waits for its turn: of a burst of calls the first
-    reaches the scheduler before the last has been parsed.
+    A coroutine begins at once, not as a task that waits for its turn: of a burst of calls the first
+    reaches the scheduler before the last has been parsed. What wakes up for each token had better
+    be a task: waking a coroutine goes through all that wait for it, some 4 us of CPU an event.
     """
     gone, working = asyncio.timeout(None), True
 

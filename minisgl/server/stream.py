@@ -1,5 +1,6 @@
 """How texts leave: as server-sent events while they come, or collected into one answer."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._send(send))
+            await unless_disconnected(receive, asyncio.ensure_future(self._send(send)))
         except Cancelled:
             logger.debug("client gone request_id=%s", self.generation.request_id)
         finally:
