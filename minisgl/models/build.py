@@ -35,4 +35,4 @@ def build_model(
         fill_random(model)
     if comm.tp.size == 1 and dtype is torch.bfloat16:  # what our products are for
         model.fold_norms()
-    return model.eval()
+    return model
