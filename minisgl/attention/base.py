@@ -48,7 +48,6 @@ class StepAttention(Protocol):
 
         q: [T, Hq, D] of the pool's dtype. out: [T, Hq, D], overwritten. No host sync.
         """
-        ...
 
 
 class DecodeGraphAttention(StepAttention, Protocol):
@@ -56,7 +55,6 @@ class DecodeGraphAttention(StepAttention, Protocol):
 
     def describe(self) -> None:
         """Compute the metadata on the device; the first operation of the captured part."""
-        ...
 
 
 @runtime_checkable
@@ -74,7 +72,6 @@ class FusedAttention(Protocol):
         out: Tensor,
     ) -> None:
         """Norm and rotate heads, store keys and values, and attend: see kernel.decode.decode."""
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -82,11 +79,9 @@ class AttentionBackend(Protocol):
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """Plan a step, once for all layers. The result refers to the device until it is done."""
-        ...
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         """Attention for decode steps of `size` reqs over the tensors of `step`, which stay.
 
         None where this backend cannot run inside a CUDA graph.
         """
-        ...
