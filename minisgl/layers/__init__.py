@@ -4,7 +4,6 @@ from minisgl.layers.embedding import VocabMatrix
 from minisgl.layers.linear import (
     ColumnParallelLinear,
     GatedLinear,
-    ReplicatedLinear,
     RowParallelLinear,
     share_counters,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "Part",
     "Placement",
     "RMSNorm",
-    "ReplicatedLinear",
     "RopeScaling",
     "RowParallelLinear",
     "Sharded",

@@ -100,17 +100,3 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None:
             end = out_features if self.tp.rank == 0 else 0
             yield Placement(f"{name}.bias", (out_features,), f"{name}.bias", 0, 0, end)
-
-
-class ReplicatedLinear(nn.Module):
-    """A small linear that every rank holds whole. weight: [out_features, in_features]."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-    def placements(self, name: str) -> Iterator[Placement]:
-        yield Placement(f"{name}.weight", tuple(self.weight.shape), f"{name}.weight")
