@@ -56,6 +56,9 @@ class _Done:
     def wait(self) -> StepResult:
         return self._result
 
+    def done(self) -> bool:
+        return True
+
 
 def measure_decode(num_reqs: int, steps: int, show: bool = True) -> Figure:
     """Steps in which `num_reqs` reqs decode, page growth and messages included."""

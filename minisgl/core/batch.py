@@ -90,6 +90,9 @@ class PendingStep(Protocol):
     def wait(self) -> StepResult:
         """Block until the step has completed on the device. Called exactly once."""
 
+    def done(self) -> bool:
+        """Whether wait would not block."""
+
 
 class EngineLike(Protocol):
     """What the scheduler needs of an engine. Steps run in the order in which they are launched."""

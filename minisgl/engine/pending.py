@@ -39,6 +39,9 @@ class LaunchedStep:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
+    def done(self) -> bool:
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> StepResult:
         """Block until the step is done. Tokens of reqs that did not sample are 0, and finite."""
         if self._done is not None:

@@ -72,8 +72,8 @@ class Receiver(_Reader[T]):
         super().__init__(zmq.Context.instance(), address, union)
 
     def poll(self, timeout_s: float | None) -> bool:
-        """Wait until a message is there; None waits without end."""
-        return bool(self._socket.poll(None if timeout_s is None else round(timeout_s * 1000)))
+        """Wait until a message is there, in whole milliseconds; None waits without end."""
+        return bool(self._socket.poll(None if timeout_s is None else int(timeout_s * 1000)))
 
     def drain(self) -> Iterator[T]:
         """All messages that are there now, without waiting."""

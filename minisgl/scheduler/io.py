@@ -8,11 +8,14 @@ from minisgl.core import InvariantBroken
 from minisgl.message import Receiver, Sender, wire
 
 
+Messages = Sequence[wire.ToScheduler]
+
+
 class Inbox(Protocol):
     """The ordered input of one rank."""
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
-        """The messages of this iteration. block: wait until there is one.
+    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+        """The messages of this iteration. wait_s: for the first of them; None: without end.
 
         plan_hash: of the batch that this rank launched last, to be compared between ranks.
         """
@@ -24,9 +27,8 @@ class QueueInbox:
     def __init__(self, receiver: Receiver[wire.ToScheduler]) -> None:
         self._receiver = receiver
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
-        if block:
-            self._receiver.poll(None)
+    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+        self._receiver.poll(wait_s)
         return list(self._receiver.drain())
 
 
@@ -36,8 +38,8 @@ class LocalInbox:
     def __init__(self) -> None:
         self.messages: deque[wire.ToScheduler] = deque()
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
-        """Never blocks: in one process nobody else could send."""
+    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+        """Never waits: in one process nobody else could send."""
         messages = list(self.messages)
         self.messages.clear()
         return messages
@@ -51,8 +53,8 @@ class LeaderInbox:
         self._followers = followers
         self._iteration = 0
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
-        messages = self._source.receive(block)
+    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+        messages = self._source.receive(wait_s)
         self._iteration += 1
         step = wire.LeaderStep(
             iteration=self._iteration, messages=list(messages), plan_hash=plan_hash
@@ -70,7 +72,7 @@ class FollowerInbox:
         self._steps: deque[wire.LeaderStep] = deque()
         self._iteration = 0
 
-    def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[wire.ToScheduler]:
+    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
         while not self._steps:
             self._receiver.poll(None)
             self._steps.extend(self._receiver.drain())

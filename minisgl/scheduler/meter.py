@@ -23,6 +23,7 @@ class StepMeter:
         self._phases = {phase: wire.PhaseStats() for phase in wire.STEP_PHASES}
         self._launched_s: deque[float] = deque()
         self._ended_s = 0.0
+        self._decode_s: deque[float] = deque([0.0], maxlen=2)
 
     def launched(self) -> None:
         """The next step begins."""
@@ -39,10 +40,17 @@ class StepMeter:
         phase.graph_steps += by_graph
         phase.eager_steps += not by_graph
         phase.seconds += now_s - started_s
+        if not chunk_tokens:
+            self._decode_s.append(now_s - started_s)
         phase.reqs += reqs
         phase.tokens += tokens
         phase.reqs_counts[bisect_left(wire.BATCH_SIZE_BOUNDS, reqs)] += 1
         phase.tokens_counts[bisect_left(wire.BATCH_TOKENS_BOUNDS, tokens)] += 1
+
+    def left_s(self) -> float:
+        """Until the step after the one resolved last ends, if it is as short as the shorter of two
+        decode steps before: a host that saw one end late finds one too long, the next too short."""
+        return self._ended_s + min(self._decode_s) - self.clock()
 
     def stats(self) -> dict[str, wire.PhaseStats]:
         """A copy of the totals as of now, by phase."""

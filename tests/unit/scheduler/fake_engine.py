@@ -49,6 +49,9 @@ class _Pending:
         self.batch = batch
         self.result: StepResult | None = None
 
+    def done(self) -> bool:
+        return self.result is not None
+
     def wait(self) -> StepResult:
         self.engine.run_until(self)
         assert self.result is not None

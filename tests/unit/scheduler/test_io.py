@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.core import InvariantBroken
+from minisgl.core import Batch, InvariantBroken, StepResult
 from minisgl.message import Receiver, Sender, endpoint
 from minisgl.message.wire import AbortReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.scheduler.io import FollowerInbox, LeaderInbox, LocalInbox
@@ -26,8 +26,8 @@ def test_a_burst_reaches_the_other_ranks_whole(tmp_path: Path) -> None:
     sent: list[Sequence[ToScheduler]] = []
     for uid in range(BURST):  # the follower reads nothing meanwhile
         local.messages.append(AbortReq(uid=uid))
-        sent.append(leader.receive(block=False))
-    received = [follower.receive(block=False) for _ in range(BURST)]
+        sent.append(leader.receive(0.0))
+    received = [follower.receive(0.0) for _ in range(BURST)]
     assert [list(step) for step in received] == [list(step) for step in sent]
 
 
@@ -37,7 +37,7 @@ def test_a_rank_that_missed_an_iteration_stops(tmp_path: Path) -> None:
     sender: Sender[LeaderStep] = Sender(address)
     sender.send(LeaderStep(iteration=2, messages=[Shutdown()]))
     with pytest.raises(InvariantBroken, match="iteration 2"):
-        follower.receive(block=False)
+        follower.receive(0.0)
 
 
 def test_ranks_that_plan_differently_stop(tmp_path: Path) -> None:
@@ -51,35 +51,77 @@ def test_ranks_that_plan_differently_stop(tmp_path: Path) -> None:
         harness.step()
         hashes.append(harness.scheduler._plan_hash)
     assert None not in hashes
-    leader.receive(block=False, plan_hash=hashes[0])
-    assert follower.receive(block=False, plan_hash=hashes[0]) == []
-    leader.receive(block=False, plan_hash=hashes[0])
+    leader.receive(0.0, plan_hash=hashes[0])
+    assert follower.receive(0.0, plan_hash=hashes[0]) == []
+    leader.receive(0.0, plan_hash=hashes[0])
     with pytest.raises(InvariantBroken, match="planned different steps"):
-        follower.receive(block=False, plan_hash=hashes[1])
+        follower.receive(0.0, plan_hash=hashes[1])
+
+
+class Watched(LocalInbox):
+    """Knows for how long it was asked to wait."""
+
+    def __init__(self, harness: Harness) -> None:
+        super().__init__()
+        self.waits_s: list[float | None] = []
+        self.messages = harness.inbox.messages
+        harness.scheduler._inbox = self
+
+    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Sequence[ToScheduler]:
+        self.waits_s.append(wait_s)
+        return super().receive(wait_s, plan_hash)
 
 
 def test_an_idle_scheduler_blocks_and_a_busy_one_does_not() -> None:
     """W16: with a request that was never admissible, the loop spun at 100 % CPU."""
-
-    class Watched(LocalInbox):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocking: list[bool] = []
-
-        def receive(self, block: bool, plan_hash: int | None = None) -> Sequence[ToScheduler]:
-            self.blocking.append(block)
-            return super().receive(block, plan_hash)
-
     harness = Harness(FakeEngine(16, 4), config())
-    watched = Watched()
-    watched.messages = harness.inbox.messages
-    harness.scheduler._inbox = watched
+    watched = Watched(harness)
     harness.add([1, 2, 3], max_tokens=3, ignore_eos=True)
     harness.run()
     harness.scheduler.iterate()
-    assert watched.blocking[0], "idle before the first message"
-    assert not any(watched.blocking[1:-1]), "never while something runs"
-    assert watched.blocking[-1], "idle again at the end"
+    first, *busy, last = watched.waits_s
+    assert first is None, "idle before the first message"
+    assert busy
+    assert set(busy) == {0.0}, "never while something runs"
+    assert last is None, "idle again at the end"
+
+
+class SlowEngine(FakeEngine):
+    """A step takes 10 ms of a clock of its own, from when its result is asked for."""
+
+    now_s = 0.0
+
+    def _run(self, batch: Batch) -> StepResult:
+        self.now_s += 0.010
+        return super()._run(batch)
+
+
+@pytest.mark.parametrize(
+    ("target_ms", "eager", "waits"),
+    [(20.0, False, True), (None, False, False), (20.0, True, False)],
+)
+def test_who_comes_while_others_decode_is_in_the_next_step(
+    target_ms: float | None, eager: bool, waits: bool
+) -> None:
+    """The next step is planned 2 ms before the one in flight ends, and at once while prompts wait,
+    where no client looks at single tokens, and where the device has nothing to do."""
+    engine = SlowEngine(64, 4, eager=eager)
+    harness = Harness(engine, config(target_step_ms=target_ms, prefill_budget_tokens=8))
+    watched = Watched(harness)
+    harness.scheduler._meter.clock = lambda: engine.now_s
+    harness.add([1, 2, 3], max_tokens=40, ignore_eos=True)
+    for _ in range(5):
+        harness.scheduler.iterate()
+    assert watched.waits_s[-1] == (pytest.approx(0.008) if waits else 0.0)
+    harness.add(list(range(1, 25)), max_tokens=1, ignore_eos=True)
+    harness.scheduler.iterate()
+    chunks = [batch.num_prefill_tokens for batch in engine.batches[-1:]]
+    assert chunks == [8], "planned in the iteration in which it came"
+    watched.waits_s.clear()
+    for _ in range(2):
+        harness.scheduler.iterate()
+    assert watched.waits_s == [0.0, 0.0], "its other chunks wait for nobody"
+    harness.run()
 
 
 def test_every_eos_id_ends_a_req() -> None:

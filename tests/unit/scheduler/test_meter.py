@@ -70,6 +70,17 @@ def test_overlapped_time_counts_once() -> None:
     assert meter.stats()["decode"].seconds == 10.0
 
 
+def test_the_time_left_is_that_of_the_shorter_decode_step() -> None:
+    """The end at 24 was seen late, so the next step seemed short; a prompt's does not count."""
+    times = iter([0.0, 0.0, 0.0, 0.0, 10.0, 24.0, 30.0, 60.0, 61.0])
+    meter = StepMeter(clock=lambda: next(times))
+    for _ in range(4):
+        meter.launched()
+    for step in (batch(1), batch(1), batch(1), batch(1, (100,))):
+        meter.resolved(step, False)
+    assert meter.left_s() == 60.0 + min(14.0, 6.0) - 61.0
+
+
 def test_scheduler_stats_hold_every_step_and_every_token() -> None:
     """A prompt of 20 and seven more steps for eight tokens; the last step's result ends it."""
     harness = Harness(FakeEngine(num_pages=64, page_size=4))
