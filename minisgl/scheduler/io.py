@@ -7,7 +7,6 @@ from typing import Protocol
 from minisgl.core import InvariantBroken
 from minisgl.message import Receiver, Sender, wire
 
-
 Messages = Sequence[wire.ToScheduler]
 
 
