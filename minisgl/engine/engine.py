@@ -39,6 +39,7 @@ from minisgl.models import build_model, load_model_config, local_kv_heads
 logger = logging.getLogger(__name__)
 
 _MOST_CAPTURED = 256  # reqs, where the settings do not say
+_PROBED_TOKENS = 128 * 1024  # contexts of the largest step that is timed
 _DRIVER_BLOCK_BYTES = 2 * 2**20  # it takes memory in these: a difference is wrong by one at most
 
 
@@ -233,8 +234,12 @@ class Engine:
         def slowest_ns(own: int) -> int:
             return -self._comm.agree_min(-own)
 
+        pool, vocab_size = self._state.pool, self._model_config.vocab_size
+        if self._stream is not None:
+            with self._on_stream():
+                pool.fill_noise(_PROBED_TOKENS // pool.page_size)
         cost = probe.calibrate(
-            self, self._state.pool.dummy_page, self._max_chunk_tokens, slowest_ns
+            self, pool.dummy_page, self._max_chunk_tokens, vocab_size, slowest_ns
         )
         self._clear_dummy()
         return cost

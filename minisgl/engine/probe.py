@@ -16,6 +16,7 @@ from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost
 
 _TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
 _REPEATS, _MOST_REPEATS = 3, 9
+_HEAT_S = 0.3  # of steps with prompt tokens before the first is timed
 _SCATTER = 1.1  # within which two durations say the same
 _LONGEST_STEP_S = 0.06  # predicted; larger shapes are for machines that take them in their stride
 
@@ -76,26 +77,33 @@ def calibrate(
     engine: EngineLike,
     dummy_page: int,
     max_chunk_tokens: int,
+    vocab_size: int,
     slowest_ns: Callable[[int], int],
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> StepCost:
     """Time growing steps, smallest first, until the time is up or a step would take long.
+
+    At its power limit a GPU takes longer for what differs than for zeros, and longer than rested:
+    5 % together (8B, H200). So ids differ, and larger steps are timed behind more of their kind.
 
     slowest_ns(own) is the largest duration of all ranks. Only such agreed durations are used, so
     every rank runs the same steps (they hold collectives) and returns the same cost. A shape whose
     durations do not settle, on a machine that does other work, is left out.
     """
     timings: list[Timing] = []
-    spent_ns = 0
+    spent_ns, hot = 0, False
     for shape in _shapes(engine.max_running_reqs, engine.max_seq_len):
         if len(timings) > 1 and spent_ns > _TIME_LIMIT_NS:
             break
-        batch = probe_batch(engine, dummy_page, shape)
+        batch = probe_batch(engine, dummy_page, shape, num_ids=vocab_size)
         if batch is None or shape.chunk > max_chunk_tokens:
             continue
         work = _work(batch)
         if len(timings) > 1 and fit(timings).predict_s(*work) > _LONGEST_STEP_S:
             continue
+        if len(timings) > 1 and shape.chunk and not hot:
+            steps, hot = int(_HEAT_S / fit(timings).predict_s(*work)), True
+            spent_ns += sum(map(slowest_ns, _durations_ns(engine, batch, clock_ns, steps)))
         durations_ns: list[int] = []
         middle_ns = None
         while middle_ns is None and len(durations_ns) < _MOST_REPEATS:
@@ -122,18 +130,20 @@ def _shapes(rows: int, max_seq_len: int) -> list[Shape]:
     for reqs in (8, 32, 64, 128):
         decode = [Shape(reqs, 0, 1), Shape(reqs, 0, half)]
         shapes += decode if reqs <= rows else [Shape(1, reqs - 1, 1)]
-    shapes += [Shape(1, size - 1, half) for size in (256, 384, 448, 512, 640, 768)]
-    shapes.append(Shape(1, 447, far))
+    shapes += [Shape(1, size - 1, half) for size in (256, 384, 512, 640, 768)]
+    shapes.append(Shape(1, 511, far))
     return shapes + [Shape(1, size - 1, half) for size in (1024, 2048, 4096, 8192)]
 
 
-def _durations_ns(engine: EngineLike, batch: Batch, clock_ns: Callable[[], int]) -> list[int]:
+def _durations_ns(
+    engine: EngineLike, batch: Batch, clock_ns: Callable[[], int], repeats: int = _REPEATS
+) -> list[int]:
     """From the end of a step to that of the next, which was launched meanwhile, as in serving."""
     ends_ns: list[int] = []
     running = engine.launch(batch)
     none = batch.page_ids[:0]  # they are there now; real steps bring few
     batch = replace(batch, page_rows=none, page_cols=none, page_ids=none)
-    for _ in range(_REPEATS + 1):
+    for _ in range(repeats + 1):
         following = engine.launch(batch)
         running.wait()
         ends_ns.append(clock_ns())
@@ -195,10 +205,12 @@ def probe_batch(
     temperature: float = 0.0,
     top_k: int = 0,
     edited: bool = False,
+    num_ids: int = 1,
 ) -> Batch | None:
     """A batch of that shape, or None where the engine has too few rows or too short a context.
 
     edited: sampled as a batch in which some req edits its logits or asks for log-probabilities.
+    num_ids: how many ids the chunk has in turn.
     """
     longest = max(engine.max_seq_len - shape.context, 1)
     num_chunks = -(-shape.chunk // longest)
@@ -223,7 +235,7 @@ def probe_batch(
         start=np.full(num_reqs, shape.context, dtype=np.int32),
         lengths=lengths,
         samples=np.ones(num_reqs, dtype=np.bool_),
-        chunk_ids=np.zeros(shape.chunk, dtype=np.int32),
+        chunk_ids=np.arange(shape.chunk, dtype=np.int32) % num_ids,
         page_rows=np.repeat(rows, pages),
         page_cols=np.tile(np.arange(pages, dtype=np.int32), num_reqs),
         page_ids=page_ids.ravel(),

@@ -47,6 +47,10 @@ class KVPool:
         """Views of one layer's keys and values, each [P + 1, S, Hkv, D] and contiguous."""
         return self._layers[layer]
 
+    def fill_noise(self, num_pages: int) -> None:
+        """Let the first pages hold what differs, as keys and values do: for steps to be timed."""
+        self._storage[:, :, : min(num_pages, self.num_pages)].normal_()
+
     def clear_dummy(self) -> None:
         """Zero the dummy page again, after steps that wrote to it on purpose."""
         self._storage[:, :, self.dummy_page] = 0

@@ -20,6 +20,9 @@ class VirtualPending:
     def __init__(self, engine: "VirtualEngine", end_ns: int) -> None:
         self._engine, self._end_ns = engine, end_ns
 
+    def done(self) -> bool:
+        return self._engine.now_ns >= self._end_ns
+
     def wait(self) -> StepResult:
         self._engine.now_ns = max(self._engine.now_ns, self._end_ns)
         return StepResult(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_))
@@ -48,7 +51,7 @@ class VirtualEngine:
 def calibrated(
     engine: VirtualEngine, slowest_ns: Callable[[int], int] = lambda own: own
 ) -> StepCost:
-    return calibrate(engine, 1000, 8192, slowest_ns, lambda: engine.now_ns)
+    return calibrate(engine, 1000, 8192, 50_000, slowest_ns, lambda: engine.now_ns)
 
 
 SHAPES = [(1, 1, 0), (64, 64 * 1024, 0), (448, 64_000, 384 * 4000), (512, 64_000, 448 * 6000)]
