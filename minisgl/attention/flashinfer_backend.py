@@ -6,7 +6,7 @@ alone, and only when one of these backends is made.
 """
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,15 +43,6 @@ def why_not_flashinfer(pool: KVPool) -> str | None:
 def prefill_variants(arch: int) -> tuple[str, str]:
     """For few tokens and for many: fa3 on Hopper, else fa2. arch: 90 for compute capability 9.0."""
     return "fa2", "fa3" if arch // 10 == 9 else "fa2"
-
-
-class _Pages(NamedTuple):
-    """Where n reqs' contexts lie: kv_indptr [n + 1] and last_page_len [n] on the host, and the
-    page ids of all of them on the device."""
-
-    indptr: Tensor
-    last: Tensor
-    indices: Tensor
 
 
 class _Planner:
@@ -115,9 +106,8 @@ class FlashInferAttention:
                 copied = CopiedContexts(self._pool, step, copy, self._contiguous.wrapper)
                 self._contiguous.plan(*copied.indptrs, *self._shape[:3], causal=True, **self._types)
                 return copied
-        pages, qo_indptr = _pages(self._pool, step), _cumulated(step.lengths)
         planner = self._few if few else self._many
-        where = (qo_indptr, pages.indptr, pages.indices, pages.last)
+        where = (_cumulated(step.lengths), *_pages(self._pool, step))
         planner.plan(*where, *self._shape, causal=True, **self._types)
         return _Planned(self._pool, planner.wrapper)
 
@@ -192,7 +182,9 @@ def _scratch(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) ->
     return decode_scratch(rows, q_heads, kv_heads, head_dim, step.page_table.device)
 
 
-def _pages(pool: KVPool, step: AttentionStep) -> _Pages:
+def _pages(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the contexts of n reqs lie: kv_indptr [n + 1] on the host, the page ids of all of them
+    on the device, last_page_len [n] on the host."""
     contexts, size = step.start + step.lengths, pool.page_size
     pages = (contexts + (size - 1)) // size
     indptr = _cumulated(pages)
@@ -201,7 +193,7 @@ def _pages(pool: KVPool, step: AttentionStep) -> _Pages:
     on_device, last, indices = scratch[: n + 1], scratch[n + 1 : 2 * n + 1], scratch[-total:]
     rows, start, lengths = step.device_rows, step.device_start, step.device_lengths
     kv_metadata(rows, start, lengths, step.page_table, size, on_device, indices, last)
-    return _Pages(indptr, torch.from_numpy(contexts - (pages - 1) * size), indices)
+    return indptr, indices, torch.from_numpy(contexts - (pages - 1) * size)
 
 
 def _cumulated(counts: Int32Array) -> Tensor:
