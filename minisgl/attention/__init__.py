@@ -53,13 +53,10 @@ def create_attention_backend(name: str, pool: KVPool, q_heads: int) -> Attention
     reason = why_not_flashinfer(pool)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
         logger.warning("attention falls back to torch, which is slow: flashinfer: %s", reason)
-    shared: AttentionBackend | None = None
-    if "torch" not in (prefill, decode):
-        shared = _flashinfer(prefill, pool, q_heads)
-    return PhasedAttention(
-        prefill=shared or _one(prefill, pool, q_heads),
-        decode=shared or _one(decode, pool, q_heads),
-    )
+    if "torch" in (prefill, decode):
+        return PhasedAttention(_one(prefill, pool, q_heads), _one(decode, pool, q_heads))
+    shared = _flashinfer(prefill, pool, q_heads)
+    return PhasedAttention(shared, shared)
 
 
 def compile_attention(name: str, pool: KVPool, archs: Sequence[int], folder: Path) -> None:
@@ -82,7 +79,7 @@ def _variants(name: str, pool: KVPool, archs: Sequence[int]) -> set[str]:
     prefill, decode = _phases(name, pool)
     variants = {"fa2"} if decode == "flashinfer" else set()
     if prefill.startswith("flashinfer"):
-        variants |= {variant for arch in archs for variant in _prefill_variants(prefill, arch)}
+        variants |= {variant for arch in archs for variant in prefill_variants(prefill, arch)}
     return variants
 
 
@@ -115,10 +112,4 @@ def _flashinfer(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:
     if pool.device.type == "meta":
         return MetaAttention(pool, q_heads)
     major, minor = torch.cuda.get_device_capability(pool.device)
-    return FlashInferAttention(pool, q_heads, _prefill_variants(name, 10 * major + minor))
-
-
-def _prefill_variants(name: str, arch: int) -> tuple[str, str]:
-    """For few tokens and for many; what the name says, if it does, for both."""
-    _, _, variant = name.partition("-")
-    return (variant, variant) if variant else prefill_variants(arch)
+    return FlashInferAttention(pool, q_heads, prefill_variants(name, 10 * major + minor))

@@ -40,8 +40,12 @@ def why_not_flashinfer(pool: KVPool) -> str | None:
     return None
 
 
-def prefill_variants(arch: int) -> tuple[str, str]:
-    """For few tokens and for many: fa3 on Hopper, else fa2. arch: 90 for compute capability 9.0."""
+def prefill_variants(name: str, arch: int) -> tuple[str, str]:
+    """For few tokens and for many: what the backend's name says, if it does, for both; otherwise
+    fa3 for many on Hopper, and fa2. arch: 90 for compute capability 9.0."""
+    _, _, variant = name.partition("-")
+    if variant:
+        return variant, variant
     return "fa2", "fa3" if arch // 10 == 9 else "fa2"
 
 
