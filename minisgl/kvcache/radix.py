@@ -44,18 +44,7 @@ class RadixNode:
 
 
 class Match(NamedTuple):
-    """The longest cached prefix: where it ends, and its pages int32 [tokens / page_size]."""
-
-    node: RadixNode
-    pages: Int32Array
-
-
-class Insertion(NamedTuple):
-    """node: the end of the inserted key. pages: the ids that hold this key from now on.
-
-    The cache owns `pages`. Where an id differs from the one given, the key was there already, and
-    the given page stays with the caller, who points its page table at `pages` and frees its own.
-    """
+    """What the cache has of a key: where that ends, and its pages int32 [tokens / page_size]."""
 
     node: RadixNode
     pages: Int32Array
@@ -100,8 +89,13 @@ class RadixCache:
                 self._reuse(each)
         return Match(node, self._joined(found))
 
-    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Insertion:
-        """Add the part of the key that is new; the part that was there keeps its own pages."""
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
+        """Add the part of the key that is new; the part that was there keeps its own pages.
+
+        The cache owns the pages returned. Where an id differs from the one given, the key was there
+        already: the given page stays with the caller, who points its page table at what is returned
+        and frees its own.
+        """
         if len(tokens) != len(pages) * self._page_size:
             raise InvariantBroken(
                 f"{len(tokens)} tokens do not fill {len(pages)} pages; this is a bug"
@@ -118,7 +112,7 @@ class RadixCache:
             self._offer(leaf)
             node = leaf
             found.append(leaf.pages)
-        return Insertion(node, self._joined(found))
+        return Match(node, self._joined(found))
 
     def lock(self, end: RadixNode) -> None:
         """Forbid eviction from the root to `end`: O(depth)."""
