@@ -124,8 +124,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"hidden_act {activation!r} is not supported; supported: silu")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial_rotary_factor other than 1 is not supported")
     layer_types = fields.get("layer_types")
     kinds = {str(kind) for kind in layer_types} if isinstance(layer_types, list) else set()
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):

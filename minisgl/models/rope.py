@@ -6,13 +6,11 @@ rope_theta and rope_scaling {rope_type or type, ...}.
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from minisgl.core import ConfigError
 from minisgl.layers import LinearRope, Llama3Rope, RopeScaling, YarnRope
 from minisgl.models.fields import Fields
 
-_DEFAULT_THETA = 10000.0
 _SUPPORTED = "default, linear, llama3, yarn"
 
 
@@ -22,14 +20,13 @@ def rope_from(config: Fields) -> tuple[float, RopeScaling | None, int]:
     A YaRN model that names its original context goes to `factor` times that, even where
     max_position_embeddings was left at the original (as Qwen's instructions do).
     """
-    values: dict[str, Any] = dict(config.mapping("rope_scaling"))
-    values.update(config.mapping("rope_parameters"))
+    values = {**config.mapping("rope_scaling"), **config.mapping("rope_parameters")}
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ConfigError("rope settings per layer type are not supported")
     fields = Fields(values, "rope settings")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+    if any(place.number("partial_rotary_factor", 1.0) != 1.0 for place in (config, fields)):
         raise ConfigError("partial_rotary_factor other than 1 is not supported")
-    theta = fields.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA))
+    theta = fields.number("rope_theta", config.number("rope_theta", 10000.0))
     if theta <= 1:
         raise ConfigError(f"rope_theta must be above 1, not {theta}")
     max_position = config.integer("max_position_embeddings")
