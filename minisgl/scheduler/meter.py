@@ -47,10 +47,10 @@ class StepMeter:
         phase.reqs_counts[bisect_left(wire.BATCH_SIZE_BOUNDS, reqs)] += 1
         phase.tokens_counts[bisect_left(wire.BATCH_TOKENS_BOUNDS, tokens)] += 1
 
-    def left_s(self) -> float:
-        """Until the step after the one resolved last ends, if it is as short as the shorter of two
-        decode steps before: a host that saw one end late finds one too long, the next too short."""
-        return self._ended_s + min(self._decode_s) - self.clock()
+    def left_s(self, predicted_s: float) -> float:
+        """Until the step after the one resolved last ends: as predicted, or sooner, if it is as
+        short as one of the last two decode steps (both, since a host may see an end too late)."""
+        return self._ended_s + min(predicted_s, *self._decode_s) - self.clock()
 
     def stats(self) -> dict[str, wire.PhaseStats]:
         """A copy of the totals as of now, by phase."""

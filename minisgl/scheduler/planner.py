@@ -82,6 +82,11 @@ class Planner:
         """Use `cost` to predict step times from now on."""
         self._cost = cost
 
+    def decode_s(self, batch: Batch) -> float:
+        """Predicted seconds of `batch`, all of whose reqs decode; 0 without prices."""
+        keys = int(batch.start.sum())
+        return 0.0 if self._cost is None else self._cost.predict_s(batch.num_reqs, keys, 0)
+
     def decoding(self) -> list[Req]:
         """The decoding reqs, in order."""
         return [self._req_at(row) for row in self.decode_rows.tolist()]

@@ -100,9 +100,11 @@ class Scheduler:
         if self.idle:
             return None
         busy = self.planner.prefilling or self.planner.waiting or not self._in_flight
-        if busy or not self._serves or self._in_flight[0][1].done():
+        if busy or not self._serves:
             return 0.0
-        return max(self._meter.left_s() - LAUNCH_LEAD_S, 0.0)
+        batch, pending = self._in_flight[0]
+        left_s = 0.0 if pending.done() else self._meter.left_s(self.planner.decode_s(batch))
+        return max(left_s - LAUNCH_LEAD_S, 0.0)
 
     def drain_in_flight(self, keep: int = 0) -> None:
         """Read the results of launched steps, but for the last `keep`, and send what came out."""

@@ -11,7 +11,7 @@ from minisgl.message.wire import AbortReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.scheduler.io import FollowerInbox, LeaderInbox, LocalInbox
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
-from tests.unit.scheduler.test_scheduler import config, prompt_that_stops_after
+from tests.unit.scheduler.test_scheduler import config, linear_cost, prompt_that_stops_after
 
 BURST = 5000
 
@@ -109,6 +109,7 @@ def test_who_comes_while_others_decode_is_in_the_next_step(
     harness = Harness(engine, config(target_step_ms=target_ms, prefill_budget_tokens=8))
     watched = Watched(harness)
     harness.scheduler._meter.clock = lambda: engine.now_s
+    harness.scheduler.planner.calibrate(linear_cost(0.0119))
     harness.add([1, 2, 3], max_tokens=40, ignore_eos=True)
     for _ in range(5):
         harness.scheduler.iterate()

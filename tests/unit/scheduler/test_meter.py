@@ -72,13 +72,14 @@ def test_overlapped_time_counts_once() -> None:
 
 def test_the_time_left_is_that_of_the_shorter_decode_step() -> None:
     """The end at 24 was seen late, so the next step seemed short; a prompt's does not count."""
-    times = iter([0.0, 0.0, 0.0, 0.0, 10.0, 24.0, 30.0, 60.0, 61.0])
+    times = iter([0.0, 0.0, 0.0, 0.0, 10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
     meter = StepMeter(clock=lambda: next(times))
     for _ in range(4):
         meter.launched()
     for step in (batch(1), batch(1), batch(1), batch(1, (100,))):
         meter.resolved(step, False)
-    assert meter.left_s() == 60.0 + min(14.0, 6.0) - 61.0
+    assert meter.left_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0
+    assert meter.left_s(predicted_s=4.0) == 60.0 + 4.0 - 61.0
 
 
 def test_scheduler_stats_hold_every_step_and_every_token() -> None:
