@@ -26,10 +26,8 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment: proxies see traffic, clients see 
 
 async def finished(generation: Generation) -> None:
     """Wait until all choices have ended. Raises the first error of any."""
-    while not generation.finished:
+    while not generation.finished and generation.error is None:
         await generation.news()
-        if generation.error is not None:
-            break
     if generation.error is not None:
         raise generation.error
 
