@@ -110,7 +110,7 @@ class _Service:
             events = self._supervisor.wait(self._drain_left_s())
             if not events and self._stop_asked_s is not None:
                 _say("error: the API server did not end by its drain deadline")
-                self._supervisor.kill_all()
+                self._supervisor.kill(self._supervisor.children)
                 return _FAILED_EXIT
             for event in events:
                 if isinstance(event, supervise.ChildExit):
@@ -140,7 +140,7 @@ class _Service:
         if time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
             return None  # a terminal, or `timeout`, signals a process and then its group
         _say("stopping at once")
-        self._supervisor.kill_all()
+        self._supervisor.kill(self._supervisor.children)
         return 128 + number
 
     def _on_exit(self, event: supervise.ChildExit) -> int | None:

@@ -154,7 +154,7 @@ class Supervisor:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.kill_all()
+        self.kill(self.children)
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -208,9 +208,7 @@ class Supervisor:
         for child in children:
             self.send_signal(child, signal.SIGTERM)
         self.join(children, grace_s)
-        for child in children:
-            self.send_signal(child, signal.SIGKILL)
-        self.join(children, None)
+        self.kill(children)
 
     def join(self, children: Sequence[Child], timeout_s: float | None) -> None:
         """Wait until these have ended, or, with a timeout, until it passes or a signal comes."""
@@ -223,11 +221,11 @@ class Supervisor:
             if timeout_s is not None and any(isinstance(e, signal.Signals) for e in events):
                 return
 
-    def kill_all(self) -> None:
-        """KILL and reap whatever still runs."""
-        for child in self.running():
+    def kill(self, children: Sequence[Child]) -> None:
+        """KILL and reap what of these still runs."""
+        for child in children:
             self.send_signal(child, signal.SIGKILL)
-        self.join(self.children, None)
+        self.join(children, None)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
