@@ -24,30 +24,32 @@ def share_counters(model: nn.Module, device: torch.device) -> None:
 
     Their kernels must then follow one another: all forwards of the model run on one stream.
     """
-    linears = [
-        module
-        for module in model.modules()
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    ]
+    linears = [module for module in model.modules() if isinstance(module, _Linear)]
     most = max((module.weight.shape[0] for module in linears), default=0)
     counters = torch.zeros(-(-most // _ROWS_PER_COUNTER), dtype=torch.int32, device=device)
     for module in linears:
         module.counters = counters
 
 
-class ColumnParallelLinear(nn.Module):
+class _Linear(nn.Module):
+    """weight: [rows, columns]; bias: [rows] or None; counters: from share_counters."""
+
+    def __init__(self, rows: int, columns: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.counters: Tensor | None = None
+
+
+class ColumnParallelLinear(_Linear):
     """Several linears of one input merged into one matrix, each cut by output rows.
 
-    weight: [sum of local rows, in_features]; bias likewise or None. No communication.
+    weight: [sum of local rows, in_features]. No communication.
     """
 
     def __init__(self, in_features: int, parts: Sequence[Part], bias: bool) -> None:
-        super().__init__()
+        super().__init__(sum(part.local for part in parts), in_features, bias)
         self.parts = tuple(parts)
-        rows = sum(part.local for part in parts)
-        self.weight = nn.Parameter(torch.empty(rows, in_features))
-        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-        self.counters: Tensor | None = None
 
     def forward(self, normed: Normed) -> Tensor:
         return linear(normed.x, self.weight, self.bias, self.counters, normed.norm)
@@ -71,7 +73,7 @@ class GatedLinear(ColumnParallelLinear):
         return gated_linear(normed.x, self.weight, self.bias, self.counters, normed.norm)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Linear):
     """A linear cut by input columns that ends a block: its output goes to the residual stream.
 
     weight: [out_features, part.local]. A bias is loaded by rank 0 alone (zero elsewhere), so that
@@ -79,12 +81,9 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(self, part: Part, out_features: int, bias: bool, tp: TPInfo) -> None:
-        super().__init__()
+        super().__init__(out_features, part.local, bias)
         self.part = part
         self.tp = tp
-        self.weight = nn.Parameter(torch.empty(out_features, part.local))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.counters: Tensor | None = None
 
     def forward(self, x: Tensor, residual: Tensor) -> Stream:
         """residual: [T, out_features], given up."""
