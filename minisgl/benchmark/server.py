@@ -48,8 +48,8 @@ class _Service:
             engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=("m",)
         )
         self.tokenizer, self.scheduler = _Box(), _Box()
-        metrics = Metrics("m")
-        self.client = EngineClient([self.tokenizer], self.scheduler, self.config.limits, metrics)
+        outboxes = [self.tokenizer.send], self.scheduler.send
+        self.client = EngineClient(*outboxes, self.config.limits, Metrics("m"))
         self.lifecycle = Lifecycle(frozenset({"scheduler"}))
         facts = ModelFacts(
             max_seq_len=2**20,

@@ -57,7 +57,8 @@ class ApiServer:
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
         tokenizers: list[Sender[wire.ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
         metrics = Metrics(config.served_names[0], config.commit)
-        self.client = EngineClient(tokenizers, self._scheduler, config.limits, metrics)
+        outboxes = [tokenizer.send for tokenizer in tokenizers]
+        self.client = EngineClient(outboxes, self._scheduler.send, config.limits, metrics)
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: wire.SchedulerStats | None = None

@@ -9,10 +9,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -30,8 +29,6 @@ from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.metrics import Metrics
 from minisgl.server.requests import Prompt, TokenArray
 from minisgl.utils import log_event
-
-T = TypeVar("T", contravariant=True)
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +52,6 @@ class Extras:
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs
         self.prompt_logprobs += update.prompt_logprobs
-
-
-class _Outbox(Protocol[T]):
-    def send(self, message: T, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -184,19 +177,19 @@ class EngineClient:
 
     def __init__(
         self,
-        tokenizers: Sequence[_Outbox[wire.ToTokenizer]],
-        scheduler: _Outbox[wire.ToScheduler],
+        to_tokenizers: Sequence[Callable[[wire.ToTokenizer], object]],
+        to_scheduler: Callable[[wire.ToScheduler], object],
         limits: Limits,
         metrics: Metrics,
     ) -> None:
-        self._tokenizers = tokenizers
-        self._scheduler = scheduler
+        self._to_tokenizers = to_tokenizers
+        self._to_scheduler = to_scheduler
         self.limits = limits
         self.metrics = metrics
         self._uids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
         self._asked: dict[int, tuple[int, asyncio.Future[wire.Answer]]] = {}
-        self._outstanding = [0] * len(tokenizers)
+        self._outstanding = [0] * len(to_tokenizers)
         self._generations: set[Generation] = set()
         self.queued = self.queued_tokens = 0
 
@@ -270,11 +263,11 @@ class EngineClient:
         choice.submitted = True
         choice.prompt_share = tokens
         self.queued_tokens += tokens
-        self._scheduler.send(request)
+        self._to_scheduler(request)
 
     def flush_cache(self) -> None:
         """Make the engine forget its cached prefixes, in order with all requests."""
-        self._scheduler.send(wire.FlushCache())
+        self._to_scheduler(wire.FlushCache())
 
     async def tokenize(
         self, prompt: Prompt, param: str, call: Generation | None = None
@@ -309,7 +302,7 @@ class EngineClient:
         self._asked[uid] = worker, answer
         if call is not None:
             call.question = answer
-        self._tokenizers[worker].send(msgspec.structs.replace(question, uid=uid))
+        self._to_tokenizers[worker](msgspec.structs.replace(question, uid=uid))
         return await answer
 
     def receive_answer(self, message: wire.Answer) -> int | None:
@@ -328,7 +321,7 @@ class EngineClient:
         now_s = time.monotonic()
         for update in message.updates:
             if update.stopped:
-                self._scheduler.send(wire.AbortReq(uid=update.uid, reason=FinishReason.STOP))
+                self._to_scheduler(wire.AbortReq(uid=update.uid, reason=FinishReason.STOP))
             choice = self._choices.get(update.uid)
             if choice is None:
                 continue
@@ -366,4 +359,4 @@ class EngineClient:
                 self._leave_queue(choice)
             if choice.submitted:
                 self.metrics.on_end(choice)
-                self._scheduler.send(wire.AbortReq(uid=choice.uid))
+                self._to_scheduler(wire.AbortReq(uid=choice.uid))

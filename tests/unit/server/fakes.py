@@ -37,7 +37,8 @@ class World:
         limits = Limits(**{"max_queued_reqs": 100, **limits_changed})
         self.tokenizers = [Outbox() for _ in range(tokenizers)]
         self.scheduler = Outbox()
-        self.client = EngineClient(self.tokenizers, self.scheduler, limits, Metrics("m"))
+        tokenizing = [box.send for box in self.tokenizers]
+        self.client = EngineClient(tokenizing, self.scheduler.send, limits, Metrics("m"))
 
     def answer(self, ids: bytes = b"\x01\0\0\0", error: str | None = None) -> None:
         """All questions to the tokenizers."""
