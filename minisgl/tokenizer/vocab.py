@@ -7,6 +7,7 @@ also what the byte-level decoder of the library does).
 """
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
@@ -16,21 +17,16 @@ from minisgl.core import ConfigError
 _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Vocabulary:
     """id -> bytes, and which ids are special. Ids beyond the table decode to nothing.
 
     think_ids: of <think> and </think>, when the tokenizer has both as tokens.
     """
 
-    def __init__(
-        self,
-        table: list[bytes],
-        special_ids: frozenset[int],
-        think_ids: tuple[int, int] | None = None,
-    ) -> None:
-        self._table = table
-        self._special_ids = special_ids
-        self.think_ids = think_ids
+    _table: list[bytes]
+    _special_ids: frozenset[int]
+    think_ids: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._table)
