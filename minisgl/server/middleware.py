@@ -3,6 +3,7 @@ disconnects from the handlers.) uvicorn is told to bring nothing but HTTP."""
 
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -64,25 +65,19 @@ class Edge:
             self._metrics.on_http_open(-weight)
 
 
+@dataclass(eq=False, slots=True)
 class Bounded:
     """Refuses requests above max_connections at a time, and bodies above max_body_bytes.
 
-    A body counts by its Content-Length at once, and by what comes otherwise. always: paths that
+    A body counts by its Content-Length at once, and by what comes otherwise. _always: paths that
     are answered however many requests there are.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        limits: Limits,
-        always: frozenset[str],
-        refused: Callable[[RequestError], None],
-    ) -> None:
-        self._app = app
-        self._limits = limits
-        self._always = always
-        self._refused = refused
-        self._open = 0
+    _app: ASGIApp
+    _limits: Limits
+    _always: frozenset[str]
+    _refused: Callable[[RequestError], None]
+    _open: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         if scope["path"] in self._always:
