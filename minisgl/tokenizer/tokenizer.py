@@ -14,8 +14,6 @@ from minisgl.core.hub import read_json
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
 
-MAX_TEMPLATE_OUTPUT_CHARS = 8 * 2**20
-
 
 class TextTokenizer:
     """Encodes with BOS exactly once: by the tokenizer for plain text, by the template for chats."""
@@ -35,9 +33,7 @@ class TextTokenizer:
         self.vocabulary = Vocabulary.of(tokenizer)
 
     @classmethod
-    def load(
-        cls, folder: str | Path, max_output_chars: int = MAX_TEMPLATE_OUTPUT_CHARS
-    ) -> "TextTokenizer":
+    def load(cls, folder: str | Path, max_template_chars: int = 8 * 2**20) -> "TextTokenizer":
         """Read the folder. Raises ConfigError that names the file at fault."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -59,7 +55,7 @@ class TextTokenizer:
         template = None
         if source is not None:
             try:
-                template = ChatTemplate(source, special, max_output_chars)
+                template = ChatTemplate(source, special, max_template_chars)
             except jinja2.TemplateError as error:
                 raise ConfigError(f"{folder} has a broken chat template: {error}") from None
         return cls(tokenizer, template, special)

@@ -112,7 +112,7 @@ def test_endless_template_is_stopped_by_the_timer(folder: Path) -> None:
 
 def test_output_of_a_template_is_capped(folder: Path) -> None:
     write_config(folder, "{% for a in range(9999) %}xxxxxxxxxx{% endfor %}")
-    tokenizer = TextTokenizer.load(folder, max_output_chars=1000)
+    tokenizer = TextTokenizer.load(folder, max_template_chars=1000)
     with pytest.raises(TemplateError, match="more than 1000"):
         tokenizer.render_chat(CHAT)
 
