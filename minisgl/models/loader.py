@@ -22,7 +22,6 @@ from minisgl.layers import Placement, Sharded
 
 logger = logging.getLogger(__name__)
 
-_INDEX = "model.safetensors.index.json"
 _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
 
 
@@ -141,7 +140,7 @@ def _open(path: Path) -> Any:
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor: from the index where there is one, else from the files."""
-    index = folder / _INDEX
+    index = folder / "model.safetensors.index.json"
     if index.exists():
         return _indexed_files(index)
     whole = folder / "model.safetensors"

@@ -19,7 +19,6 @@ from minisgl.server.config import Limits, ServerConfig
 from minisgl.server.env import read_env
 from minisgl.utils import near_names
 
-_DEMO_NAME = "minisgl-demo"
 _SECTIONS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
     {"engine": EngineConfig, "scheduler": SchedulerConfig, "limits": Limits, "server": ServerConfig}
 )
@@ -166,7 +165,7 @@ def resolve(
 def _served_name(model: str | None) -> str:
     """The Hugging Face id; of a folder only its name, so that no path is told to clients."""
     if model is None:
-        return _DEMO_NAME
+        return "minisgl-demo"
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
 
