@@ -104,8 +104,7 @@ def _attend_decode(q: Tensor, k_flat: Tensor, v_flat: Tensor, decode: _Decode) -
 
 def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
     """q: [n, Hq, D] at positions start..; k, v: [start + n, Hkv, D]. Returns [n, Hq, D]."""
-    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-    queries, keys, values = heads_first
+    queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     blocks = []
     for first in range(0, q.shape[0], _QUERY_BLOCK):
         last = min(first + _QUERY_BLOCK, q.shape[0])
