@@ -57,6 +57,13 @@ class Evicted(NamedTuple):
     fence: int
 
 
+def common_prefix(a: Int32Array, b: Int32Array) -> int:
+    """Number of leading ids that are equal."""
+    length = min(len(a), len(b))
+    different = a[:length] != b[:length]
+    return int(different.argmax()) if different.any() else length
+
+
 class RadixCache:
     """The prefix cache of the engine. Keys are whole pages of token ids, under a salt.
 
@@ -194,7 +201,7 @@ class RadixCache:
             child = node.children.get(self._key(node, tokens[position:], salt))
             if child is None:
                 break
-            shared_pages = self._shared_pages(child.tokens, tokens[position:])
+            shared_pages = common_prefix(child.tokens, tokens[position:]) // self._page_size
             if shared_pages < len(child.pages):
                 child = self._split(child, shared_pages)
             child.last_use = self._clock
@@ -202,12 +209,6 @@ class RadixCache:
             position += shared_pages * self._page_size
             node = child
         return node, found, position
-
-    def _shared_pages(self, a: Int32Array, b: Int32Array) -> int:
-        length = min(len(a), len(b))
-        different = a[:length] != b[:length]
-        first = int(different.argmax()) if different.any() else length
-        return first // self._page_size
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Put a new node with the first `num_pages` pages above `node`; return the new one."""

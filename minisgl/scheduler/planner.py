@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost, step_sizes
+from minisgl.kvcache import common_prefix
 from minisgl.scheduler.extras import build_extras
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.req import Ending, Req, ReqState
@@ -218,7 +219,7 @@ class Planner:
         for other in self.unpublished:
             if other.cache_salt != req.cache_salt:
                 continue
-            shared = _common_prefix(req.tokens[:-1], other.tokens)
+            shared = common_prefix(req.tokens[:-1], other.tokens)
             if (shared - matched) * 2 >= to_compute and shared - matched >= MIN_SHARED_TOKENS:
                 return True
         return False
@@ -369,10 +370,3 @@ class Planner:
         req = self._table.reqs[row]
         assert req is not None, "a launched row has a req: this is a bug"
         return req
-
-
-def _common_prefix(a: Int32Array, b: Int32Array) -> int:
-    """Number of leading ids that are equal."""
-    length = min(len(a), len(b))
-    different = a[:length] != b[:length]
-    return int(different.argmax()) if different.any() else length
