@@ -13,7 +13,7 @@ from minisgl.kernel import elementwise, gather, rotary, sampling, step
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
-from minisgl.kernel.tilings import Tiling, tiling_for
+from minisgl.kernel.tilings import FEW_ROWS, Tiling, tiling_for
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -160,7 +160,8 @@ def _tiling(x: Tensor, weight: Tensor) -> Tiling | None:
     ):
         return None
     tiling = tiling_for(len(x), *weight.shape)
-    if tiling is None:
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0  # as the copy engine needs it
+    if tiling is None or not (aligned or tiling.rows <= FEW_ROWS):
         return None
     from minisgl.kernel.triton.overlap import is_hopper
 

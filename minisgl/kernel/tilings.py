@@ -1,9 +1,9 @@
-"""How our kernel for products of few rows cuts them, and which it leaves to cuBLAS.
+"""How our kernels for products of few rows cut them, and which they leave to cuBLAS.
 
 By whole chains of layers on one H200 (docs/benchmarks.md, "Products of a layer"). Up to 32 rows all
 that counts is that memory is read without a pause. From there on each program's rows of x weigh as
-much as its weights, and the way from L2 to a multiprocessor is what is short: all 132 must have
-the same to do, in as many rounds as there are programs for each.
+much as its weights: half of the multiprocessors do as well as all of them, and better than a sum
+of parts, until a program has too much to read.
 """
 
 from typing import Final, NamedTuple
@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 class Tiling(NamedTuple):
     """A program's rows of x, rows and columns of the weight, parts of K; loads in flight, warps.
 
-    ahead: columns of the weight that are asked for before the kernel may start.
+    ahead: columns of the weight that are asked for before the kernel may start. With more than
+    FEW_ROWS rows that is what all loads in flight have, whatever is said here.
     """
 
     rows: int
@@ -24,34 +25,34 @@ class Tiling(NamedTuple):
     ahead: int
 
 
+FEW_ROWS: Final = 32
 _MULTIPROCESSORS: Final = 132
 _MOST_ROWS: Final = 256
-_FEW_ROWS: Final = 32
-_TILES: Final = ((64, 64, 128, 5, 4), (64, 128, 64, 6, 8), (128, 128, 64, 4, 8))  # beyond _FEW_ROWS
-_MOST_BYTES: Final = 600_000  # that a program reads, beyond 64 rows: with more, cuBLAS wins
+_TILES: Final = ((64, 64, 128, 6, 4), (64, 128, 128, 4, 8), (128, 128, 64, 6, 8))  # of more rows
+_MOST_BYTES: Final = 800_000  # that a program reads, beyond 64 rows: with more, cuBLAS wins
 _SHORT_BYTES: Final = 200_000  # with no more, half of the multiprocessors are enough
-_EVEN: Final = 0.7  # of the multiprocessors' time that the longest takes, at least
+_EVEN: Final = 0.6  # of the multiprocessors, at least
+_EVEN_ROUNDS: Final = 0.7  # of the time that several rounds take
 
 
 def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
     """For x [num_rows, width] and a weight [height, width] on Hopper; None: cuBLAS is faster."""
     if not 0 < num_rows <= _MOST_ROWS or height % 64 or width % 128:
         return None
-    if num_rows <= _FEW_ROWS:
+    if num_rows <= FEW_ROWS:
         return _few_rows(max(1 << (num_rows - 1).bit_length(), 16), height, width)
     for rows, tall, columns, stages, warps in _TILES:
         programs = height // tall * -(-num_rows // rows)
         if programs <= _MULTIPROCESSORS and height % tall == 0:
-            splits, short = _splits(programs, rows + tall, columns, width)
+            splits, short = _splits(programs, rows + tall, columns, width, _MOST_BYTES)
             if num_rows > 64 and 2 * (rows + tall) * width // splits > _MOST_BYTES:
                 return None
             even = short or programs * splits >= _EVEN * _MULTIPROCESSORS
-            part = width // splits
-            tiling = Tiling(rows, tall, columns, splits, stages, warps, part if short else 256)
-            return tiling if even else None
+            stages = min(stages, width // (splits * columns))
+            return Tiling(rows, tall, columns, splits, stages, warps, 0) if even else None
         if num_rows <= 64:
             rounds = -(-programs // _MULTIPROCESSORS)
-            even = programs >= _EVEN * _MULTIPROCESSORS * rounds
+            even = programs >= _EVEN_ROUNDS * _MULTIPROCESSORS * rounds
             return Tiling(64, 64, 64, 1, 4, 4, 0) if even else None  # three share a multiprocessor
     return None
 
@@ -61,7 +62,7 @@ def _few_rows(rows: int, height: int, width: int) -> Tiling:
     programs = height // 64
     splits, short = 1, False
     if programs <= _MULTIPROCESSORS:
-        splits, short = _splits(programs, rows + 64, 128, width)
+        splits, short = _splits(programs, rows + 64, 128, width, _SHORT_BYTES)
     shared = -(-programs // _MULTIPROCESSORS)
     if shared == 3 and programs >= 0.9 * 3 * _MULTIPROCESSORS:
         stages = 3
@@ -72,16 +73,19 @@ def _few_rows(rows: int, height: int, width: int) -> Tiling:
     return Tiling(rows, 64, 128, splits, min(stages, part // 128), 4, ahead)
 
 
-def _splits(programs: int, lines: int, columns: int, width: int) -> tuple[int, bool]:
+def _splits(
+    programs: int, lines: int, columns: int, width: int, short_bytes: int
+) -> tuple[int, bool]:
     """Parts of K for one round of programs, and whether each is short.
 
-    lines: rows of x and of the weight that a program reads.
+    lines: rows of x and of the weight that a program reads; short_bytes: with no more of them, half
+    of the multiprocessors are enough.
     """
     splits = 1
     for more in (1, 2, 3, 4, 6, 8):
         if programs * more > _MULTIPROCESSORS or width % (columns * more):
             continue
         splits = more
-        if programs * more >= 64 and 2 * lines * width // more <= _SHORT_BYTES:
+        if programs * more >= 64 and 2 * lines * width // more <= short_bytes:
             return splits, True
     return splits, False

@@ -1,6 +1,7 @@
-"""Products of few rows by our Triton kernel, with all that may stand before and after them.
+"""Products of few rows by our kernels, with all that may stand before and after them.
 
-Against float64 on fresh random input. With TRITON_INTERPRET=1 on CPU, in float32.
+Against float64 on fresh random input. With TRITON_INTERPRET=1 on CPU, in float32, without the
+kernel for more than 32 rows: there is no interpreter for what it is written in.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, rms_norm
-from minisgl.kernel.tilings import Tiling
+from minisgl.kernel.tilings import FEW_ROWS, Tiling
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
 
@@ -23,10 +24,12 @@ TILINGS = pytest.mark.parametrize(
         Tiling(16, 64, 128, 1, 4, 4, 256),
         Tiling(16, 64, 128, 8, 3, 4, 128),
         Tiling(32, 32, 256, 1, 3, 4, 0),
-        Tiling(64, 64, 128, 2, 5, 4, 512),
-        Tiling(64, 128, 64, 1, 6, 8, 2048),
-        Tiling(128, 64, 64, 4, 4, 4, 256),
-        Tiling(128, 128, 64, 1, 4, 8, 256),
+        Tiling(32, 64, 128, 2, 5, 4, 512),
+        Tiling(64, 64, 64, 1, 4, 4, 0),
+        Tiling(64, 64, 128, 4, 4, 4, 0),
+        Tiling(64, 64, 128, 2, 6, 4, 0),
+        Tiling(64, 128, 128, 1, 4, 8, 0),
+        Tiling(128, 128, 64, 1, 6, 8, 0),
     ],
     ids=lambda tiling: "-".join(map(str, tiling)),
 )
@@ -36,6 +39,16 @@ WIDTH, HEIGHT = 2048, 512
 
 def counters() -> Tensor:
     return torch.zeros(HEIGHT, dtype=torch.int32, device=DEVICE)
+
+
+def poison(*shape: int) -> None:
+    """What is allocated next lies where these are, and is not written by chance."""
+    torch.full(shape, torch.nan, dtype=DTYPE, device=DEVICE)
+
+
+def skip_without_interpreter(tiling: Tiling) -> None:
+    if INTERPRETED and tiling.rows > FEW_ROWS:
+        pytest.skip("Gluon has no interpreter")
 
 
 def norm(x: Tensor) -> Tensor:
@@ -53,6 +66,7 @@ def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bo
     """Twice with the same counters: each call leaves them as it found them."""
     from minisgl.kernel.triton import linear as kernels
 
+    skip_without_interpreter(tiling)
     wider = normal(rows, 2 * WIDTH, dtype=DTYPE) * 3
     x, weight = wider[:, WIDTH:], normal(HEIGHT, WIDTH, dtype=DTYPE) / WIDTH**0.5
     bias = normal(HEIGHT, dtype=DTYPE) if biased else None
@@ -65,7 +79,10 @@ def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bo
         gate, up = expected.chunk(2, dim=-1)
         expected = torch.nn.functional.silu(gate) * up
     arrived = counters()
-    outs = [kernels.linear(x, weight, bias, arrived, tiling, pending, gated) for _ in range(2)]
+    outs = []
+    for _ in range(2):
+        poison(rows, HEIGHT // 2 if gated else HEIGHT)
+        outs.append(kernels.linear(x, weight, bias, arrived, tiling, pending, gated))
     assert error(outs[0], expected) < LIMIT
     assert torch.equal(*outs)
     assert not arrived.any()
@@ -76,6 +93,7 @@ def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bo
 def test_add_linear_leaves_squares(tiling: Tiling, rows: int) -> None:
     from minisgl.kernel.triton import linear as kernels
 
+    skip_without_interpreter(tiling)
     x, weight = normal(rows, WIDTH, dtype=DTYPE), normal(HEIGHT, WIDTH, dtype=DTYPE) / 32
     before, bias = normal(rows, HEIGHT, dtype=DTYPE) * 5, normal(HEIGHT, dtype=DTYPE)
     expected = before.double() + x.double() @ weight.double().T + bias.double()

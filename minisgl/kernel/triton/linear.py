@@ -1,5 +1,7 @@
 """x @ weight.T for few rows, with what stands before and after it: a norm, a sum, an activation.
 
+Here for up to 32 rows; linear_tiles has the kernel for more, and linear and add_linear call either.
+
 The weight is read once, split over K so that all of the chip reads. A program holds BN rows of the
 weight as the tall operand of the matrix unit and BM of x as the narrow one, so few rows waste
 nothing. While the kernel before it ends, it has the beginning of its weights brought into L2. With
@@ -16,13 +18,16 @@ Bytes: 2 N K, 2 M K for each tile of the weight (from L2), and 8 M N for each sp
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor, float32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.tilings import Tiling
+from minisgl.kernel.tilings import FEW_ROWS, Tiling
+from minisgl.kernel.triton import linear_tiles
 from minisgl.kernel.triton.overlap import overlaps
 
 _LOWEST_TILE = 32  # rows of the weight, of those that leave squares
@@ -71,11 +76,10 @@ def _linear(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
-    EARLY: tl.constexpr,
     THREADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """out has `height` columns. EARLY: what the result needs besides is loaded before the loop."""
+    """out has `height` columns. Of one split, what the result needs besides is loaded early."""
     program = tl.program_id(0)
     row_tiles = tl.cdiv(num_rows, BM)  # neighbours read the same weights
     tile = program // row_tiles
@@ -100,7 +104,7 @@ def _linear(
     square_mask = inside & (s < num_squares)
     column = tile * OUT + tl.arange(0, OUT)[:, None]
     out_at = out + m[None, :] * height + column
-    if EARLY:
+    if SPLITS == 1:
         if SQUARES > 1:
             sums = tl.load(square_at, mask=square_mask, other=0.0)
         if ADD:
@@ -123,7 +127,7 @@ def _linear(
         for other in range(1, SPLITS):
             total += tl.load(part + other * (BN * BM), cache_modifier=".cg")
     if SQUARES > 1:
-        if not EARLY:
+        if SPLITS > 1:
             sums = tl.load(square_at, mask=square_mask, other=0.0)
         total *= tl.rsqrt(tl.sum(sums, axis=0) / K + eps)[None, :]
     if BIAS:
@@ -133,7 +137,7 @@ def _linear(
         gate, up = tl.split(pairs)
         total = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [OUT, BM])
     if ADD:
-        if not EARLY:
+        if SPLITS > 1:
             carried = tl.load(out_at, mask=inside, other=0.0)
         total += carried.to(tl.float32)
     rounded = total.to(out.dtype.element_ty)
@@ -152,7 +156,7 @@ def linear(
     norm: PendingNorm | None,
     gated: bool,
 ) -> Tensor:
-    """As dispatch.linear or gated_linear. x: [M, K] with unit stride in K; bfloat16.
+    """As dispatch.linear or gated_linear. x: [M, K], rows of unit stride at 16 bytes; bfloat16.
 
     weight: contiguous [N, K]; N and K divide into the tiling's tiles. norm.squares are known.
     arrived: int32 [N / 8] or more, zeros before the first call and again after each; calls that
@@ -160,7 +164,7 @@ def linear(
     result in every run.
     """
     out = x.new_empty((len(x), len(weight) // 2 if gated else len(weight)))
-    _launch(x, weight, bias, arrived, tiling, out, norm=norm, gated=gated)
+    _launcher(tiling)(x, weight, bias, arrived, tiling, out, norm=norm, gated=gated)
     return out
 
 
@@ -174,8 +178,12 @@ def add_linear(
 ) -> tuple[Tensor, Tensor]:
     """As the reference, with squares; see linear. residual: contiguous [M, N]."""
     squares = x.new_empty((len(weight) // tiling.height, len(x)), dtype=float32)
-    _launch(x, weight, bias, arrived, tiling, residual, out_squares=squares)
+    _launcher(tiling)(x, weight, bias, arrived, tiling, residual, out_squares=squares)
     return residual, squares
+
+
+def _launcher(tiling: Tiling) -> Callable[..., None]:
+    return _launch if tiling.rows <= FEW_ROWS else linear_tiles.launch
 
 
 def _launch(
@@ -222,7 +230,6 @@ def _launch(
         GATED=gated,
         ADD=out_squares is not None,
         BIAS=bias is not None,
-        EARLY=tiling.rows <= 32 and tiling.splits == 1,
         THREADS=32 * tiling.warps,
         OVERLAP=overlap,
         num_warps=tiling.warps,

@@ -1,0 +1,236 @@
+"""The products of `linear` for more than 32 rows: operands come by the copy engine (TMA).
+
+There a program reads as much of x as of the weight, and threads that ask for 16 bytes each are
+slower than what they ask for. Here one thread asks for a whole stage of both, a ring of which is
+in shared memory. Written in Gluon, since loops of plain Triton ask for nothing before they begin:
+this ring is full of weights while the kernel before ends, and then waits for rows of x alone.
+Rows of x are the tall operand of the matrix unit, so that what is written lies side by side.
+
+Gate and up rows alternate by 8 within a tile: the descriptor of the weight has them as a
+dimension, so that a thread of the matrix unit holds both of a pair.
+
+Gluon may change with each Triton: 3.6.0 was run, 3.7.1 and 3.8.0 compile all of it for sm_90a.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor, float32
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernel.elementwise import PendingNorm
+from minisgl.kernel.tilings import Tiling
+from minisgl.kernel.triton.overlap import overlaps
+
+_LOWEST_TILE = 64  # rows of the weight, of those that leave squares
+_PAIRED = 8  # rows of the gate, then as many of up
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_PAIRED_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
+@gluon.jit
+def _ask_for_weight(weight, tile, k, barrier, stage, pred, BN: gl.constexpr, GATED: gl.constexpr):
+    at = [tile * (BN // 16), 0, 0, k] if GATED else [tile * BN, k]
+    stage = stage.reshape(weight.block_shape)
+    tma.async_copy_global_to_shared(weight, at, barrier, stage, pred=pred)
+
+
+@gluon.jit
+def _norm_factor(
+    squares, num_squares, num_rows, row, K, eps, BM: gl.constexpr, SQUARES: gl.constexpr
+):
+    """One for each row of the tile, of its sums of squares by tile."""
+    EACH: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    m = row + gl.arange(0, BM, gl.SliceLayout(0, EACH))[None, :]
+    s = gl.arange(0, SQUARES, gl.SliceLayout(1, EACH))[:, None]
+    sums = gl.load(squares + s * num_rows + m, (m < num_rows) & (s < num_squares), 0.0)
+    return gl.rsqrt(gl.sum(sums, axis=0) / K + eps)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_squares", "eps"])
+def _linear(
+    x,
+    weight,
+    bias,
+    squares,
+    out,
+    out_squares,
+    parts,
+    arrived,
+    num_rows,
+    height,
+    K,
+    num_squares,
+    eps,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SQUARES: gl.constexpr,
+    GATED: gl.constexpr,
+    ADD: gl.constexpr,
+    BIAS: gl.constexpr,
+    WARPS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """x and weight are descriptors; see launch. out has `height` columns."""
+    OUT: gl.constexpr = BN // 2 if GATED else BN
+    TALL: gl.constexpr = WARPS if 16 * WARPS <= BM else BM // 16  # warps, one above the other
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [TALL, WARPS // TALL], [16, BN * TALL // WARPS, 16]
+    )
+    WRITTEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUT, OUT // 8], [WARPS, 1], [1, 0])
+    BYTES: gl.constexpr = 2 * (BM + BN) * BK
+    program = gl.program_id(0)
+    row_tiles = (num_rows + BM - 1) // BM  # neighbours read the same weights
+    tile = program // row_tiles
+    row = program % row_tiles * BM
+    steps = K // (BK * SPLITS)
+    begin = gl.program_id(1) * steps * BK
+    weights = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], x.layout)
+    rows = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    for i in gl.static_range(STAGES):
+        barrier = full.index(i)
+        mbarrier.expect(barrier, BYTES, pred=i < steps)
+        k = begin + i * BK
+        _ask_for_weight(weight, tile, k, barrier, weights.index(i), i < steps, BN, GATED)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    for i in gl.static_range(STAGES):
+        at = [row, begin + i * BK]
+        tma.async_copy_global_to_shared(x, at, full.index(i), rows.index(i), pred=i < steps)
+    m = row + gl.arange(0, BM, gl.SliceLayout(1, WRITTEN))
+    inside = (m < num_rows)[:, None]
+    column = tile * OUT + gl.arange(0, OUT, gl.SliceLayout(0, WRITTEN))
+    out_at = out + m[:, None] * height + column[None, :]
+    if SQUARES > 1:
+        factor = _norm_factor(squares, num_squares, num_rows, row, K, eps, BM, SQUARES)
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, PRODUCT))
+    if ADD:
+        carried = gl.load(out_at, inside, 0.0)
+    total = gl.zeros([BM, BN], gl.float32, PRODUCT)
+    for step in range(steps):
+        now = step % STAGES
+        mbarrier.wait(full.index(now), step // STAGES & 1)
+        w = weights.index(now).permute([1, 0])
+        total = warpgroup_mma(rows.index(now), w, total, is_async=True)
+        total = warpgroup_mma_wait(1, deps=(total,))  # the step before has read its stage
+        more = step - 1 + STAGES
+        if (step > 0) & (more < steps):
+            stage = more % STAGES
+            barrier = full.index(stage)
+            k = begin + more * BK
+            mbarrier.expect(barrier, BYTES)
+            _ask_for_weight(weight, tile, k, barrier, weights.index(stage), True, BN, GATED)
+            tma.async_copy_global_to_shared(x, [row, k], barrier, rows.index(stage))
+    total = warpgroup_mma_wait(0, deps=(total,))
+    r = gl.arange(0, BN, gl.SliceLayout(0, PRODUCT))
+    if SPLITS > 1:
+        p = gl.arange(0, BM, gl.SliceLayout(1, PRODUCT))
+        part = parts + program * (SPLITS * BM * BN) + p[:, None] * BN + r[None, :]
+        gl.store(part + gl.program_id(1) * (BM * BN), total)
+        tl.debug_barrier()
+        if gl.atomic_add(arrived + program, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
+            return
+        gl.store(arrived + program, 0)
+        total = gl.load(part, cache_modifier=".cg")
+        for other in gl.static_range(1, SPLITS):
+            total += gl.load(part + other * (BM * BN), cache_modifier=".cg")
+    if SQUARES > 1:
+        total *= factor[:, None]
+    if BIAS:
+        n = tile * OUT + r
+        if GATED:
+            n = tile * OUT + r // 16 * 8 + r % 8 + r // 8 % 2 * height
+        total += gl.load(bias + n).to(gl.float32)[None, :]
+    if GATED:
+        pairs = gl.permute(gl.reshape(total, [BM, BN // 16, 2, 8]), (0, 1, 3, 2))
+        gate, up = gl.split(pairs)
+        total = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [BM, OUT])
+    total = gl.convert_layout(total, WRITTEN)
+    if ADD:
+        total += carried.to(gl.float32)
+    rounded = total.to(out.dtype.element_ty)
+    gl.store(out_at, rounded, inside)
+    if ADD:
+        wide = rounded.to(gl.float32)
+        gl.store(out_squares + tile * num_rows + m, gl.sum(wide * wide, axis=1), m < num_rows)
+    mbarrier.invalidate(full.index(0))  # so long, nothing else lies where barriers are
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arrived: Tensor,
+    tiling: Tiling,
+    out: Tensor,
+    *,
+    norm: PendingNorm | None = None,
+    gated: bool = False,
+    out_squares: Tensor | None = None,
+) -> None:
+    """As linear.linear and linear.add_linear call it, for tilings of 64 rows and more."""
+    num_rows, width = x.shape
+    programs = len(weight) // tiling.height * triton.cdiv(num_rows, tiling.rows)
+    parts = out
+    if tiling.splits > 1:
+        parts = x.new_empty((programs, tiling.splits, tiling.rows, tiling.height), dtype=float32)
+    squares = None if norm is None else norm.squares
+    block, overlap = [tiling.rows, tiling.columns], overlaps()
+    _linear[(programs, tiling.splits)](
+        TensorDescriptor(x, [num_rows, width], [x.stride(0), 1], block, _LAYOUT),
+        _weight(weight, tiling, gated),
+        out if bias is None else bias,
+        out if squares is None else squares,
+        out,
+        out if out_squares is None else out_squares,
+        parts,
+        arrived,
+        num_rows,
+        out.shape[1],
+        width,
+        0 if squares is None else len(squares),
+        0.0 if norm is None else norm.eps,
+        BM=tiling.rows,
+        BN=tiling.height,
+        BK=tiling.columns,
+        SPLITS=tiling.splits,
+        STAGES=tiling.stages,
+        SQUARES=1 if squares is None else triton.next_power_of_2(width // _LOWEST_TILE),
+        GATED=gated,
+        ADD=out_squares is not None,
+        BIAS=bias is not None,
+        WARPS=tiling.warps,
+        OVERLAP=overlap,
+        num_warps=tiling.warps,
+        launch_pdl=overlap,
+    )
+
+
+def _weight(weight: Tensor, tiling: Tiling, gated: bool) -> TensorDescriptor:
+    height, width = weight.shape
+    tall, columns = tiling.height, tiling.columns
+    if not gated:
+        return TensorDescriptor(weight, [height, width], [width, 1], [tall, columns], _LAYOUT)
+    shape = [height // (2 * _PAIRED), 2, _PAIRED, width]
+    strides = [_PAIRED * width, height // 2 * width, width, 1]
+    block = [tall // (2 * _PAIRED), 2, _PAIRED, columns]
+    return TensorDescriptor(weight, shape, strides, block, _PAIRED_LAYOUT)
