@@ -28,11 +28,14 @@ class Tiling(NamedTuple):
 FEW_ROWS: Final = 32
 _MULTIPROCESSORS: Final = 132
 _MOST_ROWS: Final = 256
-_TILES: Final = ((64, 64, 128, 6, 4), (64, 128, 128, 4, 8), (128, 128, 64, 6, 8))  # of more rows
-_MOST_BYTES: Final = 800_000  # that a program reads, beyond 64 rows: with more, cuBLAS wins
+_TILES: Final = (  # and bytes that a program may read beyond 64 rows: with more, cuBLAS wins
+    (Tiling(64, 64, 128, 1, 6, 4, 0), 3_200_000),
+    (Tiling(64, 128, 128, 1, 4, 8, 0), 1_400_000),
+    (Tiling(128, 128, 64, 1, 6, 8, 0), 1_400_000),
+)
 _SHORT_BYTES: Final = 200_000  # with no more, half of the multiprocessors are enough
-_EVEN: Final = 0.6  # of the multiprocessors, at least
-_EVEN_ROUNDS: Final = 0.7  # of the time that several rounds take
+_SHORT_TILE_BYTES: Final = 1_100_000  # the same, for the first of _TILES
+_EVEN: Final = 0.7  # of the multiprocessors' time that the longest takes, at least
 
 
 def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
@@ -41,18 +44,19 @@ def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
         return None
     if num_rows <= FEW_ROWS:
         return _few_rows(max(1 << (num_rows - 1).bit_length(), 16), height, width)
-    for rows, tall, columns, stages, warps in _TILES:
-        programs = height // tall * -(-num_rows // rows)
-        if programs <= _MULTIPROCESSORS and height % tall == 0:
-            splits, short = _splits(programs, rows + tall, columns, width, _MOST_BYTES)
-            if num_rows > 64 and 2 * (rows + tall) * width // splits > _MOST_BYTES:
+    for tile, most_bytes in _TILES:
+        programs = height // tile.height * -(-num_rows // tile.rows)
+        if programs <= _MULTIPROCESSORS and height % tile.height == 0:
+            lines, enough = tile.rows + tile.height, _SHORT_TILE_BYTES if tile.height == 64 else 0
+            splits, short = _splits(programs, lines, tile.columns, width, enough)
+            if num_rows > 64 and 2 * lines * width // splits > most_bytes:
                 return None
             even = short or programs * splits >= _EVEN * _MULTIPROCESSORS
-            stages = min(stages, width // (splits * columns))
-            return Tiling(rows, tall, columns, splits, stages, warps, 0) if even else None
+            stages = min(tile.stages, width // (splits * tile.columns))
+            return tile._replace(splits=splits, stages=stages) if even else None
         if num_rows <= 64:
             rounds = -(-programs // _MULTIPROCESSORS)
-            even = programs >= _EVEN_ROUNDS * _MULTIPROCESSORS * rounds
+            even = programs >= _EVEN * _MULTIPROCESSORS * rounds
             return Tiling(64, 64, 64, 1, 4, 4, 0) if even else None  # three share a multiprocessor
     return None
 

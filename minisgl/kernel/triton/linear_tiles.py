@@ -96,7 +96,8 @@ def _linear(
     program = gl.program_id(0)
     row_tiles = (num_rows + BM - 1) // BM  # neighbours read the same weights
     tile = program // row_tiles
-    row = program % row_tiles * BM
+    first = program % row_tiles * BM
+    row = max(min(first, num_rows - BM), 0)  # the last one is full: rows beyond cost time
     steps = K // (BK * SPLITS)
     begin = gl.program_id(1) * steps * BK
     weights = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], x.layout)
@@ -117,7 +118,8 @@ def _linear(
         at = [row, begin + i * BK]
         tma.async_copy_global_to_shared(x, at, full.index(i), rows.index(i), pred=i < steps)
     m = row + gl.arange(0, BM, gl.SliceLayout(1, WRITTEN))
-    inside = (m < num_rows)[:, None]
+    mine = (m >= first) & (m < num_rows)
+    inside = mine[:, None]
     column = tile * OUT + gl.arange(0, OUT, gl.SliceLayout(0, WRITTEN))
     out_at = out + m[:, None] * height + column[None, :]
     if SQUARES > 1:
@@ -171,7 +173,7 @@ def _linear(
     gl.store(out_at, rounded, inside)
     if ADD:
         wide = rounded.to(gl.float32)
-        gl.store(out_squares + tile * num_rows + m, gl.sum(wide * wide, axis=1), m < num_rows)
+        gl.store(out_squares + tile * num_rows + m, gl.sum(wide * wide, axis=1), mine)
     mbarrier.invalidate(full.index(0))  # so long, nothing else lies where barriers are
 
 
