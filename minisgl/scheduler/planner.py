@@ -84,7 +84,7 @@ class Planner:
         self._cost = cost
 
     def decode_s(self, batch: Batch) -> float:
-        """Predicted seconds of `batch`, all of whose reqs decode; 0 without prices."""
+        """Predicted seconds of `batch`: too few where not all in it decode, 0 without prices."""
         keys = int(batch.start.sum())
         return 0.0 if self._cost is None else self._cost.predict_s(batch.num_reqs, keys, 0)
 

@@ -1,6 +1,7 @@
 """How messages reach the ranks, and that an idle scheduler sleeps."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from minisgl.core import Batch, InvariantBroken, StepResult
 from minisgl.message import Receiver, Sender, endpoint
 from minisgl.message.wire import AbortReq, LeaderStep, Shutdown, ToScheduler
-from minisgl.scheduler.io import FollowerInbox, LeaderInbox, LocalInbox
+from minisgl.scheduler.io import FollowerInbox, LeaderInbox, LocalInbox, QueueInbox
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, linear_cost, prompt_that_stops_after
@@ -56,6 +57,37 @@ def test_ranks_that_plan_differently_stop(tmp_path: Path) -> None:
     leader.receive(0.0, plan_hash=hashes[0])
     with pytest.raises(InvariantBroken, match="planned different steps"):
         follower.receive(0.0, plan_hash=hashes[1])
+
+
+class Arrivals:
+    """A receiver to which messages come at given times of its own clock."""
+
+    def __init__(self, *times_s: float) -> None:
+        self.now_s = 0.0
+        self.due = deque((time_s, AbortReq(uid=uid)) for uid, time_s in enumerate(times_s))
+
+    def poll(self, timeout_s: float | None) -> None:
+        end_s = self.due[0][0] if timeout_s is None else self.now_s + int(timeout_s * 1000) / 1000
+        self.now_s = max(self.now_s, min(end_s, self.due[0][0]) if self.due else end_s)
+
+    def drain(self) -> Iterator[AbortReq]:
+        while self.due and self.due[0][0] <= self.now_s:
+            yield self.due.popleft()[1]
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "uids", "now_s"),
+    [(None, [0], 0.001), (0.0, [], 0.0), (0.0082, [0, 1, 2], 0.0074), (0.0005, [], 0.0)],
+)
+def test_all_who_come_during_a_wait_are_received_by_it(
+    wait_s: float | None, uids: list[int], now_s: float
+) -> None:
+    """Two calls 2 ms apart, beside streams: the first had ended the wait, and the second had to
+    wait for the step after the next. Less than a millisecond, which poll rounds down, ends it."""
+    receiver = Arrivals(0.001, 0.003, 0.0064, 0.020)
+    inbox = QueueInbox(receiver, clock=lambda: receiver.now_s)
+    assert [message.uid for message in inbox.receive(wait_s)] == uids
+    assert receiver.now_s == pytest.approx(now_s)
 
 
 class Watched(LocalInbox):
