@@ -16,7 +16,7 @@ from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost
 
 _TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
 _REPEATS, _MOST_REPEATS = 3, 9
-_HEAT_S = 0.3  # of steps with prompt tokens before the first is timed
+_HEAT_S = 0.3  # of steps with prompt tokens, before those of more than a few are timed
 _SCATTER = 1.1  # within which two durations say the same
 _LONGEST_STEP_S = 0.06  # predicted; larger shapes are for machines that take them in their stride
 

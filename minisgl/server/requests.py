@@ -15,8 +15,9 @@ from minisgl.server.params import CHAT, GENERATE, ParamTable
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in 3.11
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for the legacy route; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
-# What is called the same in SamplingParams, but for what is worked out here.
-_AS_GIVEN = {*SamplingParams.__struct_fields__} - {"max_tokens", "stop_token_ids", "logprobs"}
+_WORKED_OUT = frozenset({"max_tokens", "stop_token_ids", "logprobs"})
+# The others that are called the same in SamplingParams are taken as they are.
+_AS_GIVEN = frozenset(SamplingParams.__struct_fields__) - _WORKED_OUT
 
 # Ids are each below the logit width; text and chats are for a tokenizer worker.
 Prompt: TypeAlias = "wire.TokenizeChat | wire.TokenizeText | array.array[int]"
