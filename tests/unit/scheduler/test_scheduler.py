@@ -207,7 +207,7 @@ def mixed_steps(base_s: float, waiting: int, pair_s: float = 0.0) -> list[int]:
 
 
 def test_steps_of_a_crowded_engine_are_stretched_for_prompts() -> None:
-    # decoding alone takes 29.6 ms + 4 x 0.1 ms = 30 ms, so a step may take 72 ms: 424 tokens
+    # decoding alone takes 29.6 ms + 4 x 0.1 ms = 30 ms, so a step may take 69 ms: 394 tokens
     assert mixed_steps(0.0296, waiting=0) == [380, 220], "380 + 4 are three whole tiles"
 
 
