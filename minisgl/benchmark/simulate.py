@@ -28,7 +28,7 @@ from minisgl.core import (
     StepResult,
 )
 from minisgl.message import wire
-from minisgl.scheduler import LocalInbox, Scheduler
+from minisgl.scheduler import Scheduler
 
 _HOST_S = 0.0003  # between the end of a step and the launch of the next but one
 # Qwen3-8B, bfloat16, on one H200, as its server logged it.
@@ -64,7 +64,7 @@ class _Pending:
         return StepResult(tokens, finite)
 
     def done(self) -> bool:
-        return True  # nobody may wait by a real clock
+        return self._engine.now_s >= self._end_s
 
 
 class VirtualEngine:
@@ -85,29 +85,58 @@ class VirtualEngine:
         return _Pending(self, batch, self._free_s)
 
 
+class _Arrivals:
+    """Implements Inbox: requests in order of arrival. To wait for them moves the engine's clock."""
+
+    def __init__(self, load: Load, engine: VirtualEngine, times_s: Sequence[float]) -> None:
+        """times_s: when the first of `load` arrive, which is in order."""
+        self._load, self._engine = load, engine
+        self.due = [(due_s, index) for index, due_s in enumerate(times_s)]
+        heapq.heapify(self.due)
+        self.sent_s: dict[int, float] = {}
+
+    def add(self) -> None:
+        """One more arrives now, if there is one."""
+        index = len(self.sent_s) + len(self.due)
+        if index < len(self._load.prompts):
+            heapq.heappush(self.due, (self._engine.now_s, index))
+
+    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> list[wire.ToScheduler]:
+        engine, messages = self._engine, list[wire.ToScheduler]()
+        engine.now_s = (
+            max(engine.now_s, self.due[0][0]) if wait_s is None else engine.now_s + wait_s
+        )
+        while self.due and self.due[0][0] <= engine.now_s:
+            self._send(messages)
+        return messages
+
+    def _send(self, messages: list[wire.ToScheduler]) -> None:
+        due_s, index = heapq.heappop(self.due)
+        self.sent_s[index] = due_s
+        most = self._load.max_tokens[index]
+        sampling = SamplingParams(max_tokens=most, ignore_eos=True, seed=0)
+        ids = self._load.prompts[index].astype("<i4").tobytes()
+        messages.append(wire.AddReq(uid=index, token_ids=ids, sampling=sampling))
+
+
 def simulate(
     load: Load, engine: VirtualEngine, cost: StepCost, config: SchedulerConfig, concurrency: int
 ) -> list[Answer]:
     """The answers to `load`, in order; `concurrency` at a time where it has no arrivals."""
-    inbox, outbox = LocalInbox(), deque[wire.StepOutput]()
+    answers = [Answer(0.0, prompt_tokens=len(prompt)) for prompt in load.prompts]
+    arrivals = _Arrivals(load, engine, load.arrivals_s or [0.0] * min(concurrency, len(answers)))
+    outbox = deque[wire.StepOutput]()
     scheduler = Scheduler(
-        engine, config, vocab_size=2**31 - 1, eos_token_ids=(), inbox=inbox, send=outbox.append
+        engine,
+        config,
+        vocab_size=2**31 - 1,
+        eos_token_ids=(),
+        inbox=arrivals,
+        send=outbox.append,
+        clock=lambda: engine.now_s,
     )
     scheduler.planner.calibrate(cost)
-    answers = [Answer(0.0, prompt_tokens=len(prompt)) for prompt in load.prompts]
-    times = load.arrivals_s or [0.0] * min(concurrency, len(answers))
-    due = [(due_s, index) for index, due_s in enumerate(times)]
-    heapq.heapify(due)
-    started = len(due)
-    while due or not scheduler.idle:
-        if scheduler.idle:
-            engine.now_s = max(engine.now_s, due[0][0])
-        while due and due[0][0] <= engine.now_s:
-            due_s, index = heapq.heappop(due)
-            answers[index].sent_s = due_s
-            sampling = SamplingParams(max_tokens=load.max_tokens[index], ignore_eos=True, seed=0)
-            ids = load.prompts[index].astype("<i4").tobytes()
-            inbox.messages.append(wire.AddReq(uid=index, token_ids=ids, sampling=sampling))
+    while arrivals.due or not scheduler.idle:
         scheduler.iterate()
         while outbox:
             output = outbox.popleft()
@@ -118,9 +147,9 @@ def simulate(
                 answers[uid].output_tokens += 1
             for finished in output.finished:
                 answers[finished.uid].error = finished.error
-                if started < len(answers):
-                    heapq.heappush(due, (engine.now_s, started))
-                    started += 1
+                arrivals.add()
+    for uid, sent_s in arrivals.sent_s.items():
+        answers[uid].sent_s = sent_s
     return answers
 
 

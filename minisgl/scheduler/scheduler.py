@@ -4,6 +4,7 @@ One iteration: take messages; plan and launch step n+1; then, while it runs, rea
 step n, end who is done and send what came out. It knows token ids only.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -54,6 +55,7 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         inbox: Inbox,
         send: Callable[[wire.StepOutput], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """send: takes what came out of an iteration, and never blocks."""
         self._engine = engine
@@ -73,7 +75,7 @@ class Scheduler:
         self._most_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._serial = 0
         self._outputs = OutputBuilder()
-        self._meter = StepMeter()
+        self._meter = StepMeter(clock)
         self._reqs: dict[int, Req] = {}
         self._leaving: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()

@@ -51,6 +51,15 @@ def test_streams_go_on_smoothly_while_long_prompts_come_in(
     assert 0.206 / found["ttft_s"]["max"] >= 0.55
 
 
+def test_who_comes_while_others_decode_is_in_the_next_step() -> None:
+    """Half a decode step and 2 ms until that begins; when it was queued before, one and a half."""
+    late = [(3.0 + 0.0937 * index, 128, 1) for index in range(20)]
+    answers = run(load_of(*[(0.0, 800, 600)] * 64, *late))[64:]
+    decode_s, own_s = COST.predict_s(64, 64_000, 0), COST.predict_s(192, 64_000, 128 * 64)
+    waits_s = [answer.outputs_s[0] - answer.sent_s - own_s for answer in answers]
+    assert np.mean(waits_s) < decode_s
+
+
 def test_nobody_decoding_means_whole_chunks() -> None:
     [answer] = run(load_of((1.0, 8192, 3)))
     expected_s = COST.predict_s(8192, 0, 8192 * 8193 // 2)
