@@ -8,6 +8,7 @@ hits, which hardly depend on the times, and those of an ideal cache.
 import argparse
 import heapq
 import json
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -103,9 +104,8 @@ class _Arrivals:
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> list[wire.ToScheduler]:
         engine, messages = self._engine, list[wire.ToScheduler]()
-        engine.now_s = (
-            max(engine.now_s, self.due[0][0]) if wait_s is None else engine.now_s + wait_s
-        )
+        end_s = math.inf if wait_s is None else engine.now_s + wait_s
+        engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in self.due[:1])]))
         while self.due and self.due[0][0] <= engine.now_s:
             self._send(messages)
         return messages
