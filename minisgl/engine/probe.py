@@ -16,6 +16,7 @@ from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost
 
 _TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
 _REPEATS, _MOST_REPEATS = 3, 9
+_SETTLED_NS = 60 * 10**6  # of a shape with prompt tokens: a chip's clock follows its power slowly
 _HEAT_S = 0.3  # of steps with prompt tokens, before those of more than a few are timed
 _SCATTER = 1.1  # within which two durations say the same
 _LONGEST_STEP_S = 0.06  # predicted; larger shapes are for machines that take them in their stride
@@ -106,7 +107,9 @@ def calibrate(
             spent_ns += sum(map(slowest_ns, _durations_ns(engine, batch, clock_ns, steps)))
         durations_ns: list[int] = []
         middle_ns = None
-        while middle_ns is None and len(durations_ns) < _MOST_REPEATS:
+        while len(durations_ns) < _MOST_REPEATS and (
+            middle_ns is None or (shape.chunk and sum(durations_ns) < _SETTLED_NS)
+        ):
             durations_ns += map(slowest_ns, _durations_ns(engine, batch, clock_ns))
             middle_ns = _middle(durations_ns)
             spent_ns += sum(durations_ns[-_REPEATS:])
