@@ -31,7 +31,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Policy of the scheduler, as told by flags.toml and server/env.py."""
 
     prefill_budget_tokens: int = 8192
-    target_step_ms: float | None = 16.5
+    target_step_ms: float | None = 16.0
     cache_type: str = "radix"
     overlap: bool = True
     check_plans: bool = False

@@ -21,7 +21,7 @@ from minisgl.scheduler.table import RequestTable
 MAX_DEFERRED = 64  # waiting reqs looked past in one plan, so that its cost stays bounded
 MIN_SHARED_TOKENS = 64  # a shorter shared prefix is not worth a step of waiting
 MIN_CHUNK_TOKENS = 32  # prefill never stands still, whatever a step is predicted to take
-MOST_STRETCH = 2.3  # of a step with a chunk, over the same step without
+MOST_STRETCH = 2.25  # of a step with a chunk, over the same step without
 LONG_QUEUE_S = 0.25  # of prefill alone; a queue n times as long lets a step take n times as much,
 MOST_PATIENCE = 4.0  # but no more than that: streams still get some ten tokens a second
 EVEN_TOKENS = 512  # of a step: larger ones take hardly less for each token (8B)
