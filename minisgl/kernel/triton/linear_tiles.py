@@ -9,6 +9,9 @@ Rows of x are the tall operand of the matrix unit, so that what is written lies 
 Gate and up rows alternate by 8 within a tile: the descriptor of the weight has them as a
 dimension, so that a thread of the matrix unit holds both of a pair.
 
+I1  A stage is filled again when all warps have read it: by warpgroup_mma_wait for what each one
+    asked for, and by the barrier that the compiler puts before each copy into shared memory.
+
 Gluon may change with each Triton: 3.6.0 was run, 3.7.1 and 3.8.0 compile all of it for sm_90a.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
