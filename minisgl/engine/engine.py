@@ -235,7 +235,7 @@ class Engine:
             return -self._comm.agree_min(-own)
 
         pool, vocab_size = self._state.pool, self._model_config.vocab_size
-        if self._stream is not None:
+        if self._stream is not None:  # what a CPU takes does not depend on the numbers
             with self._on_stream():
                 pool.fill_noise(_PROBED_TOKENS // pool.page_size)
         cost = probe.calibrate(

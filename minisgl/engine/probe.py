@@ -7,7 +7,7 @@ lie all over the pool, as those of requests will.
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -92,34 +92,71 @@ def calibrate(
     durations do not settle, on a machine that does other work, is left out.
     """
     timings: list[Timing] = []
-    spent_ns, hot = 0, False
+    watch, hot = _StopWatch(engine, slowest_ns, clock_ns), False
     for shape in _shapes(engine.max_running_reqs, engine.max_seq_len):
-        if len(timings) > 1 and spent_ns > _TIME_LIMIT_NS:
+        known = len(timings) > 1
+        if known and watch.expired:
             break
         batch = probe_batch(engine, dummy_page, shape, num_ids=vocab_size)
         if batch is None or shape.chunk > max_chunk_tokens:
             continue
         work = _work(batch)
-        if len(timings) > 1 and fit(timings).predict_s(*work) > _LONGEST_STEP_S:
+        predicted_s = fit(timings).predict_s(*work) if known else 0.0
+        if predicted_s > _LONGEST_STEP_S:
             continue
-        if len(timings) > 1 and shape.chunk and not hot:
-            steps, hot = int(_HEAT_S / fit(timings).predict_s(*work)), True
-            spent_ns += sum(map(slowest_ns, _durations_ns(engine, batch, clock_ns, steps)))
+        if known and shape.chunk and not hot:
+            watch.durations_ns(batch, int(_HEAT_S / predicted_s))
+            hot = True
+        found_ns = watch.middle_ns(batch, _SETTLED_NS if shape.chunk else 0, surely=not known)
+        if found_ns is not None:
+            timings.append(Timing(*work, found_ns / 1e9))
+    return fit(timings)
+
+
+@dataclass(slots=True)
+class _StopWatch:
+    """Times steps, as `calibrate` is told to, and knows how much of its time is spent."""
+
+    _engine: EngineLike
+    _slowest_ns: Callable[[int], int]
+    _clock_ns: Callable[[], int]
+    _spent_ns: int = 0
+
+    @property
+    def expired(self) -> bool:
+        return self._spent_ns > _TIME_LIMIT_NS
+
+    def middle_ns(self, batch: Batch, least_ns: int, surely: bool) -> int | None:
+        """What such a step takes, once its durations come to least_ns and agree; None if they do
+        not, or, where something must be said, the least: a pause only adds."""
         durations_ns: list[int] = []
         middle_ns = None
         while len(durations_ns) < _MOST_REPEATS and (
-            middle_ns is None or (shape.chunk and sum(durations_ns) < _SETTLED_NS)
+            middle_ns is None or sum(durations_ns) < least_ns
         ):
-            durations_ns += map(slowest_ns, _durations_ns(engine, batch, clock_ns))
+            durations_ns += self.durations_ns(batch, _REPEATS)
             middle_ns = _middle(durations_ns)
-            spent_ns += sum(durations_ns[-_REPEATS:])
-            if spent_ns > _TIME_LIMIT_NS:
+            if self.expired:
                 break
-        if len(timings) < 2 and middle_ns is None:
-            middle_ns = min(durations_ns)  # something must be said, and a pause only adds
-        if middle_ns is not None:
-            timings.append(Timing(*work, middle_ns / 1e9))
-    return fit(timings)
+        return min(durations_ns) if surely and middle_ns is None else middle_ns
+
+    def durations_ns(self, batch: Batch, repeats: int) -> list[int]:
+        """From the end of a step to that of the next, which was launched meanwhile, as in serving;
+        of the slowest rank."""
+        ends_ns: list[int] = []
+        running = self._engine.launch(batch)
+        none = batch.page_ids[:0]  # they are there now; real steps bring few
+        batch = replace(batch, page_rows=none, page_cols=none, page_ids=none)
+        for _ in range(repeats + 1):
+            following = self._engine.launch(batch)
+            running.wait()
+            ends_ns.append(self._clock_ns())
+            running = following
+        running.wait()
+        own_ns = [after - before for before, after in itertools.pairwise(ends_ns)]
+        agreed_ns = [*map(self._slowest_ns, own_ns)]
+        self._spent_ns += sum(agreed_ns)
+        return agreed_ns
 
 
 def _shapes(rows: int, max_seq_len: int) -> list[Shape]:
@@ -136,23 +173,6 @@ def _shapes(rows: int, max_seq_len: int) -> list[Shape]:
     shapes += [Shape(1, size - 1, half) for size in (256, 384, 512, 640, 768)]
     shapes.append(Shape(1, 511, far))
     return shapes + [Shape(1, size - 1, half) for size in (1024, 2048, 4096, 8192)]
-
-
-def _durations_ns(
-    engine: EngineLike, batch: Batch, clock_ns: Callable[[], int], repeats: int = _REPEATS
-) -> list[int]:
-    """From the end of a step to that of the next, which was launched meanwhile, as in serving."""
-    ends_ns: list[int] = []
-    running = engine.launch(batch)
-    none = batch.page_ids[:0]  # they are there now; real steps bring few
-    batch = replace(batch, page_rows=none, page_cols=none, page_ids=none)
-    for _ in range(repeats + 1):
-        following = engine.launch(batch)
-        running.wait()
-        ends_ns.append(clock_ns())
-        running = following
-    running.wait()
-    return [after - before for before, after in itertools.pairwise(ends_ns)]
 
 
 def _middle(durations_ns: list[int]) -> int | None:
