@@ -18,8 +18,6 @@ Bytes: 2 N K, 2 M K for each tile of the weight (from L2), and 8 M N for each sp
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
-from collections.abc import Callable
-
 import triton
 import triton.language as tl
 from torch import Tensor, float32
@@ -164,7 +162,7 @@ def linear(
     result in every run.
     """
     out = x.new_empty((len(x), len(weight) // 2 if gated else len(weight)))
-    _launcher(tiling)(x, weight, bias, arrived, tiling, out, norm=norm, gated=gated)
+    _launch(x, weight, bias, arrived, tiling, out, norm=norm, gated=gated)
     return out
 
 
@@ -178,12 +176,8 @@ def add_linear(
 ) -> tuple[Tensor, Tensor]:
     """As the reference, with squares; see linear. residual: contiguous [M, N]."""
     squares = x.new_empty((len(weight) // tiling.height, len(x)), dtype=float32)
-    _launcher(tiling)(x, weight, bias, arrived, tiling, residual, out_squares=squares)
+    _launch(x, weight, bias, arrived, tiling, residual, out_squares=squares)
     return residual, squares
-
-
-def _launcher(tiling: Tiling) -> Callable[..., None]:
-    return _launch if tiling.rows <= FEW_ROWS else linear_tiles.launch
 
 
 def _launch(
@@ -199,39 +193,44 @@ def _launch(
     out_squares: Tensor | None = None,
 ) -> None:
     num_rows, width = x.shape
+    few, overlap = tiling.rows <= FEW_ROWS, overlaps()
     programs = len(weight) // tiling.height * triton.cdiv(num_rows, tiling.rows)
     parts = out
     if tiling.splits > 1:
-        parts = x.new_empty((programs, tiling.splits, tiling.height, tiling.rows), dtype=float32)
+        tile = tiling.rows * tiling.height
+        parts = x.new_empty((programs, tiling.splits, tile), dtype=float32)
     squares = None if norm is None else norm.squares
-    overlap = overlaps()
-    _linear[(programs, tiling.splits)](
-        x,
-        weight,
-        out if bias is None else bias,
-        out if squares is None else squares,
-        out,
-        out if out_squares is None else out_squares,
-        parts,
-        arrived,
-        num_rows,
-        out.shape[1],
-        width,
-        x.stride(0),
-        0 if squares is None else len(squares),
-        min(tiling.ahead, width // tiling.splits),
-        0.0 if norm is None else norm.eps,
-        BM=tiling.rows,
-        BN=tiling.height,
-        BK=tiling.columns,
-        SPLITS=tiling.splits,
-        STAGES=tiling.stages,
-        SQUARES=1 if squares is None else triton.next_power_of_2(width // _LOWEST_TILE),
-        GATED=gated,
-        ADD=out_squares is not None,
-        BIAS=bias is not None,
-        THREADS=32 * tiling.warps,
-        OVERLAP=overlap,
-        num_warps=tiling.warps,
-        launch_pdl=overlap,
-    )
+    lowest = _LOWEST_TILE if few else linear_tiles.LOWEST_TILE
+    arguments = {
+        "bias": out if bias is None else bias,
+        "squares": out if squares is None else squares,
+        "out": out,
+        "out_squares": out if out_squares is None else out_squares,
+        "parts": parts,
+        "arrived": arrived,
+        "num_rows": num_rows,
+        "height": out.shape[1],
+        "K": width,
+        "num_squares": 0 if squares is None else len(squares),
+        "eps": 0.0 if norm is None else norm.eps,
+        "BM": tiling.rows,
+        "BN": tiling.height,
+        "BK": tiling.columns,
+        "SPLITS": tiling.splits,
+        "STAGES": tiling.stages,
+        "SQUARES": 1 if squares is None else triton.next_power_of_2(width // lowest),
+        "GATED": gated,
+        "ADD": out_squares is not None,
+        "BIAS": bias is not None,
+        "OVERLAP": overlap,
+        "num_warps": tiling.warps,
+        "launch_pdl": overlap,
+    }
+    if few:
+        ahead, threads = min(tiling.ahead, width // tiling.splits), 32 * tiling.warps
+        own = {"x_stride": x.stride(0), "ahead": ahead, "THREADS": threads}
+        _linear[(programs, tiling.splits)](x, weight, **own, **arguments)
+    else:
+        operands = linear_tiles.descriptors(x, weight, tiling, gated)
+        kernel = linear_tiles.linear[(programs, tiling.splits)]
+        kernel(*operands, WARPS=tiling.warps, **arguments)

@@ -17,9 +17,8 @@ Gluon may change with each Triton: 3.6.0 was run, 3.7.1 and 3.8.0 compile all of
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
-import triton
 import triton.language as tl
-from torch import Tensor, float32
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,11 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import Tiling
-from minisgl.kernel.triton.overlap import overlaps
 
-_LOWEST_TILE = 64  # rows of the weight, of those that leave squares
+LOWEST_TILE = 64  # rows of the weight, of those that leave squares
 _PAIRED = 8  # rows of the gate, then as many of up
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PAIRED_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -62,7 +59,7 @@ def _norm_factor(
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_squares", "eps"])
-def _linear(
+def linear(
     x,
     weight,
     bias,
@@ -88,7 +85,7 @@ def _linear(
     WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """x and weight are descriptors; see launch. out has `height` columns."""
+    """x and weight are `descriptors`; the rest as in linear._linear."""
     OUT: gl.constexpr = BN // 2 if GATED else BN
     TALL: gl.constexpr = WARPS if 16 * WARPS <= BM else BM // 16  # warps, one above the other
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -180,62 +177,18 @@ def _linear(
     mbarrier.invalidate(full.index(0))  # so long, nothing else lies where barriers are
 
 
-def launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    arrived: Tensor,
-    tiling: Tiling,
-    out: Tensor,
-    *,
-    norm: PendingNorm | None = None,
-    gated: bool = False,
-    out_squares: Tensor | None = None,
-) -> None:
-    """As linear.linear and linear.add_linear call it, for tilings of 64 rows and more."""
-    num_rows, width = x.shape
-    programs = len(weight) // tiling.height * triton.cdiv(num_rows, tiling.rows)
-    parts = out
-    if tiling.splits > 1:
-        parts = x.new_empty((programs, tiling.splits, tiling.rows, tiling.height), dtype=float32)
-    squares = None if norm is None else norm.squares
-    block, overlap = [tiling.rows, tiling.columns], overlaps()
-    _linear[(programs, tiling.splits)](
-        TensorDescriptor(x, [num_rows, width], [x.stride(0), 1], block, _LAYOUT),
-        _weight(weight, tiling, gated),
-        out if bias is None else bias,
-        out if squares is None else squares,
-        out,
-        out if out_squares is None else out_squares,
-        parts,
-        arrived,
-        num_rows,
-        out.shape[1],
-        width,
-        0 if squares is None else len(squares),
-        0.0 if norm is None else norm.eps,
-        BM=tiling.rows,
-        BN=tiling.height,
-        BK=tiling.columns,
-        SPLITS=tiling.splits,
-        STAGES=tiling.stages,
-        SQUARES=1 if squares is None else triton.next_power_of_2(width // _LOWEST_TILE),
-        GATED=gated,
-        ADD=out_squares is not None,
-        BIAS=bias is not None,
-        WARPS=tiling.warps,
-        OVERLAP=overlap,
-        num_warps=tiling.warps,
-        launch_pdl=overlap,
-    )
-
-
-def _weight(weight: Tensor, tiling: Tiling, gated: bool) -> TensorDescriptor:
+def descriptors(
+    x: Tensor, weight: Tensor, tiling: Tiling, gated: bool
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """The kernel's operands. x: [M, K], rows of unit stride at 16 bytes; weight: [N, K]."""
     height, width = weight.shape
     tall, columns = tiling.height, tiling.columns
+    block = [tiling.rows, columns]
+    rows = TensorDescriptor(x, [*x.shape], [x.stride(0), 1], block, _LAYOUT)
     if not gated:
-        return TensorDescriptor(weight, [height, width], [width, 1], [tall, columns], _LAYOUT)
+        shape, strides, block = [height, width], [width, 1], [tall, columns]
+        return rows, TensorDescriptor(weight, shape, strides, block, _LAYOUT)
     shape = [height // (2 * _PAIRED), 2, _PAIRED, width]
     strides = [_PAIRED * width, height // 2 * width, width, 1]
     block = [tall // (2 * _PAIRED), 2, _PAIRED, columns]
-    return TensorDescriptor(weight, shape, strides, block, _PAIRED_LAYOUT)
+    return rows, TensorDescriptor(weight, shape, strides, block, _PAIRED_LAYOUT)
