@@ -29,7 +29,8 @@ class QueueInbox:
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
         """The first message ends a wait: to launch a step with its prompt takes the host 5 to 8 ms,
         and begun at the end of the wait it leaves the GPU dry."""
-        self._receiver.poll(wait_s)
+        if wait_s != 0.0:
+            self._receiver.poll(wait_s)
         return list(self._receiver.drain())
 
 
