@@ -1,0 +1,28 @@
+"""The tensors of the pool: what is put into them before any request writes."""
+
+import pytest
+import torch
+
+from minisgl.kvcache.pool import KVPool
+
+
+@pytest.mark.parametrize(("asked", "filled"), [(3, 3), (100, 8)])
+def test_noise_fills_the_first_pages_and_never_the_dummy(asked: int, filled: int) -> None:
+    pool = KVPool(
+        num_layers=2,
+        num_pages=8,
+        page_size=4,
+        kv_heads=1,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    pool.fill_noise(asked)
+    for layer in range(2):
+        for part in pool.layer(layer):
+            assert part.isfinite().all()
+            assert all(len(part[page].unique()) > 16 for page in range(filled))
+            assert not part[filled:].any(), "other pages, and the dummy, stay zeros"
+    keys, values = pool.layer(0)
+    assert not torch.equal(keys[0], values[0])
+    assert not torch.equal(keys[0], keys[1])
