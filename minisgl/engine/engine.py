@@ -234,13 +234,11 @@ class Engine:
         def slowest_ns(own: int) -> int:
             return -self._comm.agree_min(-own)
 
-        pool, vocab_size = self._state.pool, self._model_config.vocab_size
+        pool, num_ids = self._state.pool, self._model_config.vocab_size
         if self._stream is not None:  # what a CPU takes does not depend on the numbers
             with self._on_stream():
                 pool.fill_noise(_PROBED_TOKENS // pool.page_size)
-        cost = probe.calibrate(
-            self, pool.dummy_page, self._max_chunk_tokens, vocab_size, slowest_ns
-        )
+        cost = probe.calibrate(self, pool.dummy_page, self._max_chunk_tokens, num_ids, slowest_ns)
         self._clear_dummy()
         return cost
 
