@@ -2,6 +2,7 @@
 {{- define "minisgl.alertMeta" -}}
 labels:
   severity: {{ .severity }}
+  namespace: {{ .root.Release.Namespace }}
   release: {{ .root.Release.Name }}
   {{- with .root.Values.prometheusRule.alertLabels }}
   {{- toYaml . | nindent 2 }}

@@ -63,7 +63,7 @@ _RULE = _object(
     expr=_STRING,
     labels=_LABELS,
     annotations=_object("summary runbook_url", summary=_STRING, runbook_url=_STRING),
-    **{"for": _DURATION},
+    **{"for": _DURATION, "keep_firing_for": _DURATION},
 )
 _TRIGGER = _object(
     "type metadata metricType",
@@ -101,7 +101,10 @@ SCHEMAS: dict[tuple[str, str], Json] = {
             "monitoring.coreos.com/v1",
             "PrometheusRule",
             _object(
-                "groups", groups=_list(_object("name rules", name=_STRING, rules=_list(_RULE)))
+                "groups",
+                groups=_list(
+                    _object("name rules", name=_STRING, interval=_DURATION, rules=_list(_RULE))
+                ),
             ),
         ),
         (

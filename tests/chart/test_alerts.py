@@ -18,12 +18,13 @@ pytestmark = pytest.mark.skipif(
 
 
 class Case(NamedTuple):
-    """Series, a sample a minute, and whether the alert fires at that time."""
+    """Series, a sample for each interval, and whether the alert fires at that time."""
 
     alert: str
     fires: bool
     at: str
     series: dict[str, str]
+    interval: str = "1m"
 
 
 def gauge(name: str, values: str, labels: str = POD) -> dict[str, str]:
@@ -47,9 +48,9 @@ def outcomes(errors: int, stops: int) -> dict[str, str]:
     }
 
 
-def stall(running: int, last_step_s: str) -> dict[str, str]:
+def stall(running: str, last_step_s: str) -> dict[str, str]:
     return {
-        **gauge("minisgl_requests_running", f"{running}x60"),
+        **gauge("minisgl_requests_running", running),
         **gauge("minisgl_requests_waiting", "0x60"),
         **gauge("minisgl_scheduler_last_step_timestamp_seconds", last_step_s),
     }
@@ -66,17 +67,26 @@ READY, STARTS = "minisgl_ready", "process_start_time_seconds"
 REJECTED, FINITE = "minisgl_requests_rejected_total", "minisgl_nonfinite_rows_total"
 TTFT, ITL = "minisgl_time_to_first_token_seconds", "minisgl_inter_token_latency_seconds"
 FULL = f'{POD},reason="queue_full"'
+# Three minutes of loading, a death, five minutes of back-off, and so on.
+CRASH_LOOP = gauge(READY, " ".join(["0x11 stale _x19"] * 4))
+# The last step ends at 120 s; --step-timeout ends the server before the sample of 195 s.
+ENDED_BY_TIMEOUT = stall("3x12 stale 0x60", "0+15x8 120x3 stale 240+15x60")
+# Idle for five minutes; one scrape falls into the first step after that.
+FIRST_STEP_AFTER_IDLENESS = stall("0x19 1 0x20", "0x20 310+15x20")
 
 CASES = [
     Case("MinisglNoReadyPod", True, "10m", gauge(READY, "0x60")),
     Case("MinisglNoReadyPod", True, "10m", gauge(READY, "1x60", OTHER)),
     Case("MinisglNoReadyPod", False, "4m", gauge(READY, "0x60")),
     Case("MinisglNoReadyPod", False, "10m", gauge(READY, "1x60")),
+    Case("MinisglNoReadyPod", True, "30m", CRASH_LOOP, "15s"),
     Case("MinisglRestarting", True, "30m", gauge(STARTS, "1x8 2x8 3x8 4x30")),
     Case("MinisglRestarting", False, "30m", gauge(STARTS, "1x8 2x50")),
-    Case("MinisglSchedulerStalled", True, "5m", stall(3, "60x60")),
-    Case("MinisglSchedulerStalled", False, "5m", stall(3, "0+60x60")),
-    Case("MinisglSchedulerStalled", False, "5m", stall(0, "60x60")),
+    Case("MinisglSchedulerStalled", True, "5m", stall("3x60", "60x60")),
+    Case("MinisglSchedulerStalled", False, "5m", stall("3x60", "0+60x60")),
+    Case("MinisglSchedulerStalled", False, "5m", stall("0x60", "60x60")),
+    Case("MinisglSchedulerStalled", True, "5m", ENDED_BY_TIMEOUT, "15s"),
+    Case("MinisglSchedulerStalled", False, "5m", FIRST_STEP_AFTER_IDLENESS, "15s"),
     Case("MinisglErrors", True, "20m", outcomes(errors=10, stops=90)),
     Case("MinisglErrors", False, "20m", outcomes(errors=1, stops=99)),
     Case("MinisglErrors", False, "20m", outcomes(errors=0, stops=0)),
@@ -132,7 +142,7 @@ def test_alert(rules, tmp_path, case):
         "evaluation_interval": "15s",
         "tests": [
             {
-                "interval": "1m",
+                "interval": case.interval,
                 "input_series": [
                     {"series": name, "values": values} for name, values in case.series.items()
                 ],
@@ -150,6 +160,11 @@ def test_alert(rules, tmp_path, case):
     path.write_text(yaml.safe_dump(unit))
     code, out = promtool("test", "rules", str(path))
     assert code == 0, out
+
+
+def test_every_alert_says_of_which_namespace_it_is(rules):
+    """Two releases of one name differ in nothing else, and an Alertmanager routes by it."""
+    assert {rule["labels"]["namespace"] for rule in alerts_of(rules).values()} == {"llm"}
 
 
 def test_every_alert_is_seen_firing_and_silent(rules):
