@@ -4,16 +4,14 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* "minisgl" for a release named minisgl, "RELEASE-minisgl" for others; 52 leaves room for suffixes. */}}
+{{/*
+"minisgl" for a release named minisgl, "RELEASE-minisgl" for others. With 46 characters the names of
+the pods, NAME-HASH-HASH, stay whole: Kubernetes cuts them at 63, and promSelector reads them.
+*/}}
 {{- define "minisgl.fullname" -}}
 {{- $name := include "minisgl.name" . -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 52 | trimSuffix "-" -}}
-{{- else if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 52 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 52 | trimSuffix "-" -}}
-{{- end -}}
+{{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- default $full .Values.fullnameOverride | trunc 46 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* Name and instance only: a Deployment's selector can never be changed. */}}

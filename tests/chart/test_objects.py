@@ -1,5 +1,7 @@
 """The objects around the Deployment: secrets, claims, scaling, routing, monitors."""
 
+import re
+
 import pytest
 import yaml
 
@@ -116,6 +118,17 @@ def test_keda_asks_for_this_release_only(render):
     ]
     assert {t["metadata"]["ignoreNullValues"] for t in spec["triggers"]} == {"false"}
     assert all(t["authenticationRef"] == {"name": "auth"} for t in spec["triggers"])
+
+
+@pytest.mark.parametrize("name", ["chat", "a" * 53])
+def test_queries_find_pods_of_any_release_name(render, name):
+    """Kubernetes cuts what stands before a pod's five random letters to 58, hash and all."""
+    keda = {"enabled": True, "prometheusAddress": "http://p:9090"}
+    objects = render({"autoscaling": {"keda": keda}}, name=name)
+    deployment = pick(objects, "Deployment")["metadata"]["name"]
+    pod = f"{deployment}-{'9' * 10}-"[:58] + "x2b4z"
+    query = pick(objects, "ScaledObject")["spec"]["triggers"][0]["metadata"]["query"]
+    assert re.fullmatch(re.search(r'pod=~"(.*)"', query)[1], pod)
 
 
 def test_annotations_for_prometheus_give_way_to_monitors(render):
