@@ -1,12 +1,8 @@
 {{/* Labels and annotations of one alert. Takes (dict "root" $ "name" NAME "severity" S "summary" TEXT). */}}
 {{- define "minisgl.alertMeta" -}}
+{{- $labels := dict "severity" .severity "namespace" .root.Release.Namespace "release" .root.Release.Name -}}
 labels:
-  severity: {{ .severity }}
-  namespace: {{ .root.Release.Namespace }}
-  release: {{ .root.Release.Name }}
-  {{- with .root.Values.prometheusRule.alertLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "minisgl.merged" (list .root.Values.prometheusRule.alertLabels $labels) | nindent 2 }}
 annotations:
   summary: {{ .summary | quote }}
   runbook_url: {{ printf "%s#%s" .root.Values.prometheusRule.runbookURL (lower .name) | quote }}

@@ -26,9 +26,6 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: minisgl
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
-{{- with .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{/*
@@ -39,20 +36,22 @@ the endpoint picker which mapping of metrics is ours.
 {{ include "minisgl.selectorLabels" . }}
 app.kubernetes.io/part-of: minisgl
 llm-d.ai/engine-type: minisgl
-{{- with merge (dict) .Values.podLabels .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- end -}}
+
+{{/* Several maps as one: takes a list of them, of which the first that has a key gives its value. */}}
+{{- define "minisgl.merged" -}}
+{{- $merged := dict -}}
+{{- range . -}}{{- $merged = merge $merged (. | default dict) -}}{{- end -}}
+{{- toYaml $merged -}}
 {{- end -}}
 
 {{/* metadata of an object. Takes (dict "root" $), with name, namespace, labels, annotations. */}}
 {{- define "minisgl.metadata" -}}
+{{- $labels := include "minisgl.labels" .root | fromYaml -}}
 name: {{ .name | default (include "minisgl.fullname" .root) }}
 namespace: {{ .namespace | default .root.Release.Namespace }}
 labels:
-  {{- include "minisgl.labels" .root | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "minisgl.merged" (list .labels .root.Values.commonLabels $labels) | nindent 2 }}
 {{- with .annotations }}
 annotations:
   {{- toYaml . | nindent 2 }}

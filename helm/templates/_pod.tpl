@@ -102,6 +102,7 @@ rollingUpdate:
 {{- end -}}
 
 {{- define "minisgl.podAnnotations" -}}
+kubectl.kubernetes.io/default-container: minisgl
 {{- if .Values.auth.apiKey }}
 checksum/api-key: {{ include (print $.Template.BasePath "/secret-api-key.yaml") . | sha256sum }}
 {{- end }}
@@ -112,8 +113,5 @@ checksum/huggingface: {{ include (print $.Template.BasePath "/secret-huggingface
 prometheus.io/scrape: "true"
 prometheus.io/path: /metrics
 prometheus.io/port: "1919"
-{{- end }}
-{{- with .Values.podAnnotations }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}

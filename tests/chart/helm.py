@@ -104,10 +104,19 @@ def find_helm() -> Helm | None:
     return _Library() if importlib.util.find_spec("helm_python") else None
 
 
+class _Strict(yaml.SafeLoader):
+    """Refuses a key that is there twice, as Kustomize and with it Flux do."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Object:
+        found = super().construct_mapping(node, deep)
+        assert len(found) == len(node.value), f"a key twice:\n{yaml.serialize(node)}"
+        return found
+
+
 def parse(texts: dict[str, str]) -> list[Object]:
     """The objects of all templates; notes are not YAML."""
     manifests = (text for path, text in texts.items() if not path.endswith("NOTES.txt"))
-    return [document for text in manifests for document in yaml.safe_load_all(text) if document]
+    return [one for text in manifests for one in yaml.load_all(text, _Strict) if one]
 
 
 def pick(objects: Iterable[Object], kind: str, name: str | None = None) -> Object:

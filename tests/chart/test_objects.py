@@ -180,7 +180,10 @@ def test_policy_admits_the_port_and_the_test(render):
     ]
     assert spec["ingress"][0]["ports"] == [{"port": 1919, "protocol": "TCP"}]
     test_labels = pick(render(), "Pod")["metadata"]["labels"]
-    assert spec["ingress"][0]["from"] == [peer, {"podSelector": {"matchLabels": test_labels}}]
+    peers = [one["podSelector"]["matchLabels"] for one in spec["ingress"][0]["from"]]
+    assert peers[0] == {"a": "b"}
+    assert peers[1].items() <= test_labels.items()
+    assert len(peers) == 2
     assert [{p["port"] for p in rule["ports"]} for rule in spec["egress"]] == [{53}, {443}]
 
 
@@ -224,6 +227,35 @@ def test_values_for_the_pickers_chart_agree_with_the_chart(render):
     spec = pick(render({"inferencePool": {"enabled": True}}), "InferencePool")["spec"]
     assert router["modelServers"]["matchLabels"] == spec["selector"]["matchLabels"]
     assert router["modelServers"]["targetPorts"] == spec["targetPorts"]
+
+
+PART_OF = {"app.kubernetes.io/part-of": "platform"}
+
+
+def test_labels_of_the_user_are_on_every_object_and_win(render, ci_values):
+    values = ci_values | {"commonLabels": PART_OF}
+    for one in render(values):
+        assert one["metadata"]["labels"].items() >= PART_OF.items(), one["kind"]
+
+
+def test_a_label_that_the_chart_has_too_is_the_user_s(render):
+    scrape = {"prometheus.io/scrape": "false"}
+    monitor = {"enabled": True, "labels": PART_OF}
+    objects = render(
+        {
+            "commonLabels": {"app.kubernetes.io/part-of": "not this one"},
+            "podLabels": PART_OF,
+            "podAnnotations": scrape,
+            "prometheusRule": {"enabled": True, "alertLabels": {"severity": "page"}},
+        }
+    )
+    template = pick(objects, "Deployment")["spec"]["template"]["metadata"]
+    assert template["labels"].items() >= PART_OF.items()
+    assert template["annotations"].items() >= scrape.items()
+    rule = pick(objects, "PrometheusRule")["spec"]["groups"][0]["rules"][0]
+    assert rule["labels"]["severity"] == "page"
+    objects = render({"metrics": {"podMonitor": monitor}})
+    assert pick(objects, "PodMonitor")["metadata"]["labels"].items() >= PART_OF.items()
 
 
 def test_ingress_serves_every_host(render):
