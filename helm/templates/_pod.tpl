@@ -104,10 +104,10 @@ rollingUpdate:
 {{- define "minisgl.podAnnotations" -}}
 kubectl.kubernetes.io/default-container: minisgl
 {{- if .Values.auth.apiKey }}
-checksum/api-key: {{ include (print $.Template.BasePath "/secret-api-key.yaml") . | sha256sum }}
+checksum/api-key: {{ list .Release.Namespace .Release.Name .Values.auth.apiKey | toJson | sha256sum }}
 {{- end }}
 {{- if .Values.huggingface.token }}
-checksum/huggingface: {{ include (print $.Template.BasePath "/secret-huggingface.yaml") . | sha256sum }}
+checksum/huggingface: {{ list .Release.Namespace .Release.Name .Values.huggingface.token | toJson | sha256sum }}
 {{- end }}
 {{- if and .Values.metrics.annotations (not (or .Values.metrics.podMonitor.enabled .Values.metrics.serviceMonitor.enabled)) }}
 prometheus.io/scrape: "true"

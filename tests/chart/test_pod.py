@@ -62,8 +62,11 @@ def test_a_new_chart_version_alone_restarts_no_pod(render, tmp_path):
     shutil.copytree(CHART, newer)
     text = (newer / "Chart.yaml").read_text().replace("\nversion: 0.1.0", "\nversion: 0.1.1")
     (newer / "Chart.yaml").write_text(text)
-    templates = [pick(render(chart=c), "Deployment")["spec"]["template"] for c in (CHART, newer)]
-    assert templates[0] == templates[1]
+    secrets = {"auth": {"apiKey": "k"}, "huggingface": {"token": "t"}}
+    pods = [
+        pick(render(secrets, chart=c), "Deployment")["spec"]["template"] for c in (CHART, newer)
+    ]
+    assert pods[0] == pods[1]
 
 
 def test_selectors_find_the_pods_and_not_the_test(render):
