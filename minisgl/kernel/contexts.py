@@ -45,7 +45,7 @@ class ContextCopy:
 
         On one H200 a key of a KV head is copied in 0.24 ns, and a query head reads it from the copy
         0.14 to 0.18 ps sooner. Where attention is short, the host's 30 us more a layer would show.
-        Source: docs/benchmarks.md, "Attention alone".
+        Source: docs/measurements.md, "Prompts: over a copy of their contexts".
         """
         reads = int((lengths.astype(np.int64) * (start + lengths // 2)).sum()) * group
         enough = reads * self._keys.shape[1] >= _LEAST_READS

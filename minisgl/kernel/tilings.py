@@ -1,8 +1,8 @@
 """How our kernels for products of few rows cut them, and which they leave to cuBLAS.
 
-By whole chains of layers on one H200 (docs/benchmarks.md, "Products of a layer"). Up to 32 rows all
-that counts is that memory is read without a pause. From there on each program's rows of x weigh as
-much as its weights: half of the multiprocessors do as well as all of them, and better than a sum
+By whole chains of layers on one H200 (docs/measurements.md, "Products of a layer"). Up to 32 rows
+all that counts is that memory is read without a pause. From there on each program's rows of x weigh
+as much as its weights: half of the multiprocessors do as well as all of them, and better than a sum
 of parts, until a program has too much to read.
 """
 

@@ -132,7 +132,7 @@ def test_soak(duration_s: int) -> None:
         assert load.done > duration_s / 5
         wait_for(lambda: is_whole(server), "every page back", deadline_s=20)
         late = memory_bytes(server)
-        for name in early:  # for docs/benchmarks.md: pytest -rP
+        for name in early:  # shown by pytest -rP
             print(f"{name}: {early[name] / 2**20:.1f} MiB, then {late[name] / 2**20:.1f} MiB")
         ended = {k: v for k, v in server.metrics().items() if k.startswith("requests_total")}
         print(f"{duration_s} s, {load.done} whole answers to {CLIENTS} clients; {ended}")

@@ -32,7 +32,7 @@ from minisgl.kernel.triton.overlap import overlaps
 
 _BLOCK = 16  # keys: what one instruction of the matrix unit sums over
 _STAGES = 5  # 16 KB of shared memory at head_dim 128
-_LEAD = 7  # blocks that take as long as a unit's start and end (docs/benchmarks.md)
+_LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurements.md)
 _LEAST = 4  # blocks of a program
 _FEW_REQS = 32  # of a step in which a program is to end early, rather than leave room to others
 _SMALL_GROUP = 4  # query heads of a KV head: with more a program's beginning and end are long

@@ -12,7 +12,7 @@ dimension, so that a thread of the matrix unit holds both of a pair.
 I1  A stage is filled again when all warps have read it: by warpgroup_mma_wait for what each one
     asked for, and by the barrier that the compiler puts before each copy into shared memory.
 
-Gluon may change with each Triton: 3.6.0 was run, 3.7.1 and 3.8.0 compile all of it for sm_90a.
+Gluon may change with each Triton: 3.6.0 and 3.7.1 were run, 3.8.0 compiles all of it for sm_90a.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
