@@ -37,6 +37,7 @@ SKIPS = {
 TESTED_MARK = re.compile(
     r"<!-- tested: (?P<file>[\w./-]+\.py)::(?P<test>\w+) -->\n(?P<next>[^\n]*)"
 )
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 class Offence(NamedTuple):
@@ -159,6 +160,18 @@ def tested_blocks(text: str) -> Iterator[tuple[str, str]]:
     for mark in TESTED_MARK.finditer(text):
         body = text[mark.end() :].split("\n```", 1)[0]
         yield mark["test"], body.removeprefix("\n") + "\n"
+
+
+def links(text: str) -> list[tuple[str, str]]:
+    """Where a page links to in the repository: file ("": the page itself), anchor ("": none)."""
+    targets = re.findall(r"\]\((?!https?:)([^)\s]+)\)", _FENCED.sub("", text))
+    return [(file, anchor) for file, _, anchor in (target.partition("#") for target in targets)]
+
+
+def anchors(text: str) -> set[str]:
+    """Those that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", _FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def _gives_reason(call: ast.Call, may_be_first: bool) -> bool:

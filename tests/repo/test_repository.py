@@ -155,10 +155,19 @@ def test_tested_code_blocks_have_their_tests():
     assert missing == []
 
 
-def test_readme_links_lead_to_files():
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", read("README.md") or "")
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_links_of_pages_lead_to_files_and_headings():
+    lost = [
+        f"{page}: {file}#{anchor}"
+        for page in texts()
+        if page.endswith(".md")
+        for file, anchor in rules.links(read(page) or "")
+        if not _is_there(ROOT / page if not file else (ROOT / page).parent / file, anchor)
+    ]
+    assert lost == []
+
+
+def _is_there(path: Path, anchor: str) -> bool:
+    return path.exists() and (not anchor or anchor in rules.anchors(path.read_text("utf-8")))
 
 
 def test_lock_holds_plain_pins_of_all_that_the_extras_need():

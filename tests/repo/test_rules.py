@@ -105,3 +105,9 @@ def test_tested_block_is_found_with_its_test_and_body():
         ("c.py", "test_d", False),
     ]
     assert next(rules.tested_blocks(text)) == ("test_b", "ls\n")
+
+
+def test_links_and_anchors_are_those_outside_of_code_blocks():
+    text = "# On a `GPU`, or two\n```sh\n# not this [x](y)\n```\n[a](b.md#c-d) [e](#f) [g](https://h)\n"
+    assert rules.links(text) == [("b.md", "c-d"), ("", "f")]
+    assert rules.anchors(text) == {"on-a-gpu-or-two"}
