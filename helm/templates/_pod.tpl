@@ -68,7 +68,7 @@
 
 {{/* Requests and limits of GPUs are equal by definition; the API server copies limits to requests. */}}
 {{- define "minisgl.resources" -}}
-{{- $resources := deepCopy .Values.resources -}}
+{{- $resources := deepCopy (.Values.resources | default dict) -}}
 {{- with include "minisgl.gpuCount" . -}}
 {{- $limits := merge (dict $.Values.gpu.resourceName (int .)) ($resources.limits | default dict) -}}
 {{- $_ := set $resources "limits" $limits -}}

@@ -29,6 +29,9 @@ single value may be is in values.schema.json.
 {{- if and $model.id .Values.huggingface.offline (not .Values.cache.enabled) (not .Values.initContainers) -}}
 {{- fail "huggingface.offline is true, but each pod starts with an empty cache: set cache.enabled with a filled cache.existingClaim, or use model.existingClaim." -}}
 {{- end -}}
+{{- if and .Values.cache.existingClaim (not .Values.cache.enabled) -}}
+{{- fail "cache.existingClaim is set, but cache.enabled is false, so each pod would have an empty cache of its own: set cache.enabled=true." -}}
+{{- end -}}
 {{- if and .Values.huggingface.existingSecret .Values.huggingface.token -}}
 {{- fail "huggingface.existingSecret and huggingface.token are both set: keep existingSecret and remove token." -}}
 {{- end -}}
@@ -45,8 +48,10 @@ single value may be is in values.schema.json.
 {{- fail (printf "gpu.count is %d, but tensorParallelSize is %d and each rank needs a GPU of its own: leave gpu.count null." (int .) $size) -}}
 {{- end -}}
 {{- end -}}
-{{- if hasKey (.Values.resources.limits | default dict) ($gpu.resourceName | default "nvidia.com/gpu") -}}
-{{- fail "resources.limits names GPUs, which tensorParallelSize gives: remove it there, or set gpu.count." -}}
+{{- range $part := list "limits" "requests" -}}
+{{- if hasKey (get ($.Values.resources | default dict) $part | default dict) ($gpu.resourceName | default "nvidia.com/gpu") -}}
+{{- fail (printf "resources.%s names GPUs, which tensorParallelSize gives: remove it there, or set gpu.count." $part) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $gpu.enabled (not $gpu.resourceName) (not .Values.resourceClaims) -}}
 {{- fail "gpu.resourceName is empty and there are no resourceClaims, so the pod would get no GPU: set one of the two, or gpu.enabled=false." -}}

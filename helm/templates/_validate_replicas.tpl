@@ -20,6 +20,12 @@
 {{- if and (not (kindIs "invalid" $budget.minAvailable)) (not (kindIs "invalid" $budget.maxUnavailable)) -}}
 {{- fail "podDisruptionBudget.minAvailable and maxUnavailable are both set, and Kubernetes allows one: set the other to null." -}}
 {{- end -}}
+{{- if and (kindIs "invalid" $budget.minAvailable) (kindIs "invalid" $budget.maxUnavailable) -}}
+{{- fail "podDisruptionBudget.minAvailable and maxUnavailable are both null: set one, or podDisruptionBudget.enabled=false." -}}
+{{- end -}}
+{{- if has (toString $budget.maxUnavailable) (list "0" "0%") -}}
+{{- fail "podDisruptionBudget.maxUnavailable is 0, so no node could ever be drained: raise it." -}}
+{{- end -}}
 {{- if or (eq (toString $budget.minAvailable) "100%") (and (gt $most 1) (regexMatch "^[0-9]+$" (toString $budget.minAvailable)) (ge (int $budget.minAvailable) $most)) -}}
 {{- fail "podDisruptionBudget.minAvailable is all pods, so no node could ever be drained: lower it, or use maxUnavailable." -}}
 {{- end -}}
@@ -41,8 +47,9 @@
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.enabled is true without a Gateway: set httpRoute.parentRefs." -}}
 {{- end -}}
+{{- $labels := include "minisgl.merged" (list .Values.podLabels .Values.commonLabels) | fromYaml -}}
 {{- range $name := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "llm-d.ai/engine-type" -}}
-{{- if or (hasKey $.Values.podLabels $name) (hasKey $.Values.commonLabels $name) -}}
+{{- if hasKey $labels $name -}}
 {{- fail (printf "podLabels or commonLabels set %s, which is the chart's own: remove it there." $name) -}}
 {{- end -}}
 {{- end -}}

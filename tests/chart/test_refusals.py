@@ -8,7 +8,7 @@ import yaml
 
 from tests.chart.conftest import CI_FILES
 from tests.chart.helm import CHART, ChartError
-from tools.chart.schema import documented_keys, undocumented, write_schema
+from tools.chart.schema import OPEN, documented_keys, undocumented, write_schema
 
 VALUES = (CHART / "values.yaml").read_text()
 DIGEST = "sha256:1"
@@ -37,6 +37,10 @@ CONTRADICTIONS = {
     ),
     "GPUs among the limits": (
         {"resources": {"limits": {"nvidia.com/gpu": 2}}},
+        "which tensorParallelSize gives: remove it there",
+    ),
+    "GPUs among the requests": (
+        {"resources": {"requests": {"nvidia.com/gpu": 2}}},
         "which tensorParallelSize gives: remove it there",
     ),
     "no GPU at all": ({"gpu": {"resourceName": ""}}, "set one of the two, or gpu.enabled=false"),
@@ -77,6 +81,12 @@ CONTRADICTIONS = {
         {"podDisruptionBudget": {"minAvailable": 2, "maxUnavailable": None}, "replicas": 2},
         "no node could ever be drained",
     ),
+    "no pod may be away": (
+        {"podDisruptionBudget": {"maxUnavailable": "0%"}, "replicas": 2},
+        "no node could ever be drained",
+    ),
+    "no budget": ({"podDisruptionBudget": {"maxUnavailable": None}}, "are both null"),
+    "claim without the cache": ({"cache": {"existingClaim": "c"}}, "set cache.enabled=true"),
     "two monitors": (
         {"metrics": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}},
         "every sample would count twice",
@@ -98,9 +108,9 @@ def test_contradiction_is_refused_with_its_remedy(render, values, sentence):
 
 
 def test_every_refusal_in_the_templates_is_tested():
-    """A sentence without a case here is a gap; two of them have two cases."""
+    """A sentence without a case here is a gap; three of them have two cases."""
     texts = [path.read_text() for path in (CHART / "templates").glob("_*.tpl")]
-    assert sum(text.count("{{- fail ") for text in texts) == len(CONTRADICTIONS) - 2
+    assert sum(text.count("{{- fail ") for text in texts) == len(CONTRADICTIONS) - 3
 
 
 @pytest.mark.parametrize(
@@ -131,12 +141,20 @@ def test_schema_refuses(render, values):
         {"strategy": {"maxSurge": "25%", "maxUnavailable": 0}},
         {"resources": {"requests": {"cpu": 4, "memory": "1Gi"}}},
         {"server": {"maxSeqLen": 1048576}},
-        {"nodeSelector": None},
     ],
     ids=str,
 )
 def test_schema_accepts(render, values):
     assert render(values)
+
+
+def test_null_empties_a_list_or_map(render):
+    """`resources:` with every line below it commented out is null."""
+    defaults = yaml.safe_load(VALUES)
+    names = [name for name, value in defaults.items() if name in OPEN or value in ([], {})]
+    assert len(names) > 15
+    for name in (*names, "tolerations"):
+        assert render({name: None}), name
 
 
 def test_large_numbers_stay_plain(helm):
