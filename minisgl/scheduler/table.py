@@ -72,7 +72,7 @@ class RequestTable:
         self.known[row] = self.prefill_end[row] = length
         self.computed[row] = computed
         self.limit[row] = req.limit
-        self.stop_from[row] = req.prompt_len + sampling.min_tokens
+        self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.limit)
         self.opened[row] = req.opened
         self.obeys_eos[row] = not sampling.ignore_eos
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)

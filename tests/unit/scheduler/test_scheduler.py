@@ -91,6 +91,8 @@ def test_max_tokens_of_one_req_leave_the_others_alone() -> None:
         pytest.param([1] * 100, {"max_tokens": 200}, "exceed", id="never-fits-context"),
         pytest.param([VOCAB], {}, "outside", id="id-beyond-logit-width"),
         pytest.param([-1], {}, "outside", id="negative-id"),
+        pytest.param([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias", id="bias-beyond-width"),
+        pytest.param([1], {"stop_token_ids": (2**40,)}, "stop_token_ids", id="stop-beyond-width"),
     ],
 )
 def test_a_bad_req_ends_alone(prompt: list[int], sampling: dict[str, object], words: str) -> None:
@@ -320,6 +322,15 @@ def test_stop_token_ids_and_min_tokens() -> None:
     assert harness.answers[uid].tokens == plain[:wanted]
     assert harness.answers[uid].finishes == [FinishReason.STOP]
     assert len(harness.answers[late].tokens) > wanted
+
+
+def test_more_tokens_at_least_than_there_is_room_for() -> None:
+    """The first position where it may stop did not fit into int32: one chat ended the server."""
+    harness = Harness(FakeEngine(32, 4, max_seq_len=24), config())
+    uid = harness.add(prompt_of(6), max_tokens=None, min_tokens=2**40)
+    harness.run()
+    assert harness.answers[uid].finishes == [FinishReason.LENGTH]
+    assert len(harness.answers[uid].tokens) == 18
 
 
 def test_shutdown_ends_every_req_once() -> None:
