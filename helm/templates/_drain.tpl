@@ -5,12 +5,12 @@ fields of the pod come from the same values, so that they cannot drift apart.
   SIGKILL comes terminationGracePeriodSeconds after the deletion of the pod, the preStop hook counts:
 
   |-- preStop --|-- grace: still accepting --|-- running requests end --|-- teardown --|
-                SIGTERM                                                 drain timeout
+                SIGTERM                                                 its drain.timeoutSeconds are over
 */}}
 
 {{- define "minisgl.leastGracePeriod" -}}
 {{- $drain := .Values.drain -}}
-{{- add $drain.preStopSleepSeconds $drain.graceSeconds $drain.timeoutSeconds $drain.teardownSeconds -}}
+{{- add $drain.preStopSleepSeconds $drain.timeoutSeconds $drain.teardownSeconds -}}
 {{- end -}}
 
 {{- define "minisgl.terminationGracePeriodSeconds" -}}
@@ -20,7 +20,7 @@ fields of the pod come from the same values, so that they cannot drift apart.
 {{- $least -}}
 {{- else -}}
 {{- if lt (int $given) $least -}}
-{{- fail (printf "terminationGracePeriodSeconds is %d, but preStop, grace, drain and teardown take up to %d: leave it null, or lower drain.*Seconds." (int $given) $least) -}}
+{{- fail (printf "terminationGracePeriodSeconds is %d, but preStop, drain and teardown take up to %d: leave it null, or lower drain.*Seconds." (int $given) $least) -}}
 {{- end -}}
 {{- int $given -}}
 {{- end -}}

@@ -48,7 +48,7 @@ CONTRADICTIONS = {
     "port by flag": ({"extraArgs": ["--port", "80"]}, "set service.port instead"),
     "short grace period": (
         {"terminationGracePeriodSeconds": 30},
-        "is 30, but preStop, grace, drain and teardown take up to 95",
+        "is 30, but preStop, drain and teardown take up to 90",
     ),
     "grace over drain": (
         {"drain": {"graceSeconds": 60, "timeoutSeconds": 60}},
