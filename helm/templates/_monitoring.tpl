@@ -7,3 +7,22 @@ annotations:
   summary: {{ .summary | quote }}
   runbook_url: {{ printf "%s#%s" .root.Values.prometheusRule.runbookURL (lower .name) | quote }}
 {{- end -}}
+
+{{/* The endpoint of a monitor. Takes metrics.podMonitor or metrics.serviceMonitor. */}}
+{{- define "minisgl.scrape" -}}
+port: http
+path: /metrics
+interval: {{ .interval }}
+honorLabels: {{ .honorLabels }}
+{{- with .scrapeTimeout }}
+scrapeTimeout: {{ . }}
+{{- end }}
+{{- with .relabelings }}
+relabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .metricRelabelings }}
+metricRelabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
