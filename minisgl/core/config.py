@@ -2,6 +2,8 @@
 
 import msgspec
 
+from minisgl.core.errors import ConfigError
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine (all of its tensor-parallel ranks share these values).
@@ -26,6 +28,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dummy_weight: bool = False
     kernel_cache: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError; what depends on the model or the machine is the engine's to refuse."""
+        for name in ("tp_size", "max_running_reqs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Policy of the scheduler, as told by flags.toml and server/env.py."""
@@ -35,6 +43,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_type: str = "radix"
     overlap: bool = True
     check_plans: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError."""
+        if self.prefill_budget_tokens < 1:
+            raise ConfigError("prefill_budget_tokens must be at least 1")
+        if self.cache_type not in ("radix", "naive"):
+            raise ConfigError(f"cache_type {self.cache_type!r} is not known; known: radix, naive")
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,11 @@
 """`LLM`: generate and chat without a server. Same scheduler, only input and output replaced."""
 
-import logging
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -24,11 +25,13 @@ from minisgl.llm.workers import LocalWorker, RankWorkers, Worker
 from minisgl.message import wire
 from minisgl.tokenizer import TextStream, TextTokenizer
 
-logger = logging.getLogger(__name__)
-
 Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
 Sampling = SamplingParams | Sequence[SamplingParams] | None
+Stop = str | Sequence[str]
+
+_NO_PROMPT = "a prompt is text or a sequence of token ids"
+_NO_CONVERSATION = "a conversation is a list of messages"
 
 
 class LLM:
@@ -94,6 +97,7 @@ class LLM:
         self.worker: Worker = kind(engine_config, scheduler_config)
         self.facts: ModelFacts = self.worker.facts
         self._next_uid = 1
+        self._running: dict[int, Generation] = {}
         self._closed = False
 
     def default_sampling(self) -> SamplingParams:
@@ -105,16 +109,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling = None,
         *,
-        stop: Sequence[str] = (),
+        stop: Stop = (),
         progress: bool = True,
     ) -> Completion | list[Completion]:
         """Complete one prompt or many: text, or token ids. One in, one out; many in, a list out.
 
         sampling: one for all, one per prompt, or None for the model's defaults. stop: strings
-        that end a text. Raises InvalidRequest for parameters out of range; an input that cannot
-        be served comes back as a Completion with finish_reason ERROR.
+        that end a text. Raises InvalidRequest for parameters of a wrong type or out of range, and
+        for what is no prompt; an input that cannot be served comes back as a Completion with
+        finish_reason ERROR.
         """
-        one, many = _listed(prompts)
+        one, many = _listed(prompts, (int, np.integer), _NO_PROMPT)
         results = self._run(many, sampling, stop, progress)
         return results[0] if one else results
 
@@ -123,13 +128,12 @@ class LLM:
         conversations: Conversation | Sequence[Conversation],
         sampling: Sampling = None,
         *,
-        stop: Sequence[str] = (),
+        stop: Stop = (),
         progress: bool = True,
         template_options: dict[str, Any] | None = None,
     ) -> Completion | list[Completion]:
         """Answer one conversation (a list of messages) or many, by the model's chat template."""
-        one = bool(conversations) and isinstance(conversations[0], dict)
-        many: list[Any] = [conversations] if one else list(conversations)
+        one, many = _listed(conversations, dict, _NO_CONVERSATION)
         prompts = [self.tokenizer.encode_chat(list(c), template_options) for c in many]
         results = self._run(prompts, sampling, stop, progress)
         return results[0] if one else results
@@ -139,11 +143,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling = None,
         *,
-        stop: Sequence[str] = (),
+        stop: Stop = (),
     ) -> Iterator[Piece]:
         """Like generate, piece by piece as text comes; it is the whole that is to end early, so
         what may become longest begins first. Leaving the loop early aborts the rest."""
-        _, many = _listed(prompts)
+        _, many = _listed(prompts, (int, np.integer), _NO_PROMPT)
         return self._stream(many, sampling, stop)
 
     def close(self) -> None:
@@ -159,7 +163,7 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: Sequence[Prompt], sampling: Sampling, stop: Sequence[str], progress: bool
+        self, prompts: Sequence[Prompt], sampling: Sampling, stop: Stop, progress: bool
     ) -> list[Completion]:
         results: list[Completion | None] = [None] * len(prompts)
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
@@ -174,32 +178,35 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling: Sampling,
-        stop: Sequence[str],
+        stop: Stop,
         whole: bool = False,
     ) -> Iterator[Piece]:
         """whole: nobody looks before the end, so text is made once, when a generation is done."""
         if self._closed:
             raise ConfigError("this LLM is closed")
-        if not all(stop):
-            raise InvalidRequest("stop must hold no empty string", param="stop")
-        running: dict[int, Generation] = {}
-        params = self._params(sampling, len(prompts))
+        if self._running:
+            raise InvalidRequest("one call at a time: a stream has not been read to its end")
+        stops, params = _stop_strings(stop), self._params(sampling, len(prompts))
+        running = self._running
         encode = self.tokenizer.encode_text
         try:
             limits = [math.inf if one.max_tokens is None else one.max_tokens for one in params]
             # the longest first: none is left to run alone at the end
             for index in sorted(range(len(params)), key=lambda i: -limits[i]):
                 prompt, one = prompts[index], params[index]
-                ids = encode(prompt) if isinstance(prompt, str) else list(prompt)
+                ids = _as_ids(encode(prompt) if isinstance(prompt, str) else prompt)
                 uid, self._next_uid = self._next_uid, self._next_uid + 1
-                spec = wire.TextSpec(prompt_tail=ids[-8:], stop=list(stop))
+                spec = wire.TextSpec(
+                    prompt_tail=ids[-8:].tolist(), stop=stops, min_tokens=one.min_tokens
+                )
                 text = TextStream(self.tokenizer.vocabulary, spec)
                 running[uid] = Generation(index, text, whole)
-                self.worker.send(wire.AddReq(uid=uid, token_ids=_as_bytes(ids), sampling=one))
+                self.worker.send(wire.AddReq(uid=uid, token_ids=ids.tobytes(), sampling=one))
             while running:
                 for output in self.worker.step():
                     yield from self._read(output, running)
         finally:
+            self._running = {}
             self.worker.settle(running)
 
     def _read(self, output: wire.StepOutput, running: dict[int, Generation]) -> Iterator[Piece]:
@@ -224,19 +231,45 @@ class LLM:
         params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != count:
             raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts")
-        for one in params:
-            one.validate()
-        return [one.seeded() for one in params]
+        return [_checked(one).seeded() for one in params]
 
 
-def _listed(prompts: Any) -> tuple[bool, list[Prompt]]:
-    """Whether it is one prompt; a list of that one, or of all."""
-    one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-    return one, [prompts] if one else list(prompts)
+def _listed(given: Any, item: Any, wanted: str) -> tuple[bool, list[Any]]:
+    """Whether it is one (a text, or it begins with an `item`); a list of that one, or of all."""
+    some = (Sequence, np.ndarray)
+    listed = isinstance(given, some)
+    one = isinstance(given, str) or (listed and len(given) > 0 and isinstance(given[0], item))
+    many = [given] if one else given
+    if not listed or not all(isinstance(each, some) for each in many):
+        raise InvalidRequest(wanted, param="prompt")
+    return one, list(many)
 
 
-def _as_bytes(ids: Sequence[int]) -> bytes:
+def _as_ids(prompt: Sequence[int]) -> "array[int]":
+    """int32, as AddReq holds them. Raises InvalidRequest."""
     try:
-        return np.array(ids, dtype="<i4").tobytes()
+        return array("i", prompt)
     except OverflowError:
         raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None
+    except (TypeError, ValueError):
+        raise InvalidRequest(_NO_PROMPT, param="prompt") from None
+
+
+def _stop_strings(stop: Any) -> list[str]:
+    """Raises InvalidRequest."""
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
+        raise InvalidRequest("stop must be strings that are not empty", param="stop")
+    return list(stops)
+
+
+def _checked(sampling: Any) -> SamplingParams:
+    """The same with values of the declared types. Raises InvalidRequest."""
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequest("sampling parameters are SamplingParams", param="sampling")
+    try:
+        checked = msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"sampling parameters: {error}", param="sampling") from None
+    checked.validate()
+    return checked

@@ -1,7 +1,9 @@
 """The offline LLM, on the demo model: the server's scheduler with its input and output replaced."""
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 from minisgl.core import ConfigError, FinishReason, InvalidRequest, OutOfMemory, SamplingParams
@@ -146,9 +148,97 @@ def test_wrong_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
         llm.generate([[5], [6]], [GREEDY], progress=False)
     with pytest.raises(InvalidRequest, match="32 bits"):
         llm.generate([2**40], GREEDY, progress=False)
-    with pytest.raises(InvalidRequest, match="empty string"):
-        llm.generate([5], GREEDY, stop=["b", ""], progress=False)
     assert llm.worker.scheduler.idle
+
+
+@pytest.mark.parametrize("prompt", [None, 5, {"a": 1}, [None], [1.5], [[1.5, 2]], [["1"]], [[[1]]]])
+def test_what_is_neither_text_nor_ids_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a prompt is text or a sequence of token ids"):
+        llm.generate(prompt, GREEDY, progress=False)
+    assert llm.worker.scheduler.idle
+
+
+@pytest.mark.parametrize("conversation", [None, 5, {"role": "user"}, [None]])
+def test_what_is_no_list_of_messages_is_refused(llm: LLM, conversation: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a conversation is a list of messages"):
+        llm.chat(conversation, GREEDY, progress=False)
+
+
+def test_ids_may_be_an_array(llm: LLM) -> None:
+    ids = [5, 6, 7]
+    listed = one(llm.generate(ids, GREEDY, progress=False)).token_ids
+    assert one(llm.generate(np.array(ids), GREEDY, progress=False)).token_ids == listed
+    (completion,) = llm.generate([np.array(ids)], GREEDY, progress=False)  # type: ignore[misc]
+    assert completion.token_ids == listed
+
+
+@pytest.mark.parametrize("stop", [["b", ""], "", [5], 5, None])
+def test_stop_must_be_strings(llm: LLM, stop: Any) -> None:
+    with pytest.raises(InvalidRequest, match="stop must"):
+        llm.generate([5], GREEDY, stop=stop, progress=False)
+
+
+def test_stop_strings_do_not_count_before_min_tokens(llm: LLM) -> None:
+    """As on the server."""
+    late = SamplingParams(temperature=0.0, max_tokens=24, min_tokens=20)
+    assert one(llm.chat(SPELL, late, stop="a-n", progress=False)).text.startswith("p-l-a-n")
+
+
+def test_one_stop_string_is_not_taken_for_its_letters(llm: LLM) -> None:
+    found = one(llm.chat(SPELL, GREEDY, stop="a-n", progress=False))
+    assert found.text == "p-l-"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"logit_bias": [5]}, "logit_bias"),
+    ],
+)
+def test_parameters_of_a_wrong_type_are_refused(
+    llm: LLM, given: dict[str, Any], words: str
+) -> None:
+    """2.5 was cut to 2; between processes it ended the ranks."""
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate([5], SamplingParams(**given), progress=False)
+    with pytest.raises(InvalidRequest, match="SamplingParams"):
+        llm.generate([[5]], [given], progress=False)  # type: ignore[list-item]
+
+
+def test_a_list_will_do_for_a_tuple(llm: LLM) -> None:
+    """In the scheduler a list of stop ids and a tuple of EOS ids could not be joined."""
+    listed: Any = [5]
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, min_tokens=2, stop_token_ids=listed)
+    assert one(llm.generate([5], sampling, progress=False)).error is None
+
+
+def test_a_call_beside_an_open_stream_is_refused(llm: LLM) -> None:
+    """It failed with a KeyError, and then the stream waited without end."""
+    endless = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    stream = llm.stream([5, 6], endless)
+    next(stream)
+    with pytest.raises(InvalidRequest, match="one call at a time"):
+        llm.generate([7], GREEDY, progress=False)
+    assert sum(piece.completion is not None for piece in stream) == 1
+    assert one(llm.chat(ADD, GREEDY, progress=False)).text == "42"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 0},
+        {"max_running_reqs": 0},
+        {"prefill_budget_tokens": 0},
+        {"cache_type": "lru"},
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any]) -> None:
+    """They hung (tp), were reported as a bug of ours, or were taken for the default."""
+    (name,) = settings
+    with pytest.raises(ConfigError, match=name):
+        LLM(num_pages=64, **settings)
 
 
 def test_many_prompts_begin_before_all_have_come(llm: LLM) -> None:
