@@ -103,6 +103,18 @@ def broad_excepts(text: str) -> list[Offence]:
     return found
 
 
+def private_attributes(text: str) -> list[Offence]:
+    """Attributes that somebody else keeps for himself; a NamedTuple's methods are no such thing."""
+    return [
+        Offence(node.lineno, ast.unparse(node))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_(?!_)", node.attr)
+        and node.attr not in ("_make", "_replace", "_asdict")
+        and ast.unparse(node.value) not in ("self", "cls")
+    ]
+
+
 def exported(text: str) -> list[str] | None:
     """The names in a module's literal `__all__`, None when it has none."""
     for node in ast.parse(text).body:

@@ -93,6 +93,11 @@ def test_nothing_unpickles_or_evaluates():
     assert offences(rules.unsafe_loads, python_files("minisgl/", "demo/")) == []
 
 
+def test_kernel_libraries_are_used_through_what_they_offer():
+    names = python_files("minisgl/attention/", "minisgl/kernel/", "minisgl/moe/")
+    assert offences(rules.private_attributes, names) == []
+
+
 def test_only_listed_handlers_catch_everything():
     found = {n: len(rules.broad_excepts(read(n) or "")) for n in python_files("minisgl/")}
     listed = {name: len(reasons) for name, reasons in BROAD_EXCEPTS.items()}
