@@ -38,6 +38,16 @@ def make(clone: Path, *words: str) -> str:
     return done.stdout
 
 
+def test_make_clean_leaves_what_a_clone_has(clone):
+    for source in clone.rglob("*.py"):
+        (source.parent / "__pycache__").mkdir(exist_ok=True)
+        (source.parent / "__pycache__" / f"{source.stem}.pyc").touch()
+    make(clone, "clean")
+    status = ["git", "status", "--porcelain", "--ignored"]
+    done = subprocess.run(status, cwd=clone, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
 @pytest.mark.proof
 def test_make_serve_starts_on_a_fresh_clone_and_installs_once(clone):
     install = "python -m pip --disable-pip-version-check install"
