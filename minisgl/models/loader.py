@@ -23,6 +23,8 @@ from minisgl.layers import Placement, Sharded
 logger = logging.getLogger(__name__)
 
 _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
+_STORED_DTYPES = ("F64", "F32", "BF16", "F16")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -65,7 +67,8 @@ def placements_of(model: nn.Module) -> list[Placement]:
 def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
     """Read this rank's part of every tensor into a materialised model, converting to its dtype.
 
-    Raises ConfigError that names a missing, unknown or misshaped tensor, or an unreadable file.
+    Raises ConfigError that names a missing or unknown tensor, one of another shape or type, a head
+    that is not the embedding to which the config ties it, or an unreadable file.
     The progress bar shows on a terminal only; TQDM_DISABLE=1 switches it off there too.
     """
     files, placements = _tensor_files(Path(folder)), placements_of(model)
@@ -88,6 +91,9 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
             for placement, value in _read(path, by_file[path]):
                 _copy(parameters[placement.target], placement, value)
                 bar.update()
+    if _HEAD in files and _HEAD not in expected:
+        (embedding,) = (placement for placement in placements if placement.source == _EMBEDDING)
+        _check_head(files[_HEAD], embedding, parameters[embedding.target])
     logger.info("weights loaded files=%d tensors=%d", len(by_file), len(expected))
 
 
@@ -96,14 +102,30 @@ def _harmless(name: str) -> bool:
 
     An untied model expects lm_head.weight, so it only gets here where the embeddings are tied.
     """
-    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+    return name.endswith("rotary_emb.inv_freq") or name == _HEAD
 
 
 def _copy(parameter: Tensor, placement: Placement, value: Tensor) -> None:
+    _part(parameter, placement, value).copy_(value)
+
+
+def _check_head(path: Path, embedding: Placement, parameter: Tensor) -> None:
+    """A head that is stored beside tied embeddings must be their copy."""
+    for placement, value in _read(path, [embedding._replace(source=_HEAD)]):
+        target = _part(parameter, placement, value)
+        if not torch.equal(target, value.to(target)):
+            raise ConfigError(
+                f"{_HEAD} differs from {_EMBEDDING}, to which tie_word_embeddings in config.json "
+                "ties it: one of the two is wrong"
+            )
+
+
+def _part(parameter: Tensor, placement: Placement, value: Tensor) -> Tensor:
+    """Where in a parameter the value goes."""
     target = parameter.data if placement.expert is None else parameter.data[placement.expert]
     if placement.dim is not None:
         target = target.narrow(placement.dim, placement.offset, value.shape[placement.dim])
-    target.copy_(value)
+    return target
 
 
 def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, Tensor]]:
@@ -119,6 +141,11 @@ def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, 
                 raise ConfigError(
                     f"tensor {placement.source} has shape {list(shape)}, "
                     f"the config asks for {list(placement.shape)}"
+                )
+            if (dtype := view.get_dtype()) not in _STORED_DTYPES:
+                raise ConfigError(
+                    f"tensor {placement.source} is of type {dtype}, which is not supported; "
+                    f"supported: {', '.join(_STORED_DTYPES)}"
                 )
             if placement.dim is None or placement.begin < placement.end:
                 yield placement, _cut(placement, view)

@@ -147,6 +147,33 @@ def test_misshaped_tensor_is_named(checkpoint: Path) -> None:
         load(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "called"),
+    [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")],
+    ids=str,
+)
+def test_a_tensor_of_a_quantised_type_is_named(
+    checkpoint: Path, dtype: torch.dtype, called: str
+) -> None:
+    """Its scales are elsewhere: copied as numbers it would make a model of noise."""
+    tensors = read(checkpoint)
+    name = "model.layers.0.mlp.up_proj.weight"
+    write(checkpoint, tensors | {name: tensors[name].to(dtype)})
+    with pytest.raises(ConfigError, match=rf"layers\.0\.mlp\.up_proj\.weight is of type {called},"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_head_of_its_own_beside_tied_embeddings_is_named(checkpoint: Path, rank: int) -> None:
+    """transformers 5 computes with it, earlier versions do not. Either rank has a row of it."""
+    tensors = read(checkpoint)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[[3, 100]] += 1
+    write(checkpoint, tensors | {"lm_head.weight": head})
+    with pytest.raises(ConfigError, match=r"lm_head\.weight differs .* tie_word_embeddings"):
+        load(checkpoint, rank, 2)
+
+
 @pytest.mark.parametrize("content", [b"", b"not a safetensors file", b"\xff" * 64])
 def test_corrupt_file_is_named(checkpoint: Path, content: bytes) -> None:
     (checkpoint / "model-2.safetensors").write_bytes(content)
