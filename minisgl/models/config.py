@@ -75,8 +75,8 @@ def model_config_from(
     config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
 ) -> ModelConfig:
     """Check and complete the JSON objects. Raises ConfigError that names what is wrong."""
-    fields = Fields(config)
     family = family_of(config.get("architectures"))
+    fields = Fields({"sliding_window": family.default_window, **config})
     _refuse_unsupported(fields)
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers")
@@ -137,10 +137,10 @@ def _sliding_window(fields: Fields, family: Family) -> int | None:
     layer_types = fields.get("layer_types")
     if isinstance(layer_types, list):
         slides = "sliding_attention" in layer_types
-    elif not family.window_is_optional:
+    elif family.default_window is not None:
         slides = True
     else:
-        first = fields.integer("max_window_layers", 28) if family.window_skips_layers else 0
+        first = fields.number("max_window_layers", 28) if family.window_skips_layers else 0
         has_later = first < fields.integer("num_hidden_layers")
         slides = fields.boolean("use_sliding_window", False) and has_later
     return fields.integer("sliding_window") if slides else None

@@ -5,6 +5,8 @@ from typing import Any
 
 from minisgl.core import ConfigError
 
+_BEYOND_FLOAT32 = 2.0**128
+
 
 class Fields:
     """A view of one JSON object. An absent or null field takes its default, or is an error."""
@@ -26,7 +28,12 @@ class Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._required(key, default)
-        return float(self._checked(key, value, type(value) in (int, float), "a number"))
+        holds = type(value) in (int, float) and abs(value) < _BEYOND_FLOAT32
+        return float(self._checked(key, value, holds, "a number in float32"))
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        return float(self._checked(key, value, value > 0, "positive"))
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         value = self._required(key, default)

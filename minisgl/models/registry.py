@@ -13,7 +13,8 @@ class Family:
     always_qkv_bias       q, k and v have a bias whatever the config says.
     reads_attention_bias  attention_bias switches a bias on q, k, v and the output.
     reads_mlp_bias        mlp_bias switches a bias on the MLP.
-    window_is_optional    use_sliding_window must be true for sliding_window to count.
+    default_window        where there is one, it stands for an absent sliding_window (null: none),
+                          and layers slide without a use_sliding_window that is true.
     window_skips_layers   the first max_window_layers layers never slide.
     moe                   the MLP is a mixture of experts (in its sparse layers).
     """
@@ -22,14 +23,14 @@ class Family:
     always_qkv_bias: bool = False
     reads_attention_bias: bool = False
     reads_mlp_bias: bool = False
-    window_is_optional: bool = True
+    default_window: int | None = None
     window_skips_layers: bool = True
     moe: bool = False
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(reads_attention_bias=True, reads_mlp_bias=True),
-    "MistralForCausalLM": Family(window_is_optional=False),
+    "MistralForCausalLM": Family(default_window=4096),
     "Qwen2ForCausalLM": Family(always_qkv_bias=True),
     "Qwen3ForCausalLM": Family(qk_norm=True, reads_attention_bias=True),
     "Qwen3MoeForCausalLM": Family(

@@ -41,12 +41,12 @@ def _scaling(fields: Fields, max_position: int) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind == "linear":
-        return LinearRope(fields.number("factor"))
+        return LinearRope(fields.positive("factor"))
     if kind == "llama3":
         return Llama3Rope(
-            factor=fields.number("factor"),
-            low_freq_factor=fields.number("low_freq_factor"),
-            high_freq_factor=fields.number("high_freq_factor"),
+            factor=fields.positive("factor"),
+            low_freq_factor=fields.positive("low_freq_factor"),
+            high_freq_factor=fields.positive("high_freq_factor"),
             original_max_position=fields.integer("original_max_position_embeddings", max_position),
         )
     if kind == "yarn":
@@ -56,20 +56,17 @@ def _scaling(fields: Fields, max_position: int) -> RopeScaling | None:
 
 def _yarn(fields: Fields, max_position: int) -> YarnRope:
     original = fields.integer("original_max_position_embeddings", max_position)
-    factor = fields.number("factor", max_position / original)
-    attention_factor = fields.get("attention_factor")
-    if attention_factor is None:
-        mscale, mscale_all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
-        if mscale and mscale_all_dim:
-            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-        else:
-            attention_factor = _mscale(factor, 1.0)
+    factor = fields.positive("factor", max_position / original)
+    mscale, mscale_all_dim = fields.number("mscale", 0.0), fields.number("mscale_all_dim", 0.0)
+    attention_factor = _mscale(factor, 1.0)
+    if mscale and mscale_all_dim:
+        attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
     return YarnRope(
         factor=factor,
-        attention_factor=float(attention_factor),
+        attention_factor=fields.positive("attention_factor", attention_factor),
         original_max_position=original,
-        beta_fast=fields.number("beta_fast", 32.0),
-        beta_slow=fields.number("beta_slow", 1.0),
+        beta_fast=fields.positive("beta_fast", 32.0),
+        beta_slow=fields.positive("beta_slow", 1.0),
         truncate=fields.boolean("truncate", True),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.engine.settings import resolve_max_seq_len
@@ -25,6 +26,9 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 2,
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
 def config(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
@@ -131,6 +135,12 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "rope settings has no factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
         ({"rope_theta": 0}, "rope_theta must be above 1"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number in float32, not nan"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number in float32"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be positive, not 0"),
+        ({"rope_scaling": YARN | {"attention_factor": "x"}}, "attention_factor must be a number"),
+        ({"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast must be positive"),
+        ({"rope_scaling": YARN | {"factor": float("inf")}}, "factor must be a number in float32"),
         ({"dtype": "float64"}, "dtype 'float64'"),
         ({"num_key_value_heads": 3}, "do not divide"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
@@ -155,10 +165,13 @@ SLIDING = {"sliding_window": 128}
     [
         ("MistralForCausalLM", SLIDING, 128),
         ("MistralForCausalLM", {"sliding_window": None}, None),
+        ("MistralForCausalLM", {}, None),
         ("MistralForCausalLM", {"sliding_window": 512}, None),
         ("Qwen2ForCausalLM", SLIDING, None),
         ("Qwen2ForCausalLM", SLIDING | {"use_sliding_window": True}, None),
         ("Qwen2ForCausalLM", SLIDING | {"use_sliding_window": True, "max_window_layers": 1}, 128),
+        ("Qwen2ForCausalLM", SLIDING | {"use_sliding_window": True, "max_window_layers": 0}, 128),
+        ("Qwen2ForCausalLM", SLIDING | {"max_window_layers": 0}, None),
         ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["full_attention"] * 2}, None),
         ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["sliding_attention"] * 2}, 128),
         ("Qwen3MoeForCausalLM", SLIDING | {"use_sliding_window": True}, 128),
@@ -179,6 +192,14 @@ def test_sliding_window_counts_only_where_it_acts(
         assert resolve_max_seq_len(short, model) == 128
 
 
+def test_a_mistral_that_says_nothing_slides_as_transformers_lets_it() -> None:
+    """Its configuration class has a window where the file has none; null is another thing."""
+    default = transformers.MistralConfig().sliding_window
+    assert family("MistralForCausalLM", max_position_embeddings=32768).sliding_window == default
+    said = family("MistralForCausalLM", max_position_embeddings=32768, sliding_window=None)
+    assert said.sliding_window is None
+
+
 def test_eos_ids_of_both_files_are_united() -> None:
     assert config({"eos_token_id": [7, 2, 5]}).eos_token_ids == (2, 5, 7)
     assert config({}, eos_token_id=None).eos_token_ids == ()
@@ -192,6 +213,8 @@ def test_sampling_defaults_come_from_generation_config() -> None:
     greedy = config({"do_sample": False, "temperature": 0.6})
     assert greedy.sampling_defaults == {"temperature": 0.0}
     assert config().sampling_defaults == {}
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_k must be a number"):
+        config({"top_k": float("inf")})
 
 
 def test_files_are_read(tmp_path: Path) -> None:
