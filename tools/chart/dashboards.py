@@ -27,7 +27,6 @@ def _variable(name: str, query: str) -> builders.QueryVariable:
         .sort(dashboard.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
-        .all_value(".*")
         .current(dashboard.VariableOption(text="All", value="$__all"))
     )
 
