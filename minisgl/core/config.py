@@ -30,9 +30,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ConfigError; what depends on the model or the machine is the engine's to refuse."""
-        for name in ("tp_size", "max_running_reqs"):
-            if getattr(self, name) < 1:
+        for name in ("tp_size", "max_running_reqs", "page_size", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1")
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size {self.page_size} is not a power of two")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,16 +85,10 @@ def resolve_num_pages(
     available_bytes: what this rank can give to KV. Never more pages than all rows can fill.
     Raises OutOfMemory when not even one page fits.
     """
-    size = config.page_size
-    if size < 1 or size & (size - 1):
-        raise ConfigError(f"page_size {size} is not a power of two")
     if config.num_pages is not None:
-        if config.num_pages < 1:
-            raise ConfigError(f"num_pages {config.num_pages} is not positive")
         return config.num_pages
-    page_bytes = kv_page_bytes(
-        model.num_layers, size, local_kv_heads(model, comm), model.head_dim, dtype
-    )
+    size, kv_heads = config.page_size, local_kv_heads(model, comm)
+    page_bytes = kv_page_bytes(model.num_layers, size, kv_heads, model.head_dim, dtype)
     useful = config.max_running_reqs * -(-max_seq_len // size)
     pages = comm.agree_min(min(available_bytes // page_bytes, useful))
     if pages < 1:

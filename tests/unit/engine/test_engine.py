@@ -34,8 +34,9 @@ def test_facts_say_what_the_front_end_needs(path: str) -> None:
     [
         ({"max_seq_len": 513}, r"max_seq_len 513 is outside 2\.\.512"),
         ({"max_seq_len": 1}, "max_seq_len 1 is outside"),
-        ({"page_size": 12, "num_pages": None}, "page_size 12 is not a power of two"),
-        ({"num_pages": 0}, "num_pages 0 is not positive"),
+        ({"page_size": 0}, "page_size must be at least 1"),
+        ({"page_size": 12}, "page_size 12 is not a power of two"),
+        ({"num_pages": 0}, "num_pages must be at least 1"),
         ({"dtype": "int8"}, "dtype 'int8' .* supported: auto, float32, bfloat16, float16"),
         ({"device": "tpu"}, "device 'tpu' .* supported: auto, cpu, cuda"),
         ({"attention_backend": "nope"}, "attention backend 'nope'"),
