@@ -125,6 +125,7 @@ def test_every_refusal_in_the_templates_is_tested():
         {"autoscaling": {"minReplicas": 0}},
         {"cache": {"size": "lots"}},
         {"extraEnv": [{"value": "nameless"}]},
+        {"extraEnv": [{"name": "A", "value": 1}]},
         {"server": {"memoryRatio": 1.5}},
     ],
     ids=str,

@@ -29,10 +29,15 @@ _COUNT_OR_SHARE: Json = {
 }
 _DURATION: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))+$"}
 _DURATION_OR_EMPTY: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))*$"}
-_NAMED: Json = {
-    "type": "array",
-    "items": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-}
+_STRING: Json = {"type": "string"}
+
+
+def _list_of(**properties: Json) -> Json:
+    item = {"type": "object", "required": ["name"], "properties": {"name": _STRING, **properties}}
+    return {"type": "array", "items": item}
+
+
+_NAMED: Json = _list_of()
 _OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
 _STRINGS: Json = {"type": "array", "items": {"type": "string", "minLength": 1}}
 _MAP: Json = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -67,7 +72,7 @@ RULES: dict[str, Json] = {
     "drain.timeoutSeconds": _POSITIVE,
     "extraArgs": _STRINGS,
     "extraContainers": _NAMED,
-    "extraEnv": _NAMED,
+    "extraEnv": _list_of(value=_STRING),
     "extraEnvFrom": _OBJECTS,
     "extraObjects": _OBJECTS,
     "extraVolumeMounts": _NAMED,
