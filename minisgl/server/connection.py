@@ -2,9 +2,10 @@
 goodbyes before the end."""
 
 import asyncio
+import re
 from collections.abc import Callable
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.core import InvalidRequest
 from minisgl.server.config import Limits
@@ -12,6 +13,11 @@ from minisgl.server.errors import ErrorReply, HeadTooLarge, error_reply
 
 # Beyond max_connections requests get an answer that says so; this many more can still be heard.
 _SPARE_CONNECTIONS = 128
+# So many requests may wait behind one of their connection before it is no longer read.
+_PIPELINED = 8
+# An offer to speak another protocol, as Java's client makes one (h2c), is not taken; where the
+# parser sees it, it takes the body for that protocol.
+_UPGRADE = re.compile(rb"\r\n[Uu]pgrade:[^\r\n]*")
 KEPT = "kept"  # in a request's state: its connection has brought others before
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
@@ -26,7 +32,7 @@ def limited_protocol(
 
     class LimitedProtocol(HttpToolsProtocol):
         """Counts the bytes of a head, and drops who sends none, or no end of a refused body, in
-        time."""
+        time. While an answer is under way nobody is in a hurry."""
 
         _head_bytes = 0
         _in_head = True
@@ -34,6 +40,7 @@ def limited_protocol(
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self._unanswered: list[RequestResponseCycle] = []
             if len(self.connections) > limits.max_connections + _SPARE_CONNECTIONS:
                 exceeded("max_connections")
                 transport.abort()
@@ -45,17 +52,25 @@ def limited_protocol(
             if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
                 exceeded("read_timeout_s")
             super().connection_lost(exc)
+            for cycle in self._unanswered:  # uvicorn tells the last one only
+                cycle.disconnected = not cycle.response_complete
+                cycle.message_event.set()
 
         def data_received(self, data: bytes) -> None:
-            self._head_bytes += len(data)
-            if self._in_head and self._timer is None:
-                self._start_timer()
-            super().data_received(data)
-            is_large = self._in_head and self._head_bytes > limits.max_head_bytes
-            if is_large and not self.transport.is_closing():
-                exceeded("max_head_bytes")
-                most = limits.max_head_bytes
-                self._refuse(error_reply(HeadTooLarge(f"the head exceeds {most} bytes")))
+            if self._in_head:
+                data = _UPGRADE.sub(b"", data)
+                if self._timer is None and (self.cycle is None or self.cycle.response_complete):
+                    self._start_timer()
+            most = limits.max_head_bytes
+            while data and not self.transport.is_closing():
+                room = most - self._head_bytes if self._in_head else len(data)
+                if not room:
+                    exceeded("max_head_bytes")
+                    self._refuse(error_reply(HeadTooLarge(f"the head exceeds {most} bytes")))
+                    return
+                piece, data = data[:room], data[room:]
+                self._head_bytes += len(piece) if self._in_head else 0
+                super().data_received(piece)
 
         def on_headers_complete(self) -> None:
             self._in_head = False
@@ -64,6 +79,10 @@ def limited_protocol(
             super().on_headers_complete()
             if leaving() and self.cycle is not None:
                 self.cycle.keep_alive = False
+            self._unanswered = [c for c in self._unanswered if not c.response_complete]
+            self._unanswered.append(self.cycle)
+            if 1 < len(self._unanswered) <= _PIPELINED:
+                self.flow.resume_reading()  # or nobody would see that the client leaves
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
@@ -74,8 +93,9 @@ def limited_protocol(
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            # The rest of a refused body may never end; a pipelined request's has not been refused.
-            if not self._in_head and self.cycle.response_complete:
+            # The rest of a refused body may never end, nor a head that has begun meanwhile; a
+            # pipelined request's body has not been refused.
+            if (self._head_bytes or not self._in_head) and self.cycle.response_complete:
                 self._start_timer()
 
         def send_400_response(self, msg: str) -> None:

@@ -112,6 +112,15 @@ def test_endless_head_is_a_431_or_no_http_at_all(keyed: ServerProcess, head: byt
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"]
 
 
+def test_head_over_the_limit_is_refused_though_it_comes_at_once(keyed: ServerProcess) -> None:
+    """Only heads without an end were, so that any fitted which one read of the socket brought."""
+    size, start = 4096, b"GET /livez HTTP/1.1\r\nconnection: close\r\nx: "
+    for length, status in ((size, b"200"), (size + 1, b"431")):
+        with connect(keyed) as connection:
+            connection.sendall(start + b"y" * (length - len(start) - 4) + b"\r\n\r\n")
+            assert received(connection).startswith(b"HTTP/1.1 " + status)
+
+
 @pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"])
 def test_head_that_never_ends_is_given_up(keyed: ServerProcess, before: bytes) -> None:
     """The first one of a connection, or a later one."""
@@ -124,6 +133,49 @@ def test_head_that_never_ends_is_given_up(keyed: ServerProcess, before: bytes) -
         with contextlib.suppress(ConnectionResetError):
             received(connection)
     assert keyed.limits_exceeded()["head_timeout_s"] == count + 1
+
+
+def posted(head: bytes = b"", **body: object) -> bytes:
+    text = json.dumps({"model": "tiny", "prompt": "a", "ignore_eos": True, **body}).encode()
+    head += b"host: x\r\nauthorization: Bearer sesame\r\ncontent-length: %d\r\n\r\n" % len(text)
+    return b"POST /v1/completions HTTP/1.1\r\n" + head + text
+
+
+def test_answer_under_way_outlives_the_time_for_a_next_head(keyed: ServerProcess) -> None:
+    """What came of a next request began the second that it has, and took the answer with it."""
+    with connect(keyed) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(posted(max_tokens=1900, stream=True))
+        data = connection.recv(65536)
+        connection.sendall(b"GET /livez HTTP/1.1\r\nx: y")
+        data += received(connection)
+    assert b"data: [DONE]" in data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_with_a_request_in_waiting_is_seen_to(
+    keyed: ServerProcess, stream: bool
+) -> None:
+    """uvicorn tells the last request of a connection, and reads no more while one waits."""
+    before = keyed.metrics()["requests_total{outcome=abort}"]
+    with connect(keyed) as connection:
+        connection.sendall(posted(max_tokens=1900, stream=stream))
+        wait_for(lambda: keyed.metrics()["requests_running"] == 1, "the request")
+        connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+    wait_for(lambda: keyed.metrics()["requests_running"] == 0, "its end")
+    assert keyed.metrics()["requests_total{outcome=abort}"] == before + 1
+    assert "Traceback" not in keyed.stderr
+
+
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
+def test_offer_of_another_protocol_is_passed_over(keyed: ServerProcess, name: bytes) -> None:
+    """Java's client offers h2c with each first request, and its body was taken for HTTP/2."""
+    offer = name + b": h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\n"
+    head, _, body = posted(offer, max_tokens=2).partition(b"\r\n\r\n")
+    for parts in ((head + b"\r\n\r\n", body), (head + b"\r\n\r\n" + body,)):
+        with connect(keyed) as connection:
+            for part in parts:
+                connection.sendall(part)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 def trickled(connection: socket.socket, path: str, key: str) -> bytes:
