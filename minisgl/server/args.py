@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import ssl
 import subprocess
 import sys
 import tomllib
@@ -22,6 +23,10 @@ from minisgl.utils import near_names
 _SECTIONS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
     {"engine": EngineConfig, "scheduler": SchedulerConfig, "limits": Limits, "server": ServerConfig}
 )
+
+
+# Days, where it is seconds; the kernel has 31 bits for the milliseconds of --read-timeout.
+_HIGHEST: Mapping[type, float] = MappingProxyType({int: math.inf, float: 1e6})
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -82,7 +87,7 @@ def _argument(flag: dict[str, Any]) -> dict[str, Any]:
         return {**argument, "action": "store_true", "default": False}
     if flag["type"] in ("int", "float"):
         kind = int if flag["type"] == "int" else float
-        argument["type"] = _bounded(kind, flag["low"], flag.get("high", math.inf))
+        argument["type"] = _bounded(kind, flag["low"], flag.get("high", _HIGHEST[kind]))
     elif flag["type"] == "power_of_two":
         argument["type"] = _power_of_two
     return {**argument, "metavar": flag["unit"], "nargs": "+" if flag.get("many") else None}
@@ -127,8 +132,10 @@ def resolve(
     settings = read_env(environ)
     if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
-    if options.shell and options.ssl_certfile:
-        raise ConfigError("--shell speaks no HTTPS; leave --ssl-certfile away")
+    if options.ssl_certfile is not None:
+        if options.shell:
+            raise ConfigError("--shell speaks no HTTPS; leave --ssl-certfile away")
+        _check_certificate(options.ssl_certfile, options.ssl_keyfile)
     if options.model is None:
         folder = str(demo_path())
     else:
@@ -160,6 +167,15 @@ def resolve(
         ),
         **given["server"],
     )
+
+
+def _check_certificate(certfile: str, keyfile: str) -> None:
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certfile, keyfile, password="")  # or it would ask the terminal
+    except OSError as error:
+        text = f"{certfile} and {keyfile} are no certificate and its key: {error}"
+        raise ConfigError(text) from None
 
 
 def _served_name(model: str | None) -> str:

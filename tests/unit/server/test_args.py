@@ -55,6 +55,9 @@ def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
         (["--page-size", "12"], "power of two"),
         (["--dtype", "float8"], "invalid choice"),
         (["--memory-ratio", "nan"], "must be a number"),
+        (["--max-wait", "inf"], "at most 1e+06"),
+        (["--read-timeout", "1e10"], "at most 1e+06"),
+        (["--target-step-ms", "inf"], "at most 1e+06"),
         (["--mod", "x"], "unknown argument --mod"),
         (["extra"], "unknown argument extra"),
     ],
@@ -68,6 +71,17 @@ def test_wrong_flag_is_one_line(
     assert caught.value.code == 2
     assert expected in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_certificate_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    """It was a traceback of the API process that named no file."""
+    paths = certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    flags = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    for text in ("", "no PEM"):
+        with pytest.raises(ConfigError, match=f"{certificate} and {key} are no certificate"):
+            config(*flags)
+        for path in paths:
+            path.write_text(text)
 
 
 def test_environment_switches_overlap_off_and_is_checked() -> None:
