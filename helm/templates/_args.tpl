@@ -44,7 +44,8 @@
 {{- end -}}
 
 {{/* HOME and all caches are on the mounts that can be written; the root is read-only. */}}
-{{- define "minisgl.env" -}}
+{{- define "minisgl.ownEnv" -}}
+env:
 {{- range $name, $folder := dict "HOME" "" "HF_HOME" "/huggingface" "XDG_CACHE_HOME" "/xdg" "TRITON_CACHE_DIR" "/triton" "TORCHINDUCTOR_CACHE_DIR" "/inductor" "FLASHINFER_WORKSPACE_BASE" "/flashinfer" "CUDA_CACHE_PATH" "/cuda" }}
 - name: {{ $name }}
   value: /cache{{ $folder }}
@@ -74,7 +75,15 @@
       name: {{ . }}
       key: {{ $.Values.auth.adminSecretKey }}
 {{- end }}
-{{- with .Values.extraEnv }}
-{{ toYaml . }}
-{{- end }}
+{{- end -}}
+
+{{/* extraEnv takes the place of a variable of the same name. */}}
+{{- define "minisgl.env" -}}
+{{- $env := .Values.extraEnv | default list -}}
+{{- $given := list -}}
+{{- range $env -}}{{- $given = append $given .name -}}{{- end -}}
+{{- range (include "minisgl.ownEnv" . | fromYaml).env | reverse -}}
+{{- if not (has .name $given) -}}{{- $env = prepend $env . -}}{{- end -}}
+{{- end -}}
+{{- toYaml $env -}}
 {{- end -}}

@@ -87,6 +87,14 @@ def test_offline_is_said_to_the_hub_library(render):
     assert "HF_HUB_OFFLINE" in env_of(render(offline))
 
 
+def test_a_variable_of_the_user_takes_the_place_of_the_chart_s(render):
+    """Twice in the list it would be merged wrongly by the upgrade that takes one of them away."""
+    given = [{"name": "HF_HOME", "value": "/models"}, {"name": "A", "value": "b"}]
+    environment = container_of(render({"extraEnv": given}))["env"]
+    assert [e for e in environment if e["name"] in ("HF_HOME", "A")] == given
+    assert {e["name"] for e in environment} == {*env_of(render()), "A"}
+
+
 def test_one_pod_has_no_disruption_budget(render):
     assert "PodDisruptionBudget" not in kinds(render())
     assert pick(render({"replicas": 2}), "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
