@@ -68,7 +68,7 @@ def summarise_streams(
         first, end = np.searchsorted(outputs_s, [begin_s, end_s], side="right").tolist()
         gaps.append(np.diff(outputs_s[max(first - 1, 0) : end]))
         contexts.append([len(prompt) + first, len(prompt) + end])
-        ended = stream.output_tokens >= most and outputs_s[-1] < end_s
+        ended = stream.output_tokens >= most and stream.outputs_s[-1] < end_s
         failed += ended or stream.error is not None
     return {
         "streams": len(streams),

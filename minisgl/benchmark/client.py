@@ -106,6 +106,9 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def on_body(self, data: bytes) -> None:
+        if self._parser.get_status_code() != 200:
+            self._pending += data  # the reason, in whatever form
+            return
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":

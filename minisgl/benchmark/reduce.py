@@ -98,6 +98,8 @@ def main(argv: Sequence[str]) -> int:
         "--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 2048, 8192], help="tokens"
     )
     options = parser.parse_args(argv)
+    if torch.cuda.device_count() < options.tp:
+        parser.error(f"needs {options.tp} CUDA devices")
     print(f"{'rows x width':<16}{'engine':>12}{'NCCL + norm':>12}{'NCCL alone':>12}  µs, bfloat16")
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(options.tp, folder, compare, options.width, options.rows)

@@ -130,9 +130,9 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     return *taken, json.loads(reader.communicate()[0].splitlines()[-1])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print events per second and core."""
-    parser = argparse.ArgumentParser(prog="minisgl bench server")
+def main(argv: Sequence[str]) -> int:
+    """Print events per second and core, and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="minisgl bench server", description=__doc__)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
     options = parser.parse_args(argv)
@@ -143,4 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"({cpu_s / events * 1e6:.1f} us of CPU each), {events / wall_s:,.0f}/s by the clock; "
         f"the client's CPU {found['client_cpu_s'] / events * 1e6:.1f} us each"
     )
+    rates = {"events_per_cpu_s": events / cpu_s, "events_per_s": events / wall_s}
+    kept = {name: found[name] for name in ("events", "client_cpu_s")}
+    print(json.dumps({"streams": options.streams, **kept, **rates}))
     return 0

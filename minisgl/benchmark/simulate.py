@@ -45,6 +45,8 @@ def read_cost(text: str) -> StepCost:
         key_ns, pair_ns, *prices = text.split(",")
         points = [(int(tokens), float(ms) / 1e3) for tokens, ms in (p.split(":") for p in prices)]
         tokens, seconds = zip(*points, strict=True)
+        if [*tokens] != sorted({*tokens}) or [*seconds] != sorted(seconds):
+            raise ValueError
         return StepCost(
             tokens=tokens,
             seconds=seconds,
@@ -194,6 +196,7 @@ def main(argv: Sequence[str]) -> int:
     summary: dict[str, Any] = summarise(answers)
     if streams:
         summary["beside"] = summarise_streams(beside, streams, answers)
+        summary["failed"] += summary["beside"]["failed"]
     print(table(summary))
     for name, ratio in (("lru", lru_hit_ratio), ("ideal", ideal_hit_ratio)):
         summary[f"{name}_hit_ratio"] = ratio(load.prompts, engine.num_pages, engine.page_size)

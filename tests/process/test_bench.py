@@ -39,6 +39,16 @@ def test_one_command_starts_a_server_and_measures_it(tmp_path: Path) -> None:
     assert plot.read_text().startswith("<svg")
 
 
+def test_the_api_process_is_measured_alone() -> None:
+    command = [sys.executable, "-m", "minisgl", "bench", "server", "--streams", "4"]
+    done = subprocess.run(
+        [*command, "--tokens", "5"], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["streams"], found["events"]) == (4, 20)
+    assert found["events_per_cpu_s"] > 0
+
+
 def test_a_server_that_does_not_start_is_one_error_with_its_reason() -> None:
     done = bench("--model", str(model_path()), "--", "--page-size", "7")
     assert done.returncode == 2

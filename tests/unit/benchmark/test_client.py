@@ -116,6 +116,8 @@ def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
 def test_errors_are_told() -> None:
     refusal = b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nfull"
     assert ask([refusal])[0][0].error == "HTTP 503: full"
+    page = chunked(b"<html>\n<h1>Bad Gateway</h1>\n</html>\n").replace(b"200", b"502", 1)
+    assert "Bad Gateway" in (ask([page])[0][0].error or ""), "as a proxy says it, in some lines"
     broken = chunked(b'data: {"error":{"message":"it failed"}}\n\n')
     assert ask([broken])[0][0].error == "it failed"
     cut = chunked(STREAM)[:200]

@@ -51,6 +51,15 @@ def test_streams_go_on_smoothly_while_long_prompts_come_in(
     assert 0.206 / found["ttft_s"]["max"] >= 0.54
 
 
+def test_streams_that_end_before_the_load_make_the_run_fail(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The number of such streams could not be written as JSON."""
+    assert main(["--beside", "2", "100", "50", "--rate", "2", "--requests", "4", "--output-tokens", "8", "8"]) == 1
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["failed"], found["beside"]["failed"]) == (2, 2)
+
+
 def test_who_comes_while_others_decode_is_in_the_next_step() -> None:
     """Half a decode step and 2 ms until that begins; when it was queued before, one and a half."""
     late = [(3.0 + 0.0937 * index, 128, 1) for index in range(20)]
@@ -109,7 +118,7 @@ def test_even_steps_change_nothing_where_all_answers_are_equally_long() -> None:
 
 def test_the_cost_is_read_as_it_is_logged() -> None:
     assert str(COST) == str(read_cost(str(COST)))
-    for wrong in ("1,2", "1,2,x:3", "1,2,3", ""):
+    for wrong in ("1,2", "1,2,x:3", "1,2,3", "", "1,2,5:1,3:4", "1,2,3:4,5:1"):
         with pytest.raises(ConfigError, match="is not KEY_NS"):
             read_cost(wrong)
 
