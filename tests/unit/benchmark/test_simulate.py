@@ -55,7 +55,8 @@ def test_streams_that_end_before_the_load_make_the_run_fail(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The number of such streams could not be written as JSON."""
-    assert main(["--beside", "2", "100", "50", "--rate", "2", "--requests", "4", "--output-tokens", "8", "8"]) == 1
+    row = "--beside 2 100 50 --rate 2 --requests 4 --output-tokens 8 8"
+    assert main(row.split()) == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["failed"], found["beside"]["failed"]) == (2, 2)
 
