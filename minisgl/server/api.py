@@ -81,7 +81,7 @@ class ApiServer:
         if self.lifecycle.phase is Phase.LOADING:
             return None
         now_s = time.monotonic()
-        if self.client.open_choices or (self.stats is not None and self.stats.busy):
+        if self.client.awaits_engine or (self.stats is not None and self.stats.busy):
             self._pulse.expect("scheduler", now_s)  # a step, of whatever request
         else:
             self._pulse.satisfied("scheduler")

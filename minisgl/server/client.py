@@ -201,6 +201,11 @@ class EngineClient:
     def open_choices(self) -> int:
         return len(self._choices)
 
+    @property
+    def awaits_engine(self) -> bool:
+        """Some choice has reached the scheduler; others wait for a tokenizer."""
+        return any(choice.submitted for choice in self._choices.values())
+
     def open(self, num_choices: int, request_id: str = "") -> Generation:
         """Admit a call. Raises Overloaded at once when the queue is full, InvalidRequest for a call
         that no queue here can take."""

@@ -5,27 +5,40 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from minisgl.core import WorkerDied
+from minisgl.core import SamplingParams, WorkerDied
 from minisgl.message import Sender, endpoint
 from minisgl.message.wire import AddReq, Ready, Shutdown, ToApi
 from minisgl.server.api import ApiServer
 from minisgl.server.config import ChildSpec
+from minisgl.server.lifecycle import Phase
 from tests.unit.server.fakes import CONFIG, FACTS
 
 
-def api_server(folder: Path) -> ApiServer:
+def api_server(folder: Path, **changed: object) -> ApiServer:
     spec = ChildSpec(
         role="api",
         index=0,
         parent_pid=os.getpid(),
         socket_dir=str(folder),
         reason_fd=-1,
-        config=CONFIG,
+        config=msgspec.structs.replace(CONFIG, **changed),
         url="http://test",
     )
     return ApiServer(spec)
+
+
+def test_scheduler_hangs_only_over_what_it_was_given(tmp_path: Path) -> None:
+    """While a tokenizer had minutes of work, an idle scheduler was taken for one that hangs."""
+    server = api_server(tmp_path, step_timeout_s=1e-9)
+    server.lifecycle.phase = Phase.READY
+    (choice,) = server.client.open(1).choices
+    assert [server.stuck(), server.stuck()] == [False, False]
+    request = AddReq(uid=choice.uid, token_ids=b"", sampling=SamplingParams())
+    server.client.submit(choice, request, 0)
+    assert [server.stuck(), server.stuck()] == [False, True]
 
 
 class _Broken(Exception):
@@ -48,7 +61,7 @@ def test_dead_receiver_ends_the_process(tmp_path: Path) -> None:
             await asyncio.wait_for(server.run(listener), timeout=60)
         generation = server.client.open(1)
         server.client.fail_all(WorkerDied("x"))  # type: ignore[arg-type]
-        assert generation.finished
+        assert generation.finished()
         outbox.close()
 
     asyncio.run(main())
