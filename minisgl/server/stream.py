@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import Cancelled
-from minisgl.server.client import EngineClient, Generation
+from minisgl.server.client import EngineClient, Extras, Generation
 from minisgl.server.errors import error_reply
 from minisgl.server.generate import unless_disconnected
 from minisgl.server.requests import GenerateRequest
@@ -49,8 +49,8 @@ async def events(
                 first = generation
                 text = generation.echo(choice) + text
                 parts.append(shape.first_chunk(choice, generation))
-            if extras is not None:
-                parts.append(shape.rich_chunk(choice, text, extras, first))
+            if extras is not None or (first and request.text.token_ids):
+                parts.append(shape.rich_chunk(choice, text, extras or Extras(), first))
             elif text:
                 parts.append(shape.text_chunk(choice.index, text))
             if choice.error is not None:

@@ -137,6 +137,16 @@ def test_completions_stream_echoes_each_prompt() -> None:
     assert texts == ["ahéllo", "ahéllo", "bhéllo", "bhéllo"]
 
 
+def test_echo_alone_streams_the_prompt_ids_too() -> None:
+    """Nothing but the echo came where no token was asked for; the whole answer had the ids."""
+    body = {"model": "m", "prompt": "a", "echo": True, "max_tokens": 0, "return_token_ids": True}
+    (whole,) = call("POST", "/v1/completions", json=body).json()["choices"]
+    assert (whole["prompt_token_ids"], whole["token_ids"]) == ([1], [])
+    chunks = events(call("POST", "/v1/completions", json={**body, "stream": True}))[:-1]
+    found = [c["choices"][0] for c in chunks if "token_ids" in c["choices"][0]]
+    assert [(c["prompt_token_ids"], c["token_ids"]) for c in found] == [([1], [])]
+
+
 def test_bug_in_a_stream_becomes_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(shape: Shape, choice: object) -> bytes:
         raise ZeroDivisionError("secret")
