@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -257,6 +258,9 @@ class ApiServer:
 def run_api(spec: ChildSpec) -> None:
     """Serve on the inherited socket until drained."""
     assert spec.listen_fd is not None, "the API server has no socket; this is a bug"
+    # Most systems start processes with room for 1,024 files, fewer than --max-connections.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     listener = socket.socket(fileno=spec.listen_fd)
     # Events are small and must leave at once (Nagle); accepted sockets inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,6 +1,9 @@
 """Each limit of docs/api.md is a refusal with its status, at once, and is counted by its name."""
 
+import contextlib
+import resource
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +102,24 @@ def test_answer_that_takes_too_long_is_ended_and_counted(
     assert answer.status_code == (200 if stream else 504)
     assert '"code":"ran_too_long"' in answer.text
     assert small.limits_exceeded()["max_total_s"] == before + 1
+
+
+def test_limit_of_connections_is_not_that_of_files(tiny_model: Path) -> None:
+    """Beyond some thousand of them any more were dropped unanswered, probes too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        with run_server("--model", str(tiny_model), stub="loading") as server:
+            wait_for(lambda: server.status("/livez") == 200, "livez")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            address = httpx.URL(server.url)
+            with contextlib.ExitStack() as stack:
+                for _ in range(100):
+                    idle = socket.create_connection((address.host, address.port))
+                    stack.enter_context(idle)
+                assert server.status("/livez") == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
