@@ -40,6 +40,28 @@ single value may be is in values.schema.json.
 {{- end -}}
 {{- end -}}
 
+{{/* Flags that belong to a value of the chart, by that value. */}}
+{{- define "minisgl.flags" -}}
+model.id: --model --model-path
+model.revision: --revision
+model.servedNames: --served-model-name
+gpu.enabled: --device
+tensorParallelSize: --tensor-parallel-size --tp-size --tp
+server.memoryRatio: --memory-ratio
+server.maxSeqLen: --max-seq-len-override
+server.maxRunningRequests: --max-running-requests
+server.maxQueuedRequests: --max-queued-requests
+server.tokenizers: --num-tokenizer --tokenizer-count
+server.logLevel: --log-level
+server.host: --host
+service.port: --port
+drain.graceSeconds: --drain-grace
+drain.timeoutSeconds: --drain-timeout
+auth.existingSecret: --api-key-file --api-key
+auth.adminSecret: --admin-api-key --admin-api-key-file
+ingress.tls: --ssl-certfile --ssl-keyfile
+{{- end -}}
+
 {{- define "minisgl.validateEngine" -}}
 {{- $size := int .Values.tensorParallelSize -}}
 {{- $gpu := .Values.gpu -}}
@@ -56,11 +78,12 @@ single value may be is in values.schema.json.
 {{- if and $gpu.enabled (not $gpu.resourceName) (not .Values.resourceClaims) -}}
 {{- fail "gpu.resourceName is empty and there are no resourceClaims, so the pod would get no GPU: set one of the two, or gpu.enabled=false." -}}
 {{- end -}}
-{{- $owners := dict "--model" "model.id" "--model-path" "model.id" "--revision" "model.revision" "--served-model-name" "model.servedNames" "--device" "gpu.enabled" "--tensor-parallel-size" "tensorParallelSize" "--tp-size" "tensorParallelSize" "--tp" "tensorParallelSize" "--memory-ratio" "server.memoryRatio" "--max-seq-len-override" "server.maxSeqLen" "--max-running-requests" "server.maxRunningRequests" "--max-queued-requests" "server.maxQueuedRequests" "--num-tokenizer" "server.tokenizers" "--tokenizer-count" "server.tokenizers" "--log-level" "server.logLevel" "--host" "server.host" "--port" "service.port" "--drain-grace" "drain.graceSeconds" "--drain-timeout" "drain.timeoutSeconds" "--api-key-file" "auth.existingSecret" "--api-key" "auth.existingSecret" "--admin-api-key" "auth.adminSecret" "--admin-api-key-file" "auth.adminSecret" "--ssl-certfile" "ingress.tls" "--ssl-keyfile" "ingress.tls" -}}
 {{- range .Values.extraArgs -}}
 {{- $flag := splitList "=" (toString .) | first -}}
-{{- if hasKey $owners $flag -}}
-{{- fail (printf "extraArgs gives %s, which belongs to a value of the chart: set %s instead." $flag (index $owners $flag)) -}}
+{{- range $value, $flags := include "minisgl.flags" $ | fromYaml -}}
+{{- if has $flag (splitList " " $flags) -}}
+{{- fail (printf "extraArgs gives %s, which belongs to a value of the chart: set %s instead." $flag $value) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
