@@ -21,7 +21,7 @@ import msgspec
 
 from minisgl.core import ConfigError
 from minisgl.server.auth import key_hashes
-from minisgl.server.config import CHILD_COMMAND, SERVING_MARKER, ChildSpec, ServerConfig
+from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
 from minisgl.utils import logs_are_json, make_socket_dir, setup_logging, supervise
 
 logger = logging.getLogger(__name__)
@@ -39,18 +39,20 @@ _SAME_SIGNAL_S = 0.2
 def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAND) -> int:
     """Serve until told to stop; the exit code. scheduler_command is replaced by tests only.
 
-    Raises ConfigError when the port cannot be had.
+    Raises ConfigError when the port, or a folder for the sockets, cannot be had.
     """
     setup_logging("launcher", "info", config.log_format)
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
     if shell_key is not None:
         hashes = (*config.api_key_hashes, *key_hashes([shell_key], None))
         config = msgspec.structs.replace(config, api_key_hashes=hashes)
-    listener = _bind(config.host, config.port)
-    socket_dir = make_socket_dir()
+    try:
+        socket_dir = make_socket_dir()
+    except OSError as error:
+        raise ConfigError(f"no folder for the sockets can be made: {error}") from None
     reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        with listener, supervise.Supervisor() as supervisor:
+        with _bind(config.host, config.port) as listener, supervise.Supervisor() as supervisor:
             template = ChildSpec(
                 role="",
                 index=0,
