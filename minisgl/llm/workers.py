@@ -186,7 +186,7 @@ class RankWorkers:
         child = [*killed, *said, *ended][0]
         code = child.process.wait()  # who has said why ends at once
         kind = ConfigError if code == supervise.CONFIG_EXIT else WorkerDied
-        return kind(child.explain(code, reasons))
+        return kind(child.explain(reasons))
 
 
 def _clean_up(children: list[supervise.Child], reasons_fd: int, folder: str) -> None:

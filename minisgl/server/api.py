@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import uvicorn
 
@@ -19,7 +18,7 @@ from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
 from minisgl.message import AsyncReceiver, Sender, endpoint, wire
 from minisgl.server.app import build_app
 from minisgl.server.client import EngineClient
-from minisgl.server.config import SERVING_MARKER, ChildSpec, ServerConfig
+from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.server.connection import limited_protocol
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Pulse
@@ -53,7 +52,6 @@ class ApiServer:
         config = spec.config
         self.config: ServerConfig = config
         directory = spec.socket_dir
-        self._directory = Path(directory)
         self._scheduler: Sender[wire.ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
         tokenizers: list[Sender[wire.ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
@@ -91,8 +89,9 @@ class ApiServer:
     async def run(self, listener: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot go on."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._ask_to_drain, self.config.drain_grace_s)
-        loop.add_signal_handler(signal.SIGINT, self._ask_to_drain, 0.0)
+        # SIGTERM comes from an orchestrator, which needs the grace; Ctrl-C from a person.
+        for number, grace_s in ((signal.SIGTERM, self.config.drain_grace_s), (signal.SIGINT, 0.0)):
+            loop.add_signal_handler(number, self._ask_to_drain, number, grace_s)
         loop.add_signal_handler(signal.SIGUSR1, self._fail_asked.set)
         server = _Server(
             uvicorn.Config(
@@ -168,7 +167,6 @@ class ApiServer:
 
     def _announce(self, facts: ModelFacts) -> None:
         """The one line that says that, and where, minisgl serves."""
-        (self._directory / SERVING_MARKER).touch()  # the launcher looks for it when it stops us
         if self.config.shell:
             return
         line = (
@@ -219,16 +217,16 @@ class ApiServer:
         logger.log(level, "service failed reason=%s", failure)
         self.client.fail_all(EngineFailure("the engine has failed; the service restarts"))
 
-    def _ask_to_drain(self, grace_s: float) -> None:
-        """SIGTERM comes from an orchestrator, which needs the grace; Ctrl-C from a person."""
+    def _ask_to_drain(self, number: signal.Signals, grace_s: float) -> None:
+        if self.lifecycle.phase is Phase.LOADING:  # there is nothing to drain
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self._drain_grace_s = grace_s
         self._drain_asked.set()
 
     async def _drain(self) -> None:
         """Unready at once, accept for a grace, then refuse, finish, and at last end."""
         await self._drain_asked.wait()
-        if self.lifecycle.phase is Phase.LOADING:
-            return
         started_s = time.monotonic()
         self.lifecycle.phase = Phase.GRACE
         logger.info("draining open_requests=%d", self.client.open_generations)

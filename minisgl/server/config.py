@@ -10,7 +10,6 @@ from minisgl.core.sampling import MAX_LOGPROBS
 from minisgl.utils import supervise
 
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.child")  # and a name, and a descriptor
-SERVING_MARKER = "serving"  # file in the socket directory, there once the service was ready
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,8 @@ from minisgl.utils import logs_are_json, make_socket_dir, setup_logging, supervi
 logger = logging.getLogger(__name__)
 
 _FAILED_EXIT = 1
-# Of the API server: drained, or ended by the signal while it was still starting.
+# Of the API server: drained; or ended by the signal while something was still loading, which does
+# not read its Shutdown.
 _STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGINT)
 _SCHEDULER_GRACE_S = 5.0  # to leave by its Shutdown message
 _TERM_GRACE_S = 3.0
@@ -115,7 +116,7 @@ class _Service:
                 self._supervisor.kill(self._supervisor.children)
                 return _FAILED_EXIT
             for event in events:
-                if isinstance(event, supervise.ChildExit):
+                if isinstance(event, supervise.Child):
                     code = self._on_exit(event)
                 else:
                     code = self._on_signal(event)
@@ -145,36 +146,32 @@ class _Service:
         self._supervisor.kill(self._supervisor.children)
         return 128 + number
 
-    def _on_exit(self, event: supervise.ChildExit) -> int | None:
-        child, code = event
+    def _on_exit(self, child: supervise.Child) -> int | None:
         stopping = self._stop_asked_s is not None
         if child is self._shell:
             self._ask_to_stop(signal.SIGINT)
             return None
-        if stopping and child is self._api and code in _STOPPED_EXITS:
+        if stopping and child is self._api and child.exit_code in _STOPPED_EXITS:
             self._stop_rest()
             return 0
-        if stopping and code == 0:
+        if stopping and child.exit_code == 0:
             return None  # a scheduler that has left by its Shutdown
-        return self._fail(event)
+        return self._fail(child)
 
     def _stop_rest(self) -> None:
-        schedulers = [c for c in self._supervisor.running() if c.role.startswith("scheduler")]
-        self._supervisor.join(schedulers, _SCHEDULER_GRACE_S if self._was_serving() else 0.0)
+        if self._api.exit_code == 0:
+            schedulers = [c for c in self._supervisor.running() if c.role.startswith("scheduler")]
+            self._supervisor.join(schedulers, _SCHEDULER_GRACE_S)
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
 
-    def _was_serving(self) -> bool:
-        # A scheduler that is still loading does not read its Shutdown.
-        return os.path.exists(os.path.join(self._template.socket_dir, SERVING_MARKER))
-
-    def _fail(self, event: supervise.ChildExit) -> int:
+    def _fail(self, child: supervise.Child) -> int:
         """One child has ended unasked: say which and why, then end the others."""
-        _say(f"error: {event.child.explain(event.code, supervise.read_reasons(self._reason_fd))}")
-        if event.child is not self._api and self._api.exit_code is None:
+        _say(f"error: {child.explain(supervise.read_reasons(self._reason_fd))}")
+        if child is not self._api and self._api.exit_code is None:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
             self._supervisor.join([self._api], _LAST_WORDS_S)
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
-        return supervise.CONFIG_EXIT if event.code == supervise.CONFIG_EXIT else _FAILED_EXIT
+        return supervise.CONFIG_EXIT if child.exit_code == supervise.CONFIG_EXIT else _FAILED_EXIT
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
-from typing import NamedTuple, Self
+from typing import Self
 
 CONFIG_EXIT = 2  # a ConfigError has been reported; the same code as a wrong command line
 _PR_SET_PDEATHSIG = 1
@@ -77,7 +77,7 @@ def read_reasons(fd: int) -> dict[str, str]:
 
 @dataclass(eq=False, slots=True)
 class Child:
-    """One spawned process; `exit_code` is None while it runs.
+    """One spawned process.
 
     life_fd: our end of the pipe that its life hangs on, -1 where it has none.
     """
@@ -85,18 +85,23 @@ class Child:
     role: str
     process: subprocess.Popen[bytes]
     life_fd: int = -1
-    exit_code: int | None = None
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def explain(self, code: int, reasons: Mapping[str, str]) -> str:
-        """Why it ended with this code: what it wrote itself (read_reasons), or else how."""
+    @property
+    def exit_code(self) -> int | None:
+        """None until it has been reaped; negative: ended by that signal."""
+        return self.process.returncode
+
+    def explain(self, reasons: Mapping[str, str]) -> str:
+        """Why it has ended: what it wrote itself (read_reasons), or else how."""
+        assert self.exit_code is not None, f"{self.role} still runs; this is a bug"
         reason = reasons.get(self.role)
         if reason is None:
-            return f"{self.role} (pid {self.pid}) {describe_exit(code)}"
-        return reason if code == CONFIG_EXIT else f"{self.role}: {reason}"
+            return f"{self.role} (pid {self.pid}) {describe_exit(self.exit_code)}"
+        return reason if self.exit_code == CONFIG_EXIT else f"{self.role}: {reason}"
 
 
 def spawn_child(
@@ -123,13 +128,6 @@ def spawn_child(
     ):
         pipe.write(len(payload).to_bytes(8, "little") + payload)
     return Child(role, process, write_end)
-
-
-class ChildExit(NamedTuple):
-    """A child has ended; negative code: by that signal."""
-
-    child: Child
-    code: int
 
 
 class Supervisor:
@@ -175,9 +173,9 @@ class Supervisor:
         if child.exit_code is None:
             os.kill(child.pid, number)
 
-    def wait(self, timeout_s: float | None) -> list[signal.Signals | ChildExit]:
-        """The next signals and exits; empty after `timeout_s`."""
-        events: list[signal.Signals | ChildExit] = [*self._reap()]
+    def wait(self, timeout_s: float | None) -> list[signal.Signals | Child]:
+        """The next signals, and children that have ended; empty after `timeout_s`."""
+        events: list[signal.Signals | Child] = [*self._reap()]
         if not events and self._selector.select(timeout_s):
             for number in os.read(self._wake_read, 4096):
                 if number != signal.SIGCHLD:
@@ -185,8 +183,8 @@ class Supervisor:
             events += self._reap()
         return events
 
-    def _reap(self) -> list[ChildExit]:
-        exits = []
+    def _reap(self) -> list[Child]:
+        ended = []
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -197,11 +195,11 @@ class Supervisor:
             child = next((c for c in self.running() if c.pid == pid), None)
             if child is None:
                 continue  # an orphan that we inherited as PID 1
-            child.exit_code = child.process.returncode = os.waitstatus_to_exitcode(status)
+            child.process.returncode = os.waitstatus_to_exitcode(status)
             if child.life_fd >= 0:
                 os.close(child.life_fd)
-            exits.append(ChildExit(child, child.exit_code))
-        return exits
+            ended.append(child)
+        return ended
 
     def stop(self, children: Sequence[Child], grace_s: float) -> None:
         """TERM, then KILL what is left after `grace_s`; returns when all of them are reaped."""

@@ -159,20 +159,12 @@ def test_second_signal_ends_at_once(tiny_model: Path) -> None:
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_socket_directory_is_removed(tiny_model: Path, tmp_path: Path) -> None:
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.process.stub_server", "echo"]
-    process = subprocess.Popen(
-        [*command, "--model", str(tiny_model), "--port", "0"],
-        env=environ,
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    with process:
-        wait_for(lambda: list(tmp_path.glob("minisgl-*/serving")), "readiness")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 0
-    assert not list(tmp_path.glob("minisgl-*"))
+def test_socket_directory_is_removed(tiny_model: Path) -> None:
+    with serving(tiny_model) as server:
+        folder = server.socket_folder()
+        server.signal(signal.SIGINT)
+        assert server.wait_exit() == 0
+        assert not folder.exists()
 
 
 def test_sigterm_ends_a_download_at_once() -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from minisgl.utils import near_names
-from minisgl.utils.supervise import ChildExit, Supervisor, describe_exit, spawn_child
+from minisgl.utils.supervise import Child, Supervisor, describe_exit, spawn_child
 
 READ = "import sys, os\nfrom minisgl.utils.supervise import read_payload\nfd = int(sys.argv[-1])\n"
 
@@ -16,10 +16,10 @@ def child(code: str) -> list[str]:
     return [sys.executable, "-c", READ + code]
 
 
-def next_exit(supervisor: Supervisor) -> ChildExit:
+def next_exit(supervisor: Supervisor) -> Child:
     while True:
         for event in supervisor.wait(30):
-            assert isinstance(event, ChildExit)
+            assert isinstance(event, Child)
             return event
 
 
@@ -28,7 +28,8 @@ def test_child_gets_its_payload_and_its_exit_is_seen() -> None:
     with Supervisor() as supervisor:
         code = "sys.exit(7 if read_payload(fd) == b'x' * 200_000 else 1)"
         made = supervisor.adopt(spawn_child("a", child(code), payload))
-        assert next_exit(supervisor) == ChildExit(made, 7)
+        assert next_exit(supervisor) is made
+        assert made.exit_code == 7
         assert supervisor.running() == []
 
 
@@ -41,16 +42,15 @@ def test_idle_threads_of_a_child_sleep_unless_the_user_says_otherwise(
         monkeypatch.setenv("OMP_WAIT_POLICY", given)
     with Supervisor() as supervisor:
         code = f"sys.exit(os.environ['OMP_WAIT_POLICY'] != {found!r})"
-        made = supervisor.adopt(spawn_child("a", child(code), b""))
-        assert next_exit(supervisor) == ChildExit(made, 0)
+        supervisor.adopt(spawn_child("a", child(code), b""))
+        assert next_exit(supervisor).exit_code == 0
 
 
 def test_killed_child_is_reported_by_its_signal() -> None:
     with Supervisor() as supervisor:
         made = supervisor.adopt(spawn_child("a", child("import time; time.sleep(600)"), b""))
         supervisor.send_signal(made, signal.SIGKILL)
-        event = next_exit(supervisor)
-        assert event.code == -signal.SIGKILL
+        assert next_exit(supervisor).exit_code == -signal.SIGKILL
         supervisor.send_signal(made, signal.SIGTERM)  # reaped: nobody else is hit
 
 
