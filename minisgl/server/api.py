@@ -155,15 +155,15 @@ class ApiServer:
 
     def _on_ready(self, message: wire.Ready) -> None:
         self.client.metrics.on_ready(message, self.config.engine.tp_size)
-        is_last = self.lifecycle.on_ready(message)
+        facts = self.lifecycle.on_ready(message)
         still_loading = ",".join(sorted(self.lifecycle.missing)) or "none"
         logger.info("ready role=%s still_loading=%s", message.role, still_loading)
-        if is_last and self.lifecycle.facts is not None:
+        if facts is not None:
             # What lives now lives for good; the collector need not walk it again.
             gc.collect()
             gc.freeze()
             self.client.metrics.on_started("total", process_age_s(os.getppid()))
-            self._announce(self.lifecycle.facts)
+            self._announce(facts)
 
     def _announce(self, facts: ModelFacts) -> None:
         """The one line that says that, and where, minisgl serves."""

@@ -27,7 +27,7 @@ from minisgl.server.requests import RequestReader
 from minisgl.server.routes import admin_routes, token_routes
 from minisgl.server.service import Service
 from minisgl.server.shapes import Shape
-from minisgl.server.stream import EventStream, finished
+from minisgl.server.stream import EventStream
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def _generating(service: Service, reader: RequestReader, path: str, route: str) 
         if call.stream:
             return EventStream(client, call, shape, generation)
         try:
-            ended = asyncio.ensure_future(finished(generation))
+            ended = asyncio.ensure_future(generation.until(generation.finished))
             await unless_disconnected(request.receive, ended)
             return Response(shape.whole(generation), media_type="application/json")
         finally:

@@ -132,11 +132,9 @@ class Generation:
             self.echoes[choice.index * len(self.echoes) // len(self.choices)] if self.echoes else ""
         )
 
-    @property
     def finished(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
 
-    @property
     def opened(self) -> bool:
         return any(choice.opened for choice in self.choices)
 
@@ -164,6 +162,13 @@ class Generation:
         """Wait until some choice has changed since the last call."""
         await self.changed.wait()
         self.changed.clear()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until `is_so`. Raises the first error of any choice."""
+        while not is_so() and self.error is None:
+            await self.news()
+        if self.error is not None:
+            raise self.error
 
 
 class EngineClient:
@@ -248,12 +253,17 @@ class EngineClient:
         return sum([self.end(generation, error) for generation in found])
 
     def end_overdue(self, now_s: float) -> None:
-        """End what has run for longer than max_total_s."""
+        """End what has run for longer than max_total_s, or waited longer than max_wait_s."""
+        limits = self.limits
         for generation in self._generations:
-            if now_s - generation.started_s > self.limits.max_total_s:
-                most = f"the answer took longer than {self.limits.max_total_s:g} s"
+            age_s = now_s - generation.started_s
+            if age_s > limits.max_total_s:
+                most = f"the answer took longer than {limits.max_total_s:g} s"
                 if self.end(generation, RanTooLong(most)):
                     self.metrics.on_limit("max_total_s")
+            elif age_s > limits.max_wait_s and not generation.opened():
+                most = f"the request waited longer than {limits.max_wait_s:g} s"
+                self.end(generation, DeadlineExceeded(most, limit="max_wait_s"))
 
     def submit(self, choice: Choice, request: wire.AddReq, tokens: int) -> None:
         """Hand one choice to the scheduler, unless it has been ended meanwhile.

@@ -38,16 +38,8 @@ async def start(
     must close the generation.
     """
     generation = client.open(request.num_choices, request_id)
-    most_s = client.limits.max_wait_s
     try:
-        async with asyncio.timeout(most_s):
-            await _until_first_output(client, generation, request, facts)
-        if generation.error is not None:
-            raise generation.error
-    except TimeoutError:
-        client.close(generation)
-        waited = f"the request waited longer than {most_s:g} s"
-        raise DeadlineExceeded(waited, limit="max_wait_s") from None
+        await _until_first_output(client, generation, request, facts)
     except BaseException:
         client.close(generation)
         raise
@@ -77,8 +69,7 @@ async def _until_first_output(
             else await client.decode(token_ids, skip_special, generation)
             for (_, prompt), token_ids in zip(request.prompts, prompts, strict=True)
         ]
-    while not generation.opened and generation.error is None:
-        await generation.news()
+    await generation.until(generation.opened)
 
 
 def fit_max_tokens(

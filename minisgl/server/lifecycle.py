@@ -29,14 +29,14 @@ class Lifecycle:
         self.facts: ModelFacts | None = None
         self.phase = Phase.LOADING
 
-    def on_ready(self, message: wire.Ready) -> bool:
-        """True when this was the last one that was missing."""
+    def on_ready(self, message: wire.Ready) -> ModelFacts | None:
+        """The facts of the model when this was the last one that was missing."""
         self.missing.discard(message.role)
         self.facts = message.facts or self.facts
         if self.phase is not Phase.LOADING or self.missing or self.facts is None:
-            return False
+            return None
         self.phase = Phase.READY
-        return True
+        return self.facts
 
     @property
     def leaving(self) -> bool:

@@ -1,4 +1,4 @@
-"""How texts leave: as server-sent events while they come, or collected into one answer."""
+"""How texts leave while they come: as server-sent events."""
 
 import asyncio
 import logging
@@ -22,14 +22,6 @@ _HEADERS = (
     (b"x-accel-buffering", b"no"),  # nginx would otherwise hold events back
 )
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: proxies see traffic, clients see nothing
-
-
-async def finished(generation: Generation) -> None:
-    """Wait until all choices have ended. Raises the first error of any."""
-    while not generation.finished and generation.error is None:
-        await generation.news()
-    if generation.error is not None:
-        raise generation.error
 
 
 async def events(

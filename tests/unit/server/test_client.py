@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Coroutine
 
 import pytest
@@ -20,7 +21,7 @@ from minisgl.server.generate import start, unless_disconnected
 from minisgl.server.params import CHAT, COMPLETIONS
 from minisgl.server.requests import GenerateRequest, RequestReader
 from minisgl.server.shapes import Shape
-from minisgl.server.stream import KEEP_ALIVE, events, finished
+from minisgl.server.stream import KEEP_ALIVE, events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
@@ -55,7 +56,7 @@ def test_answered_request_leaves_nothing() -> None:
         world.update(add.uid, "he")
         generation = await task
         world.update(add.uid, "llo", finish=FinishReason.LENGTH)
-        await finished(generation)
+        await generation.until(generation.finished)
         assert generation.choices[0].take_text() == "hello"
         world.client.close(generation)
         world.client.close(generation)
@@ -343,13 +344,24 @@ def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_never_is() -> None
     assert run(main, max_queued_tokens=4).is_empty
 
 
-def test_request_that_waits_too_long_is_refused() -> None:
+@pytest.mark.parametrize("tokenized", [False, True])
+def test_request_that_waits_too_long_is_refused(tokenized: bool) -> None:
     async def main(world: World) -> None:
-        with pytest.raises(DeadlineExceeded):
-            await start(world.client, request(), FACTS)
+        waiting = asyncio.create_task(start(world.client, request(), FACTS))
+        await settle()
+        if tokenized:
+            world.answer()
+            await settle()
+        world.client.end_overdue(time.monotonic() + 4)
+        await settle()
+        assert not waiting.done()
+        world.client.end_overdue(time.monotonic() + 6)
+        with pytest.raises(DeadlineExceeded) as refused:
+            await waiting
+        assert refused.value.limit == "max_wait_s"
         world.answer()
 
-    assert run(main, max_wait_s=0.01).is_empty
+    assert run(main, max_wait_s=5.0).is_empty
 
 
 def test_request_that_runs_too_long_is_ended_and_aborted() -> None:
