@@ -45,7 +45,7 @@ class _GenerationTag(Extension):
 class ChatTemplate:
     """One compiled template. `max_chars` bounds what a rendering may produce."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], max_chars: int) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], max_chars: float) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )

@@ -3,6 +3,7 @@
 Read are tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class TextTokenizer:
         self.vocabulary = Vocabulary.of(tokenizer)
 
     @classmethod
-    def load(cls, folder: str | Path, max_template_chars: int = 8 * 2**20) -> "TextTokenizer":
+    def load(cls, folder: str | Path, max_template_chars: float = math.inf) -> "TextTokenizer":
         """Read the folder. Raises ConfigError that names the file at fault."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
