@@ -18,7 +18,7 @@ from minisgl.core import FinishReason, ModelFacts, SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable (but for PhaseStats), tagged with its class name, strict."""
+    """Base of all messages: immutable (but for the stats), tagged with its class name, strict."""
 
 
 class TokenizeText(Message, frozen=True, kw_only=True):
@@ -300,10 +300,12 @@ class Alive(Message, frozen=True, kw_only=True):
     role: str
 
 
-class SchedulerStats(Message, frozen=True, kw_only=True):
+class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Gauges and running totals of rank 0, sent every 50 ms while busy and when it becomes idle.
 
-    step_id, busy: progress, from which livez judges a hang. *_total count since the start.
+    step_id, busy: progress, from which livez judges a hang. *_total count since the start; the
+    scheduler counts in one of its own: prompt and cached tokens once per req, when its first token
+    comes out, prefill tokens as they are computed, so those of resumed reqs again.
     phases: by STEP_PHASES, of steps that prefill, decode, or do both (mixed).
     """
 

@@ -1,4 +1,4 @@
-"""Collects what one iteration has to say, and counts what the scheduler has done."""
+"""Collects what one iteration has to say."""
 
 import msgspec
 import numpy as np
@@ -8,22 +8,6 @@ from minisgl.core import Batch, FinishReason, Int32Array, PromptLogprobs, Reques
 from minisgl.message import wire
 from minisgl.scheduler.req import Req
 from minisgl.scheduler.table import RequestTable
-
-
-class Totals(msgspec.Struct):
-    """Counts since the start; the names are those of SchedulerStats.
-
-    prompt and cached tokens count once per req, when its first token comes out. prefill tokens
-    count what was computed, so resumed reqs count again.
-    """
-
-    prompt_tokens_total: int = 0
-    cached_tokens_total: int = 0
-    prefill_tokens_total: int = 0
-    output_tokens_total: int = 0
-    preemptions_total: int = 0
-    overlapped_steps_total: int = 0
-    nonfinite_rows_total: int = 0
 
 
 class OutputBuilder:

@@ -27,7 +27,7 @@ from minisgl.scheduler.intake import accept
 from minisgl.scheduler.io import Inbox
 from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.meter import StepMeter
-from minisgl.scheduler.outputs import OutputBuilder, Totals
+from minisgl.scheduler.outputs import OutputBuilder
 from minisgl.scheduler.planner import Planner
 from minisgl.scheduler.req import Ending, Req, ReqState
 from minisgl.scheduler.results import read_result
@@ -59,9 +59,7 @@ class Scheduler:
     ) -> None:
         """send: takes what came out of an iteration, and never blocks."""
         self._engine = engine
-        self._overlap = config.overlap
-        self._serves = config.target_step_ms is not None  # clients look at single tokens
-        self._check_plans = config.check_plans
+        self._config = config
         self._plan_hash: int | None = None
         self._inbox = inbox
         self._send = send
@@ -81,7 +79,7 @@ class Scheduler:
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         self._launched_step = 0
         self._resolved_step = 0
-        self.totals = Totals()
+        self.totals = wire.SchedulerStats()
         self.stopping = False
 
     @property
@@ -94,7 +92,7 @@ class Scheduler:
         for message in self._inbox.receive(self._spare_s(), self._plan_hash):
             self._apply(message)
         launched = self._launch_next()
-        self.drain_in_flight(keep=1 if self._overlap and launched else 0)
+        self.drain_in_flight(keep=1 if self._config.overlap and launched else 0)
 
     def _spare_s(self) -> float | None:
         """How long a message may be waited for; None when idle. While all others decode, the next
@@ -102,7 +100,7 @@ class Scheduler:
         if self.idle:
             return None
         busy = self.planner.prefilling or self.planner.waiting or not self._in_flight
-        if busy or not self._serves:
+        if busy or self._config.target_step_ms is None:  # nobody looks at single tokens
             return 0.0
         batch, pending = self._in_flight[0]
         left_s = 0.0 if pending.done() else self._meter.left_s(self.planner.decode_s(batch))
@@ -112,14 +110,17 @@ class Scheduler:
         """Read the results of launched steps, but for the last `keep`, and send what came out."""
         while len(self._in_flight) > keep:
             self._resolve(*self._in_flight.popleft())
-        self._flush()
+        output = self._outputs.take(self._resolved_step)
+        if output is not None:
+            self._send(output)
 
     def stats(self) -> wire.SchedulerStats:
         """Gauges and totals as of now."""
         pool, cache = self.memory.pool, self.memory.cache
         running = len(self._reqs) - len(self.planner.waiting)
         free_pages = pool.num_free + pool.num_quarantined
-        return wire.SchedulerStats(
+        return msgspec.structs.replace(
+            self.totals,
             step_id=self._resolved_step,
             busy=not self.idle,
             waiting_reqs=len(self.planner.waiting),
@@ -130,7 +131,6 @@ class Scheduler:
             total_pages=pool.num_pages,
             evicted_pages_total=self.memory.evicted_pages_total,
             phases=self._meter.stats(),
-            **msgspec.structs.asdict(self.totals),
         )
 
     def check_integrity(self) -> None:
@@ -153,6 +153,7 @@ class Scheduler:
                     self._ask_to_leave(req, Ending.ABORT)
 
     def _add(self, message: wire.AddReq) -> None:
+        self._serial += 1
         try:
             if message.uid in self._reqs:
                 raise InvalidRequest(f"uid {message.uid} is in use")
@@ -160,12 +161,11 @@ class Scheduler:
                 message,
                 vocab_size=self._vocab_size,
                 most_tokens=self._most_tokens,
-                serial=self._serial + 1,
+                serial=self._serial,
             )
         except RequestError as error:
             self._outputs.refuse(message, error)
             return
-        self._serial = req.serial
         self._reqs[req.uid] = req
         self.planner.enqueue(req)
 
@@ -212,7 +212,7 @@ class Scheduler:
             self._in_flight.append((plan.batch, pending))
             self._launched_step = plan.batch.step_id
             self.planner.launched(plan.batch)
-            if self._check_plans:
+            if self._config.check_plans:
                 self._plan_hash = plan.batch.plan_hash()
             self.totals.prefill_tokens_total += plan.batch.num_prefill_tokens
         elif not plan.victims and not self._in_flight and self.planner.waiting:
@@ -230,7 +230,11 @@ class Scheduler:
         chunks = self._chunk_reqs(batch)
         outcome = read_result(batch, result, self.table, self._eos)
         self.totals.output_tokens_total += len(outcome.rows)
-        self._open(outcome.rows)
+        for req in chunks:
+            if not req.opened and outcome.ended.get(req.row) is not FinishReason.ERROR:
+                self.totals.prompt_tokens_total += req.prompt_len
+                self.totals.cached_tokens_total += req.cached_tokens
+                self._outputs.open(req)
         self._outputs.tokens(self.table.uid[outcome.rows], outcome.tokens)
         self._outputs.logprobs(batch, result, self.table, outcome.rows)
         for row, reason in outcome.ended.items():
@@ -263,19 +267,9 @@ class Scheduler:
         if req.state in (ReqState.DECODE, ReqState.DRAINING):
             self.memory.publish(req, self.table, int(self.table.prefill_end[req.row]))
 
-    def _open(self, rows: Int32Array) -> None:
-        for row in rows[~self.table.opened[rows]].tolist():
-            req = self.table.reqs[row]
-            assert req is not None, "a live row has a req: this is a bug"
-            self.table.opened[row] = True
-            self.totals.prompt_tokens_total += req.prompt_len
-            self.totals.cached_tokens_total += req.cached_tokens
-            self._outputs.open(req)
-
     def _end_row(self, row: int, reason: FinishReason) -> None:
         """The step's own result ends the req; a step in flight may still contain it (fences)."""
-        req = self.table.reqs[row]
-        assert req is not None, "a live row has a req: this is a bug"
+        req = self.table.req_at(row)
         self.planner.leave(req)
         if reason is FinishReason.ERROR:
             self.totals.nonfinite_rows_total += 1
@@ -289,8 +283,3 @@ class Scheduler:
         req.state = ReqState.FINISHED
         del self._reqs[req.uid]
         self._outputs.finish(req, reason, error)
-
-    def _flush(self) -> None:
-        output = self._outputs.take(self._resolved_step)
-        if output is not None:
-            self._send(output)
