@@ -23,7 +23,7 @@ from minisgl.server.connection import limited_protocol
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Pulse
 from minisgl.server.metrics import Metrics
-from minisgl.utils import logs_are_json, process_age_s
+from minisgl.utils import process_age_s
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class ApiServer:
             f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
             f"KV capacity {facts.kv_capacity_tokens:,} tokens)"
         )
-        if logs_are_json():
+        if self.config.log_format == "json":
             logger.info(line)
             return
         sys.stdout.write(f"{line}\n")

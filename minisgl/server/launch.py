@@ -22,7 +22,7 @@ import msgspec
 from minisgl.core import ConfigError
 from minisgl.server.auth import key_hashes
 from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
-from minisgl.utils import logs_are_json, make_socket_dir, setup_logging, supervise
+from minisgl.utils import make_socket_dir, setup_logging, supervise
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class _Service:
     def start(self, listener: socket.socket, shell_key: str | None) -> None:
         """Start everything; the API server first, so that livez answers while the rest loads."""
         config = self._template.config
-        _say(f"loading {config.served_names[0]} from {config.engine.model_path}")
-        _say(f"listening on {self._template.url} (not ready yet)")
+        self._say(f"loading {config.served_names[0]} from {config.engine.model_path}")
+        self._say(f"listening on {self._template.url} (not ready yet)")
         self._api = self._spawn("api", 0, listener.fileno())
         for rank in range(config.engine.tp_size):
             self._spawn("scheduler", rank)
@@ -112,7 +112,7 @@ class _Service:
         while True:
             events = self._supervisor.wait(self._drain_left_s())
             if not events and self._stop_asked_s is not None:
-                _say("error: the API server did not end by its drain deadline")
+                self._say("error: the API server did not end by its drain deadline")
                 self._supervisor.kill(self._supervisor.children)
                 return _FAILED_EXIT
             for event in events:
@@ -142,7 +142,7 @@ class _Service:
             return None
         if time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
             return None  # a terminal, or `timeout`, signals a process and then its group
-        _say("stopping at once")
+        self._say("stopping at once")
         self._supervisor.kill(self._supervisor.children)
         return 128 + number
 
@@ -166,12 +166,20 @@ class _Service:
 
     def _fail(self, child: supervise.Child) -> int:
         """One child has ended unasked: say which and why, then end the others."""
-        _say(f"error: {child.explain(supervise.read_reasons(self._reason_fd))}")
+        self._say(f"error: {child.explain(supervise.read_reasons(self._reason_fd))}")
         if child is not self._api and self._api.exit_code is None:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
             self._supervisor.join([self._api], _LAST_WORDS_S)
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
         return supervise.CONFIG_EXIT if child.exit_code == supervise.CONFIG_EXIT else _FAILED_EXIT
+
+    def _say(self, text: str) -> None:
+        """To whoever started us; where logs are JSON, as one of them."""
+        if self._template.config.log_format == "json":
+            logger.log(logging.ERROR if text.startswith("error: ") else logging.INFO, text)
+            return
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} minisgl: {text}\n")
+        sys.stderr.flush()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -193,13 +201,3 @@ def _url(listener: socket.socket, scheme: str) -> str:
     """What it listens on; on Linux the shell reaches 0.0.0.0 and [::] too."""
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def _say(text: str) -> None:
-    """To whoever started us; where logs are JSON, as one of them."""
-    if logs_are_json():
-        logger.log(logging.ERROR if text.startswith("error: ") else logging.INFO, text)
-        return
-    stamp = time.strftime("%H:%M:%S")
-    sys.stderr.write(f"{stamp} minisgl: {text}\n")
-    sys.stderr.flush()

@@ -1,13 +1,12 @@
 """Small helpers without a subject of their own, and child processes. Nothing here loads torch."""
 
 from minisgl.utils import supervise
-from minisgl.utils.logging import log_event, logs_are_json, setup_logging
+from minisgl.utils.logging import log_event, setup_logging
 from minisgl.utils.naming import near_names
 from minisgl.utils.process import make_socket_dir, process_age_s
 
 __all__ = [
     "log_event",
-    "logs_are_json",
     "make_socket_dir",
     "near_names",
     "process_age_s",

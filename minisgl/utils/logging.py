@@ -58,11 +58,6 @@ def setup_logging(role: str, level: str, log_format: str = "text") -> None:
     logging.getLogger(__name__).debug("logging set up pid=%d level=%s", os.getpid(), level)
 
 
-def logs_are_json() -> bool:
-    """Whether this process was set up so."""
-    return any(isinstance(handler.formatter, _Json) for handler in logging.getLogger().handlers)
-
-
 def log_event(logger: logging.Logger, level: int, event: str, **fields: object) -> None:
     """A phrase and key=value fields, which JSON logs hold as members."""
     shown = "".join(f" {name}=%({name})s" for name in fields)
