@@ -28,8 +28,7 @@ def build_extras(
     edits = _EditsBuilder(eos_token_ids)
     for index in wanting:
         row, first, end = int(rows[index]), int(start[index]), int(start[index] + lengths[index])
-        req = table.reqs[row]
-        assert req is not None, "a planned row has a req: this is a bug"
+        req = table.req_at(row)
         sampling = req.sampling
         if sampling.prompt_logprobs is not None and first < req.prompt_len - 1:
             prompt_logprobs[index] = sampling.prompt_logprobs

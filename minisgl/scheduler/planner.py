@@ -90,7 +90,7 @@ class Planner:
 
     def decoding(self) -> list[Req]:
         """The decoding reqs, in order."""
-        return [self._req_at(row) for row in self.decode_rows.tolist()]
+        return [self._table.req_at(row) for row in self.decode_rows.tolist()]
 
     def plan(self, step_id: int, in_flight: bool) -> Plan:
         """Choose the next step. in_flight: a result is to come, so memory may free itself."""
@@ -175,7 +175,7 @@ class Planner:
         return DecodeChoice(kept[kept != victim.row], [victim], starved=True)
 
     def _serial_of(self, row: int) -> int:
-        return self._req_at(row).serial
+        return self._table.req_at(row).serial
 
     def _append_pages(self, rows: Int32Array, pages: Int32Array) -> None:
         table = self._table
@@ -357,16 +357,11 @@ class Planner:
         chunk_rows = batch.rows[batch.num_decode :]
         entering = chunk_rows[table.computed[chunk_rows] >= table.prefill_end[chunk_rows]]
         for row in entering.tolist():
-            req = self._req_at(row)
+            req = table.req_at(row)
             self.prefilling.remove(req)
             req.state = ReqState.DECODE
         rows = np.concatenate([self.decode_rows, entering])
         at_limit = table.computed[rows] >= table.limit[rows] - 1
         for row in rows[at_limit].tolist():  # its last token is being sampled
-            self._req_at(row).state = ReqState.DRAINING
+            table.req_at(row).state = ReqState.DRAINING
         self.decode_rows = rows[~at_limit]
-
-    def _req_at(self, row: int) -> Req:
-        req = self._table.reqs[row]
-        assert req is not None, "a launched row has a req: this is a bug"
-        return req

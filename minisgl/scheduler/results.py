@@ -35,9 +35,7 @@ def read_result(
     # where the token is an EOS id or a stop token id that counts for its req
     stops = (tokens[:, None] == eos_token_ids).any(axis=1) & table.obeys_eos[rows]
     for index in np.flatnonzero(table.has_stop_ids[rows]).tolist():
-        req = table.reqs[rows[index]]
-        assert req is not None, "a live row has a req: this is a bug"
-        stops[index] |= int(tokens[index]) in req.sampling.stop_token_ids
+        stops[index] |= int(tokens[index]) in table.req_at(rows[index]).sampling.stop_token_ids
     stops &= position >= table.stop_from[rows]
     at_limit = position + 1 >= table.limit[rows]
     ended = dict.fromkeys(broken.tolist(), FinishReason.ERROR)

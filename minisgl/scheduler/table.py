@@ -38,7 +38,6 @@ class RequestTable:
         self.clean_pages: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.last_step = np.zeros(num_rows, dtype=np.int64)
         self.live = np.zeros(num_rows, dtype=np.bool_)
-        self.opened = np.zeros(num_rows, dtype=np.bool_)
         self.obeys_eos = np.zeros(num_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
         self.has_extras = np.zeros(num_rows, dtype=np.bool_)
@@ -58,6 +57,12 @@ class RequestTable:
         """Rows that can be handed out now."""
         return len(self._free)
 
+    def req_at(self, row: int) -> Req:
+        """The req that `row` belongs to."""
+        req = self.reqs[row]
+        assert req is not None, "a running row has a req: this is a bug"
+        return req
+
     def open_row(self, req: Req, pages: Int32Array, computed: int) -> None:
         """Give `req` a row; `computed` of its tokens are cached in the first of `pages`."""
         row = self._free.pop()
@@ -73,7 +78,6 @@ class RequestTable:
         self.computed[row] = computed
         self.limit[row] = req.limit
         self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.limit)
-        self.opened[row] = req.opened
         self.obeys_eos[row] = not sampling.ignore_eos
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.has_extras[row] = sampling.has_extras
