@@ -14,7 +14,7 @@ else reads them.
 
 A program is one warp, and eight of them share a multiprocessor: none waits for another, and while
 one begins or ends a unit the others read. Large heads or groups do not fit into one warp's
-registers; and with few reqs two or four warps end a unit sooner.
+registers; and with few units two or four warps end one sooner.
 The rows of the matrix unit's tall operand, 16 or more, are the queries of a KV head, each several
 times over where they are few, with the new key and value behind them, which are dropped: scores
 are [H, BLOCK] and the output [H, D]. Bytes: 4 D for each key, head and layer in 16-bit types.
@@ -34,7 +34,7 @@ _BLOCK = 16  # keys: what one instruction of the matrix unit sums over
 _STAGES = 5  # 16 KB of shared memory at head_dim 128
 _LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurements.md)
 _LEAST = 4  # blocks of a program
-_FEW_REQS = 32  # of a step in which a program is to end early, rather than leave room to others
+_FEW_UNITS = 256  # of a step in which a program is to end early, rather than leave room to others
 _SMALL_GROUP = 4  # query heads of a KV head: with more a program's beginning and end are long
 _MOST_ELEMENTS = 2048  # of the queries' tile, and of the output's, for one warp
 _LOG2E = 1.4426950408889634
@@ -329,10 +329,10 @@ def _most_reqs(scratch: DecodeScratch) -> int:
     return max(int(triton.next_power_of_2(len(scratch.first) - 1)), 256)
 
 
-def _warps(fused_reqs: int | None, group: int, head_dim: int) -> int:
-    """Of a program. fused_reqs: of a step that norms and rotates here, not beside prompts."""
-    if fused_reqs is not None and fused_reqs <= _FEW_REQS:
-        return 4 if fused_reqs == 1 and group > _SMALL_GROUP else 2
+def _warps(reqs: int, kv_heads: int, group: int, head_dim: int, fused: bool) -> int:
+    """Of a program. fused: in a step that norms and rotates here, not beside prompts."""
+    if fused and reqs * kv_heads <= _FEW_UNITS:
+        return 4 if reqs == 1 and group > _SMALL_GROUP else 2
     return 1 if max(triton.next_power_of_2(group + 2), 16) * head_dim <= _MOST_ELEMENTS else 2
 
 
@@ -360,7 +360,7 @@ def decode(
     page_size, kv_heads = k_pool.shape[1:3]
     normed = q_weight is not None and k_weight is not None
     group, overlap = q_heads // kv_heads, overlaps()
-    warps = _warps(reqs if cos_sin is not None else None, group, head_dim)
+    warps = _warps(reqs, kv_heads, group, head_dim, fused=cos_sin is not None)
     _decode[(len(scratch.parts) // (2 * warps),)](
         qkv,
         q_weight if normed else qkv,
