@@ -25,7 +25,8 @@ class Tiling(NamedTuple):
     ahead: int
 
 
-FEW_ROWS: Final = 32
+FEW_ROWS: Final = 32  # up to which one tile of rows holds them all
+LOWEST_TILE: Final = 64  # rows of the weight: how many parts a row's squares come in, at most
 _MULTIPROCESSORS: Final = 132
 _MOST_ROWS: Final = 256
 _TILES: Final = (  # and bytes that a program may read beyond 64 rows: with more, cuBLAS wins

@@ -3,10 +3,10 @@
 Here for up to 32 rows; linear_tiles has the kernel for more, and linear and add_linear call either.
 
 The weight is read once, split over K so that all of the chip reads. A program holds BN rows of the
-weight as the tall operand of the matrix unit and BM of x as the narrow one, so few rows waste
-nothing. While the kernel before it ends, it has the beginning of its weights brought into L2. With
-SPLITS > 1 each writes its float32 part to a workspace; the last to arrive at a tile adds the parts
-in order, so results do not change between runs.
+weight as the tall operand of the matrix unit and all rows of x, BM at most, as the narrow one, so
+few rows waste nothing. While the kernel before it ends, it has the beginning of its weights brought
+into L2. With SPLITS > 1 each writes its float32 part to a workspace; the last to arrive at a tile
+adds the parts in order, so results do not change between runs.
 
 A norm in front needs but one factor for each row, which can as well be applied to the result. The
 product that made the row leaves the sum of its squares, by tile, beside it. (Were they summed in
@@ -24,11 +24,9 @@ from torch import Tensor, float32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.tilings import FEW_ROWS, Tiling
+from minisgl.kernel.tilings import FEW_ROWS, LOWEST_TILE, Tiling
 from minisgl.kernel.triton import linear_tiles
 from minisgl.kernel.triton.overlap import overlaps
-
-_LOWEST_TILE = 32  # rows of the weight, of those that leave squares
 
 
 @triton.jit
@@ -78,10 +76,8 @@ def _linear(
     OVERLAP: tl.constexpr,
 ):
     """out has `height` columns. Of one split, what the result needs besides is loaded early."""
-    program = tl.program_id(0)
-    row_tiles = tl.cdiv(num_rows, BM)  # neighbours read the same weights
-    tile = program // row_tiles
-    m = program % row_tiles * BM + tl.arange(0, BM)
+    tile = tl.program_id(0)
+    m = tl.arange(0, BM)
     inside = (m < num_rows)[None, :]
     r = tl.arange(0, BN)
     OUT: tl.constexpr = BN // 2 if GATED else BN
@@ -115,12 +111,12 @@ def _linear(
         v = tl.load(x_at + step * BK, mask=inside, other=0.0)
         total = tl.dot(w, v, total)
     if SPLITS > 1:
-        part = parts + program * (SPLITS * BN * BM) + r[:, None] * BM + tl.arange(0, BM)[None, :]
+        part = parts + tile * (SPLITS * BN * BM) + r[:, None] * BM + m[None, :]
         tl.store(part + tl.program_id(1) * (BN * BM), total)
         tl.debug_barrier()
-        if tl.atomic_add(arrived + program, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
             return
-        tl.store(arrived + program, 0)
+        tl.store(arrived + tile, 0)
         total = tl.load(part, cache_modifier=".cg")
         for other in range(1, SPLITS):
             total += tl.load(part + other * (BN * BM), cache_modifier=".cg")
@@ -200,7 +196,6 @@ def _launch(
         tile = tiling.rows * tiling.height
         parts = x.new_empty((programs, tiling.splits, tile), dtype=float32)
     squares = None if norm is None else norm.squares
-    lowest = _LOWEST_TILE if few else linear_tiles.LOWEST_TILE
     arguments = {
         "bias": out if bias is None else bias,
         "squares": out if squares is None else squares,
@@ -218,7 +213,7 @@ def _launch(
         "BK": tiling.columns,
         "SPLITS": tiling.splits,
         "STAGES": tiling.stages,
-        "SQUARES": 1 if squares is None else triton.next_power_of_2(width // lowest),
+        "SQUARES": 1 if squares is None else triton.next_power_of_2(width // LOWEST_TILE),
         "GATED": gated,
         "ADD": out_squares is not None,
         "BIAS": bias is not None,

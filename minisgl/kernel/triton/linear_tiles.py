@@ -33,7 +33,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.tilings import Tiling
 
-LOWEST_TILE = 64  # rows of the weight, of those that leave squares
 _PAIRED = 8  # rows of the gate, then as many of up
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PAIRED_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
