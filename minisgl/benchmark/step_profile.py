@@ -138,7 +138,7 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
         max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # so that it is padded as in service
         dummy_weight=options.model in SHAPES,
     )
-    engine = Engine(config, comm.tp, comm)
+    engine = Engine(config, comm)
     total = _WARM_UP + _STEPS + _PROFILED
     contexts = contexts_of(options.batch, options.context, options.ragged)
     batches = [decode_batch(engine, contexts, i) for i in range(total)]

@@ -47,7 +47,7 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     with filling(folder, archs, attention_kernels(backend, pool, archs)):
         for run, tp in runs:
             with run:
-                Engine(dry, tp, MetaCommunicator(tp), max_chunk_tokens).warm_up()
+                Engine(dry, MetaCommunicator(tp), max_chunk_tokens).warm_up()
         compile_attention(backend, pool, archs, folder)
     logger.info(
         "kernels compiled folder=%s archs=%s s=%.0f", folder, archs, time.monotonic() - began_s

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl.attention import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
-from minisgl.distributed import Communicator, TPInfo
+from minisgl.distributed import Communicator
 from minisgl.engine import probe
 from minisgl.engine.extras import apply_history, edited, start_logprobs
 from minisgl.engine.graphs import DecodeGraph, DecodeGraphs, graph_sizes
@@ -51,7 +51,7 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, tp: TPInfo, comm: Communicator, max_chunk_tokens: int = 8192
+        self, config: EngineConfig, comm: Communicator, max_chunk_tokens: int = 8192
     ) -> None:
         """Load the model and allocate everything. Raises ConfigError or OutOfMemory.
 
@@ -60,12 +60,12 @@ class Engine:
         self._config = config
         self._comm = comm
         self._model_config = load_model_config(config.model_path)
-        self._device = resolve_device(config, tp)
+        self._device = resolve_device(config, comm.tp)
         self._dtype = resolve_dtype(config, self._model_config, self._device)
         self.max_seq_len = resolve_max_seq_len(config, self._model_config)
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
         self._max_chunk_tokens = max_chunk_tokens
-        self._show_progress = tp.rank == 0
+        self._show_progress = comm.tp.rank == 0
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -74,7 +74,7 @@ class Engine:
                 self._use_kernel_cache(Path(config.kernel_cache))
             torch.cuda.set_device(self._device)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        elif (threads := cpu_threads(tp.size)) is not None:
+        elif (threads := cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
         began_s = time.monotonic()
         with self._on_stream():

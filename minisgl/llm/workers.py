@@ -17,7 +17,7 @@ from minisgl.core import (
     SchedulerConfig,
     WorkerDied,
 )
-from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.message import Receiver, Sender, endpoint, wire
 from minisgl.scheduler import LocalInbox, build_scheduler
@@ -50,7 +50,7 @@ class LocalWorker:
 
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         comm = SingleCommunicator()
-        self._engine = Engine(engine, TPInfo(0, 1), comm, config.prefill_budget_tokens)
+        self._engine = Engine(engine, comm, config.prefill_budget_tokens)
         self._inbox = LocalInbox()
         self._outputs: list[wire.StepOutput] = []
         try:

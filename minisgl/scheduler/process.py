@@ -30,7 +30,7 @@ def run_scheduler(
     inbox = _inbox(tp, socket_dir)
     rendezvous = str(Path(socket_dir) / "rendezvous")
     comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
-    engine = Engine(engine_config, tp, comm, scheduler_config.prefill_budget_tokens)
+    engine = Engine(engine_config, comm, scheduler_config.prefill_budget_tokens)
     api: Sender[wire.Ready | wire.SchedulerStats] = Sender(endpoint(socket_dir, "api"))
     send: Callable[[wire.StepOutput], object] = _say_nothing
     if tp.rank == 0:

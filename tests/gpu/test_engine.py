@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl.core import Batch, EngineConfig, OutOfMemory
-from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.engine.pending import LaunchedStep
 from minisgl.kernel import gumbel_noise
@@ -191,7 +191,7 @@ def test_graphs_take_no_more_than_was_set_aside_for_them(
     path = write_config(tmp_path, "Qwen3ForCausalLM")
     config = EngineConfig(model_path=path, device="cuda", dummy_weight=True, memory_ratio=0.5)
     with caplog.at_level(logging.INFO, "minisgl.engine.engine"):
-        engine = Engine(config, TPInfo(0, 1), SingleCommunicator())
+        engine = Engine(config, SingleCommunicator())
     engine.close()
     predicted, taken = (int(n) for n in re.findall(r"graph_bytes=(\d+)", caplog.text))
     print(f"graph bytes predicted {predicted:,} taken {taken:,}")

@@ -95,7 +95,7 @@ def exact_cpu_engine(folder: str) -> Engine:
 
 def make_engine(folder: str, **settings: Any) -> Engine:
     config = {"model_path": folder, "dummy_weight": True, "max_running_reqs": 6, **settings}
-    return Engine(EngineConfig(**config), SingleCommunicator().tp, SingleCommunicator())
+    return Engine(EngineConfig(**config), SingleCommunicator())
 
 
 def gpu_engine(folder: str, oracle: Engine, case: Case, kind: dict[str, Any]) -> Engine:

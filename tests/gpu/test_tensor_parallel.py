@@ -182,7 +182,7 @@ def prompt_logprobs(comm: Communicator, path: str, tokens: int, device: str) -> 
             cuda_graph_max_bs=largest_graph,
             dummy_weight=True,
         )
-        engine = Engine(config, comm.tp, comm, max_chunk_tokens=2048)
+        engine = Engine(config, comm, max_chunk_tokens=2048)
         batch = probe_batch(engine, 0, Shape(0, tokens, 0))
         assert batch is not None
         ids = np.random.default_rng(0).integers(5, 1000, tokens + 1, dtype=np.int32)

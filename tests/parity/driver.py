@@ -45,7 +45,7 @@ def make_engine(path: str, comm: Communicator | None = None, **overrides: object
         "max_running_reqs": 6,
     }
     comm = comm or SingleCommunicator()
-    return Engine(EngineConfig(**settings | overrides), comm.tp, comm)  # type: ignore[arg-type]
+    return Engine(EngineConfig(**settings | overrides), comm)  # type: ignore[arg-type]
 
 
 def logprobs_of(*work: Work, prompts: bool) -> StepExtras:

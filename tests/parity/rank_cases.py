@@ -96,7 +96,7 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
         max_running_reqs=4,
         **settings,
     )
-    engine = Engine(config, comm.tp, comm)
+    engine = Engine(config, comm)
     totals = {"partial": 0, "mixed": 0}
     source, outbox = LocalInbox(), deque()
     names = [endpoint(str(folder), f"rank-{rank}") for rank in range(1, comm.tp.size)]

@@ -207,6 +207,6 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 def test_close_gives_the_memory_back(path: str) -> None:
     comm = SingleCommunicator()
-    engine = Engine(EngineConfig(model_path=path, num_pages=8), comm.tp, comm)
+    engine = Engine(EngineConfig(model_path=path, num_pages=8), comm)
     engine.close()
     assert not hasattr(engine, "_state")
