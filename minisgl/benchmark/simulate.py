@@ -137,7 +137,7 @@ def simulate(
         send=outbox.append,
         clock=lambda: engine.now_s,
     )
-    scheduler.planner.calibrate(cost)
+    scheduler.planner.cost = cost
     while arrivals.due or not scheduler.idle:
         scheduler.iterate()
         while outbox:

@@ -28,10 +28,9 @@ EVEN_TOKENS = 512  # of a step: larger ones take hardly less for each token (8B)
 
 
 class Chunk(NamedTuple):
-    """`length` prompt tokens of `req`, from position `start`."""
+    """The next `length` prompt tokens of `req`."""
 
     req: Req
-    start: int
     length: int
 
 
@@ -53,6 +52,8 @@ class DecodeChoice(NamedTuple):
 class Planner:
     """The queues and the choice. Owns who is waiting, in prefill and decoding.
 
+    cost  predicts step times; None: nothing is known of them.
+
     I1  A req is in exactly one of: waiting, prefilling, decoding, or on its way out.
     I2  decode_rows holds the rows of the decoding reqs, in order of entering decode.
     I3  unpublished holds the running reqs whose prompt is not in the prefix cache yet.
@@ -70,27 +71,18 @@ class Planner:
         self._eos = eos_token_ids
         self._memory = memory
         self._table = table
-        self._cost: StepCost | None = None
+        self.cost: StepCost | None = None
         self._sizes = step_sizes(config.prefill_budget_tokens + table.num_rows + 1024)
         self.waiting: deque[Req] = deque()
         self.prefilling: list[Req] = []
         self.unpublished: list[Req] = []
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
-        self.preempted_waiting = 0
         self.waiting_tokens = 0
-
-    def calibrate(self, cost: StepCost) -> None:
-        """Use `cost` to predict step times from now on."""
-        self._cost = cost
 
     def decode_s(self, batch: Batch) -> float:
         """Predicted seconds of `batch`: too few where not all in it decode, 0 without prices."""
         keys = int(batch.start.sum())
-        return 0.0 if self._cost is None else self._cost.predict_s(batch.num_reqs, keys, 0)
-
-    def decoding(self) -> list[Req]:
-        """The decoding reqs, in order."""
-        return [self._table.req_at(row) for row in self.decode_rows.tolist()]
+        return 0.0 if self.cost is None else self.cost.predict_s(batch.num_reqs, keys, 0)
 
     def plan(self, step_id: int, in_flight: bool) -> Plan:
         """Choose the next step. in_flight: a result is to come, so memory may free itself."""
@@ -118,24 +110,17 @@ class Planner:
         """Take a waiting req out of the queue."""
         self.waiting.remove(req)
         self.waiting_tokens -= len(req.tokens)
-        self.preempted_waiting -= req.admitted
 
     def requeue(self, req: Req) -> None:
         """A preempted req waits again, before all that never ran."""
         req.state = ReqState.WAITING
         self.waiting.appendleft(req)
         self.waiting_tokens += len(req.tokens)
-        self.preempted_waiting += 1
 
     def published(self, req: Req) -> None:
         """The prompt of `req` is in the prefix cache, or never will be."""
         if req in self.unpublished:
             self.unpublished.remove(req)
-
-    def newest_running(self) -> Req | None:
-        """The running req that arrived last: the one to preempt."""
-        running = [*self.prefilling, *self.decoding()]
-        return max(running, key=lambda req: req.serial, default=None)
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -155,8 +140,9 @@ class Planner:
 
     def _share_out(self, rows: Int32Array, short: Int32Array, in_flight: bool) -> DecodeChoice:
         """Too few pages: the oldest get what there is, the newest running req has to go."""
+        req_at = self._table.req_at
         starved: list[int] = []
-        for row in sorted(short.tolist(), key=self._serial_of):
+        for row in sorted(short.tolist(), key=lambda row: req_at(row).serial):
             page = self._memory.try_allocate(1)
             if page is None:
                 starved.append(row)
@@ -169,13 +155,10 @@ class Planner:
             if not in_flight:
                 raise InvariantBroken("the only running req finds no page; this is a bug")
             return DecodeChoice(kept, [], starved=True)
-        victim = self.newest_running()
-        assert victim is not None, "a starved row belongs to a running req: this is a bug"
+        running = [*self.prefilling, *map(req_at, rows.tolist())]
+        victim = max(running, key=lambda req: req.serial)
         victim.ending = Ending.PREEMPT
         return DecodeChoice(kept[kept != victim.row], [victim], starved=True)
-
-    def _serial_of(self, row: int) -> int:
-        return self._table.req_at(row).serial
 
     def _append_pages(self, rows: Int32Array, pages: Int32Array) -> None:
         table = self._table
@@ -199,7 +182,9 @@ class Planner:
                 if len(deferred) == MAX_DEFERRED:
                     break
                 continue
-            reserve = self._reserve_pages(req)
+            # room for the running reqs: after a preemption one page each, or it would recur
+            crowded = any(each.admitted for each in (req, *deferred))
+            reserve = len(self.decode_rows) + len(self.prefilling) if crowded else 0
             if not self._memory.try_admit(req, match, self._table, reserve):
                 break
             self._admit(self.waiting.popleft())
@@ -226,30 +211,23 @@ class Planner:
 
     def _admit(self, req: Req) -> None:
         self.waiting_tokens -= len(req.tokens)
-        if req.admitted:
-            self.preempted_waiting -= 1
-        else:
+        if not req.admitted:
             req.admitted, req.cached_tokens = True, int(self._table.computed[req.row])
         req.state = ReqState.PREFILL
         self.prefilling.append(req)
         self.unpublished.append(req)
 
     def _take(self, req: Req, budget: int, chunks: list[Chunk]) -> int:
-        start = int(self._table.computed[req.row])
-        length = min(budget, int(self._table.prefill_end[req.row]) - start)
-        chunks.append(Chunk(req, start, length))
+        table = self._table
+        length = min(budget, int(table.prefill_end[req.row] - table.computed[req.row]))
+        chunks.append(Chunk(req, length))
         return length
-
-    def _reserve_pages(self, req: Req) -> int:
-        """Room left to the running reqs: after a preemption one page each, or it would recur."""
-        crowded = req.admitted or self.preempted_waiting > 0
-        return len(self.decode_rows) + len(self.prefilling) if crowded else 0
 
     def _chunk_budget(self, decode_rows: Int32Array) -> int:
         """Prompt tokens of this step: all of the budget, or fewer beside decoding. With a step-time
         target its time is limited; without one only the whole counts, and even steps may win."""
         budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
-        cost = self._cost
+        cost = self.cost
         if not len(decode_rows) or cost is None or not (self.prefilling or self.waiting):
             return budget
         if target_ms is None:
@@ -309,19 +287,21 @@ class Planner:
 
     def _build(self, step_id: int, decode_rows: Int32Array, chunks: list[Chunk]) -> Batch:
         table = self._table
-        rows = np.concatenate(
-            [decode_rows, np.array([chunk.req.row for chunk in chunks], dtype=np.int32)]
-        )
+        n = len(decode_rows)
+        chunk_rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)
+        rows = np.concatenate([decode_rows, chunk_rows])
         start = table.computed[rows]
         lengths = np.ones(len(rows), dtype=np.int32)
-        lengths[len(decode_rows) :] = [chunk.length for chunk in chunks]
-        ids = [table.tokens[c.req.row, c.start : c.start + c.length] for c in chunks]
-        samples = start + lengths >= table.prefill_end[rows]
+        lengths[n:] = [chunk.length for chunk in chunks]
+        ends = start + lengths
+        chunk_parts = zip(rows[n:], start[n:], ends[n:], strict=True)
+        ids = [table.tokens[row, first:end] for row, first, end in chunk_parts]
+        samples = ends >= table.prefill_end[rows]
         extras = build_extras(table, rows, start, lengths, samples, self._eos)
         page_rows, page_cols = self._dirty_entries(rows)
         return Batch(
             step_id=step_id,
-            num_decode=len(decode_rows),
+            num_decode=n,
             rows=rows,
             start=start,
             lengths=lengths,

@@ -64,9 +64,8 @@ def build_scheduler(
     )
     engine.warm_up()
     if config.target_step_ms is not None or facts.device != "cpu":
-        cost = engine.calibrate()
-        scheduler.planner.calibrate(cost)
-        logger.info("step cost calibrated cost=%s", cost)
+        scheduler.planner.cost = engine.calibrate()
+        logger.info("step cost calibrated cost=%s", scheduler.planner.cost)
     return scheduler
 
 

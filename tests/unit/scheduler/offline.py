@@ -60,7 +60,7 @@ def run_offline(
         engine, config, vocab_size=2**31 - 1, eos_token_ids=(), inbox=inbox, send=count
     )
     if even:
-        scheduler.planner.calibrate(COST)
+        scheduler.planner.cost = COST
     for uid, (length, most) in enumerate(sorted(requests, key=lambda request: -request[1])):
         ids = np.full(length, uid, dtype="<i4").tobytes()
         sampling = SamplingParams(max_tokens=most, ignore_eos=True, seed=0)

@@ -27,7 +27,7 @@ def start(
     )
     harness = Harness(engine, config)
     if cost is not None:
-        harness.scheduler.planner.calibrate(cost)
+        harness.scheduler.planner.cost = cost
     for index, (length, most) in enumerate(requests):
         harness.add(prompt_of(length, index), max_tokens=most, ignore_eos=True)
     return harness
@@ -153,7 +153,7 @@ def test_a_preempted_req_counts_what_it_computes_anew() -> None:
     one's pages, then rides along with the first, 609 tokens in two steps."""
     requests = [(600, 300), (600, 40), (600, 80)]
     harness = start(requests, rows=4, num_pages=116, cache_type="naive")
-    while not harness.scheduler.planner.preempted_waiting:
+    while not any(req.admitted for req in harness.scheduler.planner.waiting):
         harness.step()
     harness.engine.batches.clear()
     harness.run()

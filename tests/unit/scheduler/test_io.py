@@ -137,7 +137,7 @@ def test_who_comes_while_others_decode_is_in_the_next_step(
     harness = Harness(engine, config(target_step_ms=target_ms, prefill_budget_tokens=8))
     watched = Watched(harness)
     harness.scheduler._meter.clock = lambda: engine.now_s
-    harness.scheduler.planner.calibrate(linear_cost(0.0119))
+    harness.scheduler.planner.cost = linear_cost(0.0119)
     harness.add([1, 2, 3], max_tokens=40, ignore_eos=True)
     for _ in range(5):
         harness.scheduler.iterate()

@@ -176,7 +176,7 @@ def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
     engine = FakeEngine(512, 4, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
     cost = linear_cost(base_s=0.005)
-    harness.scheduler.planner.calibrate(cost)
+    harness.scheduler.planner.cost = cost
     harness.add(prompt_of(600, 3), max_tokens=8, ignore_eos=True)
     harness.run()
     assert [b.num_prefill_tokens for b in engine.batches[:2]] == [512, 88]
@@ -197,7 +197,7 @@ def mixed_steps(base_s: float, waiting: int, pair_s: float = 0.0) -> list[int]:
     engine = FakeEngine(2048, 4, max_running_reqs=5, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
     cost = linear_cost(base_s, pair_s)
-    harness.scheduler.planner.calibrate(cost)
+    harness.scheduler.planner.cost = cost
     for stream in range(4):
         harness.add(prompt_of(4, stream), max_tokens=200, ignore_eos=True)
     harness.step()

@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 per_decode_key_s=attention_s,
                 per_prefill_pair_s=attention_s,
             )
-            self.harness.scheduler.planner.calibrate(cost)
+            self.harness.scheduler.planner.cost = cost
         self.wanted: dict[int, list[int]] = {}
         self.prompts: list[list[int]] = []
         self.aborted: set[int] = set()
