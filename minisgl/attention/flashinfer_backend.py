@@ -23,6 +23,7 @@ _MIN_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
 _MOST_QUERY_ROWS = 128  # of one block of the fa2 kernels
 _BLOCKS_PER_MULTIPROCESSOR = 2  # for which FlashInfer plans
 _WAVES = 2  # of one block for each req and KV head; with fewer our own decode kernel is faster,
+_MOST_REQS = 176  # though not with more of them, however few their KV heads are;
 _SMALL_GROUP = 2  # and with so few query heads for a KV head always
 _FEW_TOKENS = 128  # fa3 has one block for so many, fa2 also splits their context
 
@@ -118,7 +119,8 @@ class FlashInferAttention:
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         """Of several sizes the largest is to be asked for first: they share buffers."""
         pool, (q_heads, kv_heads) = self._pool, self._shape[:2]
-        if size * kv_heads <= _WAVES * self._blocks or q_heads <= _SMALL_GROUP * kv_heads:
+        few = size <= _MOST_REQS and size * kv_heads <= _WAVES * self._blocks
+        if few or q_heads <= _SMALL_GROUP * kv_heads:
             return BalancedDecode(pool, step, self._scratch_of(step))
         if self._graph_indices is None:
             entries = size * step.page_table.shape[1]
