@@ -136,8 +136,17 @@ def _logit_bias(limits: Limits) -> Check:
 
 
 STREAM_OPTIONS = dict.fromkeys(("include_usage", "include_obfuscation"), checks.boolean)
-TEXT_PROMPT = {"type": "string", "minLength": 1}
-IDS_PROMPT = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def _read_later(param: str, value: Any) -> Any:
+    return value
+
+
+# Prompts have a reader of their own, in `requests`: they depend on the model.
+TEXT_PROMPT = Check(_read_later, {"type": "string", "minLength": 1})
+IDS_PROMPT = Check(
+    _read_later, {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+)
 
 
 class ParamTable:
@@ -179,7 +188,6 @@ class ParamTable:
         }
         plain = {**shared, "max_tokens": checks.integer(0, _INT32), "logprobs": most_logprobs}
         plain["echo"] = checks.boolean
-        # Prompts have a reader of their own, in `requests`: they depend on the model.
         self.offered: dict[str, dict[str, Check]] = {
             CHAT: {
                 **shared,
@@ -190,8 +198,8 @@ class ParamTable:
                 "top_logprobs": most_logprobs,
                 "separate_reasoning": checks.boolean,
             },
-            COMPLETIONS: {**plain, "prompt": Check(as_it_is, _prompt_schema(limits.max_prompts))},
-            GENERATE: {**plain, "input_ids": Check(as_it_is, IDS_PROMPT)},
+            COMPLETIONS: {**plain, "prompt": _prompts(limits.max_prompts)},
+            GENERATE: {**plain, "input_ids": IDS_PROMPT},
         }
 
     def validate(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,12 +249,7 @@ def _kind(value: Any) -> type:
     return float if type(value) is int else type(value)
 
 
-def as_it_is(param: str, value: Any) -> Any:
-    """For what has a reader of its own."""
-    return value
-
-
-def _prompt_schema(max_prompts: int) -> dict[str, Any]:
-    one = [TEXT_PROMPT, IDS_PROMPT]
+def _prompts(max_prompts: int) -> Check:
+    one = [TEXT_PROMPT.schema, IDS_PROMPT.schema]
     many = {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": max_prompts}
-    return {"anyOf": [*one, many]}
+    return Check(_read_later, {"anyOf": [*one, many]})

@@ -11,7 +11,7 @@ from minisgl.core import Cancelled, InvalidRequest, ModelFacts
 from minisgl.server import checks
 from minisgl.server.generate import read_body, unless_disconnected
 from minisgl.server.middleware import answer
-from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable, as_it_is
+from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable
 from minisgl.server.requests import RequestReader, parse_body
 from minisgl.server.service import Service
 
@@ -24,8 +24,7 @@ def tokenize_check(table: ParamTable) -> checks.Check:
     """What /tokenize takes: either prompt or messages, as chat and completions have them."""
     chat = table.offered[CHAT]
     shared = {name: chat[name] for name in ("model", "messages", "chat_template_kwargs")}
-    prompt = checks.Check(as_it_is, TEXT_PROMPT)
-    known = checks.fields({**shared, "prompt": prompt, "add_special_tokens": checks.boolean})
+    known = checks.fields({**shared, "prompt": TEXT_PROMPT, "add_special_tokens": checks.boolean})
     one_of = [
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
         for name in ("prompt", "messages")
@@ -34,8 +33,7 @@ def tokenize_check(table: ParamTable) -> checks.Check:
 
 
 def detokenize_check(table: ParamTable) -> checks.Check:
-    ids = checks.Check(as_it_is, IDS_PROMPT)
-    known = {"model": table.model, "tokens": ids, "skip_special_tokens": checks.boolean}
+    known = {"model": table.model, "tokens": IDS_PROMPT, "skip_special_tokens": checks.boolean}
     return checks.fields(known, required=("tokens",))
 
 
