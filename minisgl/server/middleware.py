@@ -27,20 +27,20 @@ def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = 
 def error_answer(error: BaseException, **headers: str) -> Response:
     """An error as the whole answer, with further headers."""
     reply = error_reply(error)
-    return answer(reply.body, reply.status, {**reply.headers, **headers})
+    return Response(reply.body, reply.status, {**reply.headers, **headers}, "application/json")
 
 
+@dataclass(eq=False, slots=True)
 class Edge:
     """The outermost layer: counts requests and answers, and completes each answer's headers.
 
-    x-request-id is the client's, when it is short and printable, or ours. probes: paths that do
+    x-request-id is the client's, when it is short and printable, or ours. _probes: paths that do
     not count as requests under way.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, probes: frozenset[str]) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._probes = probes
+    _app: ASGIApp
+    _metrics: Metrics
+    _probes: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         request_id = Headers(scope=scope).get("x-request-id", "")
