@@ -116,10 +116,9 @@ def limited_protocol(
         def _refuse(self, reply: ErrorReply) -> None:
             if self.transport.is_closing():
                 return
-            body = reply.json()
             head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            start = head % (reply.status, _REASONS[reply.status], len(body))
-            self.transport.write(start + b"connection: close\r\n\r\n" + body)
+            start = head % (reply.status, _REASONS[reply.status], len(reply.body))
+            self.transport.write(start + b"connection: close\r\n\r\n" + reply.body)
             self.transport.close()
 
     return LimitedProtocol

@@ -1,7 +1,7 @@
 """Errors as clients see them: one table from error class to status, always one nested body."""
 
 import logging
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -104,14 +104,11 @@ def status_table() -> list[tuple[int, str, str]]:
 
 
 class ErrorReply(NamedTuple):
-    """Status, extra headers and body of an error."""
+    """Status, extra headers and body (JSON) of an error."""
 
     status: int
     headers: dict[str, str]
-    body: dict[str, Any]
-
-    def json(self) -> bytes:
-        return msgspec.json.encode(self.body)
+    body: bytes
 
 
 def error_reply(error: BaseException) -> ErrorReply:
@@ -131,4 +128,4 @@ def error_reply(error: BaseException) -> ErrorReply:
         headers["retry-after"] = RETRY_AFTER
     elif kind.status >= 500:
         headers["x-should-retry"] = "false"
-    return ErrorReply(kind.status, headers, {"error": body})
+    return ErrorReply(kind.status, headers, msgspec.json.encode({"error": body}))

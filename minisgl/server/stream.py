@@ -46,7 +46,7 @@ async def events(
             elif text:
                 parts.append(shape.text_chunk(choice.index, text))
             if choice.error is not None:
-                yield b"".join(parts) + sse(error_reply(choice.error).json()) + DONE
+                yield b"".join(parts) + sse(error_reply(choice.error).body) + DONE
                 return
             if choice.finish is not None:
                 parts.append(shape.last_chunk(choice))
@@ -87,7 +87,7 @@ class EventStream:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         # The status line has gone, so the stream itself must say it; uvicorn logs the traceback.
         except Exception as error:
-            body = sse(error_reply(error).json()) + DONE
+            body = sse(error_reply(error).body) + DONE
             await send({"type": "http.response.body", "body": body, "more_body": False})
             raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -59,7 +59,7 @@ def test_any_body_gives_a_request_or_a_4xx(route: str, body: dict[str, Any]) -> 
     except RequestError as error:
         reply = error_reply(error)
         assert 400 <= reply.status < 500
-        assert len(reply.json()) < 2000, "the input is not echoed in full"
+        assert len(reply.body) < 2000, "the input is not echoed in full"
     else:
         request.sampling.validate()
         msgspec.msgpack.encode(request.sampling)
