@@ -24,6 +24,7 @@ from minisgl.engine.pending import LaunchedStep
 from minisgl.engine.pieces import PieceGraphs, piece_sizes
 from minisgl.engine.settings import (
     cpu_threads,
+    memory_of,
     pool_without_memory,
     resolve_device,
     resolve_dtype,
@@ -77,7 +78,7 @@ class Engine:
         elif (threads := cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
         began_s = time.monotonic()
-        with self._on_stream():
+        with memory_of(self._device), self._on_stream():
             free_before = self._free_bytes()
             self._model = build_model(
                 self._model_config,
@@ -219,13 +220,14 @@ class Engine:
     def warm_up(self) -> None:
         """Run every kind of step once, on the dummy page, so that nothing compiles later: with
         graphs, which have run at all sizes, a few; without them steps of all sizes; and the
-        largest, where the number of pages did not follow from it."""
+        largest, where the number of pages did not follow from it. Raises OutOfMemory."""
         dummy_page = self._state.pool.dummy_page
-        probe.warm_up(self, dummy_page)
-        if self._device.type != "cpu" and self._pieces is None:
-            probe.every_size(self, dummy_page, self._max_chunk_tokens)
-        if self._device.type != "cpu" and self._config.num_pages is not None:
-            probe.largest_step(self, dummy_page, self._max_chunk_tokens)
+        with memory_of(self._device):
+            probe.warm_up(self, dummy_page)
+            if self._device.type != "cpu" and self._pieces is None:
+                probe.every_size(self, dummy_page, self._max_chunk_tokens)
+            if self._device.type != "cpu" and self._config.num_pages is not None:
+                probe.largest_step(self, dummy_page, self._max_chunk_tokens)
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:

@@ -1,6 +1,8 @@
 """What an EngineConfig leaves open, decided from model and machine: device, dtype, sizes."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -96,6 +98,18 @@ def resolve_num_pages(
             f"one KV page of {size} tokens takes {page_bytes} bytes, {available_bytes} are left"
         )
     return pages
+
+
+@contextlib.contextmanager
+def memory_of(device: torch.device) -> Iterator[None]:
+    """Around what a start allocates. Raises OutOfMemory where the device has not so much."""
+    try:
+        yield
+    except RuntimeError as error:
+        lacks = isinstance(error, torch.OutOfMemoryError)  # a GPU; a CPU has no class for it
+        if not lacks and "can't allocate memory" not in str(error):
+            raise
+        raise OutOfMemory(f"not enough memory on {device}: {error}") from error
 
 
 def cpu_threads(tp_size: int) -> int | None:

@@ -12,7 +12,7 @@ from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine, resolve_device
 from minisgl.engine.inputs import upload
 from minisgl.engine.probe import Shape, probe_batch
-from minisgl.engine.settings import cpu_threads
+from minisgl.engine.settings import cpu_threads, memory_of
 from tests.parity.driver import Driver, Sampling, Work, logprobs_of, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
 
@@ -185,6 +185,17 @@ def test_upload_keeps_dtypes_and_values() -> None:
     for name, array in arrays.items():
         assert sent[name].dtype == torch.from_numpy(array).dtype
         assert sent[name].tolist() == array.tolist()
+
+
+def test_memory_that_does_not_suffice_is_told_as_that(path: str) -> None:
+    """Not as a bug, with a traceback: whoever starts a server asked for too much."""
+    with pytest.raises(OutOfMemory, match=r"not enough memory on cpu: .* 40960000000004096 bytes"):
+        make_engine(path, num_pages=10**13)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(OutOfMemory, match="not enough memory on cuda:0: CUDA"), memory_of(gpu):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(RuntimeError, match="another matter"), memory_of(gpu):
+        raise RuntimeError("another matter")
 
 
 def test_cpu_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
