@@ -266,6 +266,12 @@ def test_a_label_that_the_chart_has_too_is_the_user_s(render):
     assert pick(objects, "PodMonitor")["metadata"]["labels"].items() >= PART_OF.items()
 
 
+def test_what_asks_for_no_key_stays_inside_with_the_secured_values(render):
+    values = yaml.safe_load((CHART / "ci" / "secured-values.yaml").read_text())
+    rules = pick(render(values), "Ingress")["spec"]["rules"]
+    assert {path["path"] for rule in rules for path in rule["http"]["paths"]} == {"/v1"}
+
+
 def test_ingress_serves_every_host(render):
     values = {"ingress": {"enabled": True, "hosts": ["a.example", "b.example"], "path": "/"}}
     spec = pick(render(values), "Ingress")["spec"]
