@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from minisgl.kernel.peers import BLOCKS, PeerLayout, reduce_norm
+from minisgl.kernel.peers import BLOCKS, PeerLayout
 
 _MOST_BYTES = 8192 * 10240  # of one sum; NCCL takes larger ones
 # Of a sum, up to which one shot is as fast as two, by the number of ranks. On H200s of one host, µs
@@ -72,6 +72,8 @@ class PeerMemory:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See minisgl.kernel.triton.reduce.reduce_norm. x: [T, H] that this takes."""
+        from minisgl.kernel.triton.reduce import reduce_norm  # needs Triton
+
         rows = None
         limit = _ONE_SHOT_BYTES.get(self._size, _ONE_SHOT_ELSE)
         if x.numel() * x.element_size() > limit:
