@@ -3,7 +3,7 @@
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
-from minisgl.kvcache import Match, PagePool, RadixCache
+from minisgl.kvcache import FencedPool, Match, RadixCache
 from minisgl.scheduler.req import Req
 from minisgl.scheduler.table import RequestTable
 
@@ -19,7 +19,7 @@ class KVMemory:
     def __init__(self, page_size: int, num_pages: int, publishes: bool) -> None:
         """publishes: what is computed goes to the prefix cache; it stays empty otherwise."""
         self.page_size = page_size
-        self.pool = PagePool(num_pages)
+        self.pool = FencedPool(num_pages)
         self.cache = RadixCache(page_size)
         self._publishes = publishes
         self.evicted_pages_total = 0
@@ -119,8 +119,8 @@ class KVMemory:
             raise InvariantBroken("two reqs own the same page; this is a bug")
         cached = self.cache.evictable_pages + self.cache.locked_pages
         held = self.pool.num_free + self.pool.num_quarantined + cached + len(owned)
-        if held != self.pool.num_pages:
+        if held != self.pool.size:
             raise InvariantBroken(
                 f"free {self.pool.num_free} + quarantined {self.pool.num_quarantined} + cached "
-                f"{cached} + running {len(owned)} != {self.pool.num_pages} pages; this is a bug"
+                f"{cached} + running {len(owned)} != {self.pool.size} pages; this is a bug"
             )

@@ -72,7 +72,7 @@ class Planner:
         self._memory = memory
         self._table = table
         self.cost: StepCost | None = None
-        self._sizes = step_sizes(config.prefill_budget_tokens + table.num_rows + 1024)
+        self._sizes = step_sizes(config.prefill_budget_tokens + table.rows.size + 1024)
         self.waiting: deque[Req] = deque()
         self.prefilling: list[Req] = []
         self.unpublished: list[Req] = []
@@ -174,7 +174,7 @@ class Planner:
             if budget > 0 and req.ending is None:
                 budget -= self._take(req, budget, chunks)
         deferred: list[Req] = []
-        while admit and budget > 0 and self.waiting and self._table.num_free:
+        while admit and budget > 0 and self.waiting and self._table.rows.num_free:
             req = self.waiting[0]
             match = self._memory.match(req)
             if self._prefix_is_in_the_making(req, len(match.pages)):
@@ -244,7 +244,7 @@ class Planner:
         cost less beside decoding than in a large step of their own: a small model's do not.
         """
         budget, table, n = self._config.prefill_budget_tokens, self._table, len(decode_rows)
-        if len(self.waiting) > table.num_free:
+        if len(self.waiting) > table.rows.num_free:
             return budget
         begun = np.array([req.row for req in self.prefilling], dtype=np.int32)
         queue = [(len(req.tokens), req.limit) for req in self.waiting]

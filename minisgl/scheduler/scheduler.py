@@ -42,7 +42,7 @@ class Scheduler:
     I1  Every AddReq is answered by exactly one Finished, whatever happens.
     I2  A req leaves (finish, abort, preemption) when the last step that contains it has been
         resolved, or, if it ended by its own token, when that token's step has; what the step in
-        flight still touches is fenced (PagePool I1, RequestTable I1).
+        flight still touches is fenced (FencedPool I1).
     I3  The plan depends only on the sequence of messages and of sampled tokens.
     """
 
@@ -127,8 +127,8 @@ class Scheduler:
             running_reqs=running,
             free_pages=free_pages,
             evictable_pages=cache.evictable_pages,
-            locked_pages=pool.num_pages - free_pages - cache.evictable_pages,
-            total_pages=pool.num_pages,
+            locked_pages=pool.size - free_pages - cache.evictable_pages,
+            total_pages=pool.size,
             evicted_pages_total=self.memory.evicted_pages_total,
             phases=self._meter.stats(),
         )
@@ -226,7 +226,7 @@ class Scheduler:
         self._meter.resolved(batch, result.by_graph)
         self._resolved_step = batch.step_id
         self.memory.pool.resolve(batch.step_id)
-        self.table.resolve(batch.step_id)
+        self.table.rows.resolve(batch.step_id)
         chunks = self._chunk_reqs(batch)
         outcome = read_result(batch, result, self.table, self._eos)
         self.totals.output_tokens_total += len(outcome.rows)

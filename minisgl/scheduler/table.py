@@ -3,28 +3,29 @@
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken, SamplingArrays
+from minisgl.kvcache import FencedPool
 from minisgl.scheduler.req import Req
 
 
 class RequestTable:
     """Rows 0..R-1 and their columns. A row belongs to at most one req.
 
+    rows        which are free; rows.out[row] while it belongs to a req.
     tokens      int32 [R, max_seq_len]; prompt and known outputs.
     known       int32 [R]; tokens whose ids the host has.
     computed    int32 [R]; tokens whose KV is written by launched steps.
     prefill_end int32 [R]; tokens to forward as chunks; from there on the row decodes.
     limit       int32 [R]; most tokens in all.
     last_step   int64 [R]; the last launched step that contains the row.
-    live        bool [R]; the row belongs to a req.
     page_table  int32 [R, max_pages]; num_pages int32 [R] valid entries; those from
                 clean_pages int32 [R] on are not on the device yet.
 
-    I1  A row given up with fence step f is not handed out before step f has been resolved: the step
-        may still write a token into the row's line of the token pool.
+    I1  A row is given up with its last step as fence, since that may still write a token into the
+        row's line of the token pool.
     """
 
     def __init__(self, num_rows: int, max_seq_len: int, max_pages: int) -> None:
-        self.num_rows = num_rows
+        self.rows = FencedPool(num_rows)
         self.reqs: list[Req | None] = [None] * num_rows
         self.tokens: Int32Array = np.zeros((num_rows, max_seq_len), dtype=np.int32)
         self.page_table: Int32Array = np.zeros((num_rows, max_pages), dtype=np.int32)
@@ -37,7 +38,6 @@ class RequestTable:
         self.num_pages: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.clean_pages: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.last_step = np.zeros(num_rows, dtype=np.int64)
-        self.live = np.zeros(num_rows, dtype=np.bool_)
         self.obeys_eos = np.zeros(num_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
         self.has_extras = np.zeros(num_rows, dtype=np.bool_)
@@ -48,14 +48,6 @@ class RequestTable:
             min_p=np.zeros(num_rows, dtype=np.float32),
             seed=np.zeros(num_rows, dtype=np.int64),
         )
-        self._free = list(range(num_rows - 1, -1, -1))
-        self._quarantine: list[tuple[int, int]] = []  # (fence, row)
-        self._resolved_step = 0
-
-    @property
-    def num_free(self) -> int:
-        """Rows that can be handed out now."""
-        return len(self._free)
 
     def req_at(self, row: int) -> Req:
         """The req that `row` belongs to."""
@@ -65,11 +57,11 @@ class RequestTable:
 
     def open_row(self, req: Req, pages: Int32Array, computed: int) -> None:
         """Give `req` a row; `computed` of its tokens are cached in the first of `pages`."""
-        row = self._free.pop()
+        row = int(self.rows.allocate(1)[0])
         length, sampling = len(req.tokens), req.sampling
         req.row = row
         self.reqs[row] = req
-        self.live[row], self.last_step[row] = True, 0
+        self.last_step[row] = 0
         self.uid[row] = req.uid
         self.tokens[row, :length] = req.tokens
         self.page_table[row, : len(pages)] = pages
@@ -95,17 +87,7 @@ class RequestTable:
         req.tokens = self.tokens[row, : self.known[row]].copy()
         req.row = -1
         self.reqs[row] = None
-        self.live[row] = False
-        if self.last_step[row] <= self._resolved_step:
-            self._free.append(row)
-        else:
-            self._quarantine.append((int(self.last_step[row]), row))
-
-    def resolve(self, step: int) -> None:
-        """All steps up to `step` have completed: rows fenced by them are free again."""
-        self._resolved_step = step
-        self._free += [row for fence, row in self._quarantine if fence <= step]
-        self._quarantine = [entry for entry in self._quarantine if entry[0] > step]
+        self.rows.release(np.array([row], dtype=np.int32), int(self.last_step[row]))
 
     def sampling(self, rows: Int32Array) -> SamplingArrays:
         """Copies of the sampling columns of `rows`."""
@@ -113,9 +95,9 @@ class RequestTable:
 
     def check_integrity(self) -> None:
         """Raise InvariantBroken unless each row is free, fenced, or its req's own."""
-        idle = [*self._free, *(row for _, row in self._quarantine)]
+        self.rows.check_integrity()
         owned = [row for row, req in enumerate(self.reqs) if req is not None]
-        if sorted(idle + owned) != list(range(self.num_rows)):
+        if owned != np.flatnonzero(self.rows.out).tolist():
             raise InvariantBroken("a row is lost or owned twice; this is a bug")
         if any(req is not None and req.row != row for row, req in enumerate(self.reqs)):
             raise InvariantBroken("a req does not know its row; this is a bug")

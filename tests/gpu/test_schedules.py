@@ -287,5 +287,5 @@ def test_aborts_leave_the_others_alone(folder: str, oracle: Engine) -> None:
             check_text(oracle, prompts()[uid - count], found.outputs[uid])
     pool = found.scheduler.memory.pool
     assert pool.num_free + pool.num_quarantined + found.scheduler.memory.cache.evictable_pages == (
-        pool.num_pages
+        pool.size
     )

@@ -112,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness.run()
         scheduler = self.harness.scheduler
         pool, cache = scheduler.memory.pool, scheduler.memory.cache
-        assert pool.num_free + cache.evictable_pages == pool.num_pages
+        assert pool.num_free + cache.evictable_pages == pool.size
         for uid, answer in self.harness.answers.items():
             assert len(answer.finishes) == 1, "exactly one terminal message"
             if uid not in self.aborted:

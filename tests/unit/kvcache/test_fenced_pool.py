@@ -1,14 +1,14 @@
-"""Pages are handed out once, and not before the last step that touches them has completed."""
+"""Pages and rows are handed out once, and not while a step in flight may touch them."""
 
 import numpy as np
 import pytest
 
 from minisgl.core import InvariantBroken
-from minisgl.kvcache import PagePool
+from minisgl.kvcache import FencedPool
 
 
 def test_a_fenced_page_waits_for_its_step() -> None:
-    pool = PagePool(2)
+    pool = FencedPool(2)
     pages = pool.allocate(2)
     pool.release(pages, fence=3)
     assert (pool.num_free, pool.num_quarantined) == (0, 2)
@@ -20,7 +20,7 @@ def test_a_fenced_page_waits_for_its_step() -> None:
 
 
 def test_a_page_whose_step_is_over_is_free_at_once() -> None:
-    pool = PagePool(1)
+    pool = FencedPool(1)
     pages = pool.allocate(1)
     pool.resolve(5)
     pool.release(pages, fence=5)
@@ -28,7 +28,7 @@ def test_a_page_whose_step_is_over_is_free_at_once() -> None:
 
 
 def test_giving_up_twice_is_a_bug() -> None:
-    pool = PagePool(2)
+    pool = FencedPool(2)
     pages = pool.allocate(1)
     pool.release(pages, fence=0)
     with pytest.raises(InvariantBroken, match="twice"):
@@ -36,13 +36,13 @@ def test_giving_up_twice_is_a_bug() -> None:
 
 
 def test_asking_for_more_than_there_is_is_a_bug() -> None:
-    with pytest.raises(InvariantBroken, match="2 pages asked, 1 free"):
-        PagePool(1).allocate(2)
+    with pytest.raises(InvariantBroken, match="2 asked, 1 free"):
+        FencedPool(1).allocate(2)
 
 
 def test_integrity_sees_a_lost_page() -> None:
-    pool = PagePool(3)
+    pool = FencedPool(3)
     pool.allocate(1)
-    pool._out[np.array([2])] = True
+    pool.out[np.array([2])] = True
     with pytest.raises(InvariantBroken):
         pool.check_integrity()
