@@ -53,10 +53,9 @@ def create_attention_backend(name: str, pool: KVPool, q_heads: int) -> Attention
     reason = why_not_flashinfer(pool)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
         logger.warning("attention falls back to torch, which is slow: flashinfer: %s", reason)
-    if "torch" in (prefill, decode):
-        return PhasedAttention(_one(prefill, pool, q_heads), _one(decode, pool, q_heads))
-    shared = _flashinfer(prefill, pool, q_heads)
-    return PhasedAttention(shared, shared)
+    first = _one(prefill, pool, q_heads)
+    shared = "torch" not in (prefill, decode)
+    return PhasedAttention(first, first if shared else _one(decode, pool, q_heads))
 
 
 def compile_attention(name: str, pool: KVPool, archs: Sequence[int], folder: Path) -> None:
@@ -105,10 +104,8 @@ def _resolve(name: str, known: tuple[str, ...], pool: KVPool) -> str:
 
 
 def _one(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:
-    return TorchAttention(pool) if name == "torch" else _flashinfer(name, pool, q_heads)
-
-
-def _flashinfer(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:
+    if name == "torch":
+        return TorchAttention(pool)
     if pool.device.type == "meta":
         return MetaAttention(pool, q_heads)
     major, minor = torch.cuda.get_device_capability(pool.device)

@@ -83,7 +83,7 @@ class DeviceState:
         """The second half: the model over what stands in `tokens`."""
         ids, positions, slots = tokens.unbind(0)
         context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)
-        attended: Attended = self.model(ids, context)
+        attended: Attended = self.model.model(ids, context)
         return attended
 
     def choose(

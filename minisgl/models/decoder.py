@@ -178,7 +178,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """One rank's share of a decoder-only language model."""
+    """One rank's share of a decoder-only language model: `model`, then `logits`."""
 
     def __init__(self, config: ModelConfig, comm: Communicator, moe_backend: MoeBackend) -> None:
         super().__init__()
@@ -186,11 +186,6 @@ class CausalLM(nn.Module):
         self.model = Decoder(config, comm, moe_backend)
         if not config.tied_embeddings:
             self.lm_head = VocabMatrix(config.vocab_size, config.hidden_size, comm)
-
-    def forward(self, ids: Tensor, context: ForwardContext) -> Attended:
-        """See Decoder.forward; model.finish and the head do the rest."""
-        attended: Attended = self.model(ids, context)
-        return attended
 
     def logits(self, attended: Attended, out: Tensor | None = None) -> Tensor:
         """What model.finish and head.logits give. attended.residual is given up."""
