@@ -27,6 +27,12 @@ def test_profiles_use_values_files_that_ci_renders():
     assert files[-1] == "helm/ci/cpu-demo-values.yaml"
 
 
+def test_every_build_is_one_of_buildkit():
+    """RUN --mount needs it, and Skaffold asks for it only where it is told; profiles replace `local`."""
+    builds = [CONFIG["build"], *(profile["build"] for profile in CONFIG["profiles"])]
+    assert [build["local"]["useBuildkit"] for build in builds] == [True] * 3
+
+
 def test_rollout_is_waited_for_longer_than_a_start_may_take():
     values = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
     assert CONFIG["deploy"]["statusCheckDeadlineSeconds"] > values["startup"]["budgetSeconds"]
