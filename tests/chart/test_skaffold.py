@@ -28,7 +28,7 @@ def test_profiles_use_values_files_that_ci_renders():
 
 
 def test_every_build_is_one_of_buildkit():
-    """RUN --mount needs it, and Skaffold asks for it only where it is told; profiles replace `local`."""
+    """RUN --mount needs it, and it is not the default; `local` of a profile replaces the whole."""
     builds = [CONFIG["build"], *(profile["build"] for profile in CONFIG["profiles"])]
     assert [build["local"]["useBuildkit"] for build in builds] == [True] * 3
 
