@@ -88,8 +88,6 @@ def _argument(flag: dict[str, Any]) -> dict[str, Any]:
     if flag["type"] in ("int", "float"):
         kind = int if flag["type"] == "int" else float
         argument["type"] = _bounded(kind, flag["low"], flag.get("high", _HIGHEST[kind]))
-    elif flag["type"] == "power_of_two":
-        argument["type"] = _power_of_two
     return {**argument, "metavar": flag["unit"], "nargs": "+" if flag.get("many") else None}
 
 
@@ -110,12 +108,6 @@ def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable
         return value
 
     return parse
-
-
-def _power_of_two(text: str) -> int:
-    if not text.isdigit() or int(text) < 1 or int(text) & (int(text) - 1):
-        raise argparse.ArgumentTypeError("must be a power of two")
-    return int(text)
 
 
 def resolve(

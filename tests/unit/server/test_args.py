@@ -52,7 +52,6 @@ def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
     [
         (["--modle", "x"], "did you mean '--model'"),
         (["--port", "70000"], "at most 65535"),
-        (["--page-size", "12"], "power of two"),
         (["--dtype", "float8"], "invalid choice"),
         (["--memory-ratio", "nan"], "must be a number"),
         (["--max-wait", "inf"], "at most 1e+06"),
@@ -71,6 +70,11 @@ def test_wrong_flag_is_one_line(
     assert caught.value.code == 2
     assert expected in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_page_size_is_a_power_of_two() -> None:
+    with pytest.raises(ConfigError, match="page_size 12 is not a power of two"):
+        config("--page-size", "12")
 
 
 def test_certificate_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
