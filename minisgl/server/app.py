@@ -19,7 +19,6 @@ from minisgl.server.auth import OPEN_PATHS, Auth
 from minisgl.server.errors import RETRY_AFTER, MethodNotAllowed, RouteNotFound
 from minisgl.server.generate import read_body, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
-from minisgl.server.metrics import Now
 from minisgl.server.middleware import Bounded, Edge, answer, error_answer
 from minisgl.server.openapi import document
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
@@ -134,8 +133,8 @@ def _probes(service: Service) -> list[Route]:
 
     async def scrape(request: Request) -> Response:
         client = service.client
-        now = Now(service.lifecycle.phase, service.stuck(), client.open_choices)
-        body, kind = client.metrics.render(request.headers.get("accept", ""), now)
+        accept, phase = request.headers.get("accept", ""), service.lifecycle.phase
+        body, kind = client.metrics.render(accept, phase, service.stuck(), client.open_choices)
         return Response(body, headers={"content-type": kind})
 
     paths = {"/livez": live, "/readyz": ready, "/health": ready, "/metrics": scrape}

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
@@ -31,14 +31,6 @@ _OPENMETRICS = "application/openmetrics-text"
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _REASONS = {Phase.LOADING: "loading", Phase.FAILED: "failed"}
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-
-
-class Now(NamedTuple):
-    """State of the service at the time of a scrape."""
-
-    phase: Phase
-    stuck: bool
-    open_choices: int
 
 
 class Metrics:
@@ -169,7 +161,9 @@ class Metrics:
         if self._open_http <= 1:
             self._texts.clear()
 
-    def render(self, accept: str, now: Now) -> tuple[bytes, str]:
+    def render(
+        self, accept: str, phase: Phase, is_stuck: bool, open_choices: int
+    ) -> tuple[bytes, str]:
         """The text, and its content type. It has every answer that a lone client has read; what
         overlapping requests count may be missing for KEPT_S."""
         # Not `accept` itself: the library fails on a version that is no number.
@@ -178,21 +172,21 @@ class Metrics:
         now_s = self._clock()
         made_s, text = self._texts.get(modern, (-inf, b""))
         if now_s - made_s >= KEPT_S:
-            self._refresh(now)
+            self._refresh(phase, is_stuck, open_choices)
             text = encode(self._registry)
             self._texts[modern] = now_s, text
         return text, content_type
 
-    def _refresh(self, now: Now) -> None:
-        self._ready.set(now.phase is Phase.READY and not now.stuck)
-        self._draining.set(now.phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
+    def _refresh(self, phase: Phase, is_stuck: bool, open_choices: int) -> None:
+        self._ready.set(phase is Phase.READY and not is_stuck)
+        self._draining.set(phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)
         self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
         # How many are open is known here at once, which of them run up to 50 ms late.
-        running = min(self._stats.latest.running_reqs, now.open_choices)
+        running = min(self._stats.latest.running_reqs, open_choices)
         self._set("requests_running", running)
-        self._set("requests_waiting", now.open_choices - running)
+        self._set("requests_waiting", open_choices - running)
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._gauges[name].labels(self._model_name, *labels).set(value)

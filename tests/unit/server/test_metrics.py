@@ -20,12 +20,13 @@ from minisgl.message.wire import Ready, SchedulerStats, TextUpdate, Tokenized, T
 from minisgl.server.app import build_app
 from minisgl.server.errors import EngineFailure, NotReady
 from minisgl.server.lifecycle import Lifecycle, Phase
-from minisgl.server.metrics import KEPT_S, Metrics, Now
+from minisgl.server.metrics import KEPT_S, Metrics
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 TABLE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
-READY = Now(Phase.READY, stuck=False, open_choices=0)
+Now = tuple[Phase, bool, int]  # what a scrape is told: phase, stuck, open choices
+READY: Now = (Phase.READY, False, 0)
 
 
 def values(families: Iterable[Metric]) -> dict[str, float]:
@@ -41,7 +42,7 @@ def values(families: Iterable[Metric]) -> dict[str, float]:
 
 
 def scraped(metrics: Metrics, now: Now = READY) -> dict[str, float]:
-    return values(parse_text(metrics.render("", now)[0].decode()))
+    return values(parse_text(metrics.render("", *now)[0].decode()))
 
 
 def filled() -> Metrics:
@@ -54,7 +55,7 @@ def filled() -> Metrics:
 
 
 def _text(metrics: Metrics) -> str:
-    return metrics.render("", READY)[0].decode()
+    return metrics.render("", *READY)[0].decode()
 
 
 def exported() -> dict[str, Metric]:
@@ -68,9 +69,9 @@ def exported() -> dict[str, Metric]:
 
 def test_both_formats_hold_the_same_series_and_values() -> None:
     metrics = filled()
-    text, text_type = metrics.render("*/*", READY)
+    text, text_type = metrics.render("*/*", *READY)
     wanted = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3"
-    modern, modern_type = metrics.render(wanted, READY)
+    modern, modern_type = metrics.render(wanted, *READY)
     assert (text_type, modern_type) == (CONTENT_TYPE_PLAIN_0_0_4, OPENMETRICS)
     assert modern.endswith(b"# EOF\n")
     assert values(parse_text(text.decode())) == values(parse_openmetrics(modern.decode()))
@@ -106,7 +107,7 @@ def test_promtool_finds_nothing_wrong() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip(reason="promtool (Debian package prometheus) is not installed")
-    text = filled().render("", READY)[0]
+    text = filled().render("", *READY)[0]
     done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
@@ -141,7 +142,7 @@ def test_a_text_is_kept_for_a_while_but_not_past_the_answer_to_a_lone_request() 
     assert (counted(), counted()) == (1, 1)
     time_s = KEPT_S
     assert (counted(), counted()) == (3, 3)
-    modern, _ = metrics.render(OPENMETRICS, READY)
+    modern, _ = metrics.render(OPENMETRICS, *READY)
     assert values(parse_openmetrics(modern.decode()))[failed] == 4, "each format has its own text"
     for change, wanted in ((0, 3), (1, 6), (1, 6), (-1, 8), (0, 8), (-1, 10), (0, 10)):
         metrics.on_http_open(change)
@@ -154,7 +155,7 @@ def test_a_text_is_kept_for_a_while_but_not_past_the_answer_to_a_lone_request() 
     "accept", ["application/openmetrics-text;version=x", "text/plain;version="]
 )
 def test_versions_of_formats_that_do_not_exist_get_one_that_does(accept: str) -> None:
-    assert Metrics("m").render(accept, READY)[1] in (OPENMETRICS, CONTENT_TYPE_PLAIN_0_0_4)
+    assert Metrics("m").render(accept, *READY)[1] in (OPENMETRICS, CONTENT_TYPE_PLAIN_0_0_4)
 
 
 # --- requests -----------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def run(scenario, **limits: object) -> dict[str, float]:
     async def main() -> dict[str, float]:
         world = World(**limits)
         await scenario(world)
-        now = READY._replace(open_choices=world.client.open_choices)
+        now = (Phase.READY, False, world.client.open_choices)
         return scraped(world.client.metrics, now)
 
     return asyncio.run(main())
@@ -328,7 +329,7 @@ def stats(**fields: int) -> SchedulerStats:
 
 def test_a_request_waits_until_the_scheduler_says_that_it_runs() -> None:
     metrics = Metrics("m", clock=itertools.count().__next__)  # each scrape a second later
-    now = READY._replace(open_choices=5)
+    now = (Phase.READY, False, 5)
 
     def pair(now: Now) -> tuple[float, float]:
         found = scraped(metrics, now)
@@ -338,7 +339,7 @@ def test_a_request_waits_until_the_scheduler_says_that_it_runs() -> None:
     assert pair(now) == (0, 5)
     metrics.on_stats(stats(running_reqs=3))
     assert pair(now) == (3, 2)
-    assert pair(now._replace(open_choices=1)) == (1, 0), "the rest has ended since"
+    assert pair((Phase.READY, False, 1)) == (1, 0), "the rest has ended since"
 
 
 @pytest.mark.parametrize(
@@ -352,7 +353,7 @@ def test_a_request_waits_until_the_scheduler_says_that_it_runs() -> None:
     ],
 )
 def test_ready_and_draining(phase: Phase, stuck: bool, ready: int, draining: int) -> None:
-    found = scraped(Metrics("m"), Now(phase, stuck, 0))
+    found = scraped(Metrics("m"), (phase, stuck, 0))
     assert (found["minisgl_ready{}"], found["minisgl_draining{}"]) == (ready, draining)
 
 
