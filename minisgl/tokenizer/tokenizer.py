@@ -90,10 +90,6 @@ class TextTokenizer:
             raise TemplateError("this model has no chat template; use /v1/completions")
         return self._template.render(messages, template_options or {}, timeout_s)
 
-    def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
-        """The text of these ids, as `TextStream` gives it piece by piece."""
-        return self.vocabulary.decode(token_ids, skip_special)
-
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
     """bos_token, eos_token, ...; written as a string or as an object with `content`."""

@@ -40,7 +40,8 @@ class Vocabulary:
         return self._table[token_id]
 
     def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
-        """The whole text of these ids; an incomplete or invalid character becomes U+FFFD."""
+        """The whole text of these ids, as `TextStream` gives it piece by piece; an incomplete or
+        invalid character becomes U+FFFD."""
         data = b"".join(self.token_bytes(i, skip_special) for i in token_ids)
         return data.decode("utf-8", "replace")
 

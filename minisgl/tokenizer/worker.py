@@ -21,7 +21,8 @@ def handle(
     try:
         if isinstance(message, wire.DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
-            return wire.Decoded(uid=message.uid, text=tokenizer.decode(ids, message.skip_special))
+            text = tokenizer.vocabulary.decode(ids, message.skip_special)
+            return wire.Decoded(uid=message.uid, text=text)
         if isinstance(message, wire.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:

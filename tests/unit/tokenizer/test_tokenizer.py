@@ -43,13 +43,13 @@ def write_config(folder: Path, template: object) -> None:
 def test_text_has_bos_exactly_once(folder: Path, spelled: str) -> None:
     tokenizer = TextTokenizer.load(folder)
     ids = tokenizer.encode_text(spelled + "hello")
-    assert tokenizer.decode(ids, skip_special=False) == "<bos>hello"
+    assert tokenizer.vocabulary.decode(ids, skip_special=False) == "<bos>hello"
 
 
 def test_chat_has_bos_exactly_once(folder: Path) -> None:
     """W5: the template writes BOS, and encoding with special tokens wrote a second one."""
     tokenizer = TextTokenizer.load(folder)
-    assert tokenizer.decode(tokenizer.encode_chat(CHAT), False) == "<bos>[user]hello"
+    assert tokenizer.vocabulary.decode(tokenizer.encode_chat(CHAT), False) == "<bos>[user]hello"
 
 
 def test_template_file_wins_over_the_config(folder: Path) -> None:
