@@ -25,7 +25,7 @@ def build_extras(
     logprobs: Int32Array = np.full(len(rows), -1, dtype=np.int32)
     prompt_logprobs: Int32Array = logprobs.copy()
     targets: list[Int32Array] = []
-    edits = _EditsBuilder(eos_token_ids)
+    asking: list[tuple[int, Req, int]] = []
     for index in wanting:
         row, first, end = int(rows[index]), int(start[index]), int(start[index] + lengths[index])
         req = table.req_at(row)
@@ -36,9 +36,9 @@ def build_extras(
         if samples[index]:
             if sampling.logprobs is not None:
                 logprobs[index] = sampling.logprobs
-            edits.add(index, req, table, position=end)
+            asking.append((index, req, end))
     return StepExtras(
-        edits=edits.build(),
+        edits=_edits(asking, table, eos_token_ids),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prompt_targets=_joined(targets),
@@ -53,48 +53,42 @@ def _targets(table: RequestTable, req: Req, first: int, end: int) -> Int32Array:
     return targets
 
 
-class _EditsBuilder:
-    """LogitEdits in the making."""
-
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
-        self._eos = eos_token_ids
-        self._penalised: list[tuple[int, tuple[float, float, float], int]] = []
-        self._bias: list[tuple[int, int, float]] = []
-        self._history: list[tuple[int, Int32Array]] = []
-
-    def add(self, index: int, req: Req, table: RequestTable, position: int) -> None:
-        """The edits of one sampling req whose next token stands at `position`."""
+def _edits(
+    asking: list[tuple[int, Req, int]], table: RequestTable, eos_token_ids: tuple[int, ...]
+) -> LogitEdits | None:
+    """asking: the sampling reqs, by position in the batch, and where their next token stands."""
+    penalised: list[tuple[float, ...]] = []
+    bias: list[tuple[int, int, float]] = []
+    history: list[tuple[int, Int32Array]] = []
+    for index, req, position in asking:
         asked = req.sampling
-        self._bias += [(index, token, bias) for token, bias in asked.logit_bias.items()]
+        bias += [(index, token, value) for token, value in asked.logit_bias.items()]
         if position < table.stop_from[req.row]:
-            ends = asked.stop_token_ids + (() if asked.ignore_eos else self._eos)
-            self._bias += [(index, token, _NEVER) for token in set(ends)]
+            ends = asked.stop_token_ids + (() if asked.ignore_eos else eos_token_ids)
+            bias += [(index, token, _NEVER) for token in set(ends)]
         if asked.has_penalties:
             penalties = asked.frequency_penalty, asked.presence_penalty, asked.repetition_penalty
-            self._penalised.append((index, penalties, req.prompt_len))
+            penalised.append((index, *penalties, req.prompt_len))
             if position == table.prefill_end[req.row]:  # its first sampling since admission
-                self._history.append((req.row, table.tokens[req.row, :position].copy()))
-
-    def build(self) -> LogitEdits | None:
-        if not self._penalised and not self._bias:
-            return None
-        values = [penalties for _, penalties, _ in self._penalised]
-        floats = np.array(values, dtype=np.float32).reshape(-1, 3)
-        rows = np.array([row for row, _ in self._history], dtype=np.int32)
-        lengths = [len(ids) for _, ids in self._history]
-        return LogitEdits(
-            index=np.array([index for index, _, _ in self._penalised], dtype=np.int32),
-            frequency=floats[:, 0].copy(),
-            presence=floats[:, 1].copy(),
-            repetition=floats[:, 2].copy(),
-            prompt_len=np.array([length for _, _, length in self._penalised], dtype=np.int32),
-            bias_index=np.array([index for index, _, _ in self._bias], dtype=np.int32),
-            bias_ids=np.array([token for _, token, _ in self._bias], dtype=np.int32),
-            bias_values=np.array([bias for _, _, bias in self._bias], dtype=np.float32),
-            history_rows=np.repeat(rows, lengths),
-            history_cols=_joined([np.arange(n, dtype=np.int32) for n in lengths]),
-            history_ids=_joined([ids for _, ids in self._history]),
-        )
+                history.append((req.row, table.tokens[req.row, :position].copy()))
+    if not penalised and not bias:
+        return None
+    columns = np.array(penalised, dtype=np.float64).reshape(-1, 5).T
+    bias_columns = np.array(bias, dtype=np.float64).reshape(-1, 3).T
+    lengths = [len(ids) for _, ids in history]
+    return LogitEdits(
+        index=columns[0].astype(np.int32),
+        frequency=columns[1].astype(np.float32),
+        presence=columns[2].astype(np.float32),
+        repetition=columns[3].astype(np.float32),
+        prompt_len=columns[4].astype(np.int32),
+        bias_index=bias_columns[0].astype(np.int32),
+        bias_ids=bias_columns[1].astype(np.int32),
+        bias_values=bias_columns[2].astype(np.float32),
+        history_rows=np.repeat(np.array([row for row, _ in history], dtype=np.int32), lengths),
+        history_cols=_joined([np.arange(n, dtype=np.int32) for n in lengths]),
+        history_ids=_joined([ids for _, ids in history]),
+    )
 
 
 def _joined(parts: list[Int32Array]) -> Int32Array:
