@@ -1,7 +1,6 @@
 """A mixture-of-experts layer, from router to sum, in the widths of Qwen3-30B-A3B."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +10,8 @@ from minisgl.kernel import silu_and_mul
 from minisgl.moe import ExpertWeights, MoeBackend, create_moe_backend, route
 
 _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
+
+Make = Callable[[], Callable[[], object]]
 
 
 class GroupedMm:
@@ -27,30 +28,19 @@ class GroupedMm:
         return torch.einsum("tkh,tk->th", parts.view(len(x), top_k, -1), scales.to(x.dtype))
 
 
-class LayerCase(NamedTuple):
-    """One backend at one number of tokens; see minisgl.benchmark.kernels.Case."""
-
-    name: str
-    bytes_moved: int
-    make: Callable[[], Callable[[], object]]
-
-
-def layer_cases(tokens: Sequence[int]) -> Iterator[LayerCase]:
-    """Ours and torch's for each number of tokens, with the bytes of the experts they take."""
+def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
+    """Ours and torch's for each number of tokens, with the bytes of the experts they take: what
+    a Case of minisgl.benchmark.kernels is made of."""
     ours = create_moe_backend("triton", torch.device("cuda"))
     weights: list[ExpertWeights] = []
     for count in tokens:
         taken = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)
         moved = int(6 * _HIDDEN * _INNER * taken) + 2 * _HIDDEN * (_EXPERTS + 2 * count)
         for name, backend in (("ours", ours), ("torch grouped_mm", GroupedMm())):
-            yield LayerCase(
-                f"experts {count} tokens, {name}", moved, _maker(backend, count, weights)
-            )
+            yield f"experts {count} tokens, {name}", moved, _maker(backend, count, weights)
 
 
-def _maker(
-    backend: MoeBackend, tokens: int, weights: list[ExpertWeights]
-) -> Callable[[], Callable[[], object]]:
+def _maker(backend: MoeBackend, tokens: int, weights: list[ExpertWeights]) -> Make:
     """All cases share one set of weights, 1.2 GB, made on first use; inputs differ."""
 
     def make() -> Callable[[], object]:
