@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # the background of a script has Ctrl-C ignored, and we would inherit that.
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    client = ChatClient(options.url, options.model)
     try:
+        client = ChatClient(options.url, options.model)
         client.wait_ready()
         _chat(client)
     except ServerError as error:

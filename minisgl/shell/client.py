@@ -19,9 +19,14 @@ class ChatClient:
     """Speaks to one server. A stream that is closed early ends the request on the server too."""
 
     def __init__(self, url: str, model: str, timeout_s: float = 600.0) -> None:
-        parts = urlsplit(url)
-        self._host = parts.hostname or "127.0.0.1"
-        self._port = parts.port or 80
+        """Raises ServerError for what is no address."""
+        try:
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname or "", parts.port or 80
+        except ValueError as error:
+            raise ServerError(f"{url} is no address: {error}") from None
+        if parts.scheme != "http" or not self._host:
+            raise ServerError(f"{url} is no address such as http://127.0.0.1:1919")
         self._model = model
         self._timeout_s = timeout_s
         key = os.environ.get("MINISGL_API_KEY")
