@@ -26,7 +26,7 @@ from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.own_server import OwnServer, fetch, own_server, read_metrics
 from minisgl.benchmark.plot import plot_latencies
-from minisgl.benchmark.trace import Load, ideal_hit_ratio, lru_hit_ratio
+from minisgl.benchmark.trace import Load, hit_ratios
 from minisgl.core import ConfigError, Int32Array
 
 
@@ -103,8 +103,7 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     summary |= _server_side(before, after)
     if options.trace is not None and (pages := int(after.get("minisgl_kv_cache_pages", 0))):
         page_size = int(after["minisgl_kv_cache_page_size_tokens"])
-        summary["lru_hit_ratio"] = lru_hit_ratio(load.prompts, pages, page_size)
-        summary["ideal_hit_ratio"] = ideal_hit_ratio(load.prompts, pages, page_size)
+        summary |= hit_ratios(load.prompts, pages, page_size)
     rows = [_row(answer, answers[0], options.samples) for answer in answers]
     return {"summary": summary, "requests": rows}
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -69,30 +68,26 @@ def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
     deadline_s = time.monotonic() + _READY_WITHIN_S
     while True:
         found = _URL.search(text := log.read_text(errors="replace"))
-        if found and _status(found[1] + "/readyz") == 200:
+        if found and _is_ready(found[1]):
             return found[1]
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise ConfigError(f"the server did not start; its log ends:\n{text[-3000:]}")
         time.sleep(0.05)
 
 
-def _status(url: str) -> int:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return 0
+def _is_ready(url: str) -> bool:
+    with contextlib.suppress(ConfigError):
+        fetch(url + "/readyz")
+        return True
+    return False
 
 
 def fetch(url: str, api_key: str | None = None) -> bytes:
     """The body of a GET. Raises ConfigError when there is none."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(url, headers=headers)
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(url, headers=headers), timeout=30
-        ) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return bytes(answer.read())
     except OSError as error:
         raise ConfigError(f"{url} cannot be read: {error}") from None

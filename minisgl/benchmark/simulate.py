@@ -19,7 +19,7 @@ from minisgl.benchmark.beside import streams_of, summarise_streams
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.latency import summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
-from minisgl.benchmark.trace import Load, ideal_hit_ratio, lru_hit_ratio
+from minisgl.benchmark.trace import Load, hit_ratios
 from minisgl.core import (
     Batch,
     ConfigError,
@@ -198,7 +198,6 @@ def main(argv: Sequence[str]) -> int:
         summary["beside"] = summarise_streams(beside, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
     print(table(summary))
-    for name, ratio in (("lru", lru_hit_ratio), ("ideal", ideal_hit_ratio)):
-        summary[f"{name}_hit_ratio"] = ratio(load.prompts, engine.num_pages, engine.page_size)
+    summary |= hit_ratios(load.prompts, engine.num_pages, engine.page_size)
     print(json.dumps(summary | {"busy_s": engine.busy_s}))
     return 1 if summary["failed"] else 0

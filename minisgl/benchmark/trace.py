@@ -86,6 +86,14 @@ def replay(
     )
 
 
+def hit_ratios(prompts: list[Int32Array], pages: int, page_size: int) -> dict[str, float]:
+    """Of an LRU cache and of an ideal one of so many pages, to stand beside what was measured."""
+    return {
+        "lru_hit_ratio": lru_hit_ratio(prompts, pages, page_size),
+        "ideal_hit_ratio": ideal_hit_ratio(prompts, pages, page_size),
+    }
+
+
 def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> float:
     """Share of prompt tokens that a clairvoyant prefix cache of so many pages would have had.
 

@@ -87,12 +87,12 @@ def workload_from(options: argparse.Namespace, vocab_size: int | None = None) ->
     Raises ConfigError.
     """
     check_workload(options)
-    known = options.largest_id if vocab_size is None else vocab_size - 1
+    largest = options.largest_id
     return make_workload(
         options.requests,
         tuple(options.prompt_tokens),
         tuple(options.output_tokens),
         options.shared_prefix,
         options.seed,
-        min(options.largest_id, known),
+        largest if vocab_size is None else min(largest, vocab_size - 1),
     )
