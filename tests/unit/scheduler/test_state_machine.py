@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost
+from minisgl.message.wire import FlushCache
 from minisgl.scheduler import planner
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
@@ -92,6 +93,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted.add(uid)
         self.harness.abort(uid, FinishReason.STOP if stop else FinishReason.ABORT)
 
+    @rule()
+    def flush(self) -> None:
+        self.harness.inbox.messages.append(FlushCache())
+
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -121,10 +126,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TestSchedulerMachine(SchedulerMachine.TestCase):
-    """Steps may have any size, or the machine's short prompts would never be held back."""
+    """Steps may have any size and prefixes may be short, or the machine's short prompts would never
+    be held back nor wait for each other."""
 
     settings = settings(max_examples=150, stateful_step_count=40, deadline=None, print_blob=True)
 
     def setUp(self) -> None:
         any_size = {"EVEN_TOKENS": 1, "step_sizes": lambda largest: list(range(1, largest + 1))}
-        self.enterContext(patch.multiple(planner, **any_size))
+        self.enterContext(patch.multiple(planner, MIN_SHARED_TOKENS=4, **any_size))
