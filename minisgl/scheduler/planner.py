@@ -35,18 +35,17 @@ class Chunk(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """batch: the next step, None when nothing can run now. victims: reqs to preempt."""
+    """batch: the next step, None when nothing can run now. victim: a req to preempt."""
 
     batch: Batch | None
-    victims: list[Req]
+    victim: Req | None
 
 
 class DecodeChoice(NamedTuple):
-    """rows that decode; victims to preempt; starved: some row has to wait for a page."""
+    """rows that decode, fewer than all where pages are short; victim: a req to preempt then."""
 
     rows: Int32Array
-    victims: list[Req]
-    starved: bool
+    victim: Req | None = None
 
 
 class Planner:
@@ -86,11 +85,11 @@ class Planner:
 
     def plan(self, step_id: int, in_flight: bool) -> Plan:
         """Choose the next step. in_flight: a result is to come, so memory may free itself."""
-        rows, victims, starved = self._decode_rows_with_pages(in_flight)
-        chunks = self._choose_chunks(rows, admit=not starved)
+        rows, victim = self._decode_rows_with_pages(in_flight)
+        chunks = self._choose_chunks(rows, admit=len(rows) == len(self.decode_rows))
         if not len(rows) and not chunks:
-            return Plan(None, victims)
-        return Plan(self._build(step_id, rows, chunks), victims)
+            return Plan(None, victim)
+        return Plan(self._build(step_id, rows, chunks), victim)
 
     def leave(self, req: Req) -> None:
         """Take `req` out of the running lists; its row and pages stay until released."""
@@ -131,11 +130,11 @@ class Planner:
         short = table.computed[rows] // memory.page_size >= table.num_pages[rows]
         needed = int(short.sum())
         if not needed:
-            return DecodeChoice(rows, [], starved=False)
+            return DecodeChoice(rows)
         pages = memory.try_allocate(needed)
         if pages is not None:
             self._append_pages(rows[short], pages)
-            return DecodeChoice(rows, [], starved=False)
+            return DecodeChoice(rows)
         return self._share_out(rows, rows[short], in_flight)
 
     def _share_out(self, rows: Int32Array, short: Int32Array, in_flight: bool) -> DecodeChoice:
@@ -149,16 +148,16 @@ class Planner:
             else:
                 self._append_pages(np.array([row], dtype=np.int32), page)
         kept = rows[~np.isin(rows, starved)]
-        if not starved or self._memory.pool.num_quarantined >= len(starved):
-            return DecodeChoice(kept, [], starved=bool(starved))  # a step in flight frees enough
-        if len(rows) + len(self.prefilling) == 1:
+        if self._memory.pool.num_quarantined >= len(starved):
+            return DecodeChoice(kept)  # a step in flight frees enough
+        running = [*self.prefilling, *map(req_at, rows.tolist())]
+        if len(running) == 1:
             if not in_flight:
                 raise InvariantBroken("the only running req finds no page; this is a bug")
-            return DecodeChoice(kept, [], starved=True)
-        running = [*self.prefilling, *map(req_at, rows.tolist())]
+            return DecodeChoice(kept)
         victim = max(running, key=lambda req: req.serial)
         victim.ending = Ending.PREEMPT
-        return DecodeChoice(kept[kept != victim.row], [victim], starved=True)
+        return DecodeChoice(kept[kept != victim.row], victim)
 
     def _append_pages(self, rows: Int32Array, pages: Int32Array) -> None:
         table = self._table

@@ -215,10 +215,10 @@ class Scheduler:
             if self._config.check_plans:
                 self._plan_hash = plan.batch.plan_hash()
             self.totals.prefill_tokens_total += plan.batch.num_prefill_tokens
-        elif not plan.victims and not self._in_flight and self.planner.waiting:
+        elif plan.victim is None and not self._in_flight and self.planner.waiting:
             raise InvariantBroken("nothing runs, yet nobody can be admitted; this is a bug")
-        for victim in plan.victims:
-            self._ask_to_leave(victim, Ending.PREEMPT)
+        if plan.victim is not None:
+            self._ask_to_leave(plan.victim, Ending.PREEMPT)
         return plan.batch is not None
 
     def _resolve(self, batch: Batch, pending: PendingStep) -> None:
