@@ -17,6 +17,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     and their names here are those in minisgl_limits_exceeded_total."""
 
     max_body_bytes: int = 16 * 2**20
+    max_bodies_bytes: int = 512 * 2**20
     max_prompt_chars: int | None = None
     max_prompts: int = 256
     max_choices: int = 1024

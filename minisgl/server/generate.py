@@ -111,7 +111,8 @@ async def read_body(service: Service, request: Request) -> tuple[bytes, ModelFac
     most_s = service.config.limits.max_wait_s
     try:
         async with asyncio.timeout(most_s):
-            raw = await request.body()
+            # not request.body(), which would keep it for as long as the answer takes
+            raw = b"".join([part async for part in request.stream()])
     except ClientDisconnect:
         raise Cancelled("the client closed the connection") from None
     except TimeoutError:

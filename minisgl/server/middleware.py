@@ -70,7 +70,8 @@ class Bounded:
     """Refuses requests above max_connections at a time, and bodies above max_body_bytes.
 
     A body counts by its Content-Length at once, and by what comes otherwise. _always: paths that
-    are answered however many requests there are.
+    are answered however many requests there are. _partial_bytes: of bodies that have not come
+    whole; a body is refused when they exceed max_bodies_bytes, unless it is the only one.
     """
 
     _app: ASGIApp
@@ -78,6 +79,7 @@ class Bounded:
     _always: frozenset[str]
     _refused: Callable[[RequestError], None]
     _open: int = 0
+    _partial_bytes: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         if scope["path"] in self._always:
@@ -88,14 +90,19 @@ class Bounded:
             self._refused(error)
             await error_answer(error, connection="close")(scope, receive, send)
             return
-        received = 0
+        received = partial = 0
 
         async def counted() -> Message:
-            nonlocal received
+            nonlocal received, partial
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._limits.max_body_bytes:
                 raise self._too_large()
+            before, partial = partial, received if message.get("more_body") else 0
+            self._partial_bytes += partial - before
+            if partial and self._partial_bytes > max(partial, self._limits.max_bodies_bytes):
+                most = "too many bodies are under way; try again later"
+                raise Overloaded(most, limit="max_bodies_bytes")
             return message
 
         self._open += 1
@@ -103,6 +110,7 @@ class Bounded:
             await self._app(scope, counted, send)
         finally:
             self._open -= 1
+            self._partial_bytes -= partial
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         if self._open >= self._limits.max_connections:
