@@ -1,0 +1,50 @@
+"""Whatever the validation lets through, no rank fails of it."""
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from minisgl.core import MAX_SEED, FinishReason, InvalidRequest, SamplingParams
+from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine
+from tests.unit.scheduler.harness import Harness
+
+HUGE = 2**70
+TOKEN = st.integers(0, VOCAB - 1) | st.integers(0, HUGE)
+PENALTY = st.floats(-2, 2)
+VALUES = {
+    "temperature": st.floats(0, 2),
+    "top_k": st.integers(-1, 2**31 - 1),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(-MAX_SEED - 1, MAX_SEED),
+    "max_tokens": st.none() | st.integers(1, HUGE),
+    "min_tokens": st.integers(0, 20) | st.integers(0, HUGE),
+    "ignore_eos": st.booleans(),
+    "stop_token_ids": st.lists(TOKEN, max_size=3).map(tuple),
+    "frequency_penalty": PENALTY,
+    "presence_penalty": PENALTY,
+    "repetition_penalty": st.floats(0.01, 100),
+    "logit_bias": st.dictionaries(TOKEN, st.floats(-100, 100), max_size=3),
+    "logprobs": st.none() | st.integers(0, 20),
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.fixed_dictionaries({}, optional=VALUES), st.integers(1, 23))
+def test_valid_parameters_are_served_or_refused(given: dict[str, object], length: int) -> None:
+    """One chat with min_tokens 2147483647 ended the service."""
+    sampling = {"max_tokens": None, **given}
+    try:
+        SamplingParams(**sampling).validate()  # type: ignore[arg-type]
+    except InvalidRequest:
+        sampling["max_tokens"] = None  # min_tokens was above it
+    harness = Harness(FakeEngine(16, 2, max_seq_len=24))
+    uid = harness.add([1] * length, **sampling)
+    other = harness.add([2, 3], max_tokens=3, ignore_eos=True)
+    harness.run()
+    answer = harness.answers[uid]
+    assert len(answer.finishes) == 1
+    ids = {*sampling.get("stop_token_ids", ()), *sampling.get("logit_bias", ())}  # type: ignore[misc]
+    most = sampling["max_tokens"] or 1
+    refused = max(ids, default=0) >= VOCAB or length + most > 24  # type: ignore[operator]
+    assert (answer.finishes == [FinishReason.ERROR]) == refused
+    assert len(harness.answers[other].tokens) == 3
