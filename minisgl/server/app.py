@@ -84,7 +84,7 @@ def _generating(service: Service, reader: RequestReader, path: str, route: str) 
         begun = start(client, call, facts, request_id)
         generation = await unless_disconnected(request.receive, begun)
         if call.stream:
-            return EventStream(client, call, shape, generation)
+            return EventStream(client, shape, generation)
         try:
             ended = asyncio.ensure_future(generation.until(generation.finished))
             await unless_disconnected(request.receive, ended)

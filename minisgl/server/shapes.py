@@ -33,7 +33,7 @@ class Shape:
     """Writes the answer to one request; id, created and model are the same on every chunk."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._request = request
+        self.request = request
         self._is_chat = request.route == CHAT
         prefix, kind = _KINDS[request.route]
         self._head: dict[str, Any] = {
@@ -115,14 +115,14 @@ class Shape:
     def _add_ids(
         self, body: dict[str, Any], choice: Choice, extras: Extras, generation: Generation | None
     ) -> None:
-        if not self._request.text.token_ids:
+        if not self.request.text.token_ids:
             return
         body["token_ids"] = extras.token_ids
         if generation is not None and not self._is_chat:
-            body["prompt_token_ids"] = generation.prompt_ids[choice.index // self._request.n]
+            body["prompt_token_ids"] = generation.prompt_ids[choice.index // self.request.n]
 
     def _logprobs(self, extras: Extras) -> dict[str, Any] | None:
-        if self._request.sampling.logprobs is None:
+        if self.request.sampling.logprobs is None:
             return None
         if self._is_chat:
             kept = [entry for entry in extras.logprobs if not entry.ends]  # as OpenAI has it
@@ -141,7 +141,7 @@ class Shape:
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
         """Each prompt counts once, however many choices it has."""
-        firsts = generation.choices[:: self._request.n]
+        firsts = generation.choices[:: self.request.n]
         prompt_tokens = sum(choice.latest.prompt_tokens for choice in firsts)
         completion_tokens = sum(choice.latest.completion_tokens for choice in generation.choices)
         return {

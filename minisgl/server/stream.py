@@ -11,7 +11,6 @@ from minisgl.core import Cancelled
 from minisgl.server.client import EngineClient, Extras, Generation
 from minisgl.server.errors import error_reply
 from minisgl.server.generate import unless_disconnected
-from minisgl.server.requests import GenerateRequest
 from minisgl.server.shapes import DONE, Shape, sse
 
 logger = logging.getLogger(__name__)
@@ -24,9 +23,7 @@ _HEADERS = (
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: proxies see traffic, clients see nothing
 
 
-async def events(
-    generation: Generation, request: GenerateRequest, shape: Shape
-) -> AsyncIterator[bytes]:
+async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
     """All events of a stream. What came in one wake-up leaves as one piece."""
     running = list(generation.choices)
     begun: set[int] = set()
@@ -41,7 +38,7 @@ async def events(
                 first = generation
                 text = generation.echo(choice) + text
                 parts.append(shape.first_chunk(choice, generation))
-            if extras is not None or (first and request.text.token_ids):
+            if extras is not None or (first and shape.request.text.token_ids):
                 parts.append(shape.rich_chunk(choice, text, extras or Extras(), first))
             elif text:
                 parts.append(shape.text_chunk(choice.index, text))
@@ -52,7 +49,7 @@ async def events(
                 parts.append(shape.last_chunk(choice))
         running = [choice for choice in running if choice.finish is None]
         if not running:
-            if request.include_usage:
+            if shape.request.include_usage:
                 parts.append(shape.usage_chunk(generation))
             parts.append(DONE)
         piece = b"".join(parts)
@@ -68,7 +65,6 @@ class EventStream:
     """An ASGI answer: sends the events, and closes the generation whatever ends the stream."""
 
     client: EngineClient
-    request: GenerateRequest
     shape: Shape
     generation: Generation
 
@@ -83,7 +79,7 @@ class EventStream:
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
         try:
-            async for event in events(self.generation, self.request, self.shape):
+            async for event in events(self.generation, self.shape):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         # The status line has gone, so the stream itself must say it; uvicorn logs the traceback.
         except Exception as error:

@@ -121,7 +121,7 @@ def test_reasoning_and_answer_of_one_wake_up_leave_in_two_deltas() -> None:
         uid = generation.choices[0].uid
         world.update(uid, reasoning="thought", token_ids=[5])
         world.update(uid, "answer", token_ids=[6], finish=FinishReason.STOP)
-        pieces = [piece async for piece in events(generation, call, Shape(call))]
+        pieces = [piece async for piece in events(generation, Shape(call))]
         chunks = [json.loads(x[6:]) for x in b"".join(pieces).split(b"\n\n")[:-2]]
         choices = [chunk["choices"][0] for chunk in chunks]
         assert [choice["delta"] for choice in choices[1:-1]] == [
@@ -313,7 +313,7 @@ def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
     async def main(world: World) -> None:
         call = request(b'{"model":"m","prompt":"hi","stream":true}')
         generation = world.client.open(1)
-        stream = events(generation, call, Shape(call))
+        stream = events(generation, Shape(call))
         world.client.beat()
         assert await anext(stream) == KEEP_ALIVE
         world.client.beat()
