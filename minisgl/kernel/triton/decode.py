@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.triton.overlap import overlaps
+from minisgl.kernel.triton.rotary import scaled
 
 _BLOCK = 16  # keys: what one instruction of the matrix unit sums over
 _STAGES = 5  # 16 KB of shared memory at head_dim 128
@@ -61,13 +62,6 @@ def _count_blocks(
     blocks = tl.where(real, (context + BLOCK - 1) // BLOCK + LEAD, 0)
     tl.store(first + 1 + req, tl.cumsum(blocks, 0), mask=exists)
     tl.store(first, 0)
-
-
-@triton.jit
-def _scaled(x, rstd, weight):
-    """What the reference rounds: after the norm, and again after the weight."""
-    normed = (x.to(tl.float32) * rstd).to(x.dtype)
-    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -116,9 +110,9 @@ def _queries(
         squares = x.to(tl.float32) * x.to(tl.float32)
         rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
         of_k = tl.load(k_weight + d)
-        turned = _scaled(x, rstd, tl.where(h < GROUP, tl.load(q_weight + d), of_k))
+        turned = scaled(x, rstd, tl.where(h < GROUP, tl.load(q_weight + d), of_k))
         of_k = tl.load(k_weight + opposite)
-        y = _scaled(y, rstd, tl.where(h < GROUP, tl.load(q_weight + opposite), of_k))
+        y = scaled(y, rstd, tl.where(h < GROUP, tl.load(q_weight + opposite), of_k))
     turned = (turned.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
     nothing = tl.zeros([QROWS, D], tl.int32)
     tl.store(k_at + d + nothing, turned, mask=(h == GROUP) & stores)

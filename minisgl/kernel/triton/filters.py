@@ -245,39 +245,13 @@ def _draw(
     widest = tl.where(min_p > 0, tl.abs(tl.log(tl.maximum(min_p, 1e-37))), float("inf"))
     floor = tl.minimum(widest.to(tl.int32, bitcast=True), _INFINITY_BITS - 1)
     if (level < 4) & (found <= CAPACITY):
-        start = row * CAPACITY
-        asked_ranks = tl.where(by_rank, ranks, 0.0)
-        asked_mass = tl.where(by_mass, top_p, 2.0)
+        lists = (list_gaps + row * CAPACITY, list_ids + row * CAPACITY, found)
+        asked = (tl.where(by_rank, ranks, 0.0), tl.where(by_mass, top_p, 2.0))
+        bounds = (whole, limit, floor)
         if found <= SHORT:
-            token = draw_from_list(
-                list_gaps + start,
-                list_ids + start,
-                found,
-                asked_ranks,
-                asked_mass,
-                whole,
-                limit,
-                floor,
-                place,
-                salt,
-                SHORT,
-                FAST,
-            )
+            token = draw_from_list(*lists, *asked, *bounds, place, salt, SHORT, FAST)
         else:
-            token = draw_from_list(
-                list_gaps + start,
-                list_ids + start,
-                found,
-                asked_ranks,
-                asked_mass,
-                whole,
-                limit,
-                floor,
-                place,
-                salt,
-                CAPACITY,
-                FAST,
-            )
+            token = draw_from_list(*lists, *asked, *bounds, place, salt, CAPACITY, FAST)
         tl.store(tokens + row, token)
         return
     source = logits + row.to(tl.int64) * row_stride

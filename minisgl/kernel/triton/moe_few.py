@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32, int32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime import driver
 
 from minisgl.kernel.triton.moe_routing import choose
+from minisgl.kernel.triton.overlap import overlaps
 
 # Of the weights, a program: rows of gate and of up, their columns at once; rows of `down` of all
 # experts, its columns at once. The best of 22 and 31 on one H200, 2026-11-21, H 2048, I 768.
@@ -163,7 +163,7 @@ def experts_of_few(
     """
     num_tokens, width = x.shape
     num_experts, inner = len(router), down.shape[2]
-    early = not x.is_cpu and driver.active.get_current_target().arch >= 90
+    early = overlaps()
     places = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     logits = x.new_empty((num_tokens, num_experts), dtype=float32)

@@ -18,10 +18,10 @@ _TILE_ELEMENTS = 512  # of one half: 8 for each of 64 threads
 
 
 @triton.jit
-def _scaled(half, rstd, weight):
+def scaled(x, rstd, weight):
     """What the reference rounds: after the norm, and again after the weight."""
-    normed = (half.to(tl.float32) * rstd[:, None]).to(half.dtype)
-    return (normed.to(tl.float32) * weight.to(tl.float32)).to(half.dtype)
+    normed = (x.to(tl.float32) * rstd).to(x.dtype)
+    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -72,13 +72,14 @@ def _qk_norm_rope_store(
     tl.store(v_pool + slot * slot_stride + value_at + HALF, second, mask=value_mask)
     if NORM:
         a, b = first.to(tl.float32), second.to(tl.float32)
-        rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)
+        squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        rstd = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
         q_first = tl.load(q_weight + cols, mask=inside, other=0.0)[None, :]
         q_second = tl.load(q_weight + HALF + cols, mask=inside, other=0.0)[None, :]
         k_first = tl.load(k_weight + cols, mask=inside, other=0.0)[None, :]
         k_second = tl.load(k_weight + HALF + cols, mask=inside, other=0.0)[None, :]
-        first = _scaled(first, rstd, tl.where(is_q[:, None], q_first, k_first))
-        second = _scaled(second, rstd, tl.where(is_q[:, None], q_second, k_second))
+        first = scaled(first, rstd, tl.where(is_q[:, None], q_first, k_first))
+        second = scaled(second, rstd, tl.where(is_q[:, None], q_second, k_second))
     a, b = first.to(tl.float32), second.to(tl.float32)
     turned_first = (a * cos[None, :] - b * sin[None, :]).to(first.dtype)
     turned_second = (b * cos[None, :] + a * sin[None, :]).to(first.dtype)
