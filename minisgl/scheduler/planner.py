@@ -15,7 +15,7 @@ from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, St
 from minisgl.kvcache import common_prefix
 from minisgl.scheduler.extras import build_extras
 from minisgl.scheduler.memory import KVMemory
-from minisgl.scheduler.req import Ending, Req, ReqState
+from minisgl.scheduler.req import Req, ReqState
 from minisgl.scheduler.table import RequestTable
 
 MAX_DEFERRED = 64  # waiting reqs looked past in one plan, so that its cost stays bounded
@@ -35,7 +35,8 @@ class Chunk(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """batch: the next step, None when nothing can run now. victim: a req to preempt."""
+    """batch: the next step, None when nothing can run now. victim: a req to preempt, which has
+    left the running ones."""
 
     batch: Batch | None
     victim: Req | None
@@ -86,7 +87,8 @@ class Planner:
     def plan(self, step_id: int, in_flight: bool) -> Plan:
         """Choose the next step. in_flight: a result is to come, so memory may free itself."""
         rows, victim = self._decode_rows_with_pages(in_flight)
-        chunks = self._choose_chunks(rows, admit=len(rows) == len(self.decode_rows))
+        starved = victim is not None or len(rows) < len(self.decode_rows)
+        chunks = self._choose_chunks(rows, admit=not starved)
         if not len(rows) and not chunks:
             return Plan(None, victim)
         return Plan(self._build(step_id, rows, chunks), victim)
@@ -156,7 +158,7 @@ class Planner:
                 raise InvariantBroken("the only running req finds no page; this is a bug")
             return DecodeChoice(kept)
         victim = max(running, key=lambda req: req.serial)
-        victim.ending = Ending.PREEMPT
+        self.leave(victim)
         return DecodeChoice(kept[kept != victim.row], victim)
 
     def _append_pages(self, rows: Int32Array, pages: Int32Array) -> None:
@@ -170,7 +172,7 @@ class Planner:
         budget = self._chunk_budget(decode_rows)
         chunks: list[Chunk] = []
         for req in self.prefilling:
-            if budget > 0 and req.ending is None:
+            if budget > 0:
                 budget -= self._take(req, budget, chunks)
         deferred: list[Req] = []
         while admit and budget > 0 and self.waiting and self._table.rows.num_free:

@@ -19,14 +19,6 @@ class ReqState(StrEnum):
     FINISHED = "finished"  # owns nothing and has had its terminal message
 
 
-class Ending(StrEnum):
-    """Why a req must leave the running ones at the next moment when no step contains it."""
-
-    PREEMPT = "preempt"  # its pages are needed; it waits again
-    ABORT = "abort"  # the client is gone
-    STOP = "stop"  # a stop string was seen
-
-
 @dataclass(slots=True, eq=False)
 class Req:
     """A generation and its claims on memory. Lengths by row stand in RequestTable.
@@ -38,6 +30,7 @@ class Req:
     row            line in page table and token pool, -1 without one.
     node           locked place in the prefix cache; tree_pages leading pages of the row are the
                    cache's, the others this req's own.
+    ending         why it is to end; one in state ENDING without is preempted and waits again.
     cache_salt     reqs of another salt do not share its prefix.
     prompt_reported  prompt tokens whose log-probabilities have been sent.
     cached_tokens  prefix hit of the first admission, which is what the client is told.
@@ -61,10 +54,5 @@ class Req:
     admitted: bool = False
     admitted_s: float = 0.0
     opened: bool = False
-    ending: Ending | None = None
+    ending: FinishReason | None = None
     prompt_reported: int = 0
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """What the client is told when `ending` is carried out."""
-        return FinishReason.STOP if self.ending is Ending.STOP else FinishReason.ABORT

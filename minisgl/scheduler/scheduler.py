@@ -29,7 +29,7 @@ from minisgl.scheduler.memory import KVMemory
 from minisgl.scheduler.meter import StepMeter
 from minisgl.scheduler.outputs import OutputBuilder
 from minisgl.scheduler.planner import Planner
-from minisgl.scheduler.req import Ending, Req, ReqState
+from minisgl.scheduler.req import Req, ReqState
 from minisgl.scheduler.results import read_result
 from minisgl.scheduler.table import RequestTable
 
@@ -144,13 +144,15 @@ class Scheduler:
             case wire.AddReq():
                 self._add(message)
             case wire.AbortReq():
-                self._abort(message)
+                req = self._reqs.get(message.uid)
+                if req is not None:  # else it has finished, or was refused
+                    self._abort(req, message.reason)
             case wire.FlushCache():
                 self.memory.flush()
             case wire.Shutdown():
                 self.stopping = True
                 for req in list(self._reqs.values()):
-                    self._ask_to_leave(req, Ending.ABORT)
+                    self._abort(req, FinishReason.ABORT)
 
     def _add(self, message: wire.AddReq) -> None:
         self._serial += 1
@@ -169,24 +171,20 @@ class Scheduler:
         self._reqs[req.uid] = req
         self.planner.enqueue(req)
 
-    def _abort(self, message: wire.AbortReq) -> None:
-        """Idempotent: an unknown or finished uid is nothing to do."""
-        req = self._reqs.get(message.uid)
-        if req is not None:
-            stopped = message.reason is FinishReason.STOP
-            self._ask_to_leave(req, Ending.STOP if stopped else Ending.ABORT)
-
-    def _ask_to_leave(self, req: Req, ending: Ending) -> None:
-        """Act now if no step in flight contains `req`, else when that step is resolved (I2)."""
-        req.ending = ending
+    def _abort(self, req: Req, reason: FinishReason) -> None:
+        req.ending = reason
         if req.state is ReqState.WAITING:
             self.planner.forget(req)
-            self._finish(req, req.finish_reason)
-        elif int(self.table.last_step[req.row]) <= self._resolved_step:
-            self.planner.leave(req)
+            self._finish(req, reason)
+        else:
+            self._leave(req)
+
+    def _leave(self, req: Req) -> None:
+        """Act now if no step in flight contains `req`, else when that step is resolved (I2)."""
+        self.planner.leave(req)
+        if int(self.table.last_step[req.row]) <= self._resolved_step:
             self._carry_out(req)
         elif req not in self._leaving:
-            self.planner.leave(req)
             self._leaving.append(req)
 
     def _carry_out(self, req: Req) -> None:
@@ -195,12 +193,11 @@ class Scheduler:
         # it is cached. After that all but the last token: its KV may not be written yet.
         seen_finite = known > int(self.table.prefill_end[req.row])
         self.memory.release(req, self.table, known - 1 if seen_finite else 0)
-        if req.ending is Ending.PREEMPT:
-            req.ending = None
+        if req.ending is None:
             self.totals.preemptions_total += 1
             self.planner.requeue(req)
         else:
-            self._finish(req, req.finish_reason)
+            self._finish(req, req.ending)
 
     def _launch_next(self) -> bool:
         plan = self.planner.plan(self._launched_step + 1, in_flight=bool(self._in_flight))
@@ -218,7 +215,7 @@ class Scheduler:
         elif plan.victim is None and not self._in_flight and self.planner.waiting:
             raise InvariantBroken("nothing runs, yet nobody can be admitted; this is a bug")
         if plan.victim is not None:
-            self._ask_to_leave(plan.victim, Ending.PREEMPT)
+            self._leave(plan.victim)
         return plan.batch is not None
 
     def _resolve(self, batch: Batch, pending: PendingStep) -> None:
