@@ -143,7 +143,8 @@ class Engine:
             if logits is not None:
                 draws, filters = _kinds(batch)
                 if graph is not None:
-                    chosen = graph.run_sampler(filters)
+                    (graph.filtered if filters else graph.plain).replay()
+                    chosen = graph.chosen
                 else:
                     chosen = state.choose(logits, views, draws, filters)
             return LaunchedStep(batch, inputs, chosen, by_graph=graph is not None)
@@ -161,7 +162,8 @@ class Engine:
         """Hidden states [T or more, H], where log-probabilities of prompts are asked for, and
         logits [N, n] of this rank's ids, None when nobody samples."""
         if graph is not None:
-            return None, graph.run_forward()
+            graph.forward.replay()
+            return None, graph.logits
         state, n = self._state, batch.num_decode
         num_tokens = n + batch.num_prefill_tokens
         step = state.attention_step(views, n, inputs.start, inputs.lengths)

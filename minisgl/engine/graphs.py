@@ -37,8 +37,9 @@ class DecodeGraph:
     """A decode step of `size` reqs over fixed tensors. What it reads lies in DecodeGraphs.buffer.
 
     attention  held because its tensors are read too.
+    forward    writes `logits` [size, n], as VocabMatrix.logits.
     finish     for any step: `logits` of the first tokens of DecodeGraphs.attended.
-    logits     [size, n], as VocabMatrix.logits; chosen int32 [2, size], as DeviceState.choose.
+    plain, filtered   write `chosen` int32 [2, size], as DeviceState.choose, of `logits`.
     """
 
     size: int
@@ -49,16 +50,6 @@ class DecodeGraph:
     plain: torch.cuda.CUDAGraph
     filtered: torch.cuda.CUDAGraph
     chosen: Tensor
-
-    def run_forward(self) -> Tensor:
-        """Compute `logits`, and return them."""
-        self.forward.replay()
-        return self.logits
-
-    def run_sampler(self, filters: bool) -> Tensor:
-        """Sample from `logits`. Returns chosen."""
-        (self.filtered if filters else self.plain).replay()
-        return self.chosen
 
 
 class DecodeGraphs:
