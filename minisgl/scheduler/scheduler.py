@@ -240,12 +240,8 @@ class Scheduler:
             self._publish_prompt(req)
         leaving, self._leaving = self._leaving, []
         for req in leaving:
-            if req.state is ReqState.FINISHED:
-                continue
-            if int(self.table.last_step[req.row]) <= self._resolved_step:
-                self._carry_out(req)
-            else:
-                self._leaving.append(req)
+            if req.state is not ReqState.FINISHED:  # by its own token
+                self._leave(req)
 
     def _stamp_admissions(self) -> None:
         for req in self.planner.prefilling:
