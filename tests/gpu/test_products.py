@@ -11,29 +11,35 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, rms_norm
-from minisgl.kernel.tilings import FEW_ROWS, Tiling
+from minisgl.kernel.tilings import Tiling
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
 
 # The interpreter multiplies the bits of bfloat16 matrices.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 LIMIT = 1e-5 if INTERPRETED else 6e-3
-TILINGS = pytest.mark.parametrize(
-    "tiling",
-    [
-        Tiling(16, 64, 128, 1, 4, 4, 256),
-        Tiling(16, 64, 128, 8, 3, 4, 128),
-        Tiling(32, 64, 256, 1, 3, 4, 0),
-        Tiling(32, 64, 128, 2, 5, 4, 512),
-        Tiling(64, 64, 64, 1, 4, 4, 0),
-        Tiling(64, 64, 128, 4, 4, 4, 0),
-        Tiling(64, 64, 128, 2, 6, 4, 0),
-        Tiling(64, 128, 128, 1, 4, 8, 0),
-        Tiling(128, 128, 64, 1, 6, 8, 0),
-    ],
-    ids=lambda tiling: "-".join(map(str, tiling)),
+FEW = (  # one tile holds all rows
+    Tiling(16, 64, 128, 1, 4, 4, 256),
+    Tiling(16, 64, 128, 8, 3, 4, 128),
+    Tiling(32, 64, 256, 1, 3, 4, 0),
+    Tiling(32, 64, 128, 2, 5, 4, 512),
 )
-ROWS = pytest.mark.parametrize("rows", [1, 16, 23, 32, 64, 65, 128, 200, 256])
+MANY = (  # in Gluon, which has no interpreter
+    Tiling(64, 64, 64, 1, 4, 4, 0),
+    Tiling(64, 64, 128, 4, 4, 4, 0),
+    Tiling(64, 64, 128, 2, 6, 4, 0),
+    Tiling(64, 128, 128, 1, 4, 8, 0),
+    Tiling(128, 128, 64, 1, 6, 8, 0),
+)
+CASES = [
+    *((rows, tiling) for tiling in FEW for rows in (1, 16, 23, 32) if rows <= tiling.rows),
+    *((n, t) for t in MANY for n in (1, 16, 23, 32, 64, 65, 128, 200, 256) if not INTERPRETED),
+]
+TILINGS = pytest.mark.parametrize(
+    ("rows", "tiling"),
+    CASES,
+    ids=lambda each: "-".join(map(str, each)) if isinstance(each, Tiling) else str(each),
+)
 WIDTH, HEIGHT = 2048, 512
 
 
@@ -46,19 +52,11 @@ def poison(*shape: int) -> None:
     torch.full(shape, torch.nan, dtype=DTYPE, device=DEVICE)
 
 
-def skip_what_cannot_run(tiling: Tiling, rows: int) -> None:
-    if tiling.rows <= FEW_ROWS and rows > tiling.rows:
-        pytest.skip("one tile holds all of few rows")
-    if INTERPRETED and tiling.rows > FEW_ROWS:
-        pytest.skip("Gluon has no interpreter")
-
-
 def norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 @TILINGS
-@ROWS
 @pytest.mark.parametrize(
     ("gated", "normed", "biased"),
     [(False, False, False), (False, True, True), (True, False, False), (True, True, True)],
@@ -68,7 +66,6 @@ def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bo
     """Twice with the same counters: each call leaves them as it found them."""
     from minisgl.kernel.triton import linear as kernels
 
-    skip_what_cannot_run(tiling, rows)
     wider = normal(rows, 2 * WIDTH, dtype=DTYPE) * 3
     x, weight = wider[:, WIDTH:], normal(HEIGHT, WIDTH, dtype=DTYPE) / WIDTH**0.5
     bias = normal(HEIGHT, dtype=DTYPE) if biased else None
@@ -91,11 +88,9 @@ def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bo
 
 
 @TILINGS
-@ROWS
 def test_add_linear_leaves_squares(tiling: Tiling, rows: int) -> None:
     from minisgl.kernel.triton import linear as kernels
 
-    skip_what_cannot_run(tiling, rows)
     x, weight = normal(rows, WIDTH, dtype=DTYPE), normal(HEIGHT, WIDTH, dtype=DTYPE) / 32
     before, bias = normal(rows, HEIGHT, dtype=DTYPE) * 5, normal(HEIGHT, dtype=DTYPE)
     expected = before.double() + x.double() @ weight.double().T + bias.double()

@@ -205,7 +205,9 @@ def drawn(uid: int) -> SamplingParams:
 def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Tensor:
     """float32 [len(output)]: by how much each token's logit is below the best, in float32."""
     caught: list[Attended] = []
-    hook = oracle._model.register_forward_hook(lambda _m, _i, attended: caught.append(attended))
+    hook = oracle._model.model.register_forward_hook(
+        lambda _m, _i, attended: caught.append(attended)
+    )
     Driver(oracle).step(Work(0, 0, prompt + output[:-1]))
     hook.remove()
     with torch.inference_mode():
