@@ -82,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return msgspec.structs.replace(self, seed=secrets.randbelow(MAX_SEED))
 
-    def validate(self) -> None:
+    def validate(self, vocab_size: float = math.inf) -> None:
         """Raise InvalidRequest that names the first parameter out of its range."""
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
@@ -93,12 +93,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("top_p must be above 0", param="top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
-        for name, token_ids in (
-            ("stop_token_ids", self.stop_token_ids),
-            ("logit_bias", self.logit_bias),
-        ):
+        for name in ("stop_token_ids", "logit_bias"):
+            token_ids = getattr(self, name)
             if min(token_ids, default=0) < 0:
                 raise InvalidRequest(f"{name} must hold no negative token id", param=name)
+            if max(token_ids, default=0) >= vocab_size:
+                raise InvalidRequest(f"{name} must have token ids below {vocab_size}", param=name)
         if not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
             text = "logit_bias must have values from -100 to 100"
             raise InvalidRequest(text, param="logit_bias")

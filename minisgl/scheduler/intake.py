@@ -14,15 +14,11 @@ def accept(message: wire.AddReq, *, vocab_size: int, most_tokens: int, serial: i
     end.
     """
     tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32)
-    message.sampling.validate()
+    message.sampling.validate(vocab_size)
     if not len(tokens):
         raise InvalidRequest("the prompt is empty", param="prompt")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise InvalidRequest(f"a token id is outside 0..{vocab_size - 1}", param="prompt")
-    for name in ("stop_token_ids", "logit_bias"):
-        if max(getattr(message.sampling, name), default=0) >= vocab_size:
-            text = f"{name} must have token ids below {vocab_size}"
-            raise InvalidRequest(text, param=name)
     asked = message.sampling.max_tokens
     needed = len(tokens) + (1 if asked is None else asked)
     if needed > most_tokens:

@@ -105,9 +105,6 @@ class RequestReader:
     def _sampling(
         self, route: str, given: dict[str, Any], max_tokens: int | None, facts: ModelFacts
     ) -> SamplingParams:
-        for name in ("stop_token_ids", "logit_bias"):
-            if any(token_id >= facts.vocab_size for token_id in given.get(name, ())):
-                raise checks.reject(name, f"must have token ids below {facts.vocab_size}")
         chosen: dict[str, Any] = {}
         if self._use_model_defaults:
             chosen |= facts.sampling_defaults
@@ -122,7 +119,7 @@ class RequestReader:
             logprobs=logprobs,
             prompt_logprobs=logprobs if given.get("echo") else None,
         )
-        sampling.validate()
+        sampling.validate(facts.vocab_size)
         return sampling
 
     def _check_chars(self, param: str, chars: int, facts: ModelFacts) -> None:
