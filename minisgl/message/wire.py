@@ -176,10 +176,10 @@ class StepOutput(Message, frozen=True, kw_only=True):
     """
 
     step_id: int
-    opened: list[Opened]
-    uids: list[int]
-    token_ids: list[int]
-    finished: list[Finished]
+    opened: list[Opened] = []
+    uids: list[int] = []
+    token_ids: list[int] = []
+    finished: list[Finished] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[PromptLogprobs] = []
 

@@ -14,7 +14,7 @@ class OutputBuilder:
     """One StepOutput in the making: `_next`, whose lists grow until it is taken."""
 
     def __init__(self) -> None:
-        self._next = _nothing()
+        self._next = wire.StepOutput(step_id=0)
         self._held: dict[int, list[wire.PromptLogprobs]] = {}  # of reqs that are not open yet
 
     def open(self, req: Req) -> None:
@@ -107,9 +107,5 @@ class OutputBuilder:
         found = self._next
         if not (found.opened or found.uids or found.finished):
             return None
-        self._next = _nothing()
+        self._next = wire.StepOutput(step_id=0)
         return msgspec.structs.replace(found, step_id=step_id)
-
-
-def _nothing() -> wire.StepOutput:
-    return wire.StepOutput(step_id=0, opened=[], uids=[], token_ids=[], finished=[])
