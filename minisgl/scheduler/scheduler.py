@@ -264,13 +264,10 @@ class Scheduler:
         """The step's own result ends the req; a step in flight may still contain it (fences)."""
         req = self.table.req_at(row)
         self.planner.leave(req)
-        if reason is FinishReason.ERROR:
-            self.totals.nonfinite_rows_total += 1
-            self.memory.release(req, self.table, 0)
-            self._finish(req, reason, "the model produced non-finite logits")
-        else:
-            self.memory.release(req, self.table, int(self.table.known[row]) - 1)
-            self._finish(req, reason)
+        broken = reason is FinishReason.ERROR
+        self.totals.nonfinite_rows_total += broken
+        self.memory.release(req, self.table, 0 if broken else int(self.table.known[row]) - 1)
+        self._finish(req, reason, "the model produced non-finite logits" if broken else None)
 
     def _finish(self, req: Req, reason: FinishReason, error: str | None = None) -> None:
         req.state = ReqState.FINISHED
