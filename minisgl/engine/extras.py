@@ -1,7 +1,6 @@
 """The uncommon part of a step: edited logits and log-probabilities, launched beside the rest."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,26 +11,21 @@ from minisgl.engine.inputs import StepInputs, upload
 from minisgl.kernel import EditTensors, TopLogprobs, edit_logits, top_logprobs
 from minisgl.models import CausalLM
 
-_PROMPT_ROWS = (
-    256  # logits of so many prompt positions at a time: 150 MB at a vocabulary of 150,000
-)
-
-
-class _PendingPrompt(NamedTuple):
-    """One chunk's prompt log-probabilities, on their way to the host."""
-
-    batch_index: int
-    parts: list[TopLogprobs]
+# Logits of so many prompt positions at a time: 150 MB at a vocabulary of 150,000.
+_PROMPT_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingLogprobs:
-    """Log-probabilities of a step, copied to the host without waiting; read after the step."""
+    """Log-probabilities of a step, copied to the host without waiting; read after the step.
+
+    prompts: of the chunk at each position in the batch that asks, in parts.
+    """
 
     num_reqs: int
     order: "np.ndarray[tuple[int], np.dtype[np.intp]]"
     sampled: TopLogprobs | None
-    prompts: list[_PendingPrompt]
+    prompts: dict[int, list[TopLogprobs]]
 
     def read(self) -> StepLogprobs:
         """The host arrays; the step must have completed."""
@@ -44,10 +38,10 @@ class PendingLogprobs:
             ids[self.order] = self.sampled.ids.numpy()
             values[self.order] = self.sampled.values.numpy()
         prompt = {
-            pending.batch_index: PromptLogprobs(
-                *(np.concatenate([part[i].numpy() for part in pending.parts]) for i in range(3))
+            index: PromptLogprobs(
+                *(np.concatenate([part[i].numpy() for part in parts]) for i in range(3))
             )
-            for pending in self.prompts
+            for index, parts in self.prompts.items()
         }
         return StepLogprobs(chosen, ids, values, prompt)
 
@@ -117,7 +111,7 @@ def start_logprobs(
     most = int(extras.logprobs.max(initial=-1))
     if most >= 0 and logits is not None and tokens is not None:
         sampled = _to_host(top_logprobs(logits, tokens, most))
-    prompts = [] if hidden is None else _start_prompts(model, hidden, batch, extras)
+    prompts = {} if hidden is None else _start_prompts(model, hidden, batch, extras)
     if sampled is None and not prompts:
         return None
     return PendingLogprobs(batch.num_reqs, inputs.order, sampled, prompts)
@@ -125,8 +119,8 @@ def start_logprobs(
 
 def _start_prompts(
     model: CausalLM, hidden: Tensor, batch: Batch, extras: StepExtras
-) -> list[_PendingPrompt]:
-    pending: list[_PendingPrompt] = []
+) -> dict[int, list[TopLogprobs]]:
+    pending: dict[int, list[TopLogprobs]] = {}
     first_token = np.cumsum(batch.lengths) - batch.lengths
     taken = 0
     for index in np.flatnonzero(extras.prompt_logprobs >= 0).tolist():
@@ -135,13 +129,12 @@ def _start_prompts(
         targets = extras.prompt_targets[taken : taken + length]
         taken += length
         on_device = upload({"targets": np.maximum(targets, 0)}, hidden.device)["targets"]
-        parts = []
+        pending[index] = []
         for offset in range(0, length, _PROMPT_ROWS):
             rows = slice(begin + offset, begin + min(offset + _PROMPT_ROWS, length))
             chosen = on_device[offset : offset + _PROMPT_ROWS]
             logits = model.head.whole(model.head.logits(hidden[rows])).float()
-            parts.append(_to_host(top_logprobs(logits, chosen, count)))
-        pending.append(_PendingPrompt(index, parts))
+            pending[index].append(_to_host(top_logprobs(logits, chosen, count)))
     return pending
 
 
