@@ -50,7 +50,8 @@ def fill_random(model: nn.Module, seed: int = 0) -> None:
             generator.manual_seed(seed + zlib.crc32(placement.source.encode()))
             whole = target.new_empty(placement.shape)
             whole.normal_(0.0, _DUMMY_STD, generator=generator)
-            _copy(target, placement, _cut(placement, whole))
+            part = _cut(placement, whole)
+            _part(target, placement, part).copy_(part)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # sizing of the KV pool looks at what the device has left
 
@@ -89,7 +90,7 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
     with tqdm(total=len(placements), desc="loading weights", unit="tensor", disable=quiet) as bar:
         for path in sorted(by_file):
             for placement, value in _read(path, by_file[path]):
-                _copy(parameters[placement.target], placement, value)
+                _part(parameters[placement.target], placement, value).copy_(value)
                 bar.update()
     if _HEAD in files and _HEAD not in expected:
         (embedding,) = (placement for placement in placements if placement.source == _EMBEDDING)
@@ -103,10 +104,6 @@ def _harmless(name: str) -> bool:
     An untied model expects lm_head.weight, so it only gets here where the embeddings are tied.
     """
     return name.endswith("rotary_emb.inv_freq") or name == _HEAD
-
-
-def _copy(parameter: Tensor, placement: Placement, value: Tensor) -> None:
-    _part(parameter, placement, value).copy_(value)
 
 
 def _check_head(path: Path, embedding: Placement, parameter: Tensor) -> None:
