@@ -120,8 +120,7 @@ class LLM:
         finish_reason ERROR.
         """
         one, many = _listed(prompts, (int, np.integer), _NO_PROMPT)
-        results = self._run(many, sampling, stop, progress)
-        return results[0] if one else results
+        return self._run(one, many, sampling, stop, progress)
 
     def chat(
         self,
@@ -135,8 +134,7 @@ class LLM:
         """Answer one conversation (a list of messages) or many, by the model's chat template."""
         one, many = _listed(conversations, dict, _NO_CONVERSATION)
         prompts = [self.tokenizer.encode_chat(list(c), template_options) for c in many]
-        results = self._run(prompts, sampling, stop, progress)
-        return results[0] if one else results
+        return self._run(one, prompts, sampling, stop, progress)
 
     def stream(
         self,
@@ -163,16 +161,16 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: Sequence[Prompt], sampling: Sampling, stop: Stop, progress: bool
-    ) -> list[Completion]:
-        results: list[Completion | None] = [None] * len(prompts)
+        self, one: bool, prompts: Sequence[Prompt], sampling: Sampling, stop: Stop, progress: bool
+    ) -> Completion | list[Completion]:
+        done: dict[int, Completion] = {}
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
             for piece in self._stream(prompts, sampling, stop, whole=not stop):
                 if piece.completion is not None:
-                    results[piece.index] = piece.completion
+                    done[piece.index] = piece.completion
                     bar.update()
-        assert all(results), "a req ended without a terminal message: this is a bug"
-        return [result for result in results if result is not None]
+        assert len(done) == len(prompts), "a req ended without a terminal message: this is a bug"
+        return done[0] if one else [done[index] for index in range(len(prompts))]
 
     def _stream(
         self,
@@ -204,12 +202,13 @@ class LLM:
                 self.worker.send(wire.AddReq(uid=uid, token_ids=ids.tobytes(), sampling=one))
             while running:
                 for output in self.worker.step():
-                    yield from self._read(output, running)
+                    yield from self._read(output)
         finally:
             self._running = {}
             self.worker.settle(running)
 
-    def _read(self, output: wire.StepOutput, running: dict[int, Generation]) -> Iterator[Piece]:
+    def _read(self, output: wire.StepOutput) -> Iterator[Piece]:
+        running = self._running
         for opened in output.opened:
             running[opened.uid].open(opened)
         by_stop = {f.uid for f in output.finished if f.reason is FinishReason.STOP}

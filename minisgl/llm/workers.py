@@ -147,16 +147,16 @@ class RankWorkers:
     def close(self) -> None:
         self.send(wire.Shutdown())
         end_s = time.monotonic() + (_LEAVE_S if hasattr(self, "facts") else 0.0)
-        while time.monotonic() < end_s and None in (codes := self._exits()):
-            if any(codes):
+        while time.monotonic() < end_s and len(ended := self._ended()) < len(self.children):
+            if any(child.exit_code for child in ended):
                 break  # one has failed: the others may wait for it without end
             time.sleep(0.01)
         for queue in (self._outputs, self._status, self._requests):
             queue.close()
         self._clean_up()
 
-    def _exits(self) -> list[int | None]:
-        return [child.process.poll() for child in self.children]
+    def _ended(self) -> list[supervise.Child]:
+        return [child for child in self.children if child.process.poll() is not None]
 
     def _await_ready(self) -> ModelFacts:
         facts: ModelFacts | None = None
@@ -172,16 +172,15 @@ class RankWorkers:
 
     def _check(self) -> None:
         """Raise when a rank has ended, the same each time."""
-        if self._lost is None and any(code is not None for code in self._exits()):
-            self._lost = self._cause()
+        if self._lost is None and (ended := self._ended()):
+            self._lost = self._cause(ended)
         if self._lost is not None:
             raise self._lost
 
-    def _cause(self) -> MinisglError:
+    def _cause(self, ended: list[supervise.Child]) -> MinisglError:
         """A rank that was killed, else the first that said why: the others then lose a peer."""
-        killed = [child for child in self.children if (child.process.poll() or 0) < 0]
+        killed = [child for child in ended if (child.exit_code or 0) < 0]
         reasons = supervise.read_reasons(self._reasons)
-        ended = [child for child in self.children if child.process.poll() is not None]
         said = [child for role in reasons for child in self.children if child.role == role]
         child = [*killed, *said, *ended][0]
         code = child.process.wait()  # who has said why ends at once
