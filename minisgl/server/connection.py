@@ -58,7 +58,8 @@ def limited_protocol(
 
         def data_received(self, data: bytes) -> None:
             if self._in_head:
-                data = _UPGRADE.sub(b"", data)
+                head, blank, body = data.partition(b"\r\n\r\n")
+                data = _UPGRADE.sub(b"", head) + blank + body
                 if self._timer is None and (self.cycle is None or self.cycle.response_complete):
                     self._start_timer()
             most = limits.max_head_bytes

@@ -178,6 +178,15 @@ def test_offer_of_another_protocol_is_passed_over(keyed: ServerProcess, name: by
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
+def test_body_keeps_what_reads_like_an_offer(keyed: ServerProcess) -> None:
+    """It was cut from bodies as well, and the answer waited for the bytes that were missing."""
+    body = b"{}\r\nUpgrade: h2c"
+    head = b"POST /tokenize HTTP/1.1\r\nhost: a\r\nauthorization: Bearer sesame\r\n"
+    with connect(keyed) as connection:
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert b"not valid JSON" in connection.recv(65536)
+
+
 def trickled(connection: socket.socket, path: str, key: str) -> bytes:
     """The answer to a request whose body trickles on; returns when the server has cut it off."""
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\n"
