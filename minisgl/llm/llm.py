@@ -247,7 +247,7 @@ def _listed(given: Any, item: Any, wanted: str) -> tuple[bool, list[Any]]:
 def _as_ids(prompt: Sequence[int]) -> "array[int]":
     """int32, as AddReq holds them. Raises InvalidRequest."""
     try:
-        return array("i", prompt)
+        return array("i", iter(prompt))  # of bytes it would take the memory
     except OverflowError:
         raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None
     except (TypeError, ValueError):

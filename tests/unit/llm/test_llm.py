@@ -170,6 +170,8 @@ def test_ids_may_be_an_array(llm: LLM) -> None:
     assert one(llm.generate(np.array(ids), GREEDY, progress=False)).token_ids == listed
     (completion,) = llm.generate([np.array(ids)], GREEDY, progress=False)  # type: ignore[misc]
     assert completion.token_ids == listed
+    same = one(llm.generate([*b"\5\0\0\0"], GREEDY, progress=False))
+    assert one(llm.generate(b"\5\0\0\0", GREEDY, progress=False)) == same, "not one int32, 5"
 
 
 @pytest.mark.parametrize("stop", [["b", ""], "", [5], 5, None])
