@@ -201,14 +201,12 @@ class Planner:
         if self._config.cache_type == "naive" or req.sampling.prompt_logprobs is not None:
             return False
         matched = matched_pages * self._memory.page_size
-        to_compute = len(req.tokens) - matched
-        for other in self.unpublished:
-            if other.cache_salt != req.cache_salt:
-                continue
-            shared = common_prefix(req.tokens[:-1], other.tokens)
-            if (shared - matched) * 2 >= to_compute and shared - matched >= MIN_SHARED_TOKENS:
-                return True
-        return False
+        least = matched + max((len(req.tokens) - matched) / 2, MIN_SHARED_TOKENS)
+        return any(
+            other.cache_salt == req.cache_salt
+            and common_prefix(req.tokens[:-1], other.tokens) >= least
+            for other in self.unpublished
+        )
 
     def _admit(self, req: Req) -> None:
         self.waiting_tokens -= len(req.tokens)
