@@ -318,15 +318,12 @@ class Planner:
         table = self._table
         first, end = table.clean_pages[rows], table.num_pages[rows]
         counts = end - first
-        dirty = np.flatnonzero(counts)
-        if not len(dirty):
-            nothing: Int32Array = np.empty(0, dtype=np.int32)
-            return nothing, nothing
-        counts, first = counts[dirty], first[dirty]
+        if not counts.any():
+            return rows[:0], rows[:0]
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         page_cols = (np.repeat(first, counts) + offsets).astype(np.int32)
-        table.clean_pages[rows[dirty]] = end[dirty]
-        return np.repeat(rows[dirty], counts).astype(np.int32), page_cols
+        table.clean_pages[rows] = end
+        return np.repeat(rows, counts), page_cols
 
     def launched(self, batch: Batch) -> None:
         """Advance the lengths of a launched batch, and move on the reqs that got further."""
