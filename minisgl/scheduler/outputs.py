@@ -68,8 +68,8 @@ class OutputBuilder:
         if first >= last:
             return
         req.prompt_reported = position + last
-        early = None if req.opened else self._held.setdefault(req.uid, [])
-        (self._next.prompt_logprobs if early is None else early).append(
+        told = self._next.prompt_logprobs if req.opened else self._held.setdefault(req.uid, [])
+        told.append(
             wire.PromptLogprobs(
                 uid=req.uid,
                 position=position + first,
