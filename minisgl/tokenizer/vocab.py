@@ -28,9 +28,6 @@ class Vocabulary:
     _special_ids: frozenset[int]
     think_ids: tuple[int, int] | None = None
 
-    def __len__(self) -> int:
-        return len(self._table)
-
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
         """The bytes that this token stands for; b"" for padded, unknown and skipped ids."""
         if not 0 <= token_id < len(self._table):

@@ -10,7 +10,7 @@ from tests.unit.tokenizer.conftest import byte_level
 
 TOKENIZER = byte_level()
 VOCABULARY = Vocabulary.of(TOKENIZER)
-IDS = st.lists(st.integers(0, len(VOCABULARY) + 3), max_size=40)
+IDS = st.lists(st.integers(0, TOKENIZER.get_vocab_size() + 3), max_size=40)
 EURO = "€".encode()
 
 
