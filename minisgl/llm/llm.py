@@ -210,7 +210,7 @@ class LLM:
     def _read(self, output: wire.StepOutput) -> Iterator[Piece]:
         running = self._running
         for opened in output.opened:
-            running[opened.uid].open(opened)
+            running[opened.uid].opened = opened
         by_stop = {f.uid for f in output.finished if f.reason is FinishReason.STOP}
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
             generation = running[uid]

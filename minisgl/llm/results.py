@@ -34,19 +34,18 @@ class Piece:
 
 @dataclass(slots=True)
 class Generation:
-    """One generation in the making. whole: its text is made when it is done, not piece by piece."""
+    """One generation in the making. whole: its text is made when it is done, not piece by piece.
+
+    opened: comes before anything else is told of it.
+    """
 
     index: int
     stream: TextStream
     whole: bool
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    opened: wire.Opened = field(init=False)
     completion: Completion | None = None
-
-    def open(self, opened: wire.Opened) -> None:
-        self.prompt_tokens, self.cached_tokens = opened.prompt_tokens, opened.cached_tokens
 
     def push(self, token_id: int, ends_by_stop: bool) -> Piece | None:
         """One more token. ends_by_stop: it is the stop token, which is not text."""
@@ -80,7 +79,7 @@ class Generation:
             text="".join(self.parts),
             token_ids=self.token_ids,
             finish_reason=reason,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
+            prompt_tokens=self.opened.prompt_tokens,
+            cached_tokens=self.opened.cached_tokens,
             error=error,
         )

@@ -49,8 +49,7 @@ class LocalWorker:
     """One rank in the caller's process."""
 
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
-        comm = SingleCommunicator()
-        self._engine = Engine(engine, comm, config.prefill_budget_tokens)
+        self._engine = Engine(engine, SingleCommunicator(), config.prefill_budget_tokens)
         self._inbox = LocalInbox()
         self._outputs: list[wire.StepOutput] = []
         try:
