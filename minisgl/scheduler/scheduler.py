@@ -117,14 +117,13 @@ class Scheduler:
     def stats(self) -> wire.SchedulerStats:
         """Gauges and totals as of now."""
         pool, cache = self.memory.pool, self.memory.cache
-        running = len(self._reqs) - len(self.planner.waiting)
         free_pages = pool.num_free + pool.num_quarantined
         return msgspec.structs.replace(
             self.totals,
             step_id=self._resolved_step,
             busy=not self.idle,
             waiting_reqs=len(self.planner.waiting),
-            running_reqs=running,
+            running_reqs=len(self._reqs) - len(self.planner.waiting),
             free_pages=free_pages,
             evictable_pages=cache.evictable_pages,
             locked_pages=pool.size - free_pages - cache.evictable_pages,
