@@ -1,10 +1,11 @@
 """What the forward steps held and how long they took, as running totals for SchedulerStats."""
 
-import copy
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+
+import msgspec
 
 from minisgl.core import Batch
 from minisgl.message import wire
@@ -53,4 +54,9 @@ class StepMeter:
 
     def stats(self) -> dict[str, wire.PhaseStats]:
         """A copy of the totals as of now, by phase."""
-        return copy.deepcopy(self._phases)
+        return {
+            name: msgspec.structs.replace(
+                phase, reqs_counts=[*phase.reqs_counts], tokens_counts=[*phase.tokens_counts]
+            )
+            for name, phase in self._phases.items()
+        }
