@@ -110,7 +110,7 @@ def _check_head(path: Path, embedding: Placement, parameter: Tensor) -> None:
     """A head that is stored beside tied embeddings must be their copy."""
     for placement, value in _read(path, [embedding._replace(source=_HEAD)]):
         target = _part(parameter, placement, value)
-        if not torch.equal(target, value.to(target)):
+        if not torch.equal(target.cpu(), value.to(target.dtype)):  # KV gets a GPU's memory
             raise ConfigError(
                 f"{_HEAD} differs from {_EMBEDDING}, to which tie_word_embeddings in config.json "
                 "ties it: one of the two is wrong"
