@@ -34,6 +34,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1")
+        if self.max_running_reqs > 8192:
+            raise ConfigError("max_running_reqs must be at most 8192, for which kernels are made")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size {self.page_size} is not a power of two")
 

@@ -232,6 +232,7 @@ def test_a_call_beside_an_open_stream_is_refused(llm: LLM) -> None:
     [
         {"tp": 0},
         {"max_running_reqs": 0},
+        {"max_running_reqs": 8193},
         {"prefill_budget_tokens": 0},
         {"cache_type": "lru"},
     ],
