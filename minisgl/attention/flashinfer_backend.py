@@ -22,9 +22,9 @@ _HEAD_DIMS = (64, 128, 256)
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
 _MOST_QUERY_ROWS = 128  # of one block of the fa2 kernels
 _BLOCKS_PER_MULTIPROCESSOR = 2  # for which FlashInfer plans
-_WAVES = 2  # of one block for each req and KV head; with fewer our own decode kernel is faster,
-_MOST_REQS = 176  # though not with more of them, however few their KV heads are;
-_SMALL_GROUP = 2  # and with so few query heads for a KV head always
+# Our decode kernel is faster than FlashInfer's for up to so many waves of blocks (one for each req
+# and KV head) and so many reqs; with so few query heads for a KV head always.
+_WAVES, _MOST_REQS, _SMALL_GROUP = 2, 176, 2
 _FEW_TOKENS = 128  # fa3 has one block for so many, fa2 also splits their context
 
 

@@ -66,7 +66,7 @@ class TextSpec(Message, frozen=True, kw_only=True):
     prompt_tail  the last prompt ids; a character that begins there and ends in the output comes out
                  whole.
     stop         stop strings, in the order given.
-    min_tokens   stop strings count from the text of this token on, the first being 1.
+    min_tokens   until so many tokens have come, stop strings do not count.
     prompt_ids   int32 little-endian; the whole prompt when its log-probabilities are reported.
     token_ids    the client wants the ids too.
     reasoning    text between <think> and </think> is told apart.
