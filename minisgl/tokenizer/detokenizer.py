@@ -27,6 +27,15 @@ class Detokenizer:
     def open_reqs(self) -> int:
         return len(self._open)
 
+    def answer(self, output: wire.StepOutput) -> wire.StepText | None:
+        """`step`; lengths or positions that do not fit end its reqs alone. None: nothing to say."""
+        try:
+            text = self.step(output)
+        except (LookupError, ValueError):
+            logger.exception("step failed step_id=%d", output.step_id)
+            text = self.fail(output)
+        return text if text.updates else None
+
     def step(self, output: wire.StepOutput) -> wire.StepText:
         """The text of one step: at most one update per req, in the order of the step's tokens."""
         for opened in output.opened:
@@ -79,14 +88,4 @@ class Detokenizer:
 def run_detokenizer(model_path: str, socket_dir: str) -> None:
     """Serve `detokenizer` for ever."""
     detokenizer = Detokenizer(TextTokenizer.load(model_path).vocabulary)
-
-    def answer(output: wire.StepOutput) -> wire.StepText | None:
-        try:
-            text = detokenizer.step(output)
-        # The gate of this pump: what one step holds must not end those of other steps (W35).
-        except Exception:
-            logger.exception("step failed step_id=%d", output.step_id)
-            text = detokenizer.fail(output)
-        return text if text.updates else None
-
-    serve_queue("detokenizer", socket_dir, wire.ToDetokenizer, answer)
+    serve_queue("detokenizer", socket_dir, wire.ToDetokenizer, detokenizer.answer)

@@ -34,7 +34,7 @@ def handle(
         return wire.Tokenized(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
         return wire.Tokenized(uid=message.uid, error="the chat is nested too deeply")
-    # The gate of this pump: a request must get an answer, and the next one a living worker (W12).
+    # tokenizers raises Exception itself; this request needs an answer, the next a worker (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
         return wire.Tokenized(

@@ -124,11 +124,18 @@ def test_step_that_cannot_be_read_ends_its_reqs_and_no_others() -> None:
     detokenizer = Detokenizer(VOCABULARY)
     detokenizer.step(step((1, A), (2, A), (3, A), opens=[opened(1), opened(2), opened(3, ["a"])]))
     bad = step((2, B), (3, B), opens=[opened(4)])
-    failed = detokenizer.fail(bad).updates
-    assert [(u.uid, u.finish, u.stopped) for u in failed] == [
+    bad.token_ids.pop()
+    failed = detokenizer.answer(bad)
+    assert failed is not None
+    assert [(u.uid, u.finish, u.stopped) for u in failed.updates] == [
         (2, FinishReason.ERROR, True),
         (4, FinishReason.ERROR, True),
     ], "3 has had its end at its stop string"
+    late = Opened(uid=5, prompt_tokens=1, cached_tokens=0, text=TextSpec(prompt_ids=b"\1\0\0"))
+    failed = detokenizer.answer(step(opens=[late]))
+    assert failed is not None
+    assert [(u.uid, u.finish) for u in failed.updates] == [(5, FinishReason.ERROR)]
     (after,) = detokenizer.step(step((1, B), (2, C), ends={1: FinishReason.LENGTH})).updates
     assert (after.uid, after.text, after.finish) == (1, "b", FinishReason.LENGTH)
+    assert detokenizer.answer(step()) is None
     assert detokenizer.open_reqs == 0
