@@ -89,8 +89,9 @@ class ApiServer:
     async def run(self, listener: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot go on."""
         loop = asyncio.get_running_loop()
-        # SIGTERM comes from an orchestrator, which needs the grace; Ctrl-C from a person.
-        for number, grace_s in ((signal.SIGTERM, self.config.drain_grace_s), (signal.SIGINT, 0.0)):
+        # SIGTERM comes from an orchestrator, which needs the grace. SIGUSR2 is a person's Ctrl-C:
+        # a SIGINT before this line would end in Python's own traceback.
+        for number, grace_s in ((signal.SIGTERM, self.config.drain_grace_s), (signal.SIGUSR2, 0)):
             loop.add_signal_handler(number, self._ask_to_drain, number, grace_s)
         loop.add_signal_handler(signal.SIGUSR1, self._fail_asked.set)
         server = _Server(

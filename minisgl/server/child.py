@@ -24,8 +24,7 @@ def main() -> None:
     life_fd = int(sys.argv[-1])
     spec = msgspec.json.decode(supervise.read_payload(life_fd), type=ChildSpec)
     supervise.bind_to_parent(spec.parent_pid, life_fd)
-    # The API server drains on SIGINT; until it can, the signal simply ends it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL if spec.role == "api" else signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells when to stop
     setup_logging(spec.name, spec.config.log_level, spec.config.log_format)
     try:
         _run(spec)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _FAILED_EXIT = 1
 # Of the API server: drained; or ended by the signal while something was still loading, which does
 # not read its Shutdown.
-_STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGINT)
+_STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGUSR2)
 _SCHEDULER_GRACE_S = 5.0  # to leave by its Shutdown message
 _TERM_GRACE_S = 3.0
 _LAST_WORDS_S = 4.0  # for the API server to send error chunks
@@ -132,7 +132,8 @@ class _Service:
 
     def _ask_to_stop(self, number: signal.Signals) -> None:
         self._stop_asked_s = time.monotonic()
-        self._supervisor.send_signal(self._api, number)
+        graceful = number is signal.SIGTERM
+        self._supervisor.send_signal(self._api, signal.SIGTERM if graceful else signal.SIGUSR2)
 
     def _on_signal(self, number: signal.Signals) -> int | None:
         if self._shell is not None and number is signal.SIGINT:

@@ -211,6 +211,16 @@ def test_signal_while_loading_ends_at_once(tiny_model: Path, number: signal.Sign
         _assert_all_gone(pids)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_before_the_children_can_hear_it(tiny_model: Path, number: signal.Signals) -> None:
+    """Ctrl-C in the first half second showed where the API server's imports stood."""
+    with run_server("--model", str(tiny_model), stub="loading") as server:
+        wait_for(lambda: "listening on" in server.stderr, "the first lines")
+        server.signal(number)
+        assert server.wait_exit() == 0
+        assert "Traceback" not in server.stderr
+
+
 def test_two_ranks_serve_drain_and_end_together(tiny_model: Path) -> None:
     flags = ("--model", str(tiny_model), "--num-pages", "256", "--tp", "2", "--drain-grace", "0")
     with run_server(*flags) as server:
