@@ -14,15 +14,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from minisgl.core import ModelFacts, RequestError
+from minisgl.core import RequestError
 from minisgl.server.auth import OPEN_PATHS, Auth
 from minisgl.server.errors import RETRY_AFTER, MethodNotAllowed, RouteNotFound
-from minisgl.server.generate import read_body, start, unless_disconnected
+from minisgl.server.generate import read_call, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
 from minisgl.server.middleware import Bounded, Edge, answer, error_answer
 from minisgl.server.openapi import document
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
-from minisgl.server.requests import GenerateRequest, RequestReader
+from minisgl.server.requests import RequestReader
 from minisgl.server.routes import admin_routes, token_routes
 from minisgl.server.service import Service
 from minisgl.server.shapes import Shape
@@ -72,12 +72,10 @@ def build_app(service: Service) -> ASGIApp:
 def _generating(service: Service, reader: RequestReader, path: str, route: str) -> Route:
     """Chat and completions, streaming and not: one path until the answer is written."""
 
-    async def read(request: Request) -> tuple[GenerateRequest, ModelFacts]:
-        raw, facts = await read_body(service, request)
-        return reader.read(route, raw, facts), facts
-
     async def handler(request: Request) -> Response | EventStream:
-        call, facts = await read(request)
+        raw, facts = await read_call(service, request)
+        call = reader.read(route, raw, facts)
+        del raw  # or it would stay for as long as the answer takes
         shape = Shape(call)
         client = service.client
         request_id = str(request.scope["state"].get("request_id", ""))

@@ -101,24 +101,25 @@ def fit_max_tokens(
     return msgspec.structs.replace(sampling, max_tokens=context - size)
 
 
-async def read_body(service: Service, request: Request) -> tuple[bytes, ModelFacts]:
-    """The body, and the facts of the model. Raises NotReady, also if it drains meanwhile.
-
-    A body is waited for as long as a first token is.
-    """
+async def read_call(service: Service, request: Request) -> tuple[bytes, ModelFacts]:
+    """The body of a call of the model, and its facts. Raises NotReady, also if it drains then."""
     kept = request.scope.get("state", {}).get(KEPT, False)
     service.lifecycle.require_accepting(kept)
+    return await read_body(service, request), service.lifecycle.require_accepting(kept)
+
+
+async def read_body(service: Service, request: Request) -> bytes:
+    """The body, which is waited for as long as a first token is."""
     most_s = service.config.limits.max_wait_s
     try:
         async with asyncio.timeout(most_s):
             # not request.body(), which would keep it for as long as the answer takes
-            raw = b"".join([part async for part in request.stream()])
+            return b"".join([part async for part in request.stream()])
     except ClientDisconnect:
         raise Cancelled("the client closed the connection") from None
     except TimeoutError:
         late = f"the body did not come within {most_s:g} s"
         raise DeadlineExceeded(late, limit="max_wait_s") from None
-    return raw, service.lifecycle.require_accepting(kept)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

@@ -9,7 +9,7 @@ from starlette.routing import Route
 import minisgl
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts
 from minisgl.server import checks
-from minisgl.server.generate import read_body, unless_disconnected
+from minisgl.server.generate import read_body, read_call, unless_disconnected
 from minisgl.server.middleware import answer
 from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable
 from minisgl.server.requests import RequestReader, parse_body
@@ -42,7 +42,7 @@ def token_routes(service: Service, reader: RequestReader) -> list[Route]:
     tokenizing, detokenizing = tokenize_check(reader.table), detokenize_check(reader.table)
 
     async def read(request: Request, check: checks.Check) -> tuple[dict[str, Any], ModelFacts]:
-        raw, facts = await read_body(service, request)
+        raw, facts = await read_call(service, request)
         return check("", parse_body(raw)), facts
 
     async def to_ids(request: Request) -> Response:
@@ -89,8 +89,7 @@ def admin_routes(service: Service) -> list[Route]:
         return answer(found)
 
     async def abort(request: Request) -> Response:
-        raw, _ = await read_body(service, request)
-        given = ABORT("", parse_body(raw))
+        given = ABORT("", parse_body(await read_body(service, request)))
         error = Cancelled("this request was aborted by an operator")
         return answer({"aborted": service.client.end_by_id(given["request_id"], error)})
 

@@ -38,7 +38,10 @@ class Caller:
         self._thread.start()
 
     def _run(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=DEADLINE_S) as response:
+        own = {"x-request-id": "mine"}
+        with httpx.stream(
+            "POST", self._url, json=self._body, headers=own, timeout=DEADLINE_S
+        ) as response:
             self.status = response.status_code
             for part in response.iter_text():
                 self.text += part
@@ -107,6 +110,19 @@ def test_grace_accepts_while_unready_and_then_refuses_with_retry_after(tiny_mode
         assert server.status("/livez") == 200
         assert server.wait_exit() == 0
         assert caller.join().text.endswith("data: [DONE]\n\n")
+
+
+def test_operator_can_end_what_a_drain_waits_for(tiny_model: Path) -> None:
+    """/abort was refused like any call once the grace had passed, when it was needed most."""
+    with serving(tiny_model, "--drain-grace", "0", "--admin-api-key", "root") as server:
+        caller = Caller(server, max_tokens=2000).wait_first()
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: short_call(server).status_code == 503, "the refusal of calls")
+        headers = {"authorization": "Bearer root"}
+        ended = httpx.post(server.url + "/abort", json={"request_id": "mine"}, headers=headers)
+        assert ended.json() == {"aborted": 1}
+        assert server.wait_exit() == 0
+        assert '"code":"cancelled"' in caller.join().text
 
 
 def test_kept_connections_are_told_to_close_before_they_are_refused(tiny_model: Path) -> None:
