@@ -134,7 +134,7 @@ def test_every_flag_is_known_to_the_server(render, ci_values):
 
 def test_flags_of_the_chart_are_refused_as_extra_ones_under_every_name(render):
     values = {"model": {"id": "a/b", "revision": "c", "servedNames": ["d"]}}
-    sized = {**values, "server": {"maxSeqLen": 1}}
+    sized = {**values, "server": {"maxSeqLen": 2}}
     rendered = {flag for flag in flags_of(render(sized)) if flag.startswith("--")}
     aliases = {
         alias

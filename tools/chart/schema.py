@@ -5,22 +5,32 @@ What a default cannot say (bounds, the few allowed words, the shape of list item
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-__all__ = ["OPEN", "RULES", "documented_keys", "make_schema", "undocumented", "write_schema"]
+__all__ = [
+    "NULLABLE",
+    "OPEN",
+    "RULES",
+    "documented_keys",
+    "make_schema",
+    "undocumented",
+    "write_schema",
+]
 
 Json = dict[str, Any]
 
-CHART = Path(__file__).resolve().parents[2] / "helm"
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm"
 _DRAFT = "http://json-schema.org/draft-07/schema#"
 
 _POSITIVE: Json = {"type": "integer", "minimum": 1}
 _SECONDS: Json = {"type": "integer", "minimum": 0}
-_QUANTITY: Json = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|m)?$"}
+_QUANTITY: Json = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([EPTGMK]i|[EPTGMk])?$"}
 _COUNT_OR_SHARE: Json = {
     "anyOf": [
         {"type": "integer", "minimum": 0},
@@ -30,6 +40,7 @@ _COUNT_OR_SHARE: Json = {
 _DURATION: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))+$"}
 _DURATION_OR_EMPTY: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))*$"}
 _STRING: Json = {"type": "string"}
+_PATH: Json = {"type": "string", "pattern": "^/"}
 
 
 def _list_of(**properties: Json) -> Json:
@@ -49,8 +60,25 @@ def _or_null(rule: Json) -> Json:
     return {"anyOf": [*rule["anyOf"], {"type": "null"}]}
 
 
+def _as_flag(name: str) -> Json:
+    """The bounds that the server itself has for this flag."""
+    sections = tomllib.loads((ROOT / "minisgl" / "server" / "flags.toml").read_text()).values()
+    flags = {
+        one: flag
+        for section in sections
+        for names, flag in section.items()
+        for one in names.split()
+    }
+    flag = flags[name]
+    kind = {"int": "integer", "float": "number"}[flag["type"]]
+    highest = {"maximum": flag["high"]} if "high" in flag else {}
+    return {"type": kind, "minimum": flag["low"], **highest}
+
+
 # Objects that are Kubernetes' own: the API server knows their fields.
 OPEN = ("resources", "podSecurityContext", "securityContext", "affinity")
+# Values that null takes away. Of any other Helm leaves nothing, which templates print as 0 or nil.
+NULLABLE = (*OPEN, "podDisruptionBudget.maxUnavailable", "tolerations")
 
 RULES: dict[str, Json] = {
     "autoscaling.maxReplicas": _POSITIVE,
@@ -66,6 +94,7 @@ RULES: dict[str, Json] = {
         "items": {"enum": ["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"]},
     },
     "cache.size": _QUANTITY,
+    "dashboards.labelValue": _STRING,
     "drain.graceSeconds": _SECONDS,
     "drain.preStopSleepSeconds": _SECONDS,
     "drain.teardownSeconds": {"type": "integer", "minimum": 18},
@@ -78,16 +107,18 @@ RULES: dict[str, Json] = {
     "extraVolumeMounts": _NAMED,
     "extraVolumes": _NAMED,
     "gpu.count": _or_null(_POSITIVE),
+    "gpu.resourceName": _STRING,
     "httpRoute.hostnames": _STRINGS,
     "httpRoute.parentRefs": _NAMED,
+    "httpRoute.path": _PATH,
     "httpRoute.requestTimeout": _DURATION,
     "image.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
-    "image.repository": {"type": "string", "minLength": 1},
     "imagePullSecrets": _NAMED,
     "inferencePool.endpointPicker.failureMode": {"enum": ["FailOpen", "FailClose"]},
     "inferencePool.endpointPicker.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "ingress.hosts": _STRINGS,
+    "ingress.path": _PATH,
     "ingress.tls": _OBJECTS,
     "initContainers": _NAMED,
     "liveness.failureThreshold": _POSITIVE,
@@ -119,11 +150,11 @@ RULES: dict[str, Json] = {
     "resourceClaims": _NAMED,
     "revisionHistoryLimit": {"type": "integer", "minimum": 0},
     "server.logLevel": {"enum": ["debug", "info", "warning", "error"]},
-    "server.maxQueuedRequests": _POSITIVE,
-    "server.maxRunningRequests": _POSITIVE,
-    "server.maxSeqLen": _or_null(_POSITIVE),
-    "server.memoryRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "server.tokenizers": _POSITIVE,
+    "server.maxQueuedRequests": _as_flag("--max-queued-requests"),
+    "server.maxRunningRequests": _as_flag("--max-running-requests"),
+    "server.maxSeqLen": _or_null(_as_flag("--max-seq-len-override")),
+    "server.memoryRatio": _as_flag("--memory-ratio"),
+    "server.tokenizers": _as_flag("--num-tokenizer"),
     "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "shm.size": _QUANTITY,
@@ -132,7 +163,7 @@ RULES: dict[str, Json] = {
     "strategy.maxSurge": _COUNT_OR_SHARE,
     "strategy.maxUnavailable": _COUNT_OR_SHARE,
     "strategy.type": {"enum": ["RollingUpdate", "Recreate"]},
-    "tensorParallelSize": _POSITIVE,
+    "tensorParallelSize": _as_flag("--tensor-parallel-size"),
     "terminationGracePeriodSeconds": _or_null(_POSITIVE),
     "tmp.size": _QUANTITY,
     "tolerations": _OBJECTS,
@@ -179,17 +210,22 @@ def undocumented(values: str) -> list[str]:
     return [key.path for key in _keys(values) if not _is_group(key) and not key.comment]
 
 
+def _default(key: _Key) -> Any:
+    return yaml.safe_load(yaml.serialize(key.value))
+
+
 def _rule(key: _Key) -> Json:
     if key.path in RULES:
         return RULES[key.path]
     if key.path in OPEN:
         return {"type": "object"}
-    default = yaml.safe_load(yaml.serialize(key.value))
-    match default:
+    match _default(key):
         case bool():
             return {"type": "boolean"}
+        case "":
+            return _STRING
         case str():
-            return {"type": "string"}
+            return {**_STRING, "minLength": 1}
         case {}:
             return _MAP
     raise ValueError(f"values.yaml: the type of {key.path} cannot be told from its default: RULES")
@@ -206,6 +242,8 @@ def make_schema(values: str) -> Json:
             place = place["properties"][parent]
         rule = _group() if _is_group(key) else {"description": key.comment, **_rule(key)}
         place["properties"][name] = rule
+        if key.path not in NULLABLE and _default(key) not in (None, "", [], {}):
+            place.setdefault("required", []).append(name)
     unused = RULES.keys() - set(documented_keys(values))
     if unused:
         raise ValueError(f"RULES has values that values.yaml has not: {sorted(unused)}")
