@@ -1,7 +1,8 @@
 {{/* Names and labels. Every helper takes the root context. */}}
 
+{{/* 58 characters: a label has 63 at most, and the test's is this name and "-test". */}}
 {{- define "minisgl.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 58 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/*

@@ -26,13 +26,21 @@
 {{- if has (toString $budget.maxUnavailable) (list "0" "0%") -}}
 {{- fail "podDisruptionBudget.maxUnavailable is 0, so no node could ever be drained: raise it." -}}
 {{- end -}}
-{{- if or (eq (toString $budget.minAvailable) "100%") (and (gt $most 1) (regexMatch "^[0-9]+$" (toString $budget.minAvailable)) (ge (int $budget.minAvailable) $most)) -}}
+{{- $least := toString $budget.minAvailable -}}
+{{- if hasSuffix "%" $least -}}
+{{- $least = div (trimSuffix "%" $least | mul $most | add 99) 100 -}}{{/* Kubernetes rounds up */}}
+{{- end -}}
+{{- if and (gt $most 1) (ge (int $least) $most) -}}
 {{- fail "podDisruptionBudget.minAvailable is all pods, so no node could ever be drained: lower it, or use maxUnavailable." -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
 {{- define "minisgl.validateExposure" -}}
+{{- $service := include "minisgl.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $service) -}}
+{{- fail (printf "The Service would be called %s, but such a name begins with a letter and has a-z, 0-9 and - only: set fullnameOverride." $service) -}}
+{{- end -}}
 {{- if and .Values.metrics.podMonitor.enabled .Values.metrics.serviceMonitor.enabled -}}
 {{- fail "metrics.podMonitor.enabled and metrics.serviceMonitor.enabled are both true, and every sample would count twice: keep podMonitor." -}}
 {{- end -}}

@@ -139,6 +139,13 @@ def test_queries_find_pods_of_any_release_name(render, name):
     assert re.fullmatch(re.search(r'pod=~"(.*)"', query)[1], pod)
 
 
+def test_names_and_labels_stay_short_enough(render, ci_values):
+    for one in render(ci_values | {"nameOverride": "a" * 63}, name="b" * 53):
+        metadata = one["metadata"]
+        words = [metadata["name"], *metadata["labels"].values()]
+        assert max(map(len, words)) <= 63, one["kind"]
+
+
 def test_annotations_for_prometheus_give_way_to_monitors(render):
     def annotations(values: Object) -> Object:
         template = pick(render(values), "Deployment")["spec"]["template"]
