@@ -1,9 +1,7 @@
 """The real demo server with known prompts: every counter's value is known, also to Prometheus."""
 
 import json
-import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from minisgl.demo import model_path
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.process.prometheus import needs_prometheus, prometheus_on
 
 pytestmark = pytest.mark.process
 
@@ -174,42 +173,20 @@ QUERIES = {
 }
 
 
+@needs_prometheus
 def test_prometheus_itself_scrapes_and_answers(
     used: tuple[ServerProcess, Scrape], tmp_path: Path
 ) -> None:
     """Debian's Prometheus, which asks for OpenMetrics first; None: any finite number."""
-    program = shutil.which("prometheus")
-    if program is None:
-        pytest.skip(reason="prometheus (Debian package prometheus) is not installed")
-    target = used[0].url.removeprefix("http://")
-    job = {"job_name": "minisgl", "scrape_interval": "200ms", "scrape_timeout": "200ms"}
-    config = {"scrape_configs": [{**job, "static_configs": [{"targets": [target]}]}]}
-    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [program, f"--config.file={tmp_path / 'prometheus.yml'}"]
-    command += [f"--storage.tsdb.path={tmp_path}", f"--web.listen-address=127.0.0.1:{port}"]
-    with (tmp_path / "log").open("wb") as log:
-        prometheus = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-
-        def ask(query: str) -> list[float]:
-            try:
-                answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": query})
-            except httpx.TransportError:
-                assert prometheus.poll() is None, (tmp_path / "log").read_text()
-                return []
-            found = answer.json().get("data", {}).get("result", []) if answer.is_success else []
-            return [float(series["value"][1]) for series in found]
-
-        wait_for(lambda: ask("up == 1"), "a scrape by Prometheus")
+    with prometheus_on(used[0], tmp_path, {}) as prometheus:
         for query, wanted in QUERIES.items():
-            (value,) = ask(query)
-            assert abs(value) < 1e12, query
-            assert wanted is None or value == wanted, query
-    finally:
-        prometheus.kill()
-        prometheus.wait()
+
+            def answered(query: str = query, wanted: float | None = wanted) -> bool:
+                values = prometheus.ask(query)
+                finite = len(values) == 1 and abs(values[0]) < 1e12
+                return finite and wanted in (None, values[0])
+
+            wait_for(answered, f"{wanted} from {query}")
 
 
 def test_json_logs_are_one_object_per_line_with_the_request_id() -> None:
