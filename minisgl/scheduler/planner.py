@@ -196,15 +196,18 @@ class Planner:
     def _prefix_is_in_the_making(self, req: Req, matched_pages: int) -> bool:
         """Whether a running prefill will soon save `req` at least half of what it must compute.
 
-        So the siblings of one prompt, and a burst behind one system prompt, compute it once.
+        So the siblings of one prompt, and a burst behind one system prompt, compute it once. It
+        waits for older reqs only: newer ones that overtake it and fail could go on for ever.
         """
         if self._config.cache_type == "naive" or req.sampling.prompt_logprobs is not None:
             return False
-        matched = matched_pages * self._memory.page_size
+        page_size = self._memory.page_size
+        matched = matched_pages * page_size
         least = matched + max((len(req.tokens) - matched) / 2, MIN_SHARED_TOKENS)
         return any(
-            other.cache_salt == req.cache_salt
-            and common_prefix(req.tokens[:-1], other.tokens) >= least
+            other.serial < req.serial
+            and other.cache_salt == req.cache_salt
+            and common_prefix(req.tokens[:-1], other.tokens) // page_size * page_size >= least
             for other in self.unpublished
         )
 

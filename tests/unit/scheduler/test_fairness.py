@@ -1,0 +1,47 @@
+"""Nobody waits without end, whoever else comes."""
+
+import pytest
+
+from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
+from tests.unit.scheduler.harness import Harness
+from tests.unit.scheduler.test_scheduler import config, prompt_of
+
+BROKEN = 63  # ids are below it unless said
+SHARED = [token % 62 + 1 for token in prompt_of(150)]
+
+
+def test_a_req_does_not_wait_for_newer_ones_that_begin_alike_and_fail() -> None:
+    """Each was admitted before the one before it had failed, so it waited as long as they came."""
+    engine = FakeEngine(4096, 4, max_seq_len=1024)
+    engine.break_prompts_with = BROKEN
+    harness = Harness(engine, config(prefill_budget_tokens=400))
+
+    def come(i: int) -> int:
+        """Shares too little of its prompt to wait for others."""
+        own = [(3 * i + k * (i + 1)) % 60 + 1 for k in range(439)]
+        return harness.add([*SHARED, *own, BROKEN])
+
+    failing = [come(0)]
+    harness.step()
+    prompt = SHARED + [5] * 30
+    patient = harness.add(prompt, max_tokens=2, ignore_eos=True)
+    for i in range(1, 60):
+        failing.append(come(i))
+        harness.step()
+    assert harness.answers[patient].tokens == expected_output(prompt, 2, ignore_eos=True)
+    ends = [harness.answers[uid].finishes for uid in failing]
+    assert sum(map(len, ends)) > 20
+    assert not harness.scheduler.idle, "they still come"
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_siblings_wait_for_whole_pages_only(page_size: int) -> None:
+    """With larger pages than their prompt each waited for the one before it, for nothing."""
+    engine = FakeEngine(64, page_size, max_running_reqs=16, max_seq_len=256)
+    harness = Harness(engine, config())
+    uids = [harness.add(prompt_of(120), max_tokens=2, ignore_eos=True) for _ in range(8)]
+    harness.run()
+    prefilled = [batch.num_reqs for batch in engine.batches if batch.num_prefill_tokens]
+    assert prefilled == ([1, 7] if page_size == 64 else [8])
+    for uid in uids:
+        assert harness.answers[uid].tokens == expected_output(prompt_of(120), 2, ignore_eos=True)
