@@ -21,7 +21,7 @@ from minisgl.core import (
 from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
 from minisgl.llm.results import Completion, Generation, Piece
-from minisgl.llm.workers import LocalWorker, RankWorkers, Worker
+from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message import wire
 from minisgl.tokenizer import TextStream, TextTokenizer
 
@@ -94,7 +94,7 @@ class LLM:
         )
         self.tokenizer = TextTokenizer.load(path)
         kind = LocalWorker if tp == 1 else RankWorkers
-        self.worker: Worker = kind(engine_config, scheduler_config)
+        self.worker: LocalWorker | RankWorkers = kind(engine_config, scheduler_config)
         self.facts: ModelFacts = self.worker.facts
         self._next_uid = 1
         self._running: dict[int, Generation] = {}
@@ -180,8 +180,7 @@ class LLM:
         whole: bool = False,
     ) -> Iterator[Piece]:
         """whole: nobody looks before the end, so text is made once, when a generation is done."""
-        if self._closed:
-            raise ConfigError("this LLM is closed")
+        self._check_open()
         if self._running:
             raise InvalidRequest("one call at a time: a stream has not been read to its end")
         stops, params = _stop_strings(stop), self._params(sampling, len(prompts))
@@ -203,9 +202,15 @@ class LLM:
             while running:
                 for output in self.worker.step():
                     yield from self._read(output)
+                self._check_open()
         finally:
             self._running = {}
-            self.worker.settle(running)
+            if not self._closed:
+                self.worker.settle(running)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this LLM is closed")
 
     def _read(self, output: wire.StepOutput) -> Iterator[Piece]:
         running = self._running
@@ -225,8 +230,7 @@ class LLM:
                 yield piece
 
     def _params(self, sampling: Sampling, count: int) -> list[SamplingParams]:
-        if sampling is None:
-            sampling = self.default_sampling()
+        sampling = self.default_sampling() if sampling is None else sampling
         params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != count:
             raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts")

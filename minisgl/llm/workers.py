@@ -1,11 +1,13 @@
 """What computes for an `LLM`: a scheduler in its own process, or one process for each rank."""
 
+import contextlib
 import os
 import shutil
+import signal
+import threading
 import time
 import weakref
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Iterator
 
 import msgspec
 
@@ -29,24 +31,26 @@ _FIRST_REQS = 32  # with which a first step begins before all have come
 _LEAVE_S = 5.0  # for ranks to end by themselves
 
 
-class Worker(Protocol):
-    """Takes requests, gives what comes of them."""
-
-    facts: ModelFacts
-
-    def send(self, message: wire.ToScheduler) -> None: ...
-
-    def step(self) -> list[wire.StepOutput]:
-        """What has come since; blocks for a step at most. Raises EngineError when none can come."""
-
-    def settle(self, uids: Collection[int]) -> None:
-        """Abort these, and return when every request has ended."""
-
-    def close(self) -> None: ...
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C counts afterwards: a scheduler left in the middle of a step loses pages, or waits
+    without end for a result that it was about to read."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts the main thread alone
+        return
+    asked: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if asked:
+            signal.raise_signal(signal.SIGINT)
 
 
 class LocalWorker:
-    """One rank in the caller's process."""
+    """One rank in the caller's process: takes requests, gives what comes of them."""
 
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         self._engine = Engine(engine, SingleCommunicator(), config.prefill_budget_tokens)
@@ -63,18 +67,23 @@ class LocalWorker:
     def send(self, message: wire.ToScheduler) -> None:
         self._inbox.messages.append(message)
         if self.scheduler.idle and len(self._inbox.messages) >= _FIRST_REQS:
-            self.scheduler.iterate()  # the caller makes the rest ready while this step runs
+            with _uninterrupted():
+                self.scheduler.iterate()  # the caller makes the rest ready while this step runs
 
     def step(self) -> list[wire.StepOutput]:
-        self.scheduler.iterate()
+        """What has come since; blocks for a step at most. Raises EngineError when none can come."""
+        with _uninterrupted():
+            self.scheduler.iterate()
         outputs = list(self._outputs)
         self._outputs.clear()
         return outputs
 
     def settle(self, uids: Collection[int]) -> None:
+        """Abort these, and return when every request has ended."""
         self._inbox.messages.extend(wire.AbortReq(uid=uid) for uid in uids)
-        while self._inbox.messages or not self.scheduler.idle:
-            self.step()
+        with _uninterrupted():
+            while self._inbox.messages or not self.scheduler.idle:
+                self.step()
 
     def close(self) -> None:
         self.scheduler.drain_in_flight()
@@ -82,8 +91,8 @@ class LocalWorker:
 
 
 class RankWorkers:
-    """All ranks as processes, started as the server starts them: they end with this one, or when
-    nobody refers to it any more.
+    """A LocalWorker's like with all ranks as processes, started as the server starts them: they end
+    with this one, or when nobody refers to it any more.
 
     (Linux ends them with the thread that made the LLM, if that ends earlier.)
     """

@@ -1,5 +1,6 @@
 """The offline LLM, on the demo model: the server's scheduler with its input and output replaced."""
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 
 from minisgl.core import ConfigError, FinishReason, InvalidRequest, OutOfMemory, SamplingParams
 from minisgl.engine import Engine
+from minisgl.engine.pending import LaunchedStep
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
+from minisgl.scheduler.memory import KVMemory
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SPELL = [{"role": "user", "content": "Spell the word planet."}]
@@ -225,6 +228,48 @@ def test_a_call_beside_an_open_stream_is_refused(llm: LLM) -> None:
         llm.generate([7], GREEDY, progress=False)
     assert sum(piece.completion is not None for piece in stream) == 1
     assert one(llm.chat(ADD, GREEDY, progress=False)).text == "42"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 30])
+@pytest.mark.parametrize(
+    "where", [(Engine, "launch"), (LaunchedStep, "wait"), (KVMemory, "publish")]
+)
+def test_a_keyboard_interrupt_leaves_it_usable(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], max_tokens: int
+) -> None:
+    """A step in whose result it came was waited for without end; elsewhere pages were lost."""
+    assert isinstance(llm.worker, LocalWorker)
+    scheduler = llm.worker.scheduler
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    alone = one(llm.generate([5, 6, 7], sampling, progress=False)).token_ids
+    done = getattr(*where)
+    calls = 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            signal.raise_signal(signal.SIGINT)
+        return done(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6, 7], [8, 9]], sampling, progress=False)
+    assert calls > 0
+    assert scheduler.idle
+    scheduler.check_integrity()
+    assert one(llm.generate([5, 6, 7], sampling, progress=False)).token_ids == alone
+
+
+def test_a_stream_of_a_closed_llm_says_so() -> None:
+    """It failed in the engine, or at its sockets."""
+    with LLM(num_pages=64, max_seq_len=64) as llm:
+        stream = llm.stream([5, 6], SamplingParams(max_tokens=40, ignore_eos=True))
+        next(stream)
+    with pytest.raises(ConfigError, match="this LLM is closed"):
+        list(stream)
+    llm.close()
 
 
 @pytest.mark.parametrize(
