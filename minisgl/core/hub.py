@@ -77,11 +77,8 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         reason = "is not in the local cache, and the hub cannot be reached or is switched off"
     except (errors.RevisionResolutionError, errors.CorruptedCacheException, OSError) as error:
-        reason = f"cannot be downloaded: {_one_line(error)}"
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = f"cannot be downloaded: {first_line}"
     else:
         return Path(folder)
     raise ConfigError(f"model {repo_id} {reason}")
-
-
-def _one_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

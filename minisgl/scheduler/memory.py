@@ -55,9 +55,8 @@ class KVMemory:
         if pages is None:  # it does not, or evicted pages are still fenced by a step in flight
             self.cache.unlock(match.node, 0)
             return False
-        computed = len(match.pages) * self.page_size
         req.node, req.tree_pages = match.node, len(match.pages)
-        table.open_row(req, np.concatenate([match.pages, pages]), computed)
+        table.open_row(req, np.concatenate([match.pages, pages]), req.tree_pages * self.page_size)
         return True
 
     def try_allocate(self, count: int) -> Int32Array | None:

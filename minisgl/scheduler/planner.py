@@ -27,13 +27,6 @@ MOST_PATIENCE = 4.0  # but no more than that: streams still get some ten tokens 
 EVEN_TOKENS = 512  # of a step: larger ones take hardly less for each token (8B)
 
 
-class Chunk(NamedTuple):
-    """The next `length` prompt tokens of `req`."""
-
-    req: Req
-    length: int
-
-
 class Plan(NamedTuple):
     """batch: the next step, None when nothing can run now. victim: a req to preempt, which has
     left the running ones."""
@@ -42,20 +35,13 @@ class Plan(NamedTuple):
     victim: Req | None
 
 
-class DecodeChoice(NamedTuple):
-    """rows that decode, fewer than all where pages are short; victim: a req to preempt then."""
-
-    rows: Int32Array
-    victim: Req | None = None
-
-
 class Planner:
     """The queues and the choice. Owns who is waiting, in prefill and decoding.
 
     cost  predicts step times; None: nothing is known of them.
 
     I1  A req is in exactly one of: waiting, prefilling, decoding, or on its way out.
-    I2  decode_rows holds the rows of the decoding reqs, in order of entering decode.
+    I2  decode_rows: of decoding reqs with a step left to launch, in order of entering decode.
     I3  unpublished holds the running reqs whose prompt is not in the prefix cache yet.
     I4  waiting_tokens is the sum of what the waiting reqs have to compute if nothing is cached.
     """
@@ -125,21 +111,24 @@ class Planner:
 
     # --- decode ---------------------------------------------------------------------------------
 
-    def _decode_rows_with_pages(self, in_flight: bool) -> DecodeChoice:
-        """Decode rows that have a page for their next token; oldest first when pages are short."""
+    def _decode_rows_with_pages(self, in_flight: bool) -> tuple[Int32Array, Req | None]:
+        """Decode rows that have a page for their next token; where pages are short, those of the
+        oldest reqs, and a req to preempt."""
         table, memory = self._table, self._memory
         rows = self.decode_rows
         short = table.computed[rows] // memory.page_size >= table.num_pages[rows]
         needed = int(short.sum())
         if not needed:
-            return DecodeChoice(rows)
+            return rows, None
         pages = memory.try_allocate(needed)
         if pages is not None:
             self._append_pages(rows[short], pages)
-            return DecodeChoice(rows)
+            return rows, None
         return self._share_out(rows, rows[short], in_flight)
 
-    def _share_out(self, rows: Int32Array, short: Int32Array, in_flight: bool) -> DecodeChoice:
+    def _share_out(
+        self, rows: Int32Array, short: Int32Array, in_flight: bool
+    ) -> tuple[Int32Array, Req | None]:
         """Too few pages: the oldest get what there is, the newest running req has to go."""
         req_at = self._table.req_at
         starved: list[int] = []
@@ -151,15 +140,15 @@ class Planner:
                 self._append_pages(np.array([row], dtype=np.int32), page)
         kept = rows[~np.isin(rows, starved)]
         if self._memory.pool.num_quarantined >= len(starved):
-            return DecodeChoice(kept)  # a step in flight frees enough
+            return kept, None  # a step in flight frees enough
         running = [*self.prefilling, *map(req_at, rows.tolist())]
         if len(running) == 1:
             if not in_flight:
                 raise InvariantBroken("the only running req finds no page; this is a bug")
-            return DecodeChoice(kept)
+            return kept, None
         victim = max(running, key=lambda req: req.serial)
         self.leave(victim)
-        return DecodeChoice(kept[kept != victim.row], victim)
+        return kept[kept != victim.row], victim
 
     def _append_pages(self, rows: Int32Array, pages: Int32Array) -> None:
         table = self._table
@@ -168,12 +157,13 @@ class Planner:
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def _choose_chunks(self, decode_rows: Int32Array, admit: bool) -> list[Chunk]:
+    def _choose_chunks(self, decode_rows: Int32Array, admit: bool) -> dict[int, int]:
+        """How many prompt tokens are next, by row."""
         budget = self._chunk_budget(decode_rows)
-        chunks: list[Chunk] = []
+        chunks: dict[int, int] = {}
         for req in self.prefilling:
             if budget > 0:
-                budget -= self._take(req, budget, chunks)
+                budget -= self._take(req.row, budget, chunks)
         deferred: list[Req] = []
         while admit and budget > 0 and self.waiting and self._table.rows.num_free:
             req = self.waiting[0]
@@ -189,7 +179,7 @@ class Planner:
             if not self._memory.try_admit(req, match, self._table, reserve):
                 break
             self._admit(self.waiting.popleft())
-            budget -= self._take(req, budget, chunks)
+            budget -= self._take(req.row, budget, chunks)
         self.waiting.extendleft(reversed(deferred))
         return chunks
 
@@ -219,11 +209,9 @@ class Planner:
         self.prefilling.append(req)
         self.unpublished.append(req)
 
-    def _take(self, req: Req, budget: int, chunks: list[Chunk]) -> int:
-        table = self._table
-        length = min(budget, int(table.prefill_end[req.row] - table.computed[req.row]))
-        chunks.append(Chunk(req, length))
-        return length
+    def _take(self, row: int, budget: int, chunks: dict[int, int]) -> int:
+        chunks[row] = min(budget, int(self._table.prefill_end[row] - self._table.computed[row]))
+        return chunks[row]
 
     def _chunk_budget(self, decode_rows: Int32Array) -> int:
         """Prompt tokens of this step: all of the budget, or fewer beside decoding. With a step-time
@@ -287,14 +275,14 @@ class Planner:
 
     # --- the batch ------------------------------------------------------------------------------
 
-    def _build(self, step_id: int, decode_rows: Int32Array, chunks: list[Chunk]) -> Batch:
+    def _build(self, step_id: int, decode_rows: Int32Array, chunks: dict[int, int]) -> Batch:
         table = self._table
         n = len(decode_rows)
-        chunk_rows = np.array([chunk.req.row for chunk in chunks], dtype=np.int32)
+        chunk_rows = np.array([*chunks], dtype=np.int32)
         rows = np.concatenate([decode_rows, chunk_rows])
         start = table.computed[rows]
         lengths = np.ones(len(rows), dtype=np.int32)
-        lengths[n:] = [chunk.length for chunk in chunks]
+        lengths[n:] = [*chunks.values()]
         ends = start + lengths
         chunk_parts = zip(rows[n:], start[n:], ends[n:], strict=True)
         ids = [table.tokens[row, first:end] for row, first, end in chunk_parts]
@@ -341,6 +329,4 @@ class Planner:
             req.state = ReqState.DECODE
         rows = np.concatenate([self.decode_rows, entering])
         at_limit = table.computed[rows] >= table.limit[rows] - 1
-        for row in rows[at_limit].tolist():  # its last token is being sampled
-            table.req_at(row).state = ReqState.DRAINING
-        self.decode_rows = rows[~at_limit]
+        self.decode_rows = rows[~at_limit]  # of the others the last token is being sampled

@@ -13,8 +13,7 @@ class ReqState(StrEnum):
 
     WAITING = "waiting"  # owns nothing
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
-    DECODE = "decode"  # one token per step
-    DRAINING = "draining"  # its last step is launched: only results are missing
+    DECODE = "decode"  # one token per step, until its last one is launched and has its result
     ENDING = "ending"  # must leave, but a step in flight contains it
     FINISHED = "finished"  # owns nothing and has had its terminal message
 

@@ -7,6 +7,7 @@ step n, end who is done and send what came out. It knows token ids only.
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -69,8 +70,8 @@ class Scheduler:
         publishes = config.cache_type != "naive"
         self.memory = KVMemory(engine.page_size, engine.num_pages, publishes)
         self.planner = Planner(config, self.memory, self.table, eos_token_ids)
-        self._vocab_size = vocab_size
-        self._most_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
+        most_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
+        self._accept = partial(accept, vocab_size=vocab_size, most_tokens=most_tokens)
         self._serial = 0
         self._outputs = OutputBuilder()
         self._meter = StepMeter(clock)
@@ -158,12 +159,7 @@ class Scheduler:
         try:
             if message.uid in self._reqs:
                 raise InvalidRequest(f"uid {message.uid} is in use")
-            req = accept(
-                message,
-                vocab_size=self._vocab_size,
-                most_tokens=self._most_tokens,
-                serial=self._serial,
-            )
+            req = self._accept(message, serial=self._serial)
         except RequestError as error:
             self._outputs.refuse(message, error)
             return
@@ -202,7 +198,9 @@ class Scheduler:
         plan = self.planner.plan(self._launched_step + 1, in_flight=bool(self._in_flight))
         if plan.batch is not None:
             self.totals.overlapped_steps_total += bool(self._in_flight)
-            self._stamp_admissions()
+            now_s = self._meter.clock()
+            for req in self.planner.prefilling:
+                req.admitted_s = req.admitted_s or now_s
             self._meter.launched()
             pending = self._engine.launch(plan.batch)
             self._in_flight.append((plan.batch, pending))
@@ -223,10 +221,12 @@ class Scheduler:
         self._resolved_step = batch.step_id
         self.memory.pool.resolve(batch.step_id)
         self.table.rows.resolve(batch.step_id)
-        chunks = self._chunk_reqs(batch)
+        n = batch.num_decode
+        last = batch.rows[n:][batch.samples[n:]].tolist()  # whose prompts this step completed
+        prompted = [req for row in last if (req := self.table.reqs[row]) is not None]
         outcome = read_result(batch, result, self.table, self._eos)
         self.totals.output_tokens_total += len(outcome.rows)
-        for req in chunks:
+        for req in prompted:
             if not req.opened and outcome.ended.get(req.row) is not FinishReason.ERROR:
                 self.totals.prompt_tokens_total += req.prompt_len
                 self.totals.cached_tokens_total += req.cached_tokens
@@ -235,28 +235,17 @@ class Scheduler:
         self._outputs.logprobs(batch, result, self.table, outcome.rows)
         for row, reason in outcome.ended.items():
             self._end_row(row, reason)
-        for req in chunks:
+        for req in prompted:
             self._publish_prompt(req)
         leaving, self._leaving = self._leaving, []
         for req in leaving:
             if req.state is not ReqState.FINISHED:  # by its own token
                 self._leave(req)
 
-    def _stamp_admissions(self) -> None:
-        for req in self.planner.prefilling:
-            if not req.admitted_s:
-                req.admitted_s = self._meter.clock()
-
-    def _chunk_reqs(self, batch: Batch) -> list[Req]:
-        """The reqs whose prompt this step completed."""
-        last = batch.rows[batch.num_decode :][batch.samples[batch.num_decode :]]
-        reqs = [self.table.reqs[row] for row in last.tolist()]
-        return [req for req in reqs if req is not None]
-
     def _publish_prompt(self, req: Req) -> None:
         """Only now, with finite logits seen, may others use the prompt's KV."""
         self.planner.published(req)
-        if req.state in (ReqState.DECODE, ReqState.DRAINING):
+        if req.state is ReqState.DECODE:
             self.memory.publish(req, self.table, int(self.table.prefill_end[req.row]))
 
     def _end_row(self, row: int, reason: FinishReason) -> None:
