@@ -1,6 +1,7 @@
 """A stand-in for the hub that has one model: the demo model of the image that it runs in.
 
-argv[1]: the port. GET /fetched says which files were downloaded; nothing leaves the cluster.
+argv[1]: the port, which is printed; 0: a free one. GET /fetched says which files were downloaded;
+nothing leaves the cluster.
 """
 
 import json
@@ -56,4 +57,6 @@ class Hub(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    ThreadingHTTPServer(("0.0.0.0", int(sys.argv[1])), Hub).serve_forever()
+    server = ThreadingHTTPServer(("0.0.0.0", int(sys.argv[1])), Hub)
+    print(server.server_port, flush=True)
+    server.serve_forever()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -11,7 +10,6 @@ from pathlib import Path
 from k8s_harness.client import SCRIPTS
 
 from minisgl.demo import model_path
-from tests.process.harness import wait_for
 
 FETCH = (
     "import sys\n"
@@ -20,20 +18,14 @@ FETCH = (
 )
 
 
-def answers(port: int) -> bool:
-    with socket.socket() as tried:
-        return tried.connect_ex(("127.0.0.1", port)) == 0
-
-
 def test_a_model_is_downloaded_once_and_then_cached(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, SCRIPTS / "hub.py", "0"]
+    hub = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert hub.stdout is not None
+    url = f"http://127.0.0.1:{hub.stdout.readline().strip()}"
     offline = {"HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
     environment = {**os.environ, **offline, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path)}
-    hub = subprocess.Popen([sys.executable, SCRIPTS / "hub.py", str(port)], stderr=-3)
     try:
-        wait_for(lambda: answers(port), "the hub")
         for _ in range(2):
             fetch = [sys.executable, "-c", FETCH]
             done = subprocess.run(fetch, env=environment, capture_output=True, text=True)
@@ -48,4 +40,4 @@ def test_a_model_is_downloaded_once_and_then_cached(tmp_path: Path) -> None:
         assert len(fetched) == len(set(fetched))
     finally:
         hub.kill()
-        hub.wait()
+        hub.communicate()
