@@ -12,6 +12,7 @@ from tests.chart.table import OPERATIONS, headings, metrics, names_in, rows, unk
 from tools.chart.dashboards import write_dashboards
 from tools.chart.schema import OPEN
 
+ROOT = CHART.parent
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
 KEDA = {"autoscaling": {"keda": {"enabled": True, "prometheusAddress": "http://p:9090"}}}
 
@@ -165,3 +166,25 @@ def test_page_names_values_that_exist():
             for part in path.split("."):
                 assert part in place, path
                 place = place[part]
+
+
+# Words of Kubernetes, Helm and the kernel; and of ours where what stands there is filled in.
+THEIRS = {
+    "Insufficient nvidia.com/gpu",
+    "node(s) had untolerated taint(s)",
+    "RuntimeClass ... not found",
+    "failed startup probe",
+    "couldn't find key",
+    "Usage of EmptyDir volume exceeds the limit",
+    "No space left on device",
+}
+FILLED = {"0 are visible": "{gpus} are visible", "was killed by SIGKILL": "was killed by {name}"}
+
+
+def test_words_of_ours_in_the_table_of_troubles_are_said_somewhere():
+    source = "".join(path.read_text() for path in (ROOT / "minisgl").rglob("*.py"))
+    quoted = {words for row in rows("seen") for words in re.findall(r'"([^"]+)"', row[0])}
+    assert quoted >= THEIRS | FILLED.keys()
+    ours = quoted - THEIRS
+    assert {words for words in ours if FILLED.get(words, words) not in source} == set()
+    assert len(ours) > len(FILLED)
