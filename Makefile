@@ -51,7 +51,7 @@ endef
 .PHONY: help serve test check fmt proof k8s chart image image-cpu lock clean
 
 help:
-	@sed -n 's/^#   //p' Makefile
+	@sed -n 's/^#   make/make/p' Makefile
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/minisgl $(ARGS)

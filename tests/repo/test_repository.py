@@ -148,6 +148,11 @@ def test_ci_run_is_executable():
     assert (read(".ci/run") or "").startswith("#!/usr/bin/env bash\n")
 
 
+def test_make_help_is_the_commands_alone():
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"make"}
+
+
 def test_tested_code_blocks_have_their_tests():
     missing = [
         f"{page}: {file}::{test}"
