@@ -32,10 +32,10 @@ from minisgl.message import wire
 from minisgl.scheduler import Scheduler
 
 _HOST_S = 0.0003  # between the end of a step and the launch of the next but one
-# Qwen3-8B, bfloat16, on one H200, as its server logged it.
+# Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
 DEFAULT_COST = (
-    "36.75,1.5865,1:4.056,8:4.105,16:4.292,32:4.292,64:4.560,128:5.914,256:8.061,384:9.981,"
-    "512:11.896,640:15.309,768:17.521,1024:24.242,2048:44.262"
+    "35.88,1.3053,1:3.983,8:4.093,16:4.261,32:4.261,64:4.338,128:5.989,256:8.043,384:9.934,"
+    "512:12.351,640:16.739,768:18.039,1024:23.674,2048:44.901"
 )
 
 
