@@ -153,7 +153,7 @@ def _latency() -> list[Panel]:
         percentiles("Decode", "minisgl_request_decode_seconds", "First to last token."),
         heat("Time to first token, spread", first, "All requests."),
         heat("Inter-token latency, spread", between, "All outputs."),
-        heat("End to end, spread", whole, "All requests."),
+        heat("End to end, spread", whole, "Requests that ended by stop or length."),
     ]
 
 
@@ -198,7 +198,7 @@ def _batches() -> list[Panel]:
                 " / sum by (phase) (rate(minisgl_forward_passes_total{m}[r]))"
             },
             "percentunit",
-            "Share of passes that were replayed from a graph.",
+            "Share of passes that one graph ran whole; those with prompts run in pieces.",
         ),
     ]
 
