@@ -87,20 +87,16 @@ class OutputBuilder:
 
     def refuse(self, message: wire.AddReq, error: RequestError) -> None:
         """The one terminal message of a req that was never accepted."""
-        prompt_tokens = len(message.token_ids) // 4
-        self._next.opened.append(
-            wire.Opened(
-                uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0, text=message.text
-            )
+        uid, prompt_tokens = message.uid, len(message.token_ids) // 4
+        opened = wire.Opened(
+            uid=uid, prompt_tokens=prompt_tokens, cached_tokens=0, text=message.text
         )
-        self._next.finished.append(
-            wire.Finished(
-                uid=message.uid,
-                reason=FinishReason.ERROR,
-                error=error.message,
-                error_kind=type(error).__name__,
-            )
+        kind = type(error).__name__
+        finished = wire.Finished(
+            uid=uid, reason=FinishReason.ERROR, error=error.message, error_kind=kind
         )
+        self._next.opened.append(opened)
+        self._next.finished.append(finished)
 
     def take(self, step_id: int) -> wire.StepOutput | None:
         """Everything collected since the last call; None when there is nothing."""

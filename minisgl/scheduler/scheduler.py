@@ -34,7 +34,8 @@ from minisgl.scheduler.req import Req, ReqState
 from minisgl.scheduler.results import read_result
 from minisgl.scheduler.table import RequestTable
 
-LAUNCH_LEAD_S = 0.002  # planning and launching take 0.3 to 0.8 ms; the device must never wait
+LAUNCH_LEAD_S = 0.002  # planning and launching take 0.3 to 0.8 ms, without a graph 5 and more:
+LAUNCH_LEAD = 2  # so many times what launching took last, if that is more; the device never waits
 
 
 class Scheduler:
@@ -79,6 +80,7 @@ class Scheduler:
         self._leaving: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         self._launched_step = 0
+        self._launch_s = 0.0  # of the last step in which all decode
         self._resolved_step = 0
         self.totals = wire.SchedulerStats()
         self.stopping = False
@@ -105,7 +107,7 @@ class Scheduler:
             return 0.0
         batch, pending = self._in_flight[0]
         left_s = 0.0 if pending.done() else self._meter.left_s(self.planner.decode_s(batch))
-        return max(left_s - LAUNCH_LEAD_S, 0.0)
+        return max(left_s - max(LAUNCH_LEAD_S, LAUNCH_LEAD * self._launch_s), 0.0)
 
     def drain_in_flight(self, keep: int = 0) -> None:
         """Read the results of launched steps, but for the last `keep`, and send what came out."""
@@ -204,6 +206,8 @@ class Scheduler:
             self._meter.launched()
             pending = self._engine.launch(plan.batch)
             self._in_flight.append((plan.batch, pending))
+            if not plan.batch.num_prefill_tokens:
+                self._launch_s = self._meter.clock() - now_s
             self._launched_step = plan.batch.step_id
             self.planner.launched(plan.batch)
             if self._config.check_plans:
