@@ -110,8 +110,12 @@ class _Service:
     def run(self) -> int:
         """Handle events until everything has ended; the exit code."""
         while True:
-            events = self._supervisor.wait(self._drain_left_s())
-            if not events and self._stop_asked_s is not None:
+            until_s = None  # when the API server must have ended
+            if self._stop_asked_s is not None:
+                allowed_s = self._template.config.drain_timeout_s + _DRAIN_MARGIN_S
+                until_s = self._stop_asked_s + allowed_s
+            events = self._supervisor.wait(until_s)
+            if not events:
                 self._say("error: the API server did not end by its drain deadline")
                 self._supervisor.kill(self._supervisor.children)
                 return _FAILED_EXIT
@@ -122,13 +126,6 @@ class _Service:
                     code = self._on_signal(event)
                 if code is not None:
                     return code
-
-    def _drain_left_s(self) -> float | None:
-        """Time until the API server must have ended; None while nothing stops."""
-        if self._stop_asked_s is None:
-            return None
-        allowed_s = self._template.config.drain_timeout_s + _DRAIN_MARGIN_S
-        return max(0.0, self._stop_asked_s + allowed_s - time.monotonic())
 
     def _ask_to_stop(self, number: signal.Signals) -> None:
         self._stop_asked_s = time.monotonic()
@@ -153,17 +150,15 @@ class _Service:
             self._ask_to_stop(signal.SIGINT)
             return None
         if stopping and child is self._api and child.exit_code in _STOPPED_EXITS:
-            self._stop_rest()
+            running = self._supervisor.running()
+            if child.exit_code == 0:
+                schedulers = [c for c in running if c.role.startswith("scheduler")]
+                self._supervisor.join(schedulers, _SCHEDULER_GRACE_S)
+            self._supervisor.stop(running, _TERM_GRACE_S)
             return 0
         if stopping and child.exit_code == 0:
             return None  # a scheduler that has left by its Shutdown
         return self._fail(child)
-
-    def _stop_rest(self) -> None:
-        if self._api.exit_code == 0:
-            schedulers = [c for c in self._supervisor.running() if c.role.startswith("scheduler")]
-            self._supervisor.join(schedulers, _SCHEDULER_GRACE_S)
-        self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
 
     def _fail(self, child: supervise.Child) -> int:
         """One child has ended unasked: say which and why, then end the others."""

@@ -8,21 +8,18 @@ Child side: `read_payload` and `bind_to_parent`, called first thing in the child
 import contextlib
 import ctypes
 import os
-import selectors
+import select
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Self
 
 CONFIG_EXIT = 2  # a ConfigError has been reported; the same code as a wrong command line
 _PR_SET_PDEATHSIG = 1
-# libgomp's threads otherwise spin at each barrier: where others want the cores too, a step of the
-# demo model takes 60 ms in place of 4.
-_ENVIRON = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def read_payload(fd: int) -> bytes:
@@ -117,7 +114,9 @@ def spawn_child(
             [*argv, str(read_end)],
             pass_fds=[*pass_fds, read_end],
             stdin=subprocess.DEVNULL,
-            env={**_ENVIRON, **os.environ},
+            # libgomp's threads otherwise spin at each barrier: where others want the cores too, a
+            # step of the demo model takes 60 ms in place of 4.
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             process_group=0,
         )
     finally:
@@ -140,8 +139,6 @@ class Supervisor:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._previous = {
             number: signal.signal(number, _ignore)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
@@ -156,7 +153,6 @@ class Supervisor:
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -173,10 +169,16 @@ class Supervisor:
         if child.exit_code is None:
             os.kill(child.pid, number)
 
-    def wait(self, timeout_s: float | None) -> list[signal.Signals | Child]:
-        """The next signals, and children that have ended; empty after `timeout_s`."""
+    def wait(self, until_s: float | None) -> list[signal.Signals | Child]:
+        """The next signals, and children that have ended; empty once it is `until_s`.
+
+        Not before: a SIGCHLD may be of an orphan, or of a child that has been reaped already.
+        """
         events: list[signal.Signals | Child] = [*self._reap()]
-        if not events and self._selector.select(timeout_s):
+        while not events:
+            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            if not select.select([self._wake_read], [], [], left_s)[0]:
+                break
             for number in os.read(self._wake_read, 4096):
                 if number != signal.SIGCHLD:
                     events.append(signal.Signals(number))
@@ -210,13 +212,11 @@ class Supervisor:
 
     def join(self, children: Sequence[Child], timeout_s: float | None) -> None:
         """Wait until these have ended, or, with a timeout, until it passes or a signal comes."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while any(child.exit_code is None for child in children):
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            events = self.wait(left)
-            if timeout_s is not None and any(isinstance(e, signal.Signals) for e in events):
+            events = self.wait(until_s)
+            signalled = any(isinstance(event, signal.Signals) for event in events)
+            if until_s is not None and (signalled or not events):
                 return
 
     def kill(self, children: Sequence[Child]) -> None:

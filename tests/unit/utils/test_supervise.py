@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -18,7 +19,7 @@ def child(code: str) -> list[str]:
 
 def next_exit(supervisor: Supervisor) -> Child:
     while True:
-        for event in supervisor.wait(30):
+        for event in supervisor.wait(time.monotonic() + 30):
             assert isinstance(event, Child)
             return event
 
@@ -44,6 +45,18 @@ def test_idle_threads_of_a_child_sleep_unless_the_user_says_otherwise(
         code = f"sys.exit(os.environ['OMP_WAIT_POLICY'] != {found!r})"
         supervisor.adopt(spawn_child("a", child(code), b""))
         assert next_exit(supervisor).exit_code == 0
+
+
+def test_wait_is_not_ended_by_the_exit_of_a_stranger() -> None:
+    """As PID 1 every orphan's end is told; taken for the time's end, one ended a drain at once."""
+    with Supervisor() as supervisor:
+        end_s = time.monotonic() + 0.1
+        os.kill(os.getpid(), signal.SIGCHLD)
+        assert supervisor.wait(end_s) == []
+        assert time.monotonic() >= end_s
+        os.kill(os.getpid(), signal.SIGCHLD)
+        made = supervisor.adopt(spawn_child("a", child("import time; time.sleep(0.1)"), b""))
+        assert supervisor.wait(None) == [made]
 
 
 def test_killed_child_is_reported_by_its_signal() -> None:
@@ -78,7 +91,7 @@ def test_signals_are_events_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Supervisor() as supervisor:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert supervisor.wait(30) == [signal.SIGTERM]
+        assert supervisor.wait(time.monotonic() + 30) == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
