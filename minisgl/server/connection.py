@@ -3,6 +3,7 @@ goodbyes before the end."""
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -17,7 +18,9 @@ _SPARE_CONNECTIONS = 128
 _PIPELINED = 8
 # An offer to speak another protocol, as Java's client makes one (h2c), is not taken; where the
 # parser sees it, it takes the body for that protocol.
-_UPGRADE = re.compile(rb"\r\n[Uu]pgrade:[^\r\n]*")
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+# The end of a part of a head, if with the next part it may be an offer.
+_BEGUN = re.compile(rb"\r(\n(u[^\r\n]*\r?|\r)?)?\Z", re.IGNORECASE)
 KEPT = "kept"  # in a request's state: its connection has brought others before
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
@@ -32,15 +35,19 @@ def limited_protocol(
 
     class LimitedProtocol(HttpToolsProtocol):
         """Counts the bytes of a head, and drops who sends none, or no end of a refused body, in
-        time. While an answer is under way nobody is in a hurry."""
+        time. While an answer is under way nobody is in a hurry.
+
+        _head_bytes: since the request began or some of its body came: trailers are headers too.
+        """
 
         _head_bytes = 0
         _in_head = True
+        _held = b""  # of the head, until more of it comes
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._unanswered: list[RequestResponseCycle] = []
+            self._unanswered: deque[RequestResponseCycle] = deque()  # they are answered in order
             if len(self.connections) > limits.max_connections + _SPARE_CONNECTIONS:
                 exceeded("max_connections")
                 transport.abort()
@@ -57,20 +64,24 @@ def limited_protocol(
                 cycle.message_event.set()
 
         def data_received(self, data: bytes) -> None:
+            most = limits.max_head_bytes
             if self._in_head:
-                head, blank, body = data.partition(b"\r\n\r\n")
+                head, blank, body = (self._held + data).partition(b"\r\n\r\n")
+                begun = None if blank else _BEGUN.search(head)
+                fits = begun and self._head_bytes + len(begun[0]) < most
+                self._held = begun[0] if begun and fits else b""
+                head = head.removesuffix(self._held)
                 data = _UPGRADE.sub(b"", head) + blank + body
                 if self._timer is None and (self.cycle is None or self.cycle.response_complete):
                     self._start_timer()
-            most = limits.max_head_bytes
             while data and not self.transport.is_closing():
-                room = most - self._head_bytes if self._in_head else len(data)
+                room = most - self._head_bytes
                 if not room:
                     exceeded("max_head_bytes")
                     self._refuse(error_reply(HeadTooLarge(f"the head exceeds {most} bytes")))
                     return
                 piece, data = data[:room], data[room:]
-                self._head_bytes += len(piece) if self._in_head else 0
+                self._head_bytes += len(piece)
                 super().data_received(piece)
 
         def on_headers_complete(self) -> None:
@@ -80,10 +91,13 @@ def limited_protocol(
             super().on_headers_complete()
             if leaving() and self.cycle is not None:
                 self.cycle.keep_alive = False
-            self._unanswered = [c for c in self._unanswered if not c.response_complete]
             self._unanswered.append(self.cycle)
             if 1 < len(self._unanswered) <= _PIPELINED:
                 self.flow.resume_reading()  # or nobody would see that the client leaves
+
+        def on_body(self, body: bytes) -> None:
+            self._head_bytes = 0
+            super().on_body(body)
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
@@ -93,6 +107,7 @@ def limited_protocol(
                 self._start_timer()
 
         def on_response_complete(self) -> None:
+            self._unanswered.popleft()
             super().on_response_complete()
             # The rest of a refused body may never end, nor a head that has begun meanwhile; a
             # pipelined request's body has not been refused.

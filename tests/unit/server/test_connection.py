@@ -1,0 +1,131 @@
+"""The HTTP protocol of a connection, fed what the reads of its socket would bring."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from minisgl.server.config import Limits
+from minisgl.server.connection import limited_protocol
+
+MOST = 1024
+POST = b"POST /path HTTP/1.1\r\nhost: x\r\n"
+
+
+class Wire(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self._closing = False
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        self._closing = True
+
+    def abort(self) -> None:
+        self._closing = True
+
+    def pause_reading(self) -> None:
+        """There is no reading."""
+
+    def resume_reading(self) -> None:
+        """There is no reading."""
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with path and body."""
+    body, more = scope["path"].encode() + b" ", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    headers = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def answers(parts: Iterable[bytes]) -> bytes:
+    """What is written when these parts come one by one, each as soon as nothing else is to do."""
+
+    async def feed() -> bytes:
+        protocol = limited_protocol(Limits(max_head_bytes=MOST), lambda name: None, lambda: False)
+        config = uvicorn.Config(echo, http=protocol, log_config=None, lifespan="off", ws="none")
+        wire, made_by = Wire(), {"config": config, "server_state": ServerState(), "app_state": {}}
+        connection: Any = protocol(**made_by)
+        connection.connection_made(wire)
+        for part in parts:
+            connection.data_received(part)
+            before = b"?"
+            while wire.written != before:
+                before = wire.written
+                for _ in range(10):  # rounds of the loop, more than one answer takes
+                    await asyncio.sleep(0)
+        connection.connection_lost(None)
+        return wire.written
+
+    return asyncio.run(feed())
+
+
+def in_two(data: bytes) -> list[tuple[bytes, bytes]]:
+    return [(data[:at], data[at:]) for at in range(1, len(data))]
+
+
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
+def test_offer_of_another_protocol_is_passed_over_however_it_comes(name: bytes) -> None:
+    """Cut off by the end of a packet it was not seen, and the body was taken for HTTP/2."""
+    offer = name + b": h2c\r\nUser-Agent: u\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+    request = POST + offer + b"content-length: 4\r\n\r\nbody"
+    for parts in (*in_two(request), [request[i : i + 1] for i in range(len(request))]):
+        given = answers(parts)
+        assert given.startswith(b"HTTP/1.1 200"), parts
+        assert given.endswith(b"/path body"), parts
+
+
+@pytest.mark.parametrize("start", [b"x: ", b"user-agent: "])
+def test_head_in_parts_is_bounded(start: bytes) -> None:
+    room = MOST - len(POST + start + b"\r\n\r\n")
+    for length, status in ((room, b"200"), (room + 1, b"431")):
+        head = POST + start + b"y" * length + b"\r\n\r\n"
+        for size in (1, 100, MOST, 2 * MOST):
+            parts = [head[i : i + size] for i in range(0, len(head), size)]
+            assert answers(parts).startswith(b"HTTP/1.1 " + status), (length, size)
+
+
+@pytest.mark.parametrize("trailer", [b"a: b\r\n", b"a"])
+def test_trailers_are_bounded(trailer: bytes) -> None:
+    """20 MB of them took 420 MB for as long as the body was waited for."""
+    chunked = POST + b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n"
+    many = chunked + b"a: b\r\n" + trailer * 2 * MOST
+    assert answers([chunked + b"a: b\r\n\r\n"]).endswith(b"/path body")
+    for size in (100, len(many)):
+        parts = [many[i : i + size] for i in range(0, len(many), size)]
+        assert answers(parts).startswith(b"HTTP/1.1 431"), size
+
+
+def test_body_may_have_any_size_and_chunks() -> None:
+    body = b"y" * 5 * MOST
+    whole = POST + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    chunked = (
+        POST + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\ny\r\n" * len(body) + b"0\r\n\r\n"
+    )
+    for request in (whole, chunked):
+        for size in (1000, len(request)):
+            parts = [request[i : i + size] for i in range(0, len(request), size)]
+            assert answers(parts).endswith(b"/path " + body)
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    paths = [b"/%d" % number for number in range(500)]
+    given = answers([b"".join(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path for path in paths)])
+    assert [line for line in given.split() if line.startswith(b"/")] == paths
