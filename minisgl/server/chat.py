@@ -16,9 +16,21 @@ def messages_check(max_messages: int) -> Check:
     """Messages, as the template gets them.
 
     `developer` becomes `system`, which templates know; text parts are joined by newlines; the
-    arguments of tool calls are parsed, since templates write them as JSON themselves.
+    arguments of tool calls are parsed, since templates write them as JSON themselves. Of parts and
+    of tool calls there may be as many as of messages.
     """
-    return checks.list_of(Check(_message, _FIELDS.schema), max_messages, 1, "max_messages")
+    messages = checks.list_of(Check(_message, _FIELDS.schema), max_messages, 1, "max_messages")
+
+    def check(param: str, value: Any) -> Any:
+        # Before any is looked at: a body has room for 600,000, and each takes 4 us or more.
+        for name in ("content", "tool_calls") if isinstance(value, list) else ():
+            entries = [m.get(name) for m in value[:max_messages] if isinstance(m, dict)]
+            if sum(len(entry) for entry in entries if isinstance(entry, list)) > max_messages:
+                rule = f"must have at most {max_messages} entries of {name} in all"
+                raise checks.reject(param, rule, "max_messages")
+        return messages(param, value)
+
+    return Check(check, messages.schema)
 
 
 def count_chars(message: dict[str, Any]) -> int:

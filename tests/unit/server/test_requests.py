@@ -190,6 +190,22 @@ def test_tool_history_has_parsed_arguments() -> None:
     assert rendered(messages=messages)[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
+PART = {"type": "text", "text": "a"}
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("entries", [{"content": [PART]}, {"tool_calls": [CALL]}], ids=list)
+def test_parts_and_tool_calls_are_bounded_in_all(entries: dict[str, list[Any]]) -> None:
+    """16 MiB of them, 1,024 to a message, held the event loop for 2.5 and 4 s."""
+    config = msgspec.structs.replace(CONFIG, limits=Limits(max_messages=5))
+    ((name, (entry,)),) = entries.items()
+    two = {"role": "assistant", name: [entry, entry]}
+    assert len(read(config=config, messages=[two, two]).prompts) == 1
+    with pytest.raises(InvalidRequest) as caught:
+        read(config=config, messages=[two, two, two])
+    assert (caught.value.param, caught.value.limit) == ("messages", "max_messages")
+
+
 @pytest.mark.parametrize(
     ("prompt", "count"), [("a", 1), ([1, 2], 1), (["a", "b"], 2), ([[1], [2, 3], "c"], 3)]
 )
