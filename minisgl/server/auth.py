@@ -71,7 +71,7 @@ class Auth:
 
 def _bearer(scope: Scope) -> bytes:
     scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    return token.encode("latin-1").strip() if scheme.lower() == "bearer" else b""
 
 
 def _hash(key: bytes) -> str:

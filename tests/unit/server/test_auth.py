@@ -16,7 +16,7 @@ from tests.unit.server.test_app import FakeService
 
 KEYED = msgspec.structs.replace(
     CONFIG,
-    api_key_hashes=key_hashes(["användare", "second"], None),
+    api_key_hashes=key_hashes(["användare", "second", "voilà"], None),
     admin_key_hashes=key_hashes(["root"], None),
 )
 
@@ -33,8 +33,9 @@ def get(path: str, key: str | bytes | None, config: ServerConfig = KEYED, **more
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("key", ["användare", "second", "root"])
+@pytest.mark.parametrize("key", ["användare", "second", "voilà", "root", " second  "])
 def test_each_key_opens_the_models(key: str) -> None:
+    """The last byte of an à was taken for a space, as it is one in latin-1."""
     assert get("/v1/models", key).status_code == 200
 
 
