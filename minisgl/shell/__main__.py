@@ -24,23 +24,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         client = ChatClient(options.url, options.model)
         client.wait_ready()
-        _chat(client)
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+
+        known = WordCompleter(list(COMMANDS), sentence=True)
+        session = PromptSession[str](completer=known, complete_while_typing=False)
+        Shell(client, session.prompt).run()
     except ServerError as error:
         sys.stderr.write(f"minisgl shell: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _chat(client: ChatClient) -> None:
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import WordCompleter
-
-    session: PromptSession[str] = PromptSession(
-        completer=WordCompleter(list(COMMANDS), sentence=True), complete_while_typing=False
-    )
-    Shell(client, session.prompt).run()
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -68,7 +68,9 @@ class ChatClient:
 
 def _contents(response: http.client.HTTPResponse) -> Iterator[str]:
     for line in response:
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+        if line.startswith(b"data: [DONE]"):
+            return
+        if not line.startswith(b"data: "):
             continue
         event = _parse(line[len(b"data: ") :])
         if "error" in event:
@@ -77,6 +79,7 @@ def _contents(response: http.client.HTTPResponse) -> Iterator[str]:
             text = choice["delta"].get("content")
             if text:
                 yield text
+    raise ServerError("the connection was lost before the end of the answer")
 
 
 def _parse(data: bytes) -> dict[str, Any]:

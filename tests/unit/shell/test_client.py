@@ -1,5 +1,8 @@
 """Where the shell's client looks for a server."""
 
+import socket
+import threading
+
 import pytest
 
 from minisgl.shell import ChatClient, ServerError
@@ -20,3 +23,34 @@ def test_what_is_no_address_is_said(url: str) -> None:
     """It spoke HTTP to port 80 for an https address, or ended in a traceback."""
     with pytest.raises(ServerError, match="is no address"):
         ChatClient(url, "m")
+
+
+EVENT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_whole"),
+    [(b"%x\r\n%s\r\n0\r\n\r\n" % (len(DONE), DONE), True), (b"", False), (b"9\r\nda", False)],
+    ids=["whole", "cut between chunks", "cut in a chunk"],
+)
+def test_answer_that_breaks_off_is_no_whole_one(rest: bytes, is_whole: bool) -> None:
+    """The standard library takes a connection that ends between two chunks for the end."""
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                while b"}" not in connection.recv(65536):
+                    pass
+                connection.sendall(head + b"%x\r\n%s\r\n" % (len(EVENT), EVENT) + rest)
+
+        threading.Thread(target=answer).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        stream = ChatClient(url, "m").stream([{"role": "user", "content": "hello"}])
+        assert next(stream) == "hi"
+        if is_whole:
+            assert list(stream) == []
+        else:
+            with pytest.raises(ServerError, match="connection was lost"):
+                next(stream)
