@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -51,11 +50,10 @@ def setup_logging(role: str, level: str, log_format: str = "text") -> None:
     handler.setFormatter(_Json(role) if log_format == "json" else in_text)
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    # Libraries that speak at INFO about each connection, request or lock file.
-    for noisy in ("uvicorn", "asyncio", "httpx", "urllib3", "filelock"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
-    logging.getLogger(__name__).debug("logging set up pid=%d level=%s", os.getpid(), level)
+    ours = logging.getLogger("minisgl")
+    ours.setLevel(level.upper())
+    # Libraries speak at INFO about each connection, lock file, or request with the keys in its URL.
+    root.setLevel(max(logging.WARNING, ours.level))
 
 
 def log_event(logger: logging.Logger, level: int, event: str, **fields: object) -> None:

@@ -19,7 +19,8 @@ def test_record_is_one_line_with_role_and_pid(monkeypatch: pytest.MonkeyPatch) -
         setup_logging("tokenizer-0", "info")
         logging.getLogger("minisgl.x").info("asked for %s", "a\nfake line")
         logging.getLogger("minisgl.x").debug("unseen")
-        logging.getLogger("httpx").info("unseen")
+        for library in ("httpx", "httpx2", "some.other"):
+            logging.getLogger(library).info("unseen")
     finally:
         root.handlers[:] = before
         root.setLevel(level)
