@@ -45,15 +45,6 @@ class ArgumentParser(argparse.ArgumentParser):
         return options
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not those that say nothing."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
-            return action.help
-        return super()._get_help_string(action)
-
-
 def build_parser() -> ArgumentParser:
     """All flags of `minisgl`, grouped as in flags.toml."""
     parser = ArgumentParser(
@@ -61,7 +52,6 @@ def build_parser() -> ArgumentParser:
         description="Serve a language model over the OpenAI API. Without --model: a demo model.",
         epilog="Further commands: minisgl bench ..., minisgl compile ...",
         allow_abbrev=False,
-        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"minisgl {minisgl.__version__}")
     for title, flags in _read_flags().items():
@@ -77,10 +67,13 @@ def _read_flags() -> dict[str, dict[str, dict[str, Any]]]:
 
 def _argument(flag: dict[str, Any]) -> dict[str, Any]:
     """What argparse must know of one flag."""
-    argument: dict[str, Any] = {"help": flag["help"], "default": None}
+    default = None
     if "to" in flag:
         section, field = flag["to"].split(".")
-        argument["default"] = _default(_SECTIONS[section], field)
+        fields = msgspec.structs.fields(_SECTIONS[section])
+        default = next(f.default for f in fields if f.name == field)
+    shown = "" if default in (None, ()) or default is False else f" (default: {default})"
+    argument = {"help": flag["help"] + shown, "default": default}
     if "choices" in flag:
         return argument | {"choices": flag["choices"]}
     if "type" not in flag:
@@ -89,10 +82,6 @@ def _argument(flag: dict[str, Any]) -> dict[str, Any]:
         kind = int if flag["type"] == "int" else float
         argument["type"] = _bounded(kind, flag["low"], flag.get("high", _HIGHEST[kind]))
     return {**argument, "metavar": flag["unit"], "nargs": "+" if flag.get("many") else None}
-
-
-def _default(kind: type[msgspec.Struct], field: str) -> Any:
-    return next(f.default for f in msgspec.structs.fields(kind) if f.name == field)
 
 
 def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
@@ -128,6 +117,10 @@ def resolve(
         if options.shell:
             raise ConfigError("--shell speaks no HTTPS; leave --ssl-certfile away")
         _check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    keys = key_hashes([options.api_key, settings.api_key], options.api_key_file)
+    admin_keys = key_hashes(
+        [options.admin_api_key, settings.admin_api_key], options.admin_api_key_file
+    )
     if options.model is None:
         folder = str(demo_path())
     else:
@@ -153,10 +146,8 @@ def resolve(
         commit=settings.commit or _commit(),
         served_names=tuple(options.served_model_name or [_served_name(options.model)]),
         log_level=options.log_level or ("warning" if options.shell else "info"),
-        api_key_hashes=key_hashes([options.api_key, settings.api_key], options.api_key_file),
-        admin_key_hashes=key_hashes(
-            [options.admin_api_key, settings.admin_api_key], options.admin_api_key_file
-        ),
+        api_key_hashes=keys,
+        admin_key_hashes=admin_keys,
         **given["server"],
     )
 
