@@ -1,7 +1,6 @@
 """What one req has to tell: its text, and beside it ids, log-probabilities and reasoning."""
 
 import array
-import codecs
 
 from minisgl.core import FinishReason
 from minisgl.message import wire
@@ -30,8 +29,8 @@ class OpenAnswer:
         self._token_ids: list[int] = []
         self._logprobs: list[wire.TokenText] = []
         self._prompt_ids = array.array("i", spec.prompt_ids)
-        self._prompt_characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._prompt_chars = 0
+        shown = wire.TextSpec(skip_special_tokens=spec.skip_special_tokens)
+        self._prompt = TextStream(vocabulary, shown)
         self._prompt_logprobs: list[wire.TokenText] = []
         if self._prompt_ids:
             self._add_prompt_token(self._prompt_ids[0], None, [])
@@ -46,7 +45,6 @@ class OpenAnswer:
         if self._spec.silent:
             return
         stream = self.stream
-        offset = self._prompt_chars + stream.chars
         if self._spec.token_ids:
             self._token_ids.append(token_id)
         if token_id in self._think_ids:
@@ -55,11 +53,12 @@ class OpenAnswer:
             self._reasons, self._at_border = token_id == self._think_ids[0], True
             return
         self._reasoning_tokens += self._reasons
-        self._add(stream.push(token_id, is_text))
         if found is not None:
+            offset = self._prompt.offset(None) + stream.offset(token_id if is_text else None)
             top = list(zip(found.top_ids, found.top_logprobs, strict=True))
             entry = self._token_text(token_id, found.logprob, offset, top, not is_text)
             self._logprobs.append(entry)
+        self._add(stream.push(token_id, is_text))
 
     def push_prompt(self, found: wire.PromptLogprobs) -> None:
         """Log-probabilities of prompt tokens, in order."""
@@ -71,7 +70,7 @@ class OpenAnswer:
     def take(self, finished: wire.Finished | None) -> wire.TextUpdate | None:
         """What is new; None when nothing is. finished: the terminal message has come, too."""
         stream = self.stream
-        if finished is not None and not stream.stopped:
+        if finished is not None:
             self._add(stream.finish())  # may complete a stop string by a cut character
         stopped = stream.stopped
         logprobs = self._certain(finished is not None and not stopped)
@@ -118,18 +117,17 @@ class OpenAnswer:
 
     def _certain(self, all_of_them: bool) -> list[wire.TokenText]:
         """Take those whose text has been given out, at least in part."""
-        pending, told = self._logprobs, self._prompt_chars + self.stream.emitted_chars
-        count = len(pending)
-        if not all_of_them:
+        pending, count = self._logprobs, len(self._logprobs)
+        if pending and not all_of_them:
+            told = self._prompt.offset(None) + self.stream.emitted_chars
             count = next((i for i, entry in enumerate(pending) if entry.offset >= told), count)
         self._logprobs = pending[count:]
         return pending[:count]
 
     def _add_prompt_token(self, token_id: int, logprob: float | None, top: Top) -> None:
-        entry = self._token_text(token_id, logprob, self._prompt_chars, top)
+        entry = self._token_text(token_id, logprob, self._prompt.offset(token_id), top)
         self._prompt_logprobs.append(entry)
-        shown = self._vocabulary.token_bytes(token_id, self._spec.skip_special_tokens)
-        self._prompt_chars += len(self._prompt_characters.decode(shown))
+        self._prompt.push(token_id)
 
     def _token_text(
         self, token_id: int, logprob: float | None, offset: int, top: Top, ends: bool = False

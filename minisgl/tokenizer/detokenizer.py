@@ -23,10 +23,6 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._open: dict[int, OpenAnswer] = {}
 
-    @property
-    def open_reqs(self) -> int:
-        return len(self._open)
-
     def answer(self, output: wire.StepOutput) -> wire.StepText | None:
         """`step`; lengths or positions that do not fit end its reqs alone. None: nothing to say."""
         try:
@@ -70,18 +66,12 @@ class Detokenizer:
         """End with an error every req of a step that could not be read: I2 holds for them too."""
         opened = {message.uid for message in output.opened}
         named = opened.union(output.uids, (finished.uid for finished in output.finished))
-        updates = []
+        text, updates = "the text of this request could not be made", []
         for uid in sorted(named):
             answer = self._open.pop(uid, None)
             if uid in opened or (answer is not None and not answer.stream.stopped):
-                updates.append(
-                    wire.TextUpdate(
-                        uid=uid,
-                        finish=FinishReason.ERROR,
-                        error="the text of this request could not be made",
-                        stopped=True,
-                    )
-                )
+                end = wire.TextUpdate(uid=uid, finish=FinishReason.ERROR, error=text, stopped=True)
+                updates.append(end)
         return wire.StepText(updates=updates)
 
 

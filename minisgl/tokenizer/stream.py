@@ -57,7 +57,7 @@ def _begun(stop: str, text: str) -> int:
 class TextStream:
     """The text of one req, piece by piece, as its spec says.
 
-    chars, emitted_chars: decoded so far, and of these given out (the rest is withheld or cut).
+    emitted_chars: of those decoded so far, given out; the rest is withheld or cut.
     """
 
     def __init__(self, vocabulary: Vocabulary, spec: wire.TextSpec | None = None) -> None:
@@ -67,7 +67,7 @@ class TextStream:
         self._min_tokens = spec.min_tokens if spec.stop else 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(spec.stop, spec.include_stop)
-        self.tokens = self.chars = self.emitted_chars = 0
+        self.tokens = self.emitted_chars = self._chars = 0
         for token_id in spec.prompt_tail:
             self._characters.decode(vocabulary.token_bytes(token_id, self._skip_special))
 
@@ -75,6 +75,16 @@ class TextStream:
     def stopped(self) -> bool:
         """A stop string has been seen: the text is complete."""
         return self._matcher.stopped
+
+    def offset(self, token_id: int | None) -> int:
+        """Characters of the text before this next token, or of all of it if no more come (None)."""
+        data = b"."
+        if token_id is not None:
+            data = self._vocabulary.token_bytes(token_id, self._skip_special)
+        begun, _ = self._characters.getstate()
+        # What does not go on with a begun character makes one of it.
+        behind = (begun + data[:1]).decode("utf-8", "replace")
+        return self._chars + max(len(behind) - 1, 0)
 
     def push(self, token_id: int, is_text: bool = True) -> str:
         """New text after one more token; a terminating token counts but is not text."""
@@ -88,10 +98,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What was withheld: an incomplete character (as U+FFFD) and a begun stop string."""
-        if self.stopped:
-            return ""
-        text = self._emit(self._characters.decode(b"", final=True))
-        return text if self.stopped else text + self.flush()
+        return self._emit(self._characters.decode(b"", final=True)) + self.flush()
 
     def flush(self) -> str:
         """What was withheld for a begun stop string, which is now given up."""
@@ -100,7 +107,7 @@ class TextStream:
         return text
 
     def _emit(self, text: str) -> str:
-        self.chars += len(text)
+        self._chars += len(text)
         if self.tokens >= self._min_tokens:
             text = self._matcher.feed(text)
         self.emitted_chars += len(text)

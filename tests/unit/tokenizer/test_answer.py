@@ -2,6 +2,7 @@
 
 import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,8 +78,9 @@ def cut(text: str, missing: int) -> list[int]:
 
 
 @given(
-    st.text("abc€é", max_size=8).flatmap(lambda t: st.integers(0, 2).map(lambda n: cut(t, n))),
-    st.lists(st.sampled_from(["b", "ca", "€a"]), max_size=2),
+    st.text("abc€é", max_size=8).flatmap(lambda t: st.integers(0, 2).map(lambda n: cut(t, n)))
+    | st.lists(st.sampled_from([*b"abc\xff", *"€é".encode()]), max_size=8),
+    st.lists(st.sampled_from(["b", "ca", "€a", "\ufffdb"]), max_size=2),
     st.booleans(),
     st.booleans(),
 )
@@ -91,7 +93,10 @@ def test_logprobs_are_told_of_exactly_the_tokens_whose_text_is(
     text = texts(updates)[1]
     kept = b"".join(entry.data for entry in entries).decode("utf-8", "replace")
     assert kept == text
-    assert all(entry.offset <= len(text) for entry in entries)
+    # Each byte lies in the last character of all bytes up to it, whole or not.
+    data = bytes(tokens)
+    ends = [len(data[: index + 1].decode("utf-8", "replace")) for index in range(len(entries))]
+    assert [entry.offset for entry in entries] == [end - 1 for end in ends]
     seen = 0
     for update in updates:  # never told before its text has begun to come out
         seen += len(update.text)
@@ -117,6 +122,27 @@ def test_silent_answer_tells_the_prompt_only() -> None:
     assert (update.text, update.completion_tokens, update.finish) == ("", 0, FinishReason.LENGTH)
     assert [(e.logprob, e.offset) for e in update.prompt_logprobs] == [(None, 0), (-1, 0), (-2, 1)]
     assert update.prompt_logprobs[1].top == [(b"A", -0.1)]
+
+
+@pytest.mark.parametrize(("next_byte", "offset"), [(0xA9, 1), (65, 2)], ids=["goes on", "does not"])
+def test_offset_behind_a_prompt_that_ends_in_half_a_character(next_byte: int, offset: int) -> None:
+    """The echo shows the half, and the answer the whole, or the half again."""
+    ids = [0xC3]
+    spec = TextSpec(prompt_tail=ids, prompt_ids=array.array("i", ids).tobytes())
+    (update,) = told(PLAIN, [next_byte, 65], spec, one_by_one=False)
+    text = PLAIN.decode(ids) + update.text
+    assert [text[entry.offset] for entry in update.logprobs] == [text[offset], "A"]
+    assert [entry.offset for entry in update.logprobs] == [offset, offset + 1]
+
+
+def test_end_behind_half_a_character_has_its_offset() -> None:
+    answer = OpenAnswer(PLAIN, Opened(uid=1, prompt_tokens=1, cached_tokens=0, text=None))
+    for token_id in (0xC3, EOS):
+        found = TokenLogprobs(uid=1, logprob=-0.5, top_ids=[], top_logprobs=[])
+        answer.push(token_id, token_id != EOS, found)
+    update = answer.take(Finished(uid=1, reason=FinishReason.STOP))
+    assert update is not None
+    assert (update.text, [entry.offset for entry in update.logprobs]) == ("\ufffd", [0, 1])
 
 
 def test_token_that_ends_the_text_has_a_logprob_and_no_text() -> None:

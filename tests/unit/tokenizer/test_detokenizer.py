@@ -40,7 +40,7 @@ def test_req_from_its_opening_to_its_end() -> None:
         ("b", 2, FinishReason.LENGTH),
     ]
     assert (last[0].prompt_tokens, last[0].cached_tokens) == (5, 3)
-    assert detokenizer.open_reqs == 0
+    assert not detokenizer._open
 
 
 def test_token_that_ends_by_stop_is_not_text() -> None:
@@ -55,7 +55,7 @@ def test_token_after_the_end_leaves_no_state() -> None:
     detokenizer = Detokenizer(VOCABULARY)
     detokenizer.step(step((1, A), opens=[opened(1)], ends={1: FinishReason.STOP}))
     assert detokenizer.step(step((1, B))).updates == []
-    assert detokenizer.open_reqs == 0
+    assert not detokenizer._open
 
 
 def test_stop_string_ends_once_and_asks_for_the_abort() -> None:
@@ -64,7 +64,7 @@ def test_stop_string_ends_once_and_asks_for_the_abort() -> None:
     assert (update.text, update.finish, update.stopped) == ("", FinishReason.STOP, True)
     assert detokenizer.step(step((1, C))).updates == []
     assert detokenizer.step(step((1, C), ends={1: FinishReason.STOP})).updates == []
-    assert detokenizer.open_reqs == 0
+    assert not detokenizer._open
 
 
 def test_stop_string_in_the_step_that_ends_needs_no_abort() -> None:
@@ -85,7 +85,7 @@ def test_end_without_any_token_is_told() -> None:
     )
     (update,) = detokenizer.step(output).updates
     assert (update.finish, update.error) == (FinishReason.ERROR, "no")
-    assert detokenizer.open_reqs == 0
+    assert not detokenizer._open
 
 
 @given(
@@ -110,7 +110,7 @@ def test_interleaved_reqs_do_not_touch_each_other(reqs, stops, random) -> None:
             del left[uid]
         for update in detokenizer.step(step(*tokens, opens=opens, ends=ends)).updates:
             updates[update.uid].append(update)
-    assert detokenizer.open_reqs == 0
+    assert not detokenizer._open
     for uid, ids in reqs.items():
         text = VOCABULARY.decode(ids)
         assert "".join(u.text for u in updates[uid]) == cut(text, stops)
@@ -138,4 +138,4 @@ def test_step_that_cannot_be_read_ends_its_reqs_and_no_others() -> None:
     (after,) = detokenizer.step(step((1, B), (2, C), ends={1: FinishReason.LENGTH})).updates
     assert (after.uid, after.text, after.finish) == (1, "b", FinishReason.LENGTH)
     assert detokenizer.answer(step()) is None
-    assert detokenizer.open_reqs == 0
+    assert not detokenizer._open
