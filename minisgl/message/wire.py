@@ -187,27 +187,19 @@ class StepOutput(Message, frozen=True, kw_only=True):
 ToDetokenizer = StepOutput | Ping
 
 
-class Tokenized(Message, frozen=True, kw_only=True):
-    """token_ids: int32 little-endian. error: a sentence for the client; then token_ids is empty.
+class Answer(Message, frozen=True, kw_only=True):
+    """To a Question: token_ids (int32 little-endian), or the text of DecodeIds.
 
-    internal: the error is ours and not the client's. limit: what was exceeded, if that is it.
+    error: a sentence for the client instead. internal: the error is ours and not the client's.
+    limit: what was exceeded, if that is it.
     """
 
     uid: int
     token_ids: bytes = b""
+    text: str = ""
     error: str | None = None
     internal: bool = False
     limit: str | None = None
-
-
-class Decoded(Message, frozen=True, kw_only=True):
-    """The answer to DecodeIds."""
-
-    uid: int
-    text: str
-
-
-Answer = Tokenized | Decoded
 
 
 class TokenText(msgspec.Struct, frozen=True, array_like=True):

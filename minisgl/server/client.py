@@ -47,12 +47,6 @@ class Extras:
     logprobs: list[wire.TokenText] = field(default_factory=list)
     prompt_logprobs: list[wire.TokenText] = field(default_factory=list)
 
-    def add(self, update: wire.TextUpdate) -> None:
-        self.reasoning += update.reasoning
-        self.token_ids += update.token_ids
-        self.logprobs += update.logprobs
-        self.prompt_logprobs += update.prompt_logprobs
-
 
 @dataclass(eq=False, slots=True)
 class Choice:
@@ -76,16 +70,12 @@ class Choice:
     first_s: float = 0.0  # of the first and the last output, 0: none
     last_s: float = 0.0
 
-    def take_text(self) -> str:
-        """What has arrived since the last call."""
-        text = "".join(self.text)
+    def take(self) -> tuple[str, Extras | None]:
+        """The text that has arrived since the last call, and what came beside it; None: nothing."""
+        text, extras = "".join(self.text), self.extras
         self.text.clear()
-        return text
-
-    def take_extras(self) -> Extras | None:
-        """The same for what came beside the text; None: nothing."""
-        extras, self.extras = self.extras, None
-        return extras
+        self.extras = None
+        return text, extras
 
     def apply(self, update: wire.TextUpdate) -> None:
         self.opened = True
@@ -93,8 +83,11 @@ class Choice:
             self.text.append(update.text)
         self.latest = update
         if update.reasoning or update.token_ids or update.logprobs or update.prompt_logprobs:
-            self.extras = self.extras or Extras()
-            self.extras.add(update)
+            extras = self.extras = self.extras or Extras()
+            extras.reasoning += update.reasoning
+            extras.token_ids += update.token_ids
+            extras.logprobs += update.logprobs
+            extras.prompt_logprobs += update.prompt_logprobs
         self.finish = update.finish
         if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
             kind = _REFUSALS.get(update.error_kind, EngineFailure)
@@ -249,8 +242,7 @@ class EngineClient:
 
     def end_by_id(self, request_id: str, error: RequestError) -> int:
         """End the calls of exactly this request id; how many ran."""
-        found = [g for g in self._generations if g.request_id == request_id]
-        return sum([self.end(generation, error) for generation in found])
+        return sum([self.end(g, error) for g in self._generations if g.request_id == request_id])
 
     def end_overdue(self, now_s: float) -> None:
         """End what has run for longer than max_total_s, or waited longer than max_wait_s."""
@@ -265,16 +257,17 @@ class EngineClient:
                 most = f"the request waited longer than {limits.max_wait_s:g} s"
                 self.end(generation, DeadlineExceeded(most, limit="max_wait_s"))
 
-    def submit(self, choice: Choice, request: wire.AddReq, tokens: int) -> None:
-        """Hand one choice to the scheduler, unless it has been ended meanwhile.
-
-        tokens: what its prompt adds (`prompt_share`). Raises Overloaded when that holds enough.
-        """
-        if choice.uid not in self._choices:
-            return
+    def require_room(self, tokens: int) -> None:
+        """Raises Overloaded when a call of so many prompt tokens is too much beside those queued;
+        alone it never is."""
         if self.queued_tokens and self.queued_tokens + tokens > self.limits.max_queued_tokens:
             most = "too many prompt tokens are queued; try again later"
             raise Overloaded(most, limit="max_queued_tokens")
+
+    def submit(self, choice: Choice, request: wire.AddReq, tokens: int) -> None:
+        """Hand one choice to the scheduler, unless it has been ended; its prompt adds `tokens`."""
+        if choice.uid not in self._choices:
+            return
         choice.submitted = True
         choice.prompt_share = tokens
         self.queued_tokens += tokens
@@ -290,35 +283,33 @@ class EngineClient:
         """Ids of the prompt given as `param`. Raises what the worker found wrong."""
         if isinstance(prompt, array.array):
             return prompt
-        answer = await self._ask(prompt, call)
-        assert isinstance(answer, wire.Tokenized), "a tokenizer answered with text; this is a bug"
-        if answer.error is not None:
-            if answer.internal:
-                self.metrics.on_failed()
-            kind = EngineFailure if answer.internal else InvalidRequest
-            raise kind(answer.error, param=param, limit=answer.limit)
-        return array.array("i", answer.token_ids)
+        return array.array("i", (await self._ask(prompt, call, param)).token_ids)
 
     async def decode(
         self, token_ids: TokenArray, skip_special: bool, call: Generation | None = None
     ) -> str:
         question = wire.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
-        answer = await self._ask(question, call)
-        if isinstance(answer, wire.Tokenized):
-            raise EngineFailure(answer.error or "the prompt could not be decoded")
-        return answer.text
+        return (await self._ask(question, call)).text
 
-    async def _ask(self, question: wire.Question, call: Generation | None) -> wire.Answer:
-        """Ask the least busy worker; an end of the call ends the wait."""
+    async def _ask(
+        self, question: wire.Question, call: Generation | None, param: str | None = None
+    ) -> wire.Answer:
+        """Ask the least busy worker; an end of the call ends the wait. Raises what it found."""
         uid = next(self._uids)
         worker = self._outstanding.index(min(self._outstanding))
         self._outstanding[worker] += 1
-        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
-        self._asked[uid] = worker, answer
+        waiting: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        self._asked[uid] = worker, waiting
         if call is not None:
-            call.question = answer
+            call.question = waiting
         self._to_tokenizers[worker](msgspec.structs.replace(question, uid=uid))
-        return await answer
+        answer = await waiting
+        if answer.error is not None:
+            if answer.internal:
+                self.metrics.on_failed()
+            kind = EngineFailure if answer.internal else InvalidRequest
+            raise kind(answer.error, param=param, limit=answer.limit)
+        return answer
 
     def receive_answer(self, message: wire.Answer) -> int | None:
         """A worker has answered; nobody may be waiting any more. Which worker it was."""

@@ -50,24 +50,26 @@ async def start(
 async def _until_first_output(
     client: EngineClient, generation: Generation, request: GenerateRequest, facts: ModelFacts
 ) -> None:
-    prompts = [await client.tokenize(prompt, name, generation) for name, prompt in request.prompts]
-    for index, token_ids in enumerate(prompts):
-        name, _ = request.prompts[index]
-        sampling = fit_max_tokens(request, token_ids, facts, name)
+    prompts = []
+    for name, prompt in request.prompts:
+        token_ids = await client.tokenize(prompt, name, generation)
+        prompts.append((token_ids, fit_max_tokens(request, token_ids, facts, name)))
+    client.require_room(sum(len(token_ids) for token_ids, _ in prompts))
+    for index, (token_ids, sampling) in enumerate(prompts):
         for sibling in range(request.n):
             choice = generation.choices[index * request.n + sibling]
             seeded = _sibling_seed(sampling, sibling)
             adds = len(token_ids) if sibling == 0 else 0
             client.submit(choice, _add_req(choice.uid, token_ids, seeded, request), adds)
     if request.text.token_ids:
-        generation.prompt_ids = [token_ids.tolist() for token_ids in prompts]
+        generation.prompt_ids = [token_ids.tolist() for token_ids, _ in prompts]
     if request.echo:
         skip_special = request.text.skip_special_tokens
         generation.echoes = [
             prompt.text
             if isinstance(prompt, wire.TokenizeText)
             else await client.decode(token_ids, skip_special, generation)
-            for (_, prompt), token_ids in zip(request.prompts, prompts, strict=True)
+            for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True)
         ]
     await generation.until(generation.opened)
 

@@ -52,8 +52,7 @@ def token_routes(service: Service, reader: RequestReader) -> list[Route]:
         if "messages" in given:
             name, prompt = "messages", reader.chat_prompt(given, facts)
         else:
-            add_special = given.get("add_special_tokens", True)
-            name = "prompt"
+            name, add_special = "prompt", given.get("add_special_tokens", True)
             prompt = reader.text_prompt(name, given[name], facts, add_special)
         work = service.client.tokenize(prompt, name)
         ids = await unless_disconnected(request.receive, work)

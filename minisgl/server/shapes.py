@@ -21,7 +21,6 @@ _KINDS = {
     COMPLETIONS: ("cmpl-", "text_completion"),
     GENERATE: ("gen-", "generation"),
 }
-_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 def sse(payload: bytes) -> bytes:
@@ -61,9 +60,9 @@ class Shape:
         return msgspec.json.encode(body)
 
     def _whole_choice(self, choice: Choice, generation: Generation) -> dict[str, Any]:
-        extras = choice.take_extras() or Extras()
+        text, extras = choice.take()
+        text, extras = generation.echo(choice) + text, extras or Extras()
         body: dict[str, Any] = {"index": choice.index}
-        text = generation.echo(choice) + choice.take_text()
         if self._is_chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
             if extras.reasoning:
@@ -156,8 +155,9 @@ class Shape:
 
 
 def _finish_name(choice: Choice) -> str:
-    assert choice.finish in _FINISH, f"an answer ended by {choice.finish}; this is a bug"
-    return _FINISH[choice.finish]
+    good = (FinishReason.STOP, FinishReason.LENGTH)
+    assert choice.finish in good, f"an answer ended by {choice.finish}; this is a bug"
+    return choice.finish.value
 
 
 def _number(logprob: float) -> float:

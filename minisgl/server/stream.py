@@ -31,7 +31,7 @@ async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
         await generation.news()
         parts = []
         for choice in running:
-            text, extras = choice.take_text(), choice.take_extras()
+            text, extras = choice.take()
             first = None
             if choice.opened and choice.index not in begun:
                 begun.add(choice.index)

@@ -65,8 +65,7 @@ class TextTokenizer:
         """Ids of plain text. A BOS spelled out at its beginning is not doubled."""
         if self._prepends_bos and text.startswith(self._bos_token):
             add_special = False
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def encode_chat(
         self,
@@ -75,9 +74,7 @@ class TextTokenizer:
         timeout_s: float | None = None,
     ) -> list[int]:
         """Ids of a rendered chat. Raises TemplateError when the model cannot take this chat."""
-        text = self.render_chat(messages, template_options, timeout_s)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.encode_text(self.render_chat(messages, template_options, timeout_s), False)
 
     def render_chat(
         self,

@@ -22,22 +22,22 @@ def handle(
         if isinstance(message, wire.DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
             text = tokenizer.vocabulary.decode(ids, message.skip_special)
-            return wire.Decoded(uid=message.uid, text=text)
+            return wire.Answer(uid=message.uid, text=text)
         if isinstance(message, wire.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
             messages = json.loads(message.messages_json)
             options = json.loads(message.template_kwargs_json)
             ids = tokenizer.encode_chat(messages, options, timeout_s)
-        return wire.Tokenized(uid=message.uid, token_ids=array.array("i", ids).tobytes())
+        return wire.Answer(uid=message.uid, token_ids=array.array("i", ids).tobytes())
     except TemplateError as error:
-        return wire.Tokenized(uid=message.uid, error=str(error), limit=error.limit)
+        return wire.Answer(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
-        return wire.Tokenized(uid=message.uid, error="the chat is nested too deeply")
+        return wire.Answer(uid=message.uid, error="the chat is nested too deeply")
     # tokenizers raises Exception itself; this request needs an answer, the next a worker (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
-        return wire.Tokenized(
+        return wire.Answer(
             uid=message.uid, error="the prompt could not be tokenized", internal=True
         )
 

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from minisgl.message import Receiver, Sender, endpoint
 from minisgl.message.wire import (
-    Decoded,
+    Answer,
     DecodeIds,
     StepText,
     TextSpec,
     TextUpdate,
     ToApi,
     TokenizeChat,
-    Tokenized,
     TokenizeText,
     ToTokenizer,
 )
@@ -28,8 +27,8 @@ from minisgl.message.wire import (
         (TokenizeText(uid=1, text="é\0"), ToTokenizer),
         (TokenizeChat(uid=1, messages_json=b"[]"), ToTokenizer),
         (DecodeIds(uid=1, token_ids=b"\1\0\0\0"), ToTokenizer),
-        (Tokenized(uid=1, error="no", internal=True), ToApi),
-        (Decoded(uid=1, text="x"), ToApi),
+        (Answer(uid=1, error="no", internal=True), ToApi),
+        (Answer(uid=1, text="x"), ToApi),
         (
             StepText(
                 updates=[
@@ -56,9 +55,9 @@ def test_garbage_is_no_message(frame: bytes) -> None:
 def test_unknown_fields_and_foreign_types_are_refused() -> None:
     """W35: mini-sglang built any class that a message named."""
     for value in (
-        {"type": "Decoded", "uid": 1, "text": "", "more": 1},
+        {"type": "Answer", "uid": 1, "text": "", "more": 1},
         {"type": "TextSpec", "prompt_tail": []},
-        {"__type__": "Decoded", "uid": 1, "text": ""},
+        {"__type__": "Answer", "uid": 1, "text": ""},
     ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=ToApi)
@@ -69,11 +68,11 @@ def test_receiver_drops_garbage_and_goes_on(tmp_path: Path) -> None:
     receiver: Receiver[ToApi] = Receiver(endpoint(str(tmp_path), "q"), ToApi)
     raw: Sender[object] = Sender(endpoint(str(tmp_path), "q"))
     raw.send({"no": "message"})
-    raw.send(Decoded(uid=7, text="x"))
+    raw.send(Answer(uid=7, text="x"))
     seen: list[ToApi] = []
     while not seen:
         assert receiver.poll(10)
         seen += receiver.drain()
-    assert seen == [Decoded(uid=7, text="x")]
+    assert seen == [Answer(uid=7, text="x")]
     raw.close()
     receiver.close()

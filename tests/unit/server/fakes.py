@@ -1,7 +1,7 @@
 """What the server talks to, as plain lists."""
 
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
-from minisgl.message.wire import StepText, TextUpdate, Tokenized
+from minisgl.message.wire import Answer, StepText, TextUpdate
 from minisgl.server import Limits, ServerConfig
 from minisgl.server.client import EngineClient
 from minisgl.server.metrics import Metrics
@@ -45,7 +45,7 @@ class World:
         for box in self.tokenizers:
             for message in box.sent:
                 self.client.receive_answer(
-                    Tokenized(uid=message.uid, token_ids=ids if error is None else b"", error=error)
+                    Answer(uid=message.uid, token_ids=ids if error is None else b"", error=error)
                 )
             box.sent.clear()
 

@@ -57,7 +57,7 @@ def test_answered_request_leaves_nothing() -> None:
         generation = await task
         world.update(add.uid, "llo", finish=FinishReason.LENGTH)
         await generation.until(generation.finished)
-        assert generation.choices[0].take_text() == "hello"
+        assert generation.choices[0].take() == ("hello", None)
         world.client.close(generation)
         world.client.close(generation)
         assert world.scheduler.sent == [add], "a finished request is not aborted"
@@ -340,6 +340,24 @@ def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_never_is() -> None
             await second
         world.finish(world.scheduler.sent[0].uid)
         world.client.close(await first)
+
+    assert run(main, max_queued_tokens=4).is_empty
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"model":"m","prompt":[1,2,3,4,5],"n":2}', b'{"model":"m","prompt":[[1,2],[3,4],[5,6]]}'],
+    ids=["siblings", "prompts"],
+)
+def test_call_of_several_answers_is_not_refused_for_its_own_tokens(body: bytes) -> None:
+    """It was told to try again, for ever: its first prompt filled the queue for its others."""
+
+    async def main(world: World) -> None:
+        call = asyncio.create_task(start(world.client, request(body), FACTS))
+        await settle()
+        for add in list(world.scheduler.sent):
+            world.finish(add.uid)
+        world.client.close(await call)
 
     assert run(main, max_queued_tokens=4).is_empty
 

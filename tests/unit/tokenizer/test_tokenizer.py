@@ -8,7 +8,7 @@ import pytest
 from tokenizers import processors
 
 from minisgl.core import ConfigError
-from minisgl.message.wire import DecodeIds, TokenizeChat, Tokenized, TokenizeText
+from minisgl.message.wire import DecodeIds, TokenizeChat, TokenizeText
 from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.template import TemplateError
 from minisgl.tokenizer.worker import handle
@@ -95,11 +95,9 @@ def test_failing_template_is_an_error_of_this_chat_alone(folder: Path, template:
         tokenizer.render_chat(CHAT)
     chat = TokenizeChat(uid=1, messages_json=json.dumps(CHAT).encode())
     answer = handle(tokenizer, chat, 1.0)
-    assert isinstance(answer, Tokenized)
     assert answer.error
     assert not answer.internal
     good = handle(tokenizer, TokenizeText(uid=2, text="hello"), 1.0)
-    assert isinstance(good, Tokenized)
     assert good.token_ids
 
 
@@ -125,7 +123,6 @@ def test_model_without_template_says_so(folder: Path) -> None:
 
 def test_worker_survives_what_is_no_chat_at_all(folder: Path) -> None:
     answer = handle(TextTokenizer.load(folder), TokenizeChat(uid=1, messages_json=b"nope"), 1.0)
-    assert isinstance(answer, Tokenized)
     assert answer.internal
 
 
