@@ -19,6 +19,7 @@ from minisgl.core.sampling import MAX_SEED
 from minisgl.message import wire
 from minisgl.server.client import EngineClient, Generation
 from minisgl.server.connection import KEPT
+from minisgl.server.errors import NotReady
 from minisgl.server.requests import GenerateRequest, TokenArray
 from minisgl.server.service import Service
 
@@ -119,6 +120,8 @@ async def read_body(service: Service, request: Request) -> bytes:
             return b"".join([part async for part in request.stream()])
     except ClientDisconnect:
         raise Cancelled("the client closed the connection") from None
+    except asyncio.CancelledError:  # by uvicorn, which then answers in plain text
+        raise NotReady("the server is shutting down") from None
     except TimeoutError:
         late = f"the body did not come within {most_s:g} s"
         raise DeadlineExceeded(late, limit="max_wait_s") from None

@@ -63,6 +63,37 @@ def call(method: str, path: str, hangs: bool = False, **options: Any) -> httpx.R
     return asyncio.run(main())
 
 
+def test_body_that_the_end_of_the_server_cuts_off_is_told_to_come_again() -> None:
+    """A drain does not wait for it; uvicorn cancelled it, with a traceback and a plain 500."""
+
+    async def main() -> list[Any]:
+        parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+        cut, sent = asyncio.Event(), []
+
+        async def receive() -> Any:
+            found = next(parts, None)
+            if found is None:
+                cut.set()
+                await asyncio.Event().wait()
+            return found
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        app = build_app(FakeService(World()))
+        task = asyncio.create_task(app({**scope, "query_string": b""}, receive, send))
+        await cut.wait()
+        task.cancel()
+        await task
+        return sent
+
+    start, body = asyncio.run(main())
+    assert start["status"] == 503
+    assert (b"retry-after", b"1") in start["headers"]
+    assert json.loads(body["body"])["error"]["code"] == "not_ready"
+
+
 def events(answer: httpx.Response) -> list[Any]:
     """The parsed events, with [DONE] as it is."""
     assert answer.headers["content-type"].startswith("text/event-stream")
