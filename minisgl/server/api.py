@@ -54,23 +54,22 @@ class ApiServer:
         directory = spec.socket_dir
         self._scheduler: Sender[wire.ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
-        tokenizers: list[Sender[wire.ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
+        self._workers: dict[str, Sender[wire.ToTokenizer]] = {
+            name: Sender(endpoint(directory, name)) for name in (*names, "detokenizer")
+        }
         metrics = Metrics(config.served_names[0], config.commit)
-        outboxes = [tokenizer.send for tokenizer in tokenizers]
+        outboxes = [self._workers[name].send for name in names]
         self.client = EngineClient(outboxes, self._scheduler.send, config.limits, metrics)
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: wire.SchedulerStats | None = None
         self._pulse = Pulse(config.step_timeout_s)
-        detokenizer: Sender[wire.Ping] = Sender(endpoint(directory, "detokenizer"))
-        self._workers = dict(zip(names, tokenizers, strict=True)) | {"detokenizer": detokenizer}
         self._url = spec.url
         self._messages: AsyncReceiver[wire.ToApi] = AsyncReceiver(
             endpoint(directory, "api"), wire.ToApi
         )
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
-        self._fail_asked = asyncio.Event()
 
     def stuck(self) -> bool:
         """Some process has work and has done none of it for step_timeout_s."""
@@ -93,7 +92,9 @@ class ApiServer:
         # a SIGINT before this line would end in Python's own traceback.
         for number, grace_s in ((signal.SIGTERM, self.config.drain_grace_s), (signal.SIGUSR2, 0)):
             loop.add_signal_handler(number, self._ask_to_drain, number, grace_s)
-        loop.add_signal_handler(signal.SIGUSR1, self._fail_asked.set)
+        neighbours = loop.create_future()
+        lost = EngineError("another process of the service has ended")
+        loop.add_signal_handler(signal.SIGUSR1, neighbours.set_exception, lost)
         server = _Server(
             uvicorn.Config(
                 build_app(self),
@@ -112,8 +113,8 @@ class ApiServer:
                 timeout_graceful_shutdown=5,
             )
         )
-        works = (self._receive, self._watch, self._beat, self._wait_failed, self._drain)
-        tasks = {asyncio.create_task(work()) for work in works}
+        works = (self._receive, self._watch, self._beat, self._drain)
+        tasks = {neighbours, *(asyncio.create_task(work()) for work in works)}
         serving = asyncio.create_task(server.serve([listener]))
         try:
             # Each of these runs for ever unless it is the end: none may die unseen (W27).
@@ -177,9 +178,9 @@ class ApiServer:
         )
         if self.config.log_format == "json":
             logger.info(line)
-            return
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+        else:
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
 
     async def _watch(self) -> None:
         """End the service when a process hangs; first let livez say so for a moment."""
@@ -206,10 +207,6 @@ class ApiServer:
         while True:
             await asyncio.sleep(_KEEP_ALIVE_S)
             self.client.beat()
-
-    async def _wait_failed(self) -> None:
-        await self._fail_asked.wait()
-        raise EngineError("another process of the service has ended")
 
     def _fail(self, failure: BaseException) -> None:
         # while loading, the launcher's one line says why, and should be the last one
