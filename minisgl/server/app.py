@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -53,6 +54,8 @@ def build_app(service: Service) -> ASGIApp:
         *_probes(service),
         Route("/openapi.json", described),
     ]
+    for route in routes:  # `$` lets a newline follow: /abort%0A is no admin route to `Auth`
+        route.path_regex = re.compile(rf"(?:{route.path_regex.pattern})\Z")
     app = Starlette(routes=routes, exception_handlers=_error_handlers(refused))
     app.router.redirect_slashes = False
     # Around the app and not as its middleware, so that the answer to a bug has its id too.

@@ -61,6 +61,14 @@ def test_admin_routes_are_closed_without_an_admin_key_and_to_other_keys() -> Non
     assert get("/server_info", "root").status_code == 200
 
 
+@pytest.mark.parametrize("end", ["%0A", "%0D%0A", "%00", "%20", "/", ";", "%2F", "%3F", "#%0A"])
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
+def test_no_other_spelling_of_an_admin_route_opens_it(path: str, end: str) -> None:
+    """The router took /abort%0A for /abort, which to `Auth` was a path like any other."""
+    for config in (KEYED, CONFIG):
+        assert get(path + end, "second", config).status_code in (401, 403, 404)
+
+
 def test_a_forged_host_header_opens_nothing() -> None:
     """CVE-2026-48710: a path made of headers is not the one that is routed."""
     for host in ("x/livez?", "x/health#", "/livez"):
