@@ -110,7 +110,7 @@ class ApiServer:
                 ssl_certfile=self.config.ssl_certfile,
                 ssl_keyfile=self.config.ssl_keyfile,
                 timeout_keep_alive=_IDLE_CONNECTION_S,
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=3,
             )
         )
         works = (self._receive, self._watch, self._beat, self._drain)
@@ -131,6 +131,8 @@ class ApiServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, serving, return_exceptions=True)
+            # Who takes too long has been cancelled, and aborts what it asked for.
+            await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
             self._scheduler.close(linger_ms=500)
 
     async def _receive(self) -> None:

@@ -71,7 +71,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_disconnected(receive, asyncio.ensure_future(self._send(send)))
-        except Cancelled:
+        except (Cancelled, asyncio.CancelledError):  # the latter once the server has drained
             logger.debug("client gone request_id=%s", self.generation.request_id)
         finally:
             self.client.close(self.generation)

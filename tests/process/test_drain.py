@@ -157,6 +157,24 @@ def test_deadline_ends_the_rest_with_an_error_chunk(tiny_model: Path) -> None:
         assert text.endswith("data: [DONE]\n\n")
 
 
+def test_client_that_does_not_read_is_left_behind(tiny_model: Path) -> None:
+    """Its end came after the queue to the scheduler had been closed: a ZMQError, and tracebacks."""
+    body = {"model": "tiny", "prompt": ["a"] * 128, "max_tokens": 1900, "stream": True}
+    text = json.dumps(body).encode()
+    flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
+    with serving(tiny_model, *flags) as server, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        url = httpx.URL(server.url)
+        deaf.connect((url.host, url.port))
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        deaf.sendall(head % len(text) + text)
+        # 200 bytes each, of which all buffers take some 500 KB.
+        wait_for(lambda: server.metrics()["generation_tokens_total"] > 10_000, "full buffers")
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert "Traceback" not in server.stderr
+
+
 def test_second_signal_ends_at_once(tiny_model: Path) -> None:
     with serving(tiny_model, "--drain-grace", "600", "--drain-timeout", "600") as server:
         pids = list(server.child_pids().values())
