@@ -33,7 +33,7 @@ _STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGUSR2)
 _SCHEDULER_GRACE_S = 5.0  # to leave by its Shutdown message
 _TERM_GRACE_S = 3.0
 _LAST_WORDS_S = 4.0  # for the API server to send error chunks
-_DRAIN_MARGIN_S = 8.0  # over --drain-timeout: 2 s for error chunks, 5 s for closing connections
+_DRAIN_MARGIN_S = 8.0  # over --drain-timeout: 2 s for error chunks, 3 s for closing connections
 _SAME_SIGNAL_S = 0.2
 
 
@@ -187,9 +187,8 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(2048)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from None
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}") from None
     return listener
 
 

@@ -16,3 +16,10 @@ def test_no_room_for_sockets_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="no folder for the sockets can be made"):
         launch.launch(CONFIG)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "name.invalid"])
+def test_host_that_cannot_be_one_is_one_line(host: str) -> None:
+    """Names that no resolver is asked for are a UnicodeError."""
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        launch._bind(host, 0)
