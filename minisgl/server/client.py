@@ -121,9 +121,8 @@ class Generation:
 
     def echo(self, choice: Choice) -> str:
         """The prompt that the text of this choice begins with; "" without echo."""
-        return (
-            self.echoes[choice.index * len(self.echoes) // len(self.choices)] if self.echoes else ""
-        )
+        index = choice.index * len(self.echoes) // len(self.choices)
+        return self.echoes[index] if self.echoes else ""
 
     def finished(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
