@@ -18,7 +18,7 @@ def test_no_room_for_sockets_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
         launch.launch(CONFIG)
 
 
-@pytest.mark.parametrize("host", ["a..b", "x" * 64, "name.invalid"])
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
 def test_host_that_cannot_be_one_is_one_line(host: str) -> None:
     """Names that no resolver is asked for are a UnicodeError."""
     with pytest.raises(ConfigError, match="cannot listen on"):
