@@ -41,16 +41,17 @@ class KVMemory:
         usable = 0 if req.sampling.prompt_logprobs is not None else len(req.tokens) - 1
         return self.cache.match(req.tokens[:usable], req.cache_salt)
 
-    def try_admit(self, req: Req, match: Match, table: RequestTable, reserve_pages: int) -> bool:
+    def try_admit(self, req: Req, match: Match, table: RequestTable) -> bool:
         """Give a waiting req a row, its prefix and pages for all its tokens, or change nothing.
 
-        One page beyond its tokens must be available too (unless it can never need it), and
-        `reserve_pages` for others.
+        One page more must be available for it, and for each req that runs, unless they can never
+        need it: the first of them to need one would preempt it, and its prefill was for nothing.
         """
         self.cache.lock(match.node)
         own_pages = self.pages_for(len(req.tokens)) - len(match.pages)
         spare = min(1, self.pages_for(req.limit) - self.pages_for(len(req.tokens)))
-        fits = own_pages + spare + reserve_pages <= self.available
+        growing = table.rows.out & (table.num_pages * self.page_size < table.limit)
+        fits = own_pages + spare + int(growing.sum()) <= self.available
         pages = self.try_allocate(own_pages) if fits else None
         if pages is None:  # it does not, or evicted pages are still fenced by a step in flight
             self.cache.unlock(match.node, 0)

@@ -173,10 +173,7 @@ class Planner:
                 if len(deferred) == MAX_DEFERRED:
                     break
                 continue
-            # room for the running reqs: after a preemption one page each, or it would recur
-            crowded = any(each.admitted for each in (req, *deferred))
-            reserve = len(self.decode_rows) + len(self.prefilling) if crowded else 0
-            if not self._memory.try_admit(req, match, self._table, reserve):
+            if not self._memory.try_admit(req, match, self._table):
                 break
             self._admit(self.waiting.popleft())
             budget -= self._take(req.row, budget, chunks)

@@ -16,7 +16,7 @@ from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_logits
 
 ModelPath = Callable[[str], str]
-TOKENS = 14
+TOKENS = 18
 EOS = 2
 
 
@@ -32,7 +32,7 @@ class Run:
     def __init__(
         self, path: str, params: list[SamplingParams], crowded: bool = False, warm: bool = False
     ) -> None:
-        engine = make_engine(path, num_pages=17 if crowded else 200)
+        engine = make_engine(path, num_pages=16 if crowded else 200)
         inbox, outbox = LocalInbox(), deque()
         self.scheduler = Scheduler(
             engine,

@@ -45,3 +45,18 @@ def test_siblings_wait_for_whole_pages_only(page_size: int) -> None:
     assert prefilled == ([1, 7] if page_size == 64 else [8])
     for uid in uids:
         assert harness.answers[uid].tokens == expected_output(prompt_of(120), 2, ignore_eos=True)
+
+
+def test_a_prompt_is_admitted_when_those_that_run_can_go_on_beside_it() -> None:
+    """It took the page that a stream needed next, was preempted for it, and computed once more."""
+    harness = Harness(FakeEngine(16, 4, max_seq_len=64), config(cache_type="naive"))
+    streams = [harness.add(prompt_of(7, i), max_tokens=9, ignore_eos=True) for i in range(4)]
+    harness.step()
+    late = harness.add(prompt_of(23, 9), max_tokens=4, ignore_eos=True)
+    harness.run()
+    totals = harness.scheduler.totals
+    assert totals.preemptions_total == 0
+    assert totals.prefill_tokens_total == 4 * 7 + 23
+    for i, uid in enumerate(streams):
+        assert harness.answers[uid].tokens == expected_output(prompt_of(7, i), 9, ignore_eos=True)
+    assert harness.answers[late].tokens == expected_output(prompt_of(23, 9), 4, ignore_eos=True)
