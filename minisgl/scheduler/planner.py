@@ -43,7 +43,7 @@ class Planner:
     I1  A req is in exactly one of: waiting, prefilling, decoding, or on its way out.
     I2  decode_rows: of decoding reqs with a step left to launch, in order of entering decode.
     I3  unpublished holds the running reqs whose prompt is not in the prefix cache yet.
-    I4  waiting_tokens is the sum of what the waiting reqs have to compute if nothing is cached.
+    I4  waiting_tokens is the sum of what the waiting reqs have to compute (Req.to_compute).
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class Planner:
         req.state = ReqState.ENDING
 
     def enqueue(self, req: Req) -> None:
-        """A new req waits, after all others."""
-        self.waiting.append(req)
-        self.waiting_tokens += len(req.tokens)
+        """`req` waits: a new one after all others, a preempted one before all that never ran."""
+        req.state = ReqState.WAITING
+        if req.admitted:
+            self.waiting.appendleft(req)
+        else:
+            self.waiting.append(req)
+        cached = len(self._memory.match(req).pages) * self._memory.page_size
+        req.to_compute = len(req.tokens) - cached
+        self.waiting_tokens += req.to_compute
 
     def forget(self, req: Req) -> None:
         """Take a waiting req out of the queue."""
         self.waiting.remove(req)
-        self.waiting_tokens -= len(req.tokens)
-
-    def requeue(self, req: Req) -> None:
-        """A preempted req waits again, before all that never ran."""
-        req.state = ReqState.WAITING
-        self.waiting.appendleft(req)
-        self.waiting_tokens += len(req.tokens)
+        self.waiting_tokens -= req.to_compute
 
     def published(self, req: Req) -> None:
         """The prompt of `req` is in the prefix cache, or never will be."""
@@ -199,7 +199,7 @@ class Planner:
         )
 
     def _admit(self, req: Req) -> None:
-        self.waiting_tokens -= len(req.tokens)
+        self.waiting_tokens -= req.to_compute
         if not req.admitted:
             req.admitted, req.cached_tokens = True, int(self._table.computed[req.row])
         req.state = ReqState.PREFILL

@@ -25,6 +25,7 @@ class Req:
     tokens         int32, prompt and outputs so far; valid while the req owns no row.
     prompt_len     tokens of the prompt as the client sent it.
     limit          most tokens in all, prompt + max_tokens cut to context and pool.
+    to_compute     of its tokens, those that were not cached when it began to wait.
     serial         order of arrival; preemption takes the highest.
     row            line in page table and token pool, -1 without one.
     node           locked place in the prefix cache; tree_pages leading pages of the row are the
@@ -46,6 +47,7 @@ class Req:
     serial: int
     cache_salt: str = ""
     state: ReqState = ReqState.WAITING
+    to_compute: int = 0
     row: int = -1
     node: RadixNode | None = None
     tree_pages: int = 0

@@ -34,8 +34,7 @@ from minisgl.scheduler.req import Req, ReqState
 from minisgl.scheduler.results import read_result
 from minisgl.scheduler.table import RequestTable
 
-LAUNCH_LEAD_S = 0.002  # planning and launching take 0.3 to 0.8 ms, without a graph 5 and more:
-LAUNCH_LEAD = 2  # so many times what launching took last, if that is more; the device never waits
+LAUNCH_LEAD_S = 0.002  # at least: planning and launching take 0.3 to 0.8 ms, 5 without a graph
 
 
 class Scheduler:
@@ -107,7 +106,7 @@ class Scheduler:
             return 0.0
         batch, pending = self._in_flight[0]
         left_s = 0.0 if pending.done() else self._meter.left_s(self.planner.decode_s(batch))
-        return max(left_s - max(LAUNCH_LEAD_S, LAUNCH_LEAD * self._launch_s), 0.0)
+        return max(left_s - max(LAUNCH_LEAD_S, 2 * self._launch_s), 0.0)  # the device never waits
 
     def drain_in_flight(self, keep: int = 0) -> None:
         """Read the results of launched steps, but for the last `keep`, and send what came out."""
@@ -192,7 +191,7 @@ class Scheduler:
         self.memory.release(req, self.table, known - 1 if seen_finite else 0)
         if req.ending is None:
             self.totals.preemptions_total += 1
-            self.planner.requeue(req)
+            self.planner.enqueue(req)
         else:
             self._finish(req, req.ending)
 

@@ -87,6 +87,19 @@ def test_the_device_does_not_wait_for_launches_that_take_long() -> None:
     assert max(answer.outputs_s[-1] for answer in answers) < 1.02 * engine.busy_s
 
 
+def test_streams_go_on_smoothly_while_prompts_come_that_are_cached() -> None:
+    """What was cached of 20 prompts counted as a queue of 4 s: the streams had gaps of 86 ms."""
+    streams = load_of(*[(0.0, 820, 800)] * 64)
+    [shared] = load_of((0.0, 8192, 1)).prompts
+    own = load_of(*[(0.0, 200, 1)] * 20).prompts
+    late = [shared, *(np.concatenate([shared, prompt]) for prompt in own)]
+    times = [*streams.arrivals_s, 1.0, *[3.0] * 20]  # type: ignore[misc]
+    answers = run(Load([*streams.prompts, *late], streams.max_tokens + [1] * 21, times))
+    assert {answer.cached_tokens for answer in answers[65:]} == {8192}
+    gaps_s = [np.diff([at for at in answer.outputs_s if at > 2.5]) for answer in answers[:64]]
+    assert max(map(np.max, gaps_s)) < 0.022
+
+
 def test_nobody_decoding_means_whole_chunks() -> None:
     [answer] = run(load_of((1.0, 8192, 3)))
     expected_s = COST.predict_s(8192, 0, 8192 * 8193 // 2)

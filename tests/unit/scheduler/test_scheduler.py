@@ -234,7 +234,7 @@ def test_waiting_tokens_count_what_waits() -> None:
     harness.abort(uids[5])
     while not harness.scheduler.idle or harness.inbox.messages:
         harness.step()
-        assert planner.waiting_tokens == sum(len(req.tokens) for req in planner.waiting)
+        assert planner.waiting_tokens == sum(req.to_compute for req in planner.waiting)
         seen.append(planner.waiting_tokens)
     assert harness.scheduler.totals.preemptions_total > 0
     assert max(seen) > 0
