@@ -226,7 +226,8 @@ class EngineClient:
         if generation not in self._generations:
             return
         self._generations.remove(generation)
-        log_event(logger, logging.INFO, "call ended", **generation.summary())
+        if any(choice.submitted for choice in generation.choices):
+            log_event(logger, logging.INFO, "call ended", **generation.summary())
         self._abort(generation)
 
     def end(self, generation: Generation, error: RequestError) -> bool:
@@ -276,32 +277,25 @@ class EngineClient:
         """Make the engine forget its cached prefixes, in order with all requests."""
         self._to_scheduler(wire.FlushCache())
 
-    async def tokenize(
-        self, prompt: Prompt, param: str, call: Generation | None = None
-    ) -> TokenArray:
+    async def tokenize(self, prompt: Prompt, param: str, call: Generation) -> TokenArray:
         """Ids of the prompt given as `param`. Raises what the worker found wrong."""
         if isinstance(prompt, array.array):
             return prompt
         return array.array("i", (await self._ask(prompt, call, param)).token_ids)
 
-    async def decode(
-        self, token_ids: TokenArray, skip_special: bool, call: Generation | None = None
-    ) -> str:
+    async def decode(self, token_ids: TokenArray, skip_special: bool, call: Generation) -> str:
         question = wire.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
-        return (await self._ask(question, call)).text
+        return (await self._ask(question, call, None)).text
 
-    async def _ask(
-        self, question: wire.Question, call: Generation | None, param: str | None = None
-    ) -> wire.Answer:
+    async def _ask(self, what: wire.Question, call: Generation, param: str | None) -> wire.Answer:
         """Ask the least busy worker; an end of the call ends the wait. Raises what it found."""
         uid = next(self._uids)
         worker = self._outstanding.index(min(self._outstanding))
         self._outstanding[worker] += 1
         waiting: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
         self._asked[uid] = worker, waiting
-        if call is not None:
-            call.question = waiting
-        self._to_tokenizers[worker](msgspec.structs.replace(question, uid=uid))
+        call.question = waiting
+        self._to_tokenizers[worker](msgspec.structs.replace(what, uid=uid))
         answer = await waiting
         if answer.error is not None:
             if answer.internal:

@@ -1,6 +1,7 @@
 """The routes beside generation: text to ids and back, and what an operator asks for."""
 
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,12 +10,14 @@ from starlette.routing import Route
 import minisgl
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts
 from minisgl.server import checks
+from minisgl.server.client import Generation
 from minisgl.server.generate import read_body, read_call, unless_disconnected
 from minisgl.server.middleware import answer
 from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable
 from minisgl.server.requests import RequestReader, parse_body
 from minisgl.server.service import Service
 
+T = TypeVar("T")
 ABORT = checks.fields(
     {"request_id": checks.string(max_chars=128, empty=False)}, required=("request_id",)
 )
@@ -45,6 +48,14 @@ def token_routes(service: Service, reader: RequestReader) -> list[Route]:
         raw, facts = await read_call(service, request)
         return check("", parse_body(raw)), facts
 
+    async def answered(request: Request, ask: Callable[[Generation], Awaitable[T]]) -> T:
+        """What a tokenizer says; the question waits in one queue with the calls of the model."""
+        call = service.client.open(1, request.scope["state"]["request_id"])
+        try:
+            return await unless_disconnected(request.receive, ask(call))
+        finally:
+            service.client.close(call)
+
     async def to_ids(request: Request) -> Response:
         given, facts = await read(request, tokenizing)
         if ("prompt" in given) == ("messages" in given):
@@ -54,16 +65,15 @@ def token_routes(service: Service, reader: RequestReader) -> list[Route]:
         else:
             name, add_special = "prompt", given.get("add_special_tokens", True)
             prompt = reader.text_prompt(name, given[name], facts, add_special)
-        work = service.client.tokenize(prompt, name)
-        ids = await unless_disconnected(request.receive, work)
+        ids = await answered(request, lambda call: service.client.tokenize(prompt, name, call))
         found = {"count": len(ids), "max_model_len": facts.max_seq_len}
         return answer({**found, "tokens": ids.tolist()})
 
     async def to_text(request: Request) -> Response:
         given, facts = await read(request, detokenizing)
         ids = reader.ids_prompt("tokens", given["tokens"], facts)
-        work = service.client.decode(ids, given.get("skip_special_tokens", False))
-        text = await unless_disconnected(request.receive, work)
+        skips = given.get("skip_special_tokens", False)
+        text = await answered(request, lambda call: service.client.decode(ids, skips, call))
         return answer({"prompt": text})
 
     paths = {"/tokenize": to_ids, "/detokenize": to_text}

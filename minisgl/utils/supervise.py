@@ -84,10 +84,6 @@ class Child:
     life_fd: int = -1
 
     @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
     def exit_code(self) -> int | None:
         """None until it has been reaped; negative: ended by that signal."""
         return self.process.returncode
@@ -97,7 +93,7 @@ class Child:
         assert self.exit_code is not None, f"{self.role} still runs; this is a bug"
         reason = reasons.get(self.role)
         if reason is None:
-            return f"{self.role} (pid {self.pid}) {describe_exit(self.exit_code)}"
+            return f"{self.role} (pid {self.process.pid}) {describe_exit(self.exit_code)}"
         return reason if self.exit_code == CONFIG_EXIT else f"{self.role}: {reason}"
 
 
@@ -167,7 +163,7 @@ class Supervisor:
     def send_signal(self, child: Child, number: int) -> None:
         """Send a signal to a child that has not been reaped; its pid cannot be another's (I1)."""
         if child.exit_code is None:
-            os.kill(child.pid, number)
+            os.kill(child.process.pid, number)
 
     def wait(self, until_s: float | None) -> list[signal.Signals | Child]:
         """The next signals, and children that have ended; empty once it is `until_s`.
@@ -194,7 +190,7 @@ class Supervisor:
                 break
             if pid == 0:
                 break
-            child = next((c for c in self.running() if c.pid == pid), None)
+            child = next((c for c in self.running() if c.process.pid == pid), None)
             if child is None:
                 continue  # an orphan that we inherited as PID 1
             child.process.returncode = os.waitstatus_to_exitcode(status)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -92,6 +93,26 @@ def test_body_that_the_end_of_the_server_cuts_off_is_told_to_come_again() -> Non
     assert start["status"] == 503
     assert (b"retry-after", b"1") in start["headers"]
     assert json.loads(body["body"])["error"]["code"] == "not_ready"
+
+
+def test_questions_wait_in_the_queue_of_calls_and_no_longer() -> None:
+    """Any number of them waited for the tokenizers, for ever."""
+
+    async def main() -> list[str]:
+        world = World(max_queued_reqs=1)
+        transport = httpx.ASGITransport(build_app(FakeService(world)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            first = asyncio.create_task(client.post("/tokenize", json={"prompt": "a"}))
+            while not world.tokenizers[0].sent:
+                await asyncio.sleep(0)
+            more = await client.post("/detokenize", json={"tokens": [1]})
+            world.client.end_overdue(time.monotonic() + 301)
+            late = await first
+        world.answer()
+        assert world.is_empty
+        return [answer.json()["error"]["code"] for answer in (more, late)]
+
+    assert asyncio.run(main()) == ["overloaded", "deadline_exceeded"]
 
 
 def events(answer: httpx.Response) -> list[Any]:

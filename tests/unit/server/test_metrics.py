@@ -276,7 +276,7 @@ def test_what_the_scheduler_refuses_as_the_clients_fault_is_no_error() -> None:
 def test_a_broken_tokenizer_is_an_error() -> None:
     async def scenario(world: World) -> None:
         prompt = TokenizeText(text="x")
-        asking = asyncio.create_task(world.client.tokenize(prompt, "prompt"))
+        asking = asyncio.create_task(world.client.tokenize(prompt, "prompt", world.client.open(1)))
         await asyncio.sleep(0)
         (asked,) = world.tokenizers[0].sent
         world.client.receive_answer(Answer(uid=asked.uid, error="x", internal=True))
