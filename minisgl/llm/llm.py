@@ -1,8 +1,8 @@
 """`LLM`: generate and chat without a server. Same scheduler, only input and output replaced."""
 
-import math
 from array import array
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any, Self
 
 import msgspec
@@ -184,12 +184,12 @@ class LLM:
         if self._running:
             raise InvalidRequest("one call at a time: a stream has not been read to its end")
         stops, params = _stop_strings(stop), self._params(sampling, len(prompts))
+        self.worker.settle(())  # what a second Ctrl-C has left
         running = self._running
         encode = self.tokenizer.encode_text
         try:
-            limits = [math.inf if one.max_tokens is None else one.max_tokens for one in params]
             # the longest first: none is left to run alone at the end
-            for index in sorted(range(len(params)), key=lambda i: -limits[i]):
+            for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
                 prompt, one = prompts[index], params[index]
                 ids = _as_ids(encode(prompt) if isinstance(prompt, str) else prompt)
                 uid, self._next_uid = self._next_uid, self._next_uid + 1

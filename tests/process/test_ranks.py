@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import psutil
@@ -135,6 +136,11 @@ def test_an_llm_with_ranks_answers_aborts_and_refuses() -> None:
         for max_tokens in (900, 1):  # left in the middle, and where the last output has come
             for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=max_tokens, ignore_eos=True)):
                 break
+        stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=900, ignore_eos=True))
+        next(stream)
+        again = patch.object(llm.worker, "step", side_effect=KeyboardInterrupt)
+        with again, pytest.raises(KeyboardInterrupt):  # a second Ctrl-C, in the abort of the first
+            stream.close()
         answer = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], greedy, progress=False)
         assert isinstance(answer, Completion)
         assert answer.text == "42"
