@@ -84,6 +84,10 @@ def limited_protocol(
                 self._head_bytes += len(piece)
                 super().data_received(piece)
 
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:  # trailers are none: proxies look at heads
+                super().on_header(name, value)
+
         def on_headers_complete(self) -> None:
             self._in_head = False
             self._stop_timer()

@@ -44,12 +44,15 @@ class Wire(asyncio.Transport):
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with path and body."""
-    body, more = scope["path"].encode() + b" ", True
+    """Answers with path, names of further headers, and body."""
+    body, more = b"", True
     while more:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
+    known = {b"host", b"content-length", b"transfer-encoding", b"user-agent", b"connection", b"x"}
+    names = (name + b" " for name, _ in scope["headers"] if name not in known)
+    body = scope["path"].encode() + b" " + b"".join(names) + body
     headers = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
