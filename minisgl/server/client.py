@@ -94,12 +94,6 @@ class Choice:
             self.error = kind(update.error or "the engine ended this request")
         self._changed.set()
 
-    def fail(self, error: RequestError) -> None:
-        if self.finish is None:
-            self.finish = FinishReason.ERROR
-            self.error = error
-            self._changed.set()
-
 
 @dataclass(eq=False, slots=True)
 class Generation:
@@ -149,6 +143,16 @@ class Generation:
             "ttft_s": None if first_s is None else round(first_s - self.started_s, 3),
             "duration_s": round(time.monotonic() - self.started_s, 3),
         }
+
+    def fail(self, error: RequestError) -> bool:
+        """End all choices that have not ended, and what waits for a tokenizer. False: all had."""
+        unfinished = [choice for choice in self.choices if choice.finish is None]
+        for choice in unfinished:
+            choice.finish, choice.error = FinishReason.ERROR, error
+        self.changed.set()
+        if self.question is not None and not self.question.done():
+            self.question.set_exception(error)
+        return bool(unfinished)
 
     async def news(self) -> None:
         """Wait until some choice has changed since the last call."""
@@ -232,13 +236,8 @@ class EngineClient:
 
     def end(self, generation: Generation, error: RequestError) -> bool:
         """End an open call with this error; its handler then closes it. False: it had ended."""
-        unfinished = [choice for choice in generation.choices if choice.finish is None]
         self._abort(generation)
-        for choice in unfinished:
-            choice.fail(error)
-        if generation.question is not None and not generation.question.done():
-            generation.question.set_exception(error)
-        return bool(unfinished)
+        return generation.fail(error)
 
     def end_by_id(self, request_id: str, error: RequestError) -> int:
         """End the calls of exactly this request id; how many ran."""
@@ -340,11 +339,8 @@ class EngineClient:
 
     def fail_all(self, error: RequestError) -> None:
         """End every open call with this error; their handlers then close them."""
-        for choice in list(self._choices.values()):
-            choice.fail(error)
-        for _, answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(error)
+        for generation in self._generations:
+            generation.fail(error)
 
     def _leave_queue(self, choice: Choice) -> None:
         self.queued -= 1
