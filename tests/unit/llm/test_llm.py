@@ -230,6 +230,15 @@ def test_a_call_beside_an_open_stream_is_refused(llm: LLM) -> None:
     assert one(llm.chat(ADD, GREEDY, progress=False)).text == "42"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT is ignored where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("max_tokens", [1, 30])
 @pytest.mark.parametrize(
     "where", [(Engine, "launch"), (LaunchedStep, "wait"), (KVMemory, "publish")]
