@@ -16,6 +16,7 @@ from types import MappingProxyType
 import msgspec
 
 from minisgl.core import (
+    Cancelled,
     DeadlineExceeded,
     FinishReason,
     InvalidRequest,
@@ -147,8 +148,9 @@ class Generation:
     def fail(self, error: RequestError) -> bool:
         """End all choices that have not ended, and what waits for a tokenizer. False: all had."""
         unfinished = [choice for choice in self.choices if choice.finish is None]
+        end = FinishReason.ABORT if isinstance(error, Cancelled) else FinishReason.ERROR
         for choice in unfinished:
-            choice.finish, choice.error = FinishReason.ERROR, error
+            choice.finish, choice.error = end, error
         self.changed.set()
         if self.question is not None and not self.question.done():
             self.question.set_exception(error)
@@ -236,8 +238,9 @@ class EngineClient:
 
     def end(self, generation: Generation, error: RequestError) -> bool:
         """End an open call with this error; its handler then closes it. False: it had ended."""
+        ended = generation.fail(error)
         self._abort(generation)
-        return generation.fail(error)
+        return ended
 
     def end_by_id(self, request_id: str, error: RequestError) -> int:
         """End the calls of exactly this request id; how many ran."""

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message.wire import Answer, Ready, SchedulerStats, TextUpdate, TokenizeText
 from minisgl.server.app import build_app
-from minisgl.server.errors import EngineFailure, NotReady
+from minisgl.server.errors import EngineFailure, NotReady, RanTooLong
 from minisgl.server.lifecycle import Lifecycle, Phase
 from minisgl.server.metrics import KEPT_S, Metrics
 from tests.unit.server.fakes import CONFIG, FACTS, World
@@ -250,19 +250,20 @@ def test_a_call_that_is_given_up_is_aborted_once_and_in_no_latency() -> None:
     assert found["minisgl_time_to_first_token_seconds_count{model_name=m}"] == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome"), [(EngineFailure("x"), "error"), (Cancelled("x"), "abort")]
-)
-def test_calls_ended_by_the_server(error: RequestError, outcome: str) -> None:
+@pytest.mark.parametrize("kind", [EngineFailure, RanTooLong, Cancelled])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_calls_ended_by_the_server(kind: type[RequestError], all_of_them: bool) -> None:
+    """Who died of a deadline counted as aborted, so that no alert saw it."""
+
     async def scenario(world: World) -> None:
         generation = submitted(world)
-        if outcome == "error":
-            world.client.fail_all(error)
+        if all_of_them:
+            world.client.fail_all(kind("x"))
         else:
-            world.client.end(generation, error)
+            world.client.end(generation, kind("x"))
         world.client.close(generation)
 
-    assert outcomes(run(scenario)) == {outcome: 1}
+    assert outcomes(run(scenario)) == {"abort" if kind is Cancelled else "error": 1}
 
 
 def test_what_the_scheduler_refuses_as_the_clients_fault_is_no_error() -> None:
