@@ -118,9 +118,8 @@ def resolve(
             raise ConfigError("--shell speaks no HTTPS; leave --ssl-certfile away")
         _check_certificate(options.ssl_certfile, options.ssl_keyfile)
     keys = key_hashes([options.api_key, settings.api_key], options.api_key_file)
-    admin_keys = key_hashes(
-        [options.admin_api_key, settings.admin_api_key], options.admin_api_key_file
-    )
+    given_keys = [options.admin_api_key, settings.admin_api_key]
+    admin_keys = key_hashes(given_keys, options.admin_api_key_file)
     if options.model is None:
         folder = str(demo_path())
     else:

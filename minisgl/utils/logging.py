@@ -48,12 +48,11 @@ def setup_logging(role: str, level: str, log_format: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     in_text = _OneLine(_FORMAT.format(role=role))
     handler.setFormatter(_Json(role) if log_format == "json" else in_text)
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
+    logging.root.handlers[:] = [handler]
     ours = logging.getLogger("minisgl")
     ours.setLevel(level.upper())
     # Libraries speak at INFO about each connection, lock file, or request with the keys in its URL.
-    root.setLevel(max(logging.WARNING, ours.level))
+    logging.root.setLevel(max(logging.WARNING, ours.level))
 
 
 def log_event(logger: logging.Logger, level: int, event: str, **fields: object) -> None:
