@@ -44,12 +44,14 @@ class Harness:
         self.answers: dict[int, Answer] = {}
         self.next_uid = 1
 
-    def add(self, prompt: list[int], **sampling: object) -> int:
+    def add(self, prompt: list[int], cache_salt: str = "", **sampling: object) -> int:
         """Queue a req; returns its uid."""
         uid, self.next_uid = self.next_uid, self.next_uid + 1
         params = SamplingParams(**({"max_tokens": 8} | sampling))  # type: ignore[arg-type]
         ids = np.array(prompt, dtype="<i4").tobytes()
-        self.inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=params))
+        self.inbox.messages.append(
+            AddReq(uid=uid, token_ids=ids, sampling=params, cache_salt=cache_salt)
+        )
         self.answers[uid] = Answer()
         return uid
 

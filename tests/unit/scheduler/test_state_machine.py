@@ -66,14 +66,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.scheduler.planner.cost = cost
         self.wanted: dict[int, list[int]] = {}
         self.prompts: list[list[int]] = []
+        self.sequences: dict[int, tuple[str, list[int]]] = {}
         self.aborted: set[int] = set()
 
     @rule(
         data=st.data(),
         max_tokens=st.integers(1, 16),
         ignore_eos=st.booleans(),
+        salt=st.sampled_from(["", "", "salt"]),
     )
-    def arrive(self, data: st.DataObject, max_tokens: int, ignore_eos: bool) -> None:
+    def arrive(self, data: st.DataObject, max_tokens: int, ignore_eos: bool, salt: str) -> None:
         prefix: list[int] = []
         if self.prompts and data.draw(st.booleans(), label="shares a prefix"):
             base = data.draw(st.sampled_from(self.prompts), label="base")
@@ -82,9 +84,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             st.lists(st.integers(0, VOCAB - 1), min_size=0 if prefix else 1, max_size=20)
         )
         prompt = (prefix + tail)[: MAX_LEN - max_tokens]
-        uid = self.harness.add(prompt, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        uid = self.harness.add(prompt, salt, max_tokens=max_tokens, ignore_eos=ignore_eos)
         self.wanted[uid] = expected_output(prompt, max_tokens, ignore_eos)
         self.prompts.append(prompt + self.wanted[uid])
+        self.sequences[uid] = salt, self.prompts[-1]
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data(), stop=st.booleans())
@@ -110,6 +113,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for uid, answer in self.harness.answers.items():
             assert answer.tokens == self.wanted[uid][: len(answer.tokens)]
             assert len(answer.finishes) <= 1
+
+    @invariant()
+    def hits_are_what_others_of_the_same_salt_had(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        for uid, answer in self.harness.answers.items():
+            salt, tokens = self.sequences[uid]
+            hit = tokens[: answer.cached_tokens]
+            others = [t for other, (s, t) in self.sequences.items() if other != uid and s == salt]
+            assert not hit or any(t[: len(hit)] == hit for t in others)
 
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
