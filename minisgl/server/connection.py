@@ -37,7 +37,7 @@ def limited_protocol(
         """Counts the bytes of a head, and drops who sends none, or no end of a refused body, in
         time. While an answer is under way nobody is in a hurry.
 
-        _head_bytes: since the request began or some of its body came: trailers are headers too.
+        _head_bytes: of the head, or since it ended or some body came: trailers are headers too.
         """
 
         _head_bytes = 0
@@ -89,7 +89,7 @@ def limited_protocol(
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._in_head = False
+            self._in_head, self._head_bytes = False, 0
             self._stop_timer()
             self.scope["state"][KEPT] = self.cycle is not None
             super().on_headers_complete()

@@ -105,6 +105,19 @@ def test_head_in_parts_is_bounded(start: bytes) -> None:
             assert answers(parts).startswith(b"HTTP/1.1 " + status), (length, size)
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [(b"content-length: 4", b"body"), (b"transfer-encoding: chunked", b"4\r\nbody\r\n0\r\n\r\n")],
+)
+@pytest.mark.parametrize("short", range(5))
+def test_largest_head_may_have_a_body(kind: bytes, body: bytes, short: int) -> None:
+    """The first bytes of the body counted as head until some of them were the body's own."""
+    start = POST + kind + b"\r\nx: "
+    head = start + b"y" * (MOST - len(start) - 4 - short) + b"\r\n\r\n"
+    for parts in ([head, body], [head + body]):
+        assert answers(parts).endswith(b"/path body")
+
+
 @pytest.mark.parametrize("trailer", [b"a: b\r\n", b"a"])
 def test_trailers_are_bounded(trailer: bytes) -> None:
     """20 MB of them took 420 MB for as long as the body was waited for."""
