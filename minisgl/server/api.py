@@ -131,8 +131,9 @@ class ApiServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, serving, return_exceptions=True)
-            # Who takes too long has been cancelled, and aborts what it asked for.
-            await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+            # Who takes too long has been cancelled, and aborts what it asked for; then uvicorn may
+            # wait for a client to read.
+            await asyncio.wait({serving, *server.server_state.tasks}, timeout=1)
             self._scheduler.close(linger_ms=500)
 
     async def _receive(self) -> None:

@@ -175,6 +175,23 @@ def test_client_that_does_not_read_is_left_behind(tiny_model: Path) -> None:
         assert "Traceback" not in server.stderr
 
 
+def test_client_with_many_requests_that_does_not_read_is_left_behind(tiny_model: Path) -> None:
+    """Cancelled, its answer became one that says 500, and waited for the client again: exit 1."""
+    flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
+    with serving(tiny_model, *flags) as server, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        url = httpx.URL(server.url)
+        deaf.connect((url.host, url.port))
+        deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 600)  # no buffer takes all
+
+        def begun() -> bool:
+            return 'route="/openapi.json"' in httpx.get(server.url + "/metrics").text
+
+        wait_for(begun, "the first answers")
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+
+
 def test_second_signal_ends_at_once(tiny_model: Path) -> None:
     with serving(tiny_model, "--drain-grace", "600", "--drain-timeout", "600") as server:
         pids = list(server.child_pids().values())
