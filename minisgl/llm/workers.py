@@ -34,7 +34,7 @@ _LEAVE_S = 5.0  # for ranks to end by themselves
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Ctrl-C counts afterwards: a scheduler left in the middle of a step loses pages, or waits
-    without end for a result that it was about to read."""
+    without end for a result that it was about to read; so would we for an output of ranks."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield  # Python interrupts the main thread alone
@@ -133,15 +133,16 @@ class RankWorkers:
         finally:
             os.close(reason_fd)
 
+    @_uninterrupted()
     def send(self, message: wire.ToScheduler) -> None:
         if isinstance(message, wire.AddReq):
             self._unfinished.add(message.uid)
         self._requests.send(message)
 
+    @_uninterrupted()
     def step(self) -> list[wire.StepOutput]:
         self._check()
-        for _ in self._status.drain():
-            pass  # counters, for nobody
+        list(self._status.drain())  # counters, for nobody
         outputs = list(self._outputs.drain()) if self._outputs.poll(_LOOK_S) else []
         self._unfinished -= {finished.uid for output in outputs for finished in output.finished}
         return outputs

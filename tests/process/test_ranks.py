@@ -8,8 +8,10 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import httpx
@@ -18,6 +20,9 @@ import pytest
 
 from minisgl.core import ConfigError, SamplingParams, WorkerDied
 from minisgl.llm import LLM, Completion
+from minisgl.llm.workers import RankWorkers
+from minisgl.message import Receiver
+from minisgl.message.wire import AddReq, StepOutput
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
@@ -146,6 +151,27 @@ def test_an_llm_with_ranks_answers_aborts_and_refuses() -> None:
         assert answer.text == "42"
     with pytest.raises(ConfigError, match="cannot be split over tensor-parallel 3"):
         LLM(tp=3, num_pages=256)
+
+
+def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
+    """The one that it came with was waited for without end."""
+    drain: Callable[[Receiver[Any]], Iterator[Any]] = Receiver.drain
+
+    def interrupted(receiver: Receiver[Any]) -> Iterator[Any]:
+        for message in drain(receiver):
+            if isinstance(message, StepOutput) and message.finished:
+                signal.raise_signal(signal.SIGINT)
+            yield message
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    with LLM(tp=2, num_pages=256) as llm:
+        assert isinstance(llm.worker, RankWorkers)
+        sampling = SamplingParams(max_tokens=1)
+        llm.worker.send(AddReq(uid=99, token_ids=array("i", [5, 6]).tobytes(), sampling=sampling))
+        with patch.object(Receiver, "drain", interrupted), pytest.raises(KeyboardInterrupt):
+            list(iter(llm.worker.step, None))  # it never returns None
+        signal.signal(signal.SIGINT, before)
+        assert not llm.worker._unfinished
 
 
 @pytest.mark.parametrize("forget", [True, False], ids=["forgotten", "at exit"])
