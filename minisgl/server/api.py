@@ -131,8 +131,7 @@ class ApiServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, serving, return_exceptions=True)
-            # Who takes too long has been cancelled, and aborts what it asked for; then uvicorn may
-            # wait for a client to read.
+            # Who takes too long is cancelled, and aborts what it asked for, or waits for a reader.
             await asyncio.wait({serving, *server.server_state.tasks}, timeout=1)
             self._scheduler.close(linger_ms=500)
 
