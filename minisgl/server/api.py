@@ -120,13 +120,13 @@ class ApiServer:
             # Each of these runs for ever unless it is the end: none may die unseen (W27).
             await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
             ended = next((t for t in {*tasks, serving} if t.done()), serving)
-            failure = ended.exception()
-            if failure is not None:
+            if (failure := ended.exception()) is not None:
                 self._fail(failure)
                 await self._settle(_LAST_WORDS_S)
                 raise failure
             self._scheduler.send(wire.Shutdown())
         finally:
+            loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # this is the end already
             server.should_exit = True
             for task in tasks:
                 task.cancel()

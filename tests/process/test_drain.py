@@ -192,6 +192,23 @@ def test_client_with_many_requests_that_does_not_read_is_left_behind(tiny_model:
         assert server.wait_exit() == 0
 
 
+def test_process_that_dies_after_the_drain_leaves_no_traceback(tiny_model: Path) -> None:
+    """The API server was told so when it no longer cared: an InvalidStateError."""
+    flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
+    with serving(tiny_model, *flags) as server, socket.socket() as slow:
+        tokenizer = psutil.Process(server.child_pid("tokenizer-0"))
+        url = httpx.URL(server.url)
+        slow.connect((url.host, url.port))
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{")
+        wait_for(lambda: server.metrics()["http_requests_in_flight"], "the request")
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: " drained" in server.stderr, "the end of the drain")
+        with contextlib.suppress(psutil.NoSuchProcess):  # the body is awaited for 3 s more
+            tokenizer.kill()
+        server.wait_exit()
+        assert "Traceback" not in server.stderr
+
+
 def test_second_signal_ends_at_once(tiny_model: Path) -> None:
     with serving(tiny_model, "--drain-grace", "600", "--drain-timeout", "600") as server:
         pids = list(server.child_pids().values())
