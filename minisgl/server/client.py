@@ -318,13 +318,13 @@ class EngineClient:
         return worker
 
     def receive_text(self, message: wire.StepText) -> None:
-        """Give the texts of one step to their choices; updates of forgotten uids are late."""
+        """Give the texts of one step to their choices; what comes after the end of one is late."""
         now_s = time.monotonic()
         for update in message.updates:
             if update.stopped:
                 self._to_scheduler(wire.AbortReq(uid=update.uid, reason=FinishReason.STOP))
             choice = self._choices.get(update.uid)
-            if choice is None:
+            if choice is None or choice.error is not None:
                 continue
             self.metrics.on_update(choice, update, now_s)
             if not choice.opened:

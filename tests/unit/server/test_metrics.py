@@ -261,6 +261,8 @@ def test_calls_ended_by_the_server(kind: type[RequestError], all_of_them: bool) 
             world.client.fail_all(kind("x"))
         else:
             world.client.end(generation, kind("x"))
+        world.update(generation.choices[0].uid, "late")  # was on its way, before the handler's turn
+        world.finish(generation.choices[0].uid)
         world.client.close(generation)
 
     assert outcomes(run(scenario)) == {"abort" if kind is Cancelled else "error": 1}
