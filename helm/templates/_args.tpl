@@ -43,6 +43,17 @@
 {{- end }}
 {{- end -}}
 
+{{/* A variable from a Secret. Takes (list VARIABLE SECRET KEY); nothing where SECRET is empty. */}}
+{{- define "minisgl.secretVariable" -}}
+{{- if index . 1 -}}
+- name: {{ index . 0 }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ index . 1 | quote }}
+      key: {{ index . 2 | quote }}
+{{- end -}}
+{{- end -}}
+
 {{/* HOME and all caches are on the mounts that can be written; the root is read-only. */}}
 {{- define "minisgl.ownEnv" -}}
 env:
@@ -54,27 +65,9 @@ env:
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
-{{- with include "minisgl.huggingfaceSecret" . }}
-- name: HF_TOKEN
-  valueFrom:
-    secretKeyRef:
-      name: {{ . }}
-      key: {{ $.Values.huggingface.key }}
-{{- end }}
-{{- with include "minisgl.apiKeySecret" . }}
-- name: MINISGL_API_KEY
-  valueFrom:
-    secretKeyRef:
-      name: {{ . }}
-      key: {{ $.Values.auth.key }}
-{{- end }}
-{{- with .Values.auth.adminSecret }}
-- name: MINISGL_ADMIN_API_KEY
-  valueFrom:
-    secretKeyRef:
-      name: {{ . }}
-      key: {{ $.Values.auth.adminSecretKey }}
-{{- end }}
+{{ include "minisgl.secretVariable" (list "HF_TOKEN" (include "minisgl.huggingfaceSecret" .) .Values.huggingface.key) }}
+{{ include "minisgl.secretVariable" (list "MINISGL_API_KEY" (include "minisgl.apiKeySecret" .) .Values.auth.key) }}
+{{ include "minisgl.secretVariable" (list "MINISGL_ADMIN_API_KEY" .Values.auth.adminSecret .Values.auth.adminSecretKey) }}
 {{- end -}}
 
 {{/* extraEnv takes the place of a variable of the same name. */}}

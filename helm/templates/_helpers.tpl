@@ -1,4 +1,7 @@
-{{/* Names and labels. Every helper takes the root context. */}}
+{{/*
+Names and labels. Every helper takes the root context. What the user names is quoted wherever it is
+printed: a namespace 2024 would be a number.
+*/}}
 
 {{/* 58 characters: a label has 63 at most, and the test's is this name and "-test". */}}
 {{- define "minisgl.name" -}}
@@ -17,8 +20,8 @@ the pods, NAME-HASH-HASH, stay whole: Kubernetes cuts them at 63, and promSelect
 
 {{/* Name and instance only: a Deployment's selector can never be changed. */}}
 {{- define "minisgl.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "minisgl.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "minisgl.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "minisgl.labels" -}}
@@ -49,8 +52,8 @@ llm-d.ai/engine-type: minisgl
 {{/* metadata of an object. Takes (dict "root" $), with name, namespace, labels, annotations. */}}
 {{- define "minisgl.metadata" -}}
 {{- $labels := include "minisgl.labels" .root | fromYaml -}}
-name: {{ .name | default (include "minisgl.fullname" .root) }}
-namespace: {{ .namespace | default .root.Release.Namespace }}
+name: {{ .name | default (include "minisgl.fullname" .root) | quote }}
+namespace: {{ .namespace | default .root.Release.Namespace | quote }}
 labels:
   {{- include "minisgl.merged" (list .labels .root.Values.commonLabels $labels) | nindent 2 }}
 {{- with .annotations }}
@@ -109,5 +112,5 @@ annotations:
 {{/* Labels of the test's pod, which no selector of the server finds. */}}
 {{- define "minisgl.testLabels" -}}
 app.kubernetes.io/name: {{ include "minisgl.name" . }}-test
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}

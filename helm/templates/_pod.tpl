@@ -7,7 +7,7 @@
 - name: cache
   {{- if .Values.cache.enabled }}
   persistentVolumeClaim:
-    claimName: {{ include "minisgl.cacheClaim" . }}
+    claimName: {{ include "minisgl.cacheClaim" . | quote }}
   {{- else }}
   emptyDir:
     sizeLimit: {{ .Values.cache.size }}
@@ -22,17 +22,17 @@
 {{- if .existingClaim }}
 - name: model
   persistentVolumeClaim:
-    claimName: {{ .existingClaim }}
+    claimName: {{ .existingClaim | quote }}
     readOnly: true
 {{- else if .hostPath }}
 - name: model
   hostPath:
-    path: {{ .hostPath }}
+    path: {{ .hostPath | quote }}
     type: Directory
 {{- else if .image }}
 - name: model
   image:
-    reference: {{ .image }}
+    reference: {{ .image | quote }}
     pullPolicy: IfNotPresent
 {{- end }}
 {{- end }}

@@ -108,6 +108,34 @@ def test_further_values_give_valid_objects(render, values):
     assert complaints(render(values), "1.37.0") == []
 
 
+def test_names_that_read_as_numbers_stay_names(render):
+    """A namespace, claim or Secret 2024 was printed as a number, which the cluster refused."""
+    name = "2024"
+    source = {"existingSecret": name, "key": name}
+    values = {
+        "fullnameOverride": "a",
+        "auth": {**source, "adminSecret": name, "adminSecretKey": name},
+        "autoscaling": {
+            "keda": {"enabled": True, "prometheusAddress": "http://p", "authentication": name}
+        },
+        "cache": {"enabled": True, "accessModes": ["ReadWriteMany"], "storageClass": name},
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": name}]},
+        "huggingface": source,
+        "inferencePool": {"enabled": True, "endpointPicker": {"name": name}},
+        "ingress": {"enabled": True, "hosts": [name], "className": name},
+        "model": {"existingClaim": name},
+        "priorityClassName": name,
+        "runtimeClassName": name,
+        "schedulerName": name,
+        "serviceAccount": {"name": name},
+    }
+    assert complaints(render(values, name=name, namespace=name), "1.37.0") == []
+    made = {"apiKey": "k", "key": name}
+    kept = {"enabled": True, "existingClaim": name}
+    others = {"fullnameOverride": "a", "auth": made, "cache": kept}
+    assert complaints(render(others, name=name, namespace=name), "1.37.0") == []
+
+
 def test_image_volume_is_valid_where_kubernetes_has_it(render):
     objects = render({"model": {"image": "ghcr.io/example/qwen3-8b:1", "path": "model"}})
     assert complaints(objects, "1.33.0") == []
