@@ -127,6 +127,17 @@ def test_every_alert_has_a_runbook_and_every_runbook_an_alert(render):
     assert documented == {alert.lower() for alert in urls}
 
 
+def test_a_service_that_is_switched_off_misses_no_pod(render):
+    """With replicas 0 the critical alert fired after five minutes, and for ever."""
+
+    def alerts(**values: object) -> set[str]:
+        rule = pick(render({"prometheusRule": {"enabled": True}, **values}), "PrometheusRule")
+        return {rule["alert"] for rule in rule["spec"]["groups"][0]["rules"]}
+
+    assert alerts() - alerts(replicas=0) == {"MinisglNoReadyPod"}
+    assert alerts(replicas=0, autoscaling={"hpa": {"enabled": True}}) == alerts()
+
+
 def test_autoscalers_name_known_metrics(render):
     triggers = pick(render(KEDA), "ScaledObject")["spec"]["triggers"]
     assert [unknown_in(t["metadata"]["query"]) for t in triggers] == [[], []]
