@@ -47,11 +47,11 @@ class Unsupported(RequestError):
 
 
 class Overloaded(RequestError):
-    """Refused because a queue is full or the server drains; the client may retry."""
+    """Too much is under way: a queue, connections or bodies. The client may retry."""
 
 
 class DeadlineExceeded(RequestError):
-    """The request waited or ran longer than allowed."""
+    """The request waited too long, or still ran when the time for draining was over."""
 
 
 class Cancelled(RequestError):
