@@ -135,6 +135,8 @@ def test_every_refusal_in_the_templates_is_tested():
         {"extraEnv": [{"name": "A", "value": 1}]},
         {"server": {"memoryRatio": 1.5}},
         {"server": {"maxRunningRequests": 8193}},  # as the server itself
+        {"prometheusRule": {"ttftSeconds": 160}},  # the last bucket: the alert could never fire
+        {"prometheusRule": {"itlSeconds": 10}},
         {"auth": {"key": ""}},
         {"ingress": {"path": "v1"}},
     ],

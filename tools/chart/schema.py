@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from minisgl.server.declared import HISTOGRAMS
+
 __all__ = [
     "NULLABLE",
     "OPEN",
@@ -73,6 +75,12 @@ def _as_flag(name: str) -> Json:
     kind = {"int": "integer", "float": "number"}[flag["type"]]
     highest = {"maximum": flag["high"]} if "high" in flag else {}
     return {"type": kind, "minimum": flag["low"], **highest}
+
+
+def _objective(histogram: str) -> Json:
+    """Below the last bucket, over which Prometheus sees no quantile."""
+    last_s = HISTOGRAMS[histogram][1][-1]
+    return {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": last_s}
 
 
 # Objects that are Kubernetes' own: the API server knows their fields.
@@ -140,8 +148,8 @@ RULES: dict[str, Json] = {
     "podDisruptionBudget.minAvailable": _or_null(_COUNT_OR_SHARE),
     "podDisruptionBudget.unhealthyPodEvictionPolicy": {"enum": ["AlwaysAllow", "IfHealthyBudget"]},
     "prometheusRule.errorRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "prometheusRule.itlSeconds": {"type": "number", "exclusiveMinimum": 0},
-    "prometheusRule.ttftSeconds": {"type": "number", "exclusiveMinimum": 0},
+    "prometheusRule.itlSeconds": _objective("inter_token_latency_seconds"),
+    "prometheusRule.ttftSeconds": _objective("time_to_first_token_seconds"),
     "prometheusRule.waiting": _POSITIVE,
     "readiness.failureThreshold": _POSITIVE,
     "readiness.periodSeconds": _POSITIVE,
