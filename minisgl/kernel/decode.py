@@ -1,6 +1,7 @@
 """Attention of one new token per req over its paged context."""
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ class DecodeScratch(NamedTuple):
     stats    float32 [2 G, 2, Hq / Hkv]: two parts of contexts for each of up to G programs,
              unnormalised, and their largest scores and sums.
     arrived  int32 [N * Hkv]; zeros between calls.
+    kernels  compiled, by what of a call they depend on.
     """
 
     first: Tensor
     parts: Tensor
     stats: Tensor
     arrived: Tensor
+    kernels: dict[Hashable, Any]
 
 
 def decode_scratch(
@@ -40,6 +43,7 @@ def decode_scratch(
         parts=torch.zeros((2 * programs, group, head_dim), device=device),
         stats=torch.zeros((2 * programs, 2, group), device=device),
         arrived=torch.zeros(reqs * kv_heads, dtype=torch.int32, device=device),
+        kernels={},
     )
 
 

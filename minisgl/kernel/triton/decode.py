@@ -28,8 +28,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.decode import DecodeScratch
+from minisgl.kernel.triton.decode_tiles import merged, queries
+from minisgl.kernel.triton.launch import Constants, launch
 from minisgl.kernel.triton.overlap import overlaps
-from minisgl.kernel.triton.rotary import scaled
 
 _BLOCK = 16  # keys: what one instruction of the matrix unit sums over
 _STAGES = 5  # 16 KB of shared memory at head_dim 128
@@ -62,103 +63,6 @@ def _count_blocks(
     blocks = tl.where(real, (context + BLOCK - 1) // BLOCK + LEAD, 0)
     tl.store(first + 1 + req, tl.cumsum(blocks, 0), mask=exists)
     tl.store(first, 0)
-
-
-@triton.jit
-def _queries(
-    row,
-    head,
-    new,
-    q_weight,
-    k_weight,
-    cos_sin,
-    k_at,
-    v_at,
-    stores,
-    eps,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    TURN: tl.constexpr,
-    NORM: tl.constexpr,
-    QROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Normed and rotated [QROWS, D]: queries of a KV head, its new key, and nothing of meaning.
-
-    row: of qkv; new: its position. Where `stores`, the new key and value go to k_at and v_at.
-    Without TURN a row holds queries alone, for which all that has been done.
-    """
-    h = tl.arange(0, QROWS)[:, None]
-    d = tl.arange(0, D)[None, :]
-    half = d % (D // 2)
-    opposite = (d + D // 2) % D
-    if not TURN:
-        if OVERLAP:
-            gdc_wait()
-        return tl.load(row + (head * GROUP + h) * D + d, mask=h < GROUP, other=0.0)
-    cos = tl.load(cos_sin + new * D + half)
-    sin = tl.load(cos_sin + new * D + D // 2 + half)
-    sin = tl.where(d < D // 2, -sin, sin)
-    column = row + tl.where(h < GROUP, head * GROUP + h, h * KV_HEADS + head) * D
-    if OVERLAP:
-        gdc_wait()
-    x = tl.load(column + d, mask=h < GROUP + 2, other=0.0)
-    y = tl.load(column + opposite, mask=h < GROUP + 2, other=0.0)
-    turned = x
-    if NORM:
-        squares = x.to(tl.float32) * x.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
-        of_k = tl.load(k_weight + d)
-        turned = scaled(x, rstd, tl.where(h < GROUP, tl.load(q_weight + d), of_k))
-        of_k = tl.load(k_weight + opposite)
-        y = scaled(y, rstd, tl.where(h < GROUP, tl.load(q_weight + opposite), of_k))
-    turned = (turned.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
-    nothing = tl.zeros([QROWS, D], tl.int32)
-    tl.store(k_at + d + nothing, turned, mask=(h == GROUP) & stores)
-    tl.store(v_at + d + nothing, x, mask=(h == GROUP + 1) & stores)
-    tl.debug_barrier()
-    return turned
-
-
-@triton.jit
-def _merged(
-    parts,
-    stats,
-    g0,
-    g1,
-    unit,
-    total,
-    programs,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The output [ROWS, D] of a context whose parts the programs g0..g1 left."""
-    h = tl.arange(0, ROWS)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    for some in range(g0, g1 + 1, 32):
-        g = some + tl.arange(0, 32)
-        slots = g * 2 + (g * total // programs < unit).to(tl.int32)
-        stat_at = stats + slots[:, None] * (2 * GROUP) + h[None, :]
-        there = (g <= g1)[:, None] & (h < GROUP)[None, :]
-        tops = tl.load(stat_at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.load(stat_at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
-        peak = tl.maximum(top, tl.max(tops, axis=0))
-        weights = weights * tl.exp2(tops - peak[None, :])
-        weight = weight * tl.exp2(top - peak) + tl.sum(weights, axis=0)
-        top = peak
-    merged = tl.zeros([ROWS, D], tl.float32)
-    inside = (h < GROUP)[:, None]
-    for g in tl.range(g0, g1 + 1, num_stages=STAGES):
-        slot = g * 2 + (g * total // programs < unit).to(tl.int32)
-        seen = tl.load(stats + slot * (2 * GROUP) + h, mask=h < GROUP, cache_modifier=".cg")
-        part_at = parts + slot * (GROUP * D) + h[:, None] * D + tl.arange(0, D)[None, :]
-        part = tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
-        merged += part * tl.exp2(seen - top)[:, None]
-    return merged / weight[:, None]
 
 
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=_REQ_FIELDS)
@@ -232,7 +136,7 @@ def _decode(
             row = qkv + req.to(tl.int64) * qkv_stride
             new_slot = tl.load(source + new // PAGE).to(tl.int64) * PAGE + new % PAGE
             new_at = new_slot * slot_stride + head * D
-            query = _queries(
+            query = queries(
                 row,
                 head,
                 new,
@@ -295,7 +199,7 @@ def _decode(
                     g0 = (((unit + LEAD + 1) * programs - 1) // total).to(tl.int32)
                     g1 = (((unit + span) * programs - 1) // total).to(tl.int32)
                     of_unit = (parts, stats, g0, g1, unit, total, programs)
-                    value = _merged(*of_unit, GROUP, D, ROWS, STAGES).to(out.dtype.element_ty)
+                    value = merged(*of_unit, GROUP, D, ROWS, STAGES).to(out.dtype.element_ty)
                     r = tl.arange(0, ROWS)[:, None]
                     tl.store(out + pair + r * D + d[None, :], value, mask=r < GROUP)
         at = stop
@@ -320,14 +224,15 @@ def count_blocks(
 
 def _most_reqs(scratch: DecodeScratch) -> int:
     """Of any call with it, so that the number of reqs in a step compiles nothing."""
-    return max(int(triton.next_power_of_2(len(scratch.first) - 1)), 256)
+    return max(1 << (len(scratch.first) - 2).bit_length(), 256)
 
 
 def _warps(reqs: int, kv_heads: int, group: int, head_dim: int, fused: bool) -> int:
     """Of a program. fused: in a step that norms and rotates here, not beside prompts."""
     if fused and reqs * kv_heads <= _FEW_UNITS:
         return 4 if reqs == 1 and group > _SMALL_GROUP else 2
-    return 1 if max(triton.next_power_of_2(group + 2), 16) * head_dim <= _MOST_ELEMENTS else 2
+    query_rows = max(1 << (group + 1).bit_length(), 16)  # with the new key and value
+    return 1 if query_rows * head_dim <= _MOST_ELEMENTS else 2
 
 
 def decode(
@@ -351,44 +256,66 @@ def decode(
     stand behind all others. No host sync; graph-capturable; the same result in every run.
     """
     reqs, q_heads, head_dim = out.shape
-    page_size, kv_heads = k_pool.shape[1:3]
-    normed = q_weight is not None and k_weight is not None
-    group, overlap = q_heads // kv_heads, overlaps()
-    warps = _warps(reqs, kv_heads, group, head_dim, fused=cos_sin is not None)
-    _decode[(len(scratch.parts) // (2 * warps),)](
+    _, page_size, kv_heads, _ = k_pool.shape
+    turned, normed = cos_sin is not None, q_weight is not None and k_weight is not None
+    warps = _warps(reqs, kv_heads, q_heads // kv_heads, head_dim, fused=turned)
+    tensors = (
         qkv,
-        q_weight if normed else qkv,
-        k_weight if normed else qkv,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
         qkv if cos_sin is None else cos_sin,
         k_pool,
         v_pool,
         out,
         page_table,
-        rows,
-        start,
-        lengths,
-        scratch.first,
-        scratch.parts,
-        scratch.stats,
-        scratch.arrived,
-        eps,
-        head_dim**-0.5 * _LOG2E,
-        reqs,
-        qkv.stride(0),
-        page_table.stride(0),
-        k_pool.stride(1),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        D=head_dim,
-        TURN=cos_sin is not None,
-        NORM=normed,
-        PAGE=page_size,
-        BLOCK=_BLOCK,
-        REQS=_most_reqs(scratch),
-        LEAD=_LEAD,
-        LEAST=_LEAST,
-        STAGES=_STAGES,
-        OVERLAP=overlap,
-        num_warps=warps,
-        launch_pdl=overlap,
+    )
+    strides = qkv.stride(0), page_table.stride(0), k_pool.stride(1)
+    aligned = [tensor.data_ptr() % 16 == 0 for tensor in tensors]
+    sizes = kv_heads, q_heads, head_dim, page_size, turned, normed, warps
+    launch(
+        scratch.kernels,
+        (qkv.dtype, *aligned, *strides, *sizes),
+        _decode,
+        len(scratch.parts) // (2 * warps),
+        (
+            *tensors,
+            rows,
+            start,
+            lengths,
+            *scratch[:4],
+            eps,
+            head_dim**-0.5 * _LOG2E,
+            reqs,
+            *strides,
+        ),
+        lambda: _constants(*sizes, _most_reqs(scratch)),
+    )
+
+
+def _constants(
+    kv_heads: int,
+    q_heads: int,
+    head_dim: int,
+    page_size: int,
+    turned: bool,
+    normed: bool,
+    warps: int,
+    most_reqs: int,
+) -> Constants:
+    return Constants(
+        {
+            "KV_HEADS": kv_heads,
+            "GROUP": q_heads // kv_heads,
+            "D": head_dim,
+            "TURN": turned,
+            "NORM": normed,
+            "PAGE": page_size,
+            "BLOCK": _BLOCK,
+            "REQS": most_reqs,
+            "LEAD": _LEAD,
+            "LEAST": _LEAST,
+            "STAGES": _STAGES,
+            "OVERLAP": overlaps(),
+        },
+        {"num_warps": warps, "launch_pdl": overlaps()},
     )

@@ -1,0 +1,106 @@
+"""What a program of decode attention begins a unit with, and how parts of a unit are merged."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from minisgl.kernel.triton.rotary import scaled
+
+
+@triton.jit
+def queries(
+    row,
+    head,
+    new,
+    q_weight,
+    k_weight,
+    cos_sin,
+    k_at,
+    v_at,
+    stores,
+    eps,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    TURN: tl.constexpr,
+    NORM: tl.constexpr,
+    QROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Normed and rotated [QROWS, D]: queries of a KV head, its new key, and nothing of meaning.
+
+    row: of qkv; new: its position. Where `stores`, the new key and value go to k_at and v_at.
+    Without TURN a row holds queries alone, for which all that has been done.
+    """
+    h = tl.arange(0, QROWS)[:, None]
+    d = tl.arange(0, D)[None, :]
+    half = d % (D // 2)
+    opposite = (d + D // 2) % D
+    if not TURN:
+        if OVERLAP:
+            gdc_wait()
+        return tl.load(row + (head * GROUP + h) * D + d, mask=h < GROUP, other=0.0)
+    cos = tl.load(cos_sin + new * D + half)
+    sin = tl.load(cos_sin + new * D + D // 2 + half)
+    sin = tl.where(d < D // 2, -sin, sin)
+    column = row + tl.where(h < GROUP, head * GROUP + h, h * KV_HEADS + head) * D
+    if OVERLAP:
+        gdc_wait()
+    x = tl.load(column + d, mask=h < GROUP + 2, other=0.0)
+    y = tl.load(column + opposite, mask=h < GROUP + 2, other=0.0)
+    turned = x
+    if NORM:
+        squares = x.to(tl.float32) * x.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
+        of_k = tl.load(k_weight + d)
+        turned = scaled(x, rstd, tl.where(h < GROUP, tl.load(q_weight + d), of_k))
+        of_k = tl.load(k_weight + opposite)
+        y = scaled(y, rstd, tl.where(h < GROUP, tl.load(q_weight + opposite), of_k))
+    turned = (turned.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
+    nothing = tl.zeros([QROWS, D], tl.int32)
+    tl.store(k_at + d + nothing, turned, mask=(h == GROUP) & stores)
+    tl.store(v_at + d + nothing, x, mask=(h == GROUP + 1) & stores)
+    tl.debug_barrier()
+    return turned
+
+
+@triton.jit
+def merged(
+    parts,
+    stats,
+    g0,
+    g1,
+    unit,
+    total,
+    programs,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The output [ROWS, D] of a context whose parts the programs g0..g1 left."""
+    h = tl.arange(0, ROWS)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    for some in range(g0, g1 + 1, 32):
+        g = some + tl.arange(0, 32)
+        slots = g * 2 + (g * total // programs < unit).to(tl.int32)
+        stat_at = stats + slots[:, None] * (2 * GROUP) + h[None, :]
+        there = (g <= g1)[:, None] & (h < GROUP)[None, :]
+        tops = tl.load(stat_at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.load(stat_at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
+        peak = tl.maximum(top, tl.max(tops, axis=0))
+        weights = weights * tl.exp2(tops - peak[None, :])
+        weight = weight * tl.exp2(top - peak) + tl.sum(weights, axis=0)
+        top = peak
+    value = tl.zeros([ROWS, D], tl.float32)
+    inside = (h < GROUP)[:, None]
+    for g in tl.range(g0, g1 + 1, num_stages=STAGES):
+        slot = g * 2 + (g * total // programs < unit).to(tl.int32)
+        seen = tl.load(stats + slot * (2 * GROUP) + h, mask=h < GROUP, cache_modifier=".cg")
+        part_at = parts + slot * (GROUP * D) + h[:, None] * D + tl.arange(0, D)[None, :]
+        part = tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
+        value += part * tl.exp2(seen - top)[:, None]
+    return value / weight[:, None]
