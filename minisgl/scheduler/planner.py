@@ -7,6 +7,8 @@ function of the scheduler's state: no clock, no randomness, no I/O.
 
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Iterable
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +45,6 @@ class Planner:
     I1  A req is in exactly one of: waiting, prefilling, decoding, or on its way out.
     I2  decode_rows: of decoding reqs with a step left to launch, in order of entering decode.
     I3  unpublished holds the running reqs whose prompt is not in the prefix cache yet.
-    I4  waiting_tokens is the sum of what the waiting reqs have to compute (Req.to_compute).
     """
 
     def __init__(
@@ -63,7 +64,6 @@ class Planner:
         self.prefilling: list[Req] = []
         self.unpublished: list[Req] = []
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
-        self.waiting_tokens = 0
 
     def decode_s(self, batch: Batch) -> float:
         """Predicted seconds of `batch`: too few where not all in it decode, 0 without prices."""
@@ -91,18 +91,13 @@ class Planner:
     def enqueue(self, req: Req) -> None:
         """`req` waits: a new one after all others, a preempted one before all that never ran."""
         req.state = ReqState.WAITING
+        cached = len(self._memory.match(req).pages) * self._memory.page_size
+        others = chain(self.unpublished, islice(reversed(self.waiting), MAX_DEFERRED))
+        req.to_compute = len(req.tokens) - (self._in_the_making(req, cached, others) or cached)
         if req.admitted:
             self.waiting.appendleft(req)
         else:
             self.waiting.append(req)
-        cached = len(self._memory.match(req).pages) * self._memory.page_size
-        req.to_compute = len(req.tokens) - cached
-        self.waiting_tokens += req.to_compute
-
-    def forget(self, req: Req) -> None:
-        """Take a waiting req out of the queue."""
-        self.waiting.remove(req)
-        self.waiting_tokens -= req.to_compute
 
     def published(self, req: Req) -> None:
         """The prompt of `req` is in the prefix cache, or never will be."""
@@ -168,7 +163,8 @@ class Planner:
         while admit and budget > 0 and self.waiting and self._table.rows.num_free:
             req = self.waiting[0]
             match = self._memory.match(req)
-            if self._prefix_is_in_the_making(req, len(match.pages)):
+            cached = len(match.pages) * self._memory.page_size
+            if self._in_the_making(req, cached, self.unpublished):
                 deferred.append(self.waiting.popleft())
                 if len(deferred) == MAX_DEFERRED:
                     break
@@ -180,26 +176,28 @@ class Planner:
         self.waiting.extendleft(reversed(deferred))
         return chunks
 
-    def _prefix_is_in_the_making(self, req: Req, matched_pages: int) -> bool:
-        """Whether a running prefill will soon save `req` at least half of what it must compute.
+    def _in_the_making(self, req: Req, cached: int, others: Iterable[Req]) -> int:
+        """How much of its prompt one of `others` computes for `req`: at least half of what is not
+        cached, or 0, since it does not wait for less.
 
         So the siblings of one prompt, and a burst behind one system prompt, compute it once. It
         waits for older reqs only: newer ones that overtake it and fail could go on for ever.
         """
         if self._config.cache_type == "naive" or req.sampling.prompt_logprobs is not None:
-            return False
-        page_size = self._memory.page_size
-        matched = matched_pages * page_size
-        least = matched + max((len(req.tokens) - matched) / 2, MIN_SHARED_TOKENS)
-        return any(
-            other.serial < req.serial
-            and other.cache_salt == req.cache_salt
-            and common_prefix(req.tokens[:-1], other.tokens) // page_size * page_size >= least
-            for other in self.unpublished
-        )
+            return 0
+        page_size, half = self._memory.page_size, (len(req.tokens) - cached + 1) // 2
+        least = self._memory.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
+        mark = req.tokens[least - 1 : least].tobytes()  # where most others differ
+        for other in others:
+            if other.serial > req.serial or other.cache_salt != req.cache_salt:
+                continue
+            if other.tokens[least - 1 : least].tobytes() == mark:
+                shared = common_prefix(req.tokens[:-1], other.tokens)
+                if shared >= least:
+                    return shared // page_size * page_size
+        return 0
 
     def _admit(self, req: Req) -> None:
-        self.waiting_tokens -= req.to_compute
         if not req.admitted:
             req.admitted, req.cached_tokens = True, int(self._table.computed[req.row])
         req.state = ReqState.PREFILL
@@ -234,10 +232,10 @@ class Planner:
         if len(self.waiting) > table.rows.num_free:
             return budget
         begun = np.array([req.row for req in self.prefilling], dtype=np.int32)
-        queue = [(len(req.tokens), req.limit) for req in self.waiting]
-        tokens, limits = np.array(queue or [(0, 0)]).T  # nobody waits: one of nothing
-        outputs = np.concatenate([table.limit[begun] - table.prefill_end[begun], limits - tokens])
-        to_compute = np.concatenate([table.prefill_end[begun] - table.computed[begun], tokens])
+        queue = [(req.to_compute, req.limit - len(req.tokens)) for req in self.waiting]
+        waiting, most = np.array(queue or [(0, 0)]).T  # nobody waits: one of nothing
+        outputs = np.concatenate([table.limit[begun] - table.prefill_end[begun], most])
+        to_compute = np.concatenate([table.prefill_end[begun] - table.computed[begun], waiting])
         longest = (table.limit[decode_rows] - table.computed[decode_rows]).max()
         steps = np.maximum(max(longest, outputs.max()) - outputs, 1)
         needed = min(int((to_compute.cumsum() // steps).max()) + 1, budget)
@@ -258,7 +256,7 @@ class Planner:
         n = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())
         limit_s = max(target_ms / 1000, MOST_STRETCH * cost.predict_s(n, keys, 0))
-        queue_s = cost.predict_s(self.waiting_tokens, 0, 0)
+        queue_s = cost.predict_s(sum(req.to_compute for req in self.waiting), 0, 0)
         limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), MOST_PATIENCE)
         start = int(self._table.computed[self.prefilling[0].row]) if self.prefilling else 0
 

@@ -25,7 +25,8 @@ class Req:
     tokens         int32, prompt and outputs so far; valid while the req owns no row.
     prompt_len     tokens of the prompt as the client sent it.
     limit          most tokens in all, prompt + max_tokens cut to context and pool.
-    to_compute     of its tokens, those that were not cached when it began to wait.
+    to_compute     of its tokens, those that were not cached when it began to wait, nor to be
+                   computed for an older req.
     serial         order of arrival; preemption takes the highest.
     row            line in page table and token pool, -1 without one.
     node           locked place in the prefix cache; tree_pages leading pages of the row are the

@@ -170,7 +170,7 @@ class Scheduler:
     def _abort(self, req: Req, reason: FinishReason) -> None:
         req.ending = reason
         if req.state is ReqState.WAITING:
-            self.planner.forget(req)
+            self.planner.waiting.remove(req)
             self._finish(req, reason)
         else:
             self._leave(req)

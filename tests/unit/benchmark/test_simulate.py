@@ -87,17 +87,19 @@ def test_the_device_does_not_wait_for_launches_that_take_long() -> None:
     assert max(answer.outputs_s[-1] for answer in answers) < 1.02 * engine.busy_s
 
 
-def test_streams_go_on_smoothly_while_prompts_come_that_are_cached() -> None:
-    """What was cached of 20 prompts counted as a queue of 4 s: the streams had gaps of 86 ms."""
+@pytest.mark.parametrize("cold", [False, True], ids=["cached", "cold"])
+def test_streams_go_on_smoothly_while_prompts_come_that_share_a_prefix(cold: bool) -> None:
+    """What 20 prompts shared, cached or yet to be computed for the first, counted as a queue of
+    4 s: the streams had gaps of 86 ms."""
     streams = load_of(*[(0.0, 820, 800)] * 64)
     [shared] = load_of((0.0, 8192, 1)).prompts
     own = load_of(*[(0.0, 200, 1)] * 20).prompts
-    late = [shared, *(np.concatenate([shared, prompt]) for prompt in own)]
-    times = [*streams.arrivals_s, 1.0, *[3.0] * 20]  # type: ignore[misc]
-    answers = run(Load([*streams.prompts, *late], streams.max_tokens + [1] * 21, times))
+    late = [np.concatenate([shared, prompt]) for prompt in own]
+    times = [*streams.arrivals_s, 3.0 if cold else 1.0, *[3.0] * 19]  # type: ignore[misc]
+    answers = run(Load([*streams.prompts, *late], streams.max_tokens + [1] * 20, times))
     assert {answer.cached_tokens for answer in answers[65:]} == {8192}
     gaps_s = [np.diff([at for at in answer.outputs_s if at > 2.5]) for answer in answers[:64]]
-    assert max(map(np.max, gaps_s)) < 0.022
+    assert max(map(np.max, gaps_s)) < 0.025
 
 
 def test_nobody_decoding_means_whole_chunks() -> None:

@@ -148,6 +148,19 @@ def test_a_cached_prefix_leaves_less_to_compute_and_no_gap() -> None:
         assert harness.answers[uid].tokens == expected_output(prompt, 4, ignore_eos=True)
 
 
+def test_a_shared_prefix_is_computed_once_and_makes_no_step_larger() -> None:
+    """Counted whole, the three late prompts take steps of up to 896 tokens."""
+    harness = start([])
+    harness.add(prompt_of(100, 1), max_tokens=16, ignore_eos=True)
+    harness.step()
+    for i in range(3):
+        harness.add(prompt_of(1990, 0) + prompt_of(800, 10 + i), max_tokens=4, ignore_eos=True)
+    harness.run()
+    mixed = [size for size in map(size_of, harness.engine.batches) if size.decode and size.prompt]
+    assert sum(size.prompt for size in mixed) == 1990 + 3 * 800 + 2 * 6
+    assert [sum(size) for size in mixed] == [*[512] * 5, 236, *[512] * 3, 84]
+
+
 def test_a_preempted_req_counts_what_it_computes_anew() -> None:
     """Its outputs so far are prompt now, and it has so many fewer to come: it waits for the second
     one's pages, then rides along with the first, 625 tokens in two steps."""

@@ -226,19 +226,21 @@ def test_prefill_goes_on_however_long_its_steps_are_predicted_to_take() -> None:
     assert mixed_steps(0.005, waiting=0, pair_s=1.0) == [60] * 10, "the least whole size above 32"
 
 
-def test_waiting_tokens_count_what_waits() -> None:
-    harness = Harness(FakeEngine(12, 2, max_running_reqs=4, max_seq_len=24), config())
-    uids = [harness.add(prompt_of(5, i), max_tokens=14, ignore_eos=True) for i in range(6)]
-    planner = harness.scheduler.planner
-    seen = []
-    harness.abort(uids[5])
-    while not harness.scheduler.idle or harness.inbox.messages:
-        harness.step()
-        assert planner.waiting_tokens == sum(req.to_compute for req in planner.waiting)
-        seen.append(planner.waiting_tokens)
-    assert harness.scheduler.totals.preemptions_total > 0
-    assert max(seen) > 0
-    assert seen[-1] == 0
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+def test_what_waits_counts_what_older_reqs_compute_once(cache_type: str) -> None:
+    engine = FakeEngine(256, 4, max_running_reqs=1, max_seq_len=256)
+    harness = Harness(engine, config(cache_type=cache_type))
+    harness.add(prompt_of(8), max_tokens=8, ignore_eos=True)
+    harness.step()
+    first = prompt_of(200, 1)
+    for prompt in (first, first, [*first[:162], 5], [*first[:60], 5]):
+        harness.add(prompt)
+    harness.add(first, cache_salt="other")
+    harness.add(first, prompt_logprobs=0)
+    harness.step()
+    counted = [req.to_compute for req in harness.scheduler.planner.waiting]
+    shared = 196 if cache_type == "radix" else 0
+    assert counted == [200, 200 - shared, 163 - min(shared, 160), 61, 200, 200]
 
 
 def test_preemption_takes_the_newest_and_loses_nothing() -> None:
