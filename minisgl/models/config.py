@@ -15,7 +15,6 @@ from minisgl.models.fields import Fields
 from minisgl.models.registry import Family, family_of
 from minisgl.models.rope import rope_from
 
-_GENERATION = "generation_config.json"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -66,7 +65,7 @@ def load_model_config(folder: str) -> ModelConfig:
     """Read config.json and, where there is one, generation_config.json. Raises ConfigError."""
     path = Path(folder)
     config = read_json(path / "config.json")
-    generation_path = path / _GENERATION
+    generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     return model_config_from(config, generation)
 
@@ -77,8 +76,9 @@ def model_config_from(
     """Check and complete the JSON objects. Raises ConfigError that names what is wrong."""
     family = family_of(config.get("architectures"))
     fields = Fields({"sliding_window": family.default_window, **config})
+    recommended = Fields(generation or {}, "generation_config.json")
     _refuse_unsupported(fields)
-    hidden_size = fields.integer("hidden_size")
+    vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers")
     q_heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", q_heads)
@@ -92,7 +92,7 @@ def model_config_from(
     attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", False)
     return ModelConfig(
         family=family,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=num_layers,
@@ -109,9 +109,9 @@ def model_config_from(
         mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", False),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(config, generation or {}),
+        eos_token_ids=_eos_token_ids(vocab_size, fields, recommended),
         moe=_moe(fields, num_layers) if family.moe else None,
-        sampling_defaults=_sampling_defaults(generation or {}),
+        sampling_defaults=_sampling_defaults(recommended),
     )
 
 
@@ -176,12 +176,11 @@ def _moe(fields: Fields, num_layers: int) -> MoeConfig:
     return moe
 
 
-def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, int | float]:
+def _sampling_defaults(fields: Fields) -> dict[str, int | float]:
     """Parameters for requests that do not give them, where the author did.
 
     An explicit do_sample false means greedy, so temperature 0.
     """
-    fields = Fields(generation, _GENERATION)
     found: dict[str, int | float] = {
         name: fields.number(name) for name in _SAMPLING if fields.get(name) is not None
     }
@@ -190,14 +189,7 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, int | float]:
     return found | ({"temperature": 0.0} if fields.get("do_sample") is False else {})
 
 
-def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """All ids of both files, sorted. Each file may hold an integer, a list or nothing."""
-    found: set[int] = set()
-    for name, source in (("config.json", config), (_GENERATION, generation)):
-        value = source.get("eos_token_id")
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        for item in ids:
-            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-                raise ConfigError(f"{name}: eos_token_id must hold token ids, not {item!r}")
-            found.add(item)
-    return tuple(sorted(found))
+def _eos_token_ids(vocab_size: int, *files: Fields) -> tuple[int, ...]:
+    """Of both files, sorted. An id that has no logit is never sampled: it ends nothing."""
+    found = {item for file in files for item in file.integers("eos_token_id")}
+    return tuple(sorted(item for item in found if 0 <= item < vocab_size))

@@ -40,10 +40,12 @@ class Fields:
         return bool(self._checked(key, value, type(value) is bool, "true or false"))
 
     def integers(self, key: str) -> list[int]:
-        """A list of integers, empty when absent."""
+        """An integer or a list of them, empty when absent."""
         value = self.get(key, [])
-        holds = isinstance(value, list) and all(isinstance(item, int) for item in value)
-        return list(self._checked(key, value, holds, "a list of integers"))
+        items = value if isinstance(value, list) else [value]
+        holds = all(type(item) is int for item in items)
+        self._checked(key, value, holds, "an integer or a list of integers")
+        return items
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """A JSON object, empty when absent."""

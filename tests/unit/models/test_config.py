@@ -114,6 +114,14 @@ def test_rope_in_both_spellings(spelling: str) -> None:
     assert explicit.max_position == 512
 
 
+def test_rope_in_both_spellings_at_once() -> None:
+    """As transformers 5 and 4 would write it: the same, said twice."""
+    old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    model = config(rope_scaling=old, rope_parameters=YARN | {"rope_theta": 5e5})
+    assert (model.rope_theta, model.max_position) == (5e5, 512)
+    assert isinstance(model.rope_scaling, YarnRope)
+
+
 def test_yarn_resolves_mscale_and_factor() -> None:
     scaling = {"rope_type": "yarn", "original_max_position_embeddings": 128}
     scaled = config(rope_scaling=scaling | {"mscale": 0.7, "mscale_all_dim": 0.35}).rope_scaling
@@ -134,6 +142,7 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' .* supported: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope settings has no factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "disagree"),
         ({"rope_theta": 0}, "rope_theta must be above 1"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number in float32, not nan"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number in float32"),
@@ -149,7 +158,11 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention'"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must hold token ids"),
+        (
+            {"eos_token_id": "</s>"},
+            "eos_token_id must be an integer or a list of integers, not '</s>'",
+        ),
+        ({"eos_token_id": [True]}, "eos_token_id must be"),
     ],
 )
 def test_unsupported_or_broken_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
@@ -204,6 +217,8 @@ def test_eos_ids_of_both_files_are_united() -> None:
     assert config({"eos_token_id": [7, 2, 5]}).eos_token_ids == (2, 5, 7)
     assert config({}, eos_token_id=None).eos_token_ids == ()
     assert config({"eos_token_id": 9}, eos_token_id=[3]).eos_token_ids == (3, 9)
+    beyond = config({"eos_token_id": 1000}, eos_token_id=[3, 2**70])  # no logit, never sampled
+    assert beyond.eos_token_ids == (3,)
 
 
 def test_sampling_defaults_come_from_generation_config() -> None:
