@@ -77,8 +77,8 @@ def _counts(ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> TopLogprobs:
-    """Log-softmax of `logits` (float32 [N, V]) at `chosen` (int [N]) and at the `count` largest."""
+    """Log-softmax of logits (float32 [N, V]) at `chosen` (int [N]) and the `count` <= V largest."""
     norm = logits.logsumexp(dim=-1, keepdim=True)
     at_chosen = logits.gather(1, chosen.long().unsqueeze(1)) - norm
-    values, ids = logits.topk(max(count, 1), dim=-1)
+    values, ids = logits.topk(min(max(count, 1), logits.shape[-1]), dim=-1)
     return TopLogprobs(at_chosen.squeeze(1), ids[:, :count].int(), (values - norm)[:, :count])
