@@ -24,11 +24,6 @@ class KVMemory:
         self._publishes = publishes
         self.evicted_pages_total = 0
 
-    @property
-    def available(self) -> int:
-        """Pages that can be had without waiting for a step or preempting anyone."""
-        return self.pool.num_free + self.cache.evictable_pages
-
     def pages_for(self, tokens: int) -> int:
         """Whole pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
@@ -51,7 +46,8 @@ class KVMemory:
         own_pages = self.pages_for(len(req.tokens)) - len(match.pages)
         spare = min(1, self.pages_for(req.limit) - self.pages_for(len(req.tokens)))
         growing = table.rows.out & (table.num_pages * self.page_size < table.limit)
-        fits = own_pages + spare + int(growing.sum()) <= self.available
+        needed = own_pages + spare + int(growing.sum())
+        fits = needed <= self.pool.num_free + self.cache.evictable_pages
         pages = self.try_allocate(own_pages) if fits else None
         if pages is None:  # it does not, or evicted pages are still fenced by a step in flight
             self.cache.unlock(match.node, 0)

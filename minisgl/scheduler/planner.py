@@ -111,30 +111,25 @@ class Planner:
         oldest reqs, and a req to preempt."""
         table, memory = self._table, self._memory
         rows = self.decode_rows
-        short = table.computed[rows] // memory.page_size >= table.num_pages[rows]
-        needed = int(short.sum())
-        if not needed:
+        short = rows[table.computed[rows] // memory.page_size >= table.num_pages[rows]]
+        if not len(short):
             return rows, None
-        pages = memory.try_allocate(needed)
+        pages = memory.try_allocate(len(short))
         if pages is not None:
-            self._append_pages(rows[short], pages)
+            self._append_pages(short, pages)
             return rows, None
-        return self._share_out(rows, rows[short], in_flight)
+        return self._share_out(rows, short, in_flight)
 
     def _share_out(
         self, rows: Int32Array, short: Int32Array, in_flight: bool
     ) -> tuple[Int32Array, Req | None]:
         """Too few pages: the oldest get what there is, the newest running req has to go."""
-        req_at = self._table.req_at
-        starved: list[int] = []
-        for row in sorted(short.tolist(), key=lambda row: req_at(row).serial):
-            page = self._memory.try_allocate(1)
-            if page is None:
-                starved.append(row)
-            else:
-                self._append_pages(np.array([row], dtype=np.int32), page)
+        req_at, pool = self._table.req_at, self._memory.pool
+        oldest = sorted(short.tolist(), key=lambda row: req_at(row).serial)
+        served, starved = np.split(np.array(oldest, dtype=np.int32), [pool.num_free])
+        self._append_pages(served, pool.allocate(len(served)))
         kept = rows[~np.isin(rows, starved)]
-        if self._memory.pool.num_quarantined >= len(starved):
+        if pool.num_quarantined >= len(starved):
             return kept, None  # a step in flight frees enough
         running = [*self.prefilling, *map(req_at, rows.tolist())]
         if len(running) == 1:

@@ -238,18 +238,14 @@ class Scheduler:
         self._outputs.logprobs(batch, result, self.table, outcome.rows)
         for row, reason in outcome.ended.items():
             self._end_row(row, reason)
-        for req in prompted:
-            self._publish_prompt(req)
+        for req in prompted:  # only now, with finite logits seen, may others use the prompt's KV
+            self.planner.published(req)
+            if req.state is ReqState.DECODE:
+                self.memory.publish(req, self.table, int(self.table.prefill_end[req.row]))
         leaving, self._leaving = self._leaving, []
         for req in leaving:
             if req.state is not ReqState.FINISHED:  # by its own token
                 self._leave(req)
-
-    def _publish_prompt(self, req: Req) -> None:
-        """Only now, with finite logits seen, may others use the prompt's KV."""
-        self.planner.published(req)
-        if req.state is ReqState.DECODE:
-            self.memory.publish(req, self.table, int(self.table.prefill_end[req.row]))
 
     def _end_row(self, row: int, reason: FinishReason) -> None:
         """The step's own result ends the req; a step in flight may still contain it (fences)."""
