@@ -184,9 +184,8 @@ class Planner:
         least = self._memory.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
         mark = req.tokens[least - 1 : least].tobytes()  # where most others differ
         for other in others:
-            if other.serial > req.serial or other.cache_salt != req.cache_salt:
-                continue
-            if other.tokens[least - 1 : least].tobytes() == mark:
+            older = other.serial < req.serial and other.cache_salt == req.cache_salt
+            if older and other.tokens[least - 1 : least].tobytes() == mark:
                 shared = common_prefix(req.tokens[:-1], other.tokens)
                 if shared >= least:
                     return shared // page_size * page_size
@@ -253,7 +252,10 @@ class Planner:
         limit_s = max(target_ms / 1000, MOST_STRETCH * cost.predict_s(n, keys, 0))
         queue_s = cost.predict_s(sum(req.to_compute for req in self.waiting), 0, 0)
         limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), MOST_PATIENCE)
-        start = int(self._table.computed[self.prefilling[0].row]) if self.prefilling else 0
+        if self.prefilling:
+            start = int(self._table.computed[self.prefilling[0].row])
+        else:  # none, or what is cached of the first that may be admitted
+            start = len(self.waiting[0].tokens) - self.waiting[0].to_compute
 
         def step_s(tokens: int) -> float:
             chunk = tokens - n

@@ -7,7 +7,8 @@ from minisgl.core import SchedulerConfig, StepCost
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.offline import COST, Size, run_offline, size_of
-from tests.unit.scheduler.test_scheduler import linear_cost, prompt_of
+from tests.unit.scheduler.test_scheduler import prompt_of
+from tests.unit.scheduler.test_timed_steps import linear_cost
 
 BUDGET = 2048
 

@@ -12,7 +12,8 @@ from minisgl.message.wire import AbortReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.scheduler.io import FollowerInbox, LeaderInbox, LocalInbox, QueueInbox
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
-from tests.unit.scheduler.test_scheduler import config, linear_cost, prompt_that_stops_after
+from tests.unit.scheduler.test_scheduler import config, prompt_that_stops_after
+from tests.unit.scheduler.test_timed_steps import linear_cost
 
 BURST = 5000
 
