@@ -25,14 +25,17 @@ _URL = re.compile(r"listening on (https?://\S+)")
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """The first true value of `condition`; fails after `deadline_s`."""
+def wait_for(
+    condition: Callable[[], T], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+) -> T:
+    """The first true value of `condition`; fails after `deadline_s`, with `what` as it is then."""
     end = time.monotonic() + deadline_s
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < end, f"gave up waiting for {what}"
+        if time.monotonic() > end:
+            raise AssertionError(f"gave up waiting for {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
 
 
@@ -72,12 +75,12 @@ class ServerProcess:
     def status(self, path: str) -> int:
         """The HTTP status of a probe; 0 when nothing answers."""
         try:
-            return httpx.get(self.url + path, timeout=10).status_code
+            return httpx.get(self.url + path, timeout=DEADLINE_S).status_code
         except httpx.TransportError:
             return 0
 
     def wait_ready(self) -> "ServerProcess":
-        wait_for(lambda: self.status("/readyz") == 200, f"readiness: {self.stderr}")
+        wait_for(lambda: self.status("/readyz") == 200, lambda: f"readiness: {self.stderr}")
         return self
 
     def child_pids(self) -> dict[str, int]:

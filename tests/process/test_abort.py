@@ -62,7 +62,8 @@ def info(server: ServerProcess) -> dict[str, Any]:
 
 def abort(server: ServerProcess, call: Call) -> int:
     body = {"request_id": call.name}
-    return int(httpx.post(server.url + "/abort", json=body, headers=ADMIN).json()["aborted"])
+    answer = httpx.post(server.url + "/abort", json=body, headers=ADMIN, timeout=DEADLINE_S)
+    return int(answer.json()["aborted"])
 
 
 @contextlib.contextmanager

@@ -156,6 +156,6 @@ def test_bodies_that_are_no_request(server: ServerProcess, body: bytes, kind: st
 )
 def test_authentication_headers(server: ServerProcess, value: str) -> None:
     headers = {"authorization": value.encode("latin-1")}
-    answer = httpx.post(server.url + "/flush_cache", headers=headers)
+    answer = httpx.post(server.url + "/flush_cache", headers=headers, timeout=DEADLINE_S)
     assert answer.status_code == 401
     assert answer.json()["error"]["type"] == "authentication_error"

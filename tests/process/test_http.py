@@ -138,7 +138,7 @@ def test_models_and_unknown_routes(server: ServerProcess) -> None:
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
     ]:
-        answer = httpx.request(method, server.url + path)
+        answer = httpx.request(method, server.url + path, timeout=DEADLINE_S)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -239,7 +239,7 @@ def test_request_id_is_echoed_when_fit_and_made_otherwise(
     stub_server: ServerProcess, given: str | None
 ) -> None:
     headers = {} if given is None else {"x-request-id": given}
-    answer = httpx.get(stub_server.url + "/v1/models", headers=headers)
+    answer = httpx.get(stub_server.url + "/v1/models", headers=headers, timeout=DEADLINE_S)
     returned = answer.headers["x-request-id"]
     assert (returned == given) == (given == "abc-123")
     assert len(returned) <= 128

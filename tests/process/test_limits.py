@@ -181,7 +181,8 @@ def test_what_never_fits_is_refused_by_the_scheduler_too(tiny_model: Path) -> No
         admin = {"authorization": "Bearer root"}
 
         def believed() -> bool:
-            model = httpx.get(server.url + "/server_info", headers=admin).json()["model"]
+            url = server.url + "/server_info"
+            model = httpx.get(url, headers=admin, timeout=DEADLINE_S).json()["model"]
             return model["kv_capacity_tokens"] == 2000
 
         wait_for(believed, "the boast to be believed")

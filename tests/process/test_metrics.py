@@ -134,7 +134,8 @@ def test_outcomes_and_refusals(used: tuple[ServerProcess, Scrape]) -> None:
     assert post(server, prompt=SHORT, temperature=9).status_code == 400
     assert post(server, prompt=SHORT, model="none").status_code == 404
     body = {"model": MODEL, "prompt": SHORT, "max_tokens": 500, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body) as stream:
+    url = server.url + "/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as stream:
         next(stream.iter_bytes())
 
     def aborted() -> Scrape | None:

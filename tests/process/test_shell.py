@@ -119,7 +119,7 @@ def test_shell_flag_serves_and_ends_with_the_shell(
         told = terminal.expect("/help lists the commands")
         (url,) = re.findall(r"listening on (http://[0-9.]+:[0-9]+)", told)
         assert ("//0.0.0.0:" in url) == bool(flags), "the address that was asked for"
-        status = httpx.get(url + "/v1/models").status_code
+        status = httpx.get(url + "/v1/models", timeout=DEADLINE_S).status_code
         assert status == (401 if flags else 200), "the key of the shell is its own"
         terminal.type("hi\r")
         terminal.expect("assistant")

@@ -102,7 +102,7 @@ def memory_bytes(server: ServerProcess) -> dict[str, int]:
 
 
 def is_whole(server: ServerProcess) -> bool:
-    info = httpx.get(server.url + "/server_info", headers=ADMIN, timeout=30).json()
+    info = httpx.get(server.url + "/server_info", headers=ADMIN, timeout=STUCK_S).json()
     stats = info["stats"]
     if info["open_requests"] or stats["busy"]:
         return False
@@ -130,7 +130,7 @@ def test_soak(duration_s: int) -> None:
                 assert server.status("/livez") == 200
         assert not load.bad, load.bad[:3]
         assert load.done > duration_s / 5
-        wait_for(lambda: is_whole(server), "every page back", deadline_s=20)
+        wait_for(lambda: is_whole(server), "every page back")
         late = memory_bytes(server)
         for name in early:  # shown by pytest -rP
             print(f"{name}: {early[name] / 2**20:.1f} MiB, then {late[name] / 2**20:.1f} MiB")
