@@ -36,8 +36,9 @@ class _Box:
     def __init__(self) -> None:
         self.sent: list[wire.ToScheduler | wire.ToTokenizer] = []
 
-    def send(self, message: wire.ToScheduler | wire.ToTokenizer, /) -> None:
+    def send(self, message: wire.ToScheduler | wire.ToTokenizer, /) -> int:
         self.sent.append(message)
+        return 0
 
 
 class _Service:

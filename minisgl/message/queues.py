@@ -33,9 +33,11 @@ class Sender(Generic[T]):
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def send(self, message: T) -> None:
-        """Queue one message; a peer that has not bound yet gets it when it does."""
-        self._socket.send(self._encoder.encode(message), zmq.DONTWAIT, copy=True)
+    def send(self, message: T) -> int:
+        """Queue one message for when the peer has bound; its size in bytes."""
+        frame = self._encoder.encode(message)
+        self._socket.send(frame, zmq.DONTWAIT, copy=True)
+        return len(frame)
 
     def close(self, linger_ms: int = 0) -> None:
         """Close; linger_ms bounds how long unsent messages are still delivered."""

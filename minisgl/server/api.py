@@ -145,8 +145,7 @@ class ApiServer:
                 self.client.receive_text(message)
             elif isinstance(message, wire.Answer):
                 worker = self.client.receive_answer(message)
-                if worker is not None:
-                    self._pulse.heard(f"tokenizer-{worker}", now_s)
+                self._pulse.heard(f"tokenizer-{worker}", now_s)
             elif isinstance(message, wire.Alive):
                 self._pulse.satisfied(message.role)
             elif isinstance(message, wire.SchedulerStats):

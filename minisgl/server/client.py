@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _REFUSALS: Mapping[str, type[RequestError]] = MappingProxyType(
     {c.__name__: c for c in (DeadlineExceeded, InvalidRequest, Overloaded, PromptTooLong)}
 )
+# Of questions with a tokenizer; it cannot be told that nobody waits for an answer any more.
+_ENOUGH_BYTES = 2**16
 
 
 @dataclass(eq=False, slots=True)
@@ -180,7 +182,7 @@ class EngineClient:
 
     def __init__(
         self,
-        to_tokenizers: Sequence[Callable[[wire.ToTokenizer], object]],
+        to_tokenizers: Sequence[Callable[[wire.ToTokenizer], int]],
         to_scheduler: Callable[[wire.ToScheduler], object],
         limits: Limits,
         metrics: Metrics,
@@ -191,8 +193,9 @@ class EngineClient:
         self.metrics = metrics
         self._uids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
-        self._asked: dict[int, tuple[int, asyncio.Future[wire.Answer]]] = {}
-        self._outstanding = [0] * len(to_tokenizers)
+        self._questions: dict[asyncio.Future[wire.Answer], wire.Question] = {}
+        self._asked: dict[int, tuple[int, int, asyncio.Future[wire.Answer]]] = {}
+        self._outstanding = [0] * len(to_tokenizers)  # bytes
         self._generations: set[Generation] = set()
         self.queued = self.queued_tokens = 0
 
@@ -290,14 +293,12 @@ class EngineClient:
         return (await self._ask(question, call, None)).text
 
     async def _ask(self, what: wire.Question, call: Generation, param: str | None) -> wire.Answer:
-        """Ask the least busy worker; an end of the call ends the wait. Raises what it found."""
-        uid = next(self._uids)
-        worker = self._outstanding.index(min(self._outstanding))
-        self._outstanding[worker] += 1
+        """Ask a worker; an end of the call ends the wait. Raises what it found."""
         waiting: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
-        self._asked[uid] = worker, waiting
         call.question = waiting
-        self._to_tokenizers[worker](msgspec.structs.replace(what, uid=uid))
+        self._questions[waiting] = what
+        waiting.add_done_callback(lambda given_up: self._questions.pop(given_up, None))
+        self._hand_out()
         answer = await waiting
         if answer.error is not None:
             if answer.internal:
@@ -306,13 +307,21 @@ class EngineClient:
             raise kind(answer.error, param=param, limit=answer.limit)
         return answer
 
-    def receive_answer(self, message: wire.Answer) -> int | None:
+    def _hand_out(self) -> None:
+        """Give workers enough to do; what waits here is forgotten with the call that asks it."""
+        while self._questions and min(self._outstanding) < _ENOUGH_BYTES:
+            worker = self._outstanding.index(min(self._outstanding))
+            waiting = next(iter(self._questions))
+            what, uid = self._questions.pop(waiting), next(self._uids)
+            size = self._to_tokenizers[worker](msgspec.structs.replace(what, uid=uid))
+            self._outstanding[worker] += size
+            self._asked[uid] = worker, size, waiting
+
+    def receive_answer(self, message: wire.Answer) -> int:
         """A worker has answered; nobody may be waiting any more. Which worker it was."""
-        asked = self._asked.pop(message.uid, None)
-        if asked is None:
-            return None
-        worker, answer = asked
-        self._outstanding[worker] -= 1
+        worker, size, answer = self._asked.pop(message.uid)
+        self._outstanding[worker] -= size
+        self._hand_out()
         if not answer.done():
             answer.set_result(message)
         return worker

@@ -1,5 +1,7 @@
 """What the server talks to, as plain lists."""
 
+import msgspec
+
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message.wire import Answer, StepText, TextUpdate
 from minisgl.server import Limits, ServerConfig
@@ -26,8 +28,9 @@ class Outbox:
     def __init__(self) -> None:
         self.sent: list = []
 
-    def send(self, message: object) -> None:
+    def send(self, message: object) -> int:
         self.sent.append(message)
+        return len(msgspec.msgpack.encode(message))
 
 
 class World:
@@ -62,7 +65,9 @@ class World:
         return (
             not client.open_generations
             and not client.open_choices
+            and not client._questions
             and not client._asked
+            and not any(client._outstanding)
             and client.queued == 0
             and client.queued_tokens == 0
         )

@@ -193,19 +193,6 @@ def test_queue_is_bounded_until_the_first_output() -> None:
     assert run(main, max_queued_reqs=2).is_empty
 
 
-def test_questions_go_to_the_least_busy_tokenizer() -> None:
-    async def main(world: World) -> None:
-        tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(4)]
-        await settle()
-        assert [len(box.sent) for box in world.tokenizers] == [2, 2]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        world.answer()
-
-    assert run(main, tokenizers=2).is_empty
-
-
 def test_siblings_draw_by_different_seeds() -> None:
     async def main(world: World) -> None:
         body = b'{"model":"m","prompt":"hi","n":3,"seed":9223372036854775807}'

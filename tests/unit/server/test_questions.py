@@ -1,0 +1,54 @@
+"""Which questions reach which tokenizer, and when."""
+
+import asyncio
+
+from minisgl.core import DeadlineExceeded
+from minisgl.message.wire import Answer, TokenizeText
+from minisgl.server.client import Generation
+from minisgl.server.generate import start
+from minisgl.server.requests import TokenArray
+from tests.unit.server.fakes import FACTS, World
+from tests.unit.server.test_client import request, run, settle
+
+
+def test_questions_go_to_the_least_busy_tokenizer() -> None:
+    async def main(world: World) -> None:
+        tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(4)]
+        await settle()
+        assert [len(box.sent) for box in world.tokenizers] == [2, 2]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        world.answer()
+
+    assert run(main, tokenizers=2).is_empty
+
+
+def test_questions_of_calls_that_have_gone_keep_no_tokenizer_busy() -> None:
+    """300 prompts whose clients had left held up the next call for the 9 s that they took."""
+
+    async def main(world: World) -> None:
+        client, (box,) = world.client, world.tokenizers
+        calls = [client.open(1) for _ in range(50)]
+
+        def ask(text: str, call: Generation) -> asyncio.Task[TokenArray]:
+            return asyncio.create_task(client.tokenize(TokenizeText(text=text), "prompt", call))
+
+        long = [ask("x" * 50_000, call) for call in calls[:-2]]
+        await settle()
+        late, last = ask("y", calls[-2]), ask("z", calls[-1])
+        await settle()
+        assert [len(message.text) for message in box.sent] == [50_000, 50_000]
+        client.end(calls[-2], DeadlineExceeded("late"))
+        for task in long:
+            task.cancel()
+        ends = await asyncio.gather(*long, late, return_exceptions=True)
+        assert {type(end) for end in ends} == {asyncio.CancelledError, DeadlineExceeded}
+        client.receive_answer(Answer(uid=box.sent.pop(0).uid))
+        assert [message.text[0] for message in box.sent] == ["x", "z"]
+        world.answer()
+        assert list(await last) == [1]
+        for call in calls:
+            client.close(call)
+
+    assert run(main).is_empty
