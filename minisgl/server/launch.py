@@ -90,6 +90,7 @@ class _Service:
         self._say(f"loading {config.served_names[0]} from {config.engine.model_path}")
         self._say(f"listening on {self._template.url} (not ready yet)")
         self._api = self._spawn("api", 0, listener.fileno())
+        listener.close()  # or clients would still be let in when the API server has ended
         for rank in range(config.engine.tp_size):
             self._spawn("scheduler", rank)
         for index in range(config.num_tokenizers):

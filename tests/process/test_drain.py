@@ -91,6 +91,17 @@ def test_sigterm_finishes_what_runs_and_exits_0(tiny_model: Path) -> None:
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_nobody_is_let_in_once_the_api_server_has_ended(tiny_model: Path) -> None:
+    """The launcher listened too: while a scheduler was slow to end, clients connected to nobody."""
+    with serving(tiny_model, "--drain-grace", "0") as server:
+        port = httpx.URL(server.url).port
+        hosts = [psutil.Process(pid) for pid in (server.pid, *server.child_pids().values())]
+        found = [
+            at for host in hosts for at in host.net_connections("tcp") if at.laddr.port == port
+        ]
+        assert [at.status for at in found if not at.raddr] == ["LISTEN"]
+
+
 def test_grace_accepts_while_unready_and_then_refuses_with_retry_after(tiny_model: Path) -> None:
     with serving(tiny_model, "--drain-grace", "3") as server:
         caller = Caller(server, max_tokens=2000).wait_first()
@@ -118,8 +129,9 @@ def test_operator_can_end_what_a_drain_waits_for(tiny_model: Path) -> None:
         caller = Caller(server, max_tokens=2000).wait_first()
         server.signal(signal.SIGTERM)
         wait_for(lambda: short_call(server).status_code == 503, "the refusal of calls")
-        headers = {"authorization": "Bearer root"}
-        ended = httpx.post(server.url + "/abort", json={"request_id": "mine"}, headers=headers)
+        with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as admin:
+            headers = {"authorization": "Bearer root"}
+            ended = admin.post("/abort", json={"request_id": "mine"}, headers=headers)
         assert ended.json() == {"aborted": 1}
         assert server.wait_exit() == 0
         assert '"code":"cancelled"' in caller.join().text
@@ -185,7 +197,10 @@ def test_client_with_many_requests_that_does_not_read_is_left_behind(tiny_model:
         deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 600)  # no buffer takes all
 
         def begun() -> bool:
-            return 'route="/openapi.json"' in httpx.get(server.url + "/metrics").text
+            return (
+                'route="/openapi.json"'
+                in httpx.get(server.url + "/metrics", timeout=DEADLINE_S).text
+            )
 
         wait_for(begun, "the first answers")
         server.signal(signal.SIGTERM)
