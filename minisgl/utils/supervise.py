@@ -135,10 +135,10 @@ class Supervisor:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._previous = {
-            number: signal.signal(number, _ignore)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-        }
+        numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+            numbers.add(signal.SIGHUP)
+        self._previous = {number: signal.signal(number, _ignore) for number in numbers}
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def __enter__(self) -> Self:

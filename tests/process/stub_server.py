@@ -1,6 +1,7 @@
 """`python -m tests.process.stub_server MODE FLAGS..`: minisgl with the stub as its scheduler."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from minisgl.utils import setup_logging
 
 def main() -> int:
     mode, *flags = sys.argv[1:]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though the tests may run under nohup
     setup_logging("launcher", "info")
     config = resolve(flags, os.environ, lambda name, revision: name, lambda: Path("."))
     command = (sys.executable, "-m", "tests.process.stub_scheduler", mode)

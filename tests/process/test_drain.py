@@ -79,16 +79,20 @@ def call(
     return answer
 
 
-def test_sigterm_finishes_what_runs_and_exits_0(tiny_model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_finishes_what_runs_and_exits_0(tiny_model: Path, number: signal.Signals) -> None:
+    """SIGHUP, of a terminal that closes, cut all answers and left the folder of the sockets."""
     with serving(tiny_model, "--drain-grace", "0") as server:
         pids = list(server.child_pids().values())
+        folder = server.socket_folder()
         caller = Caller(server, max_tokens=400).wait_first()
-        server.signal(signal.SIGTERM)
+        server.signal(number)
         assert server.wait_exit() == 0
         text = caller.join().text
         assert '"finish_reason":"length"' in text
         assert text.endswith("data: [DONE]\n\n")
         assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert not folder.exists()
 
 
 def test_nobody_is_let_in_once_the_api_server_has_ended(tiny_model: Path) -> None:
@@ -197,10 +201,8 @@ def test_client_with_many_requests_that_does_not_read_is_left_behind(tiny_model:
         deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 600)  # no buffer takes all
 
         def begun() -> bool:
-            return (
-                'route="/openapi.json"'
-                in httpx.get(server.url + "/metrics", timeout=DEADLINE_S).text
-            )
+            scrape = httpx.get(server.url + "/metrics", timeout=DEADLINE_S)
+            return 'route="/openapi.json"' in scrape.text
 
         wait_for(begun, "the first answers")
         server.signal(signal.SIGTERM)

@@ -27,11 +27,24 @@ def next_exit(supervisor: Supervisor) -> Child:
 def test_child_gets_its_payload_and_its_exit_is_seen() -> None:
     payload = b"x" * 200_000  # more than a pipe holds
     with Supervisor() as supervisor:
-        code = "sys.exit(7 if read_payload(fd) == b'x' * 200_000 else 1)"
+        code = "sys.exit(7 if read_payload(fd).strip() == b'x' * 200_000 else 1)"
         made = supervisor.adopt(spawn_child("a", child(code), payload))
         assert next_exit(supervisor) is made
         assert made.exit_code == 7
         assert supervisor.running() == []
+
+
+def test_who_is_started_by_nohup_outlives_the_terminal() -> None:
+    previous = signal.getsignal(signal.SIGHUP)
+    try:
+        for before, hears in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
+            signal.signal(signal.SIGHUP, before)
+            with Supervisor() as supervisor:
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert supervisor.wait(time.monotonic()) == hears
+            assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
