@@ -33,6 +33,7 @@ _KEEP_ALIVE_S = 15.0
 # Longer than proxies keep one: they are to close it, as it is they who send.
 _IDLE_CONNECTION_S = 75
 _SEND_BUFFER_BYTES = 128 * 2**10
+_OTHER_FILES = 512  # some 60 of our own, and the connections that `limited_protocol` has to spare
 _LAST_WORDS_S = 2.0  # for error chunks to leave once everything has failed
 _FAREWELL_S = 1.0  # for the next call of a client whose last answer began before the drain
 
@@ -255,9 +256,11 @@ class ApiServer:
 def run_api(spec: ChildSpec) -> None:
     """Serve on the inherited socket until drained."""
     assert spec.listen_fd is not None, "the API server has no socket; this is a bug"
-    # Most systems start processes with room for 1,024 files, fewer than --max-connections.
+    # Most systems start processes with room for 1,024 files, fewer than --max-connections. With
+    # room for many more, TLS handshakes that nobody ends, and nobody counts, would fill memory.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    files = min(most_files, spec.config.limits.max_connections + _OTHER_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     listener = socket.socket(fileno=spec.listen_fd)
     # Events are small and must leave at once (Nagle); accepted sockets inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import select
 import socket
 import ssl
 import subprocess
@@ -294,13 +295,20 @@ def test_https(tiny_model: Path, tmp_path: Path) -> None:
     except FileNotFoundError:
         pytest.skip("openssl is not installed")
     flags = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    flags += ("--max-connections", "1")
     with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
         assert server.url.startswith("https://")
         context = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(verify=context, base_url=server.url) as user:
+        with httpx.Client(verify=context, base_url=server.url, timeout=DEADLINE_S) as user:
             wait_for(lambda: _ready(user), "readiness")
             body = {"model": "tiny", "prompt": "one two", "max_tokens": 3}
             assert user.post("/v1/completions", json=body).status_code == 200
+        # They count from the end of their handshake on, for which they have a minute.
+        closed = select.poll()
+        with contextlib.ExitStack() as stack:
+            for _ in range(700):
+                closed.register(stack.enter_context(connect(server)), select.POLLIN)
+            wait_for(lambda: len(closed.poll(0)) > 100, "refusals", deadline_s=30)
 
 
 def _ready(user: httpx.Client) -> bool:
