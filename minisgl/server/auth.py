@@ -29,7 +29,7 @@ def key_hashes(keys: Iterable[str | None], file: str | None) -> tuple[str, ...]:
             raise ConfigError(f"the key file {file} holds no key")
     if any(not key.strip() for key in found):
         raise ConfigError("an API key must not be empty")
-    return tuple(_hash(key.encode()) for key in found)
+    return tuple(_hash(key.strip().encode()) for key in found)
 
 
 class Auth:

