@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from minisgl.core import RequestError
-from minisgl.server.auth import OPEN_PATHS, Auth
+from minisgl.server.auth import Auth
 from minisgl.server.errors import RETRY_AFTER, MethodNotAllowed, RouteNotFound
 from minisgl.server.generate import read_call, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
@@ -59,7 +59,7 @@ def build_app(service: Service) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=_error_handlers(refused))
     app.router.redirect_slashes = False
     # Around the app and not as its middleware, so that the answer to a bug has its id too.
-    bounded = Bounded(app, config.limits, OPEN_PATHS, refused)
+    bounded = Bounded(app, config.limits, refused)
     guarded: ASGIApp = Auth(bounded, config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # outside, since a browser's preflight carries no key
         guarded = CORSMiddleware(
@@ -69,7 +69,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return Edge(guarded, metrics, OPEN_PATHS)
+    return Edge(guarded, metrics)
 
 
 def _generating(service: Service, reader: RequestReader, path: str, route: str) -> Route:

@@ -10,9 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.core import ConfigError
 from minisgl.server.errors import AdminOnly, NotAuthenticated
-from minisgl.server.middleware import error_answer
+from minisgl.server.middleware import OPEN_PATHS, error_answer
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 
 

@@ -17,6 +17,8 @@ from minisgl.server.errors import BodyTooLarge, error_reply
 from minisgl.server.metrics import Metrics
 
 _MAX_ID_CHARS = 128
+# Answered with any key, and however many requests there are; no requests under way themselves.
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 
 
 def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -34,13 +36,11 @@ def error_answer(error: BaseException, **headers: str) -> Response:
 class Edge:
     """The outermost layer: counts requests and answers, and completes each answer's headers.
 
-    x-request-id is the client's, when it is short and printable, or ours. _probes: paths that do
-    not count as requests under way.
+    x-request-id is the client's, when it is short and printable, or ours.
     """
 
     _app: ASGIApp
     _metrics: Metrics
-    _probes: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         request_id = Headers(scope=scope).get("x-request-id", "")
@@ -57,7 +57,7 @@ class Edge:
                 message["headers"] = [*message.get("headers", ()), own]
             await send(message)
 
-        weight = scope["path"] not in self._probes
+        weight = scope["path"] not in OPEN_PATHS
         self._metrics.on_http_open(weight)
         try:
             await self._app(scope, receive, completed)
@@ -69,20 +69,19 @@ class Edge:
 class Bounded:
     """Refuses requests above max_connections at a time, and bodies above max_body_bytes.
 
-    A body counts by its Content-Length at once, and by what comes otherwise. _always: paths that
-    are answered however many requests there are. _partial_bytes: of bodies that have not come
-    whole; a body is refused when they exceed max_bodies_bytes, unless it is the only one.
+    A body counts by its Content-Length at once, and by what comes otherwise. _partial_bytes: of
+    bodies that have not come whole; a body is refused when they exceed max_bodies_bytes, unless it
+    is the only one.
     """
 
     _app: ASGIApp
     _limits: Limits
-    _always: frozenset[str]
     _refused: Callable[[RequestError], None]
     _open: int = 0
     _partial_bytes: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        if scope["path"] in self._always:
+        if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         error = self._refusal(scope)

@@ -3,9 +3,10 @@
 from typing import Any
 
 import minisgl
-from minisgl.server.auth import ADMIN_PATHS, OPEN_PATHS
+from minisgl.server.auth import ADMIN_PATHS
 from minisgl.server.checks import Schema, object_schema
 from minisgl.server.errors import status_table
+from minisgl.server.middleware import OPEN_PATHS
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
 from minisgl.server.routes import ABORT, detokenize_check, tokenize_check
 
