@@ -4,12 +4,9 @@ from typing import Any
 
 import msgspec
 
-from minisgl.core import InvalidRequest, Unsupported
+from minisgl.core import Unsupported
 from minisgl.server import checks
-from minisgl.server.checks import Check, Schema
-from minisgl.utils import near_names
-
-_MAX_PARTS = 1024
+from minisgl.server.checks import Check
 
 
 def messages_check(max_messages: int) -> Check:
@@ -70,11 +67,7 @@ def _text_part(param: str, value: Any) -> str:
     part = checks.json_object(param, value)
     if part.get("type") != "text":
         raise Unsupported(f"{param}: only parts of type text are supported", param=param)
-    if extra := set(part) - {"type", "text"}:
-        raise InvalidRequest(
-            f"{param} has an unknown field{near_names(min(extra), ['text'])}", param=param
-        )
-    return str(checks.string()(f"{param}.text", part.get("text")))
+    return str(_PART(param, part)["text"])
 
 
 def _tool_call(param: str, value: Any) -> dict[str, Any]:
@@ -99,10 +92,11 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
 # A client that sends an earlier answer back also sends these, empty.
 _EMPTY = ("refusal", "annotations", "audio", "function_call", "reasoning")
-_PART: Schema = checks.object_schema(
-    {"type": {"const": "text"}, "text": {"type": "string"}}, required=("type", "text")
+_PART = checks.fields(
+    {"type": Check(checks.as_is, {"const": "text"}), "text": checks.string()},
+    required=("type", "text"),
 )
-_PARTS = checks.list_of(Check(_text_part, _PART), _MAX_PARTS)
+_PARTS = checks.list_of(Check(_text_part, _PART.schema), 1024)
 _FIELDS = checks.fields(
     {
         "role": Check(_role, {"enum": list(_ROLES)}),

@@ -138,14 +138,10 @@ def _logit_bias(limits: Limits) -> Check:
 STREAM_OPTIONS = dict.fromkeys(("include_usage", "include_obfuscation"), checks.boolean)
 
 
-def _read_later(param: str, value: Any) -> Any:
-    return value
-
-
 # Prompts have a reader of their own, in `requests`: they depend on the model.
-TEXT_PROMPT = Check(_read_later, {"type": "string", "minLength": 1})
+TEXT_PROMPT = Check(checks.as_is, {"type": "string", "minLength": 1})
 IDS_PROMPT = Check(
-    _read_later, {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    checks.as_is, {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 )
 
 
@@ -230,11 +226,8 @@ class ParamTable:
             return
         known = {*self.offered[route], *HARMLESS, *NOT_OFFERED}
         shown = name[:64].encode("utf-8", "replace").decode()
-        raise InvalidRequest(
-            f"unknown parameter '{shown}'{near_names(shown, known)}",
-            param=shown,
-            code="unknown_parameter",
-        )
+        text = f"unknown parameter '{shown}'{near_names(shown, known)}"
+        raise InvalidRequest(text, param=shown, code="unknown_parameter")
 
 
 def _asks_for_nothing(name: str, value: Any, body: Mapping[str, Any]) -> bool:
@@ -252,4 +245,4 @@ def _kind(value: Any) -> type:
 def _prompts(max_prompts: int) -> Check:
     one = [TEXT_PROMPT.schema, IDS_PROMPT.schema]
     many = {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": max_prompts}
-    return Check(_read_later, {"anyOf": [*one, many]})
+    return Check(checks.as_is, {"anyOf": [*one, many]})

@@ -179,10 +179,8 @@ class RequestReader:
         if not value:
             raise checks.reject(param, "must not be empty")
         if len(value) > facts.max_seq_len:
-            raise PromptTooLong(
-                f"{param} has {len(value)} tokens; the context length is {facts.max_seq_len}",
-                param=param,
-            )
+            text = f"{param} has {len(value)} tokens; the context length is {facts.max_seq_len}"
+            raise PromptTooLong(text, param=param)
         plain = set(map(type, value)) == {int}  # all at once: a ninth of the time, one by one
         if not plain or min(value) < 0 or max(value) >= facts.vocab_size:
             check = checks.integer(0, facts.vocab_size - 1)
