@@ -195,14 +195,12 @@ class ApiServer:
                         sender.send(wire.Ping())
             hanging = self._hanging()
             if hanging is not None:
-                most_s = self.config.step_timeout_s
-                logger.error("%s hangs step_timeout_s=%g", hanging, most_s)
+                most = f"more than {self.config.step_timeout_s:g} s (--step-timeout)"
+                late = f"the {hanging} made no progress for {most}"
+                logger.error(late)
                 await asyncio.sleep(_STUCK_NOTICE_S)
                 if self._hanging() == hanging:
-                    raise WorkerDied(
-                        f"the {hanging} made no progress for more than {most_s:g} s "
-                        "(--step-timeout)"
-                    )
+                    raise WorkerDied(late)
 
     async def _beat(self) -> None:
         """Streams must not look dead to proxies while their request waits for its turn."""

@@ -35,7 +35,10 @@ def main() -> None:
         if not on_purpose:
             logger.exception("process failed")
         _report(spec, str(error) if on_purpose else f"{type(error).__name__}: {error}")
-        _exit(supervise.CONFIG_EXIT if isinstance(error, ConfigError) else 1)
+        logging.shutdown()
+        sys.stdout.flush()
+        # Not sys.exit: threads of libraries must not keep a failed process alive.
+        os._exit(supervise.CONFIG_EXIT if isinstance(error, ConfigError) else 1)
 
 
 def _run(spec: ChildSpec) -> None:
@@ -68,13 +71,6 @@ def _report(spec: ChildSpec, reason: str) -> None:
     line = " ".join(reason.split()) or "no reason given"
     with contextlib.suppress(OSError):
         os.write(spec.reason_fd, f"{spec.name}\t{line}"[:2000].encode("utf-8", "replace") + b"\n")
-
-
-def _exit(code: int) -> None:
-    # Not sys.exit: threads of libraries must not keep a failed process alive.
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,6 @@ class _Kind(NamedTuple):
     status: int
     type: str
     code: str | None = None
-    retry: bool = False
 
 
 RETRY_AFTER = "1"  # seconds, told with each 503
@@ -87,9 +86,9 @@ _TABLE: dict[type[BaseException], _Kind] = {
     NotAuthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
     AdminOnly: _Kind(403, "permission_error", "admin_only"),
     RanTooLong: _Kind(504, _SERVER, "ran_too_long"),
-    Overloaded: _Kind(503, _SERVER, "overloaded", retry=True),
-    NotReady: _Kind(503, _SERVER, "not_ready", retry=True),
-    DeadlineExceeded: _Kind(503, _SERVER, "deadline_exceeded", retry=True),
+    Overloaded: _Kind(503, _SERVER, "overloaded"),
+    NotReady: _Kind(503, _SERVER, "not_ready"),
+    DeadlineExceeded: _Kind(503, _SERVER, "deadline_exceeded"),
     Cancelled: _Kind(499, _INVALID, "cancelled"),
     EngineFailure: _Kind(500, _SERVER, "engine_error"),
     EngineError: _Kind(500, _SERVER, "engine_error"),
@@ -124,7 +123,7 @@ def error_reply(error: BaseException) -> ErrorReply:
     headers: dict[str, str] = {}
     if kind.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if kind.retry:
+    if kind.status == 503:
         headers["retry-after"] = RETRY_AFTER
     elif kind.status >= 500:
         headers["x-should-retry"] = "false"

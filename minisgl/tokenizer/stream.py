@@ -60,8 +60,7 @@ class TextStream:
     emitted_chars: of those decoded so far, given out; the rest is withheld or cut.
     """
 
-    def __init__(self, vocabulary: Vocabulary, spec: wire.TextSpec | None = None) -> None:
-        spec = spec or wire.TextSpec()
+    def __init__(self, vocabulary: Vocabulary, spec: wire.TextSpec) -> None:
         self._vocabulary = vocabulary
         self._skip_special = spec.skip_special_tokens
         self._min_tokens = spec.min_tokens if spec.stop else 0

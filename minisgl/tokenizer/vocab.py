@@ -78,8 +78,7 @@ def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     if tokenizer.decoder is None:
         return []
     described: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    steps: list[dict[str, Any]] = described.get("decoders", [described])
-    return steps
+    return list(described.get("decoders", [described]))
 
 
 def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -37,9 +37,8 @@ def handle(
     # tokenizers raises Exception itself; this request needs an answer, the next a worker (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
-        return wire.Answer(
-            uid=message.uid, error="the prompt could not be tokenized", internal=True
-        )
+        reason = "the prompt could not be tokenized"
+        return wire.Answer(uid=message.uid, error=reason, internal=True)
 
 
 def run_tokenizer(

@@ -23,11 +23,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def read_payload(fd: int) -> bytes:
-    """Read the parent's one length-prefixed payload; the pipe stays open as the death pipe."""
+    """Read the parent's one line; the pipe stays open as the death pipe."""
     with open(fd, "rb", closefd=False) as pipe:
-        head = pipe.read(8)
-        payload = pipe.read(int.from_bytes(head, "little"))
-    if len(head) < 8 or len(payload) < int.from_bytes(head, "little"):
+        payload = pipe.readline()
+    if not payload.endswith(b"\n"):
         os._exit(1)  # the parent died while starting us: nobody is left to tell
     return payload
 
@@ -100,7 +99,7 @@ class Child:
 def spawn_child(
     role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
 ) -> Child:
-    """Start `argv` + [fd]; the child reads `payload` from that fd and then waits for EOF on it.
+    """Start `argv` + [fd]; the child reads `payload`, a line, from it and then waits for its EOF.
 
     The child gets its own process group, so that a terminal's Ctrl-C reaches the parent only.
     """
@@ -121,7 +120,7 @@ def spawn_child(
         contextlib.suppress(BrokenPipeError),  # it died at once; its exit will be seen
         open(write_end, "wb", closefd=False) as pipe,
     ):
-        pipe.write(len(payload).to_bytes(8, "little") + payload)
+        pipe.write(payload + b"\n")
     return Child(role, process, write_end)
 
 

@@ -38,13 +38,13 @@ def cut(text: str, stops: list[str]) -> str:
 @example(ids_of(b"\xff" * 9 + b"a"))
 def test_pieces_are_the_whole_decode(ids: list[int]) -> None:
     """W7: mini-sglang dropped the tail when the text ended within a character."""
-    pieces = streamed(TextStream(VOCABULARY), ids)
+    pieces = streamed(TextStream(VOCABULARY, TextSpec()), ids)
     assert "".join(pieces) == VOCABULARY.decode(ids)
 
 
 @given(IDS)
 def test_at_most_one_incomplete_character_is_withheld(ids: list[int]) -> None:
-    stream = TextStream(VOCABULARY)
+    stream = TextStream(VOCABULARY, TextSpec())
     sent = ""
     for count, token_id in enumerate(ids, 1):
         sent += stream.push(token_id)
@@ -116,7 +116,7 @@ def test_character_that_begins_in_the_prompt_comes_out_whole() -> None:
 
 
 def test_terminating_token_counts_but_is_not_text() -> None:
-    stream = TextStream(VOCABULARY)
+    stream = TextStream(VOCABULARY, TextSpec())
     stream.push(ids_of(b"a")[0])
     assert stream.push(ids_of(b"b")[0], is_text=False) == ""
     assert (stream.tokens, stream.finish()) == (2, "")
