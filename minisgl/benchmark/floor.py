@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minisgl.benchmark.flags import positive, whole
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError
@@ -159,10 +160,10 @@ def main(argv: Sequence[str]) -> int:
         "--model", default="qwen3-0.6b", help=f"{', '.join(SHAPES)}, or a model folder"
     )
     add_workload_flags(parser)
-    parser.add_argument("--bandwidth", type=float, default=4.25, help="TB/s (4.25: one H200)")
-    parser.add_argument("--matmul", type=float, default=686, help="TFLOP/s (686: one H200)")
-    parser.add_argument("--budget", type=int, default=8192, help="prompt tokens a step (8192)")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model (1)")
+    parser.add_argument("--bandwidth", type=positive, default=4.25, help="TB/s (4.25: one H200)")
+    parser.add_argument("--matmul", type=positive, default=686, help="TFLOP/s (686: one H200)")
+    parser.add_argument("--budget", type=whole, default=8192, help="prompt tokens a step (8192)")
+    parser.add_argument("--tp", type=whole, default=1, help="GPUs that share the model (1)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         _, model = load_shape(options.model, Path(folder))

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minisgl import kernel
+from minisgl.benchmark.flags import whole
 from minisgl.benchmark.moe import layer_cases
 
 _CALLS = 32  # captured in one graph
@@ -239,8 +240,8 @@ def measure(case: Case, bandwidth: float) -> Figure:
 def main(argv: Sequence[str]) -> int:
     """Print the table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench kernels", description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 256, 8192])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--tokens", type=whole, nargs="+", default=[1, 64, 256, 8192])
+    parser.add_argument("--rows", type=whole, nargs="+", default=[1, 64, 256])
     parser.add_argument("--only", default="", help="kernels whose line begins so")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():

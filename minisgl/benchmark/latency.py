@@ -94,5 +94,11 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def error_lines(answers: Iterable[Answer]) -> list[str]:
+    """A line for each of the first three kinds of error."""
+    errors = {answer.error for answer in answers if answer.error is not None}
+    return [f"error: {error}" for error in sorted(errors)[:3]]
+
+
 def _array(values: Iterable[float]) -> Samples:
     return np.array(list(values), dtype=np.float64)

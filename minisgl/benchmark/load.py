@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from minisgl.benchmark.flags import amount, positive, whole
 from minisgl.benchmark.trace import Load, read_trace, replay
 from minisgl.benchmark.workload import add_workload_flags, check_workload, workload_from
-from minisgl.core import ConfigError
 
 
 def arrivals(count: int, rate: float, poisson: bool, seed: int) -> list[float]:
@@ -23,8 +23,6 @@ def arrivals(count: int, rate: float, poisson: bool, seed: int) -> list[float]:
 
 def load_of(options: argparse.Namespace) -> Load:
     """The prompts, lengths and arrivals that the flags describe. Raises ConfigError."""
-    if options.concurrency < 1 or (options.rate is not None and options.rate <= 0):
-        raise ConfigError("--concurrency and --rate must be positive")
     check_workload(options)
     if options.trace is not None:
         return replay(
@@ -45,13 +43,15 @@ def load_of(options: argparse.Namespace) -> Load:
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that load_of reads."""
     load = parser.add_argument_group("load")
-    load.add_argument("--concurrency", type=int, default=256, help="requests at a time (256)")
-    load.add_argument("--rate", type=float, help="arrivals per second, whatever runs; inf: at once")
+    load.add_argument("--concurrency", type=whole, default=256, help="requests at a time (256)")
+    load.add_argument(
+        "--rate", type=positive, help="arrivals per second, whatever runs; inf: at once"
+    )
     load.add_argument("--arrival", choices=("poisson", "uniform"), default="poisson")
     load.add_argument("--trace", type=Path, help="replay the first --requests of this file")
-    load.add_argument("--time-scale", type=float, default=1.0, help="times its arrival times")
-    load.add_argument("--length-scale", type=float, default=1.0, help="times its lengths")
-    load.add_argument("--max-prompt", type=int, help="cut its prompts to so many tokens")
+    load.add_argument("--time-scale", type=amount, default=1.0, help="times its arrival times")
+    load.add_argument("--length-scale", type=amount, default=1.0, help="times its lengths")
+    load.add_argument("--max-prompt", type=whole, help="cut its prompts to so many tokens")
     load.add_argument(
         "--beside",
         type=int,

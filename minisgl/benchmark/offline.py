@@ -8,21 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from minisgl.benchmark.flags import amount, natural, whole
 from minisgl.benchmark.floor import Ceilings, floor_of, load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
-from minisgl.core import ConfigError, SamplingParams
+from minisgl.core import ConfigError, InvalidRequest, SamplingParams
 from minisgl.llm import LLM
 
 
 def run_workload(llm: LLM, workload: Workload, temperature: float, progress: bool) -> float:
-    """Generate all of it; the seconds it took. Raises ConfigError when a prompt is refused."""
+    """Generate all of it; the seconds it took. Raises ConfigError when it is refused."""
     sampling = [
         SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=index)
         for index, count in enumerate(workload.max_tokens)
     ]
     begin = time.perf_counter()
-    completions = llm.generate(workload.prompts, sampling, progress=progress)
+    try:
+        completions = llm.generate(workload.prompts, sampling, progress=progress)
+    except InvalidRequest as error:
+        raise ConfigError(error.message) from None
     seconds = time.perf_counter() - begin
     assert isinstance(completions, list), "many prompts give a list: this is a bug"
     refused = next((completion.error for completion in completions if completion.error), None)
@@ -43,14 +47,18 @@ def main(argv: Sequence[str]) -> int:
     )
     add_workload_flags(parser)
     group = parser.add_argument_group("engine")
-    group.add_argument("--temperature", type=float, default=0.6)
-    group.add_argument("--page-size", type=int, default=16)
+    group.add_argument("--temperature", type=amount, default=0.6)
+    group.add_argument("--page-size", type=whole, default=16)
     group.add_argument("--attention-backend", default="auto")
-    group.add_argument("--max-prefill-length", type=int, default=8192, help="tokens a step (8192)")
-    group.add_argument("--max-running-requests", type=int, default=256)
-    group.add_argument("--cuda-graph-max-bs", type=int, default=None)
-    group.add_argument("--repeat", type=int, default=2, help="timed runs after one to warm up (2)")
-    group.add_argument("--tp", type=int, default=1, help="GPUs that share the model (1)")
+    group.add_argument(
+        "--max-prefill-length", type=whole, default=8192, help="tokens a step (8192)"
+    )
+    group.add_argument("--max-running-requests", type=whole, default=256)
+    group.add_argument("--cuda-graph-max-bs", type=natural, default=None)
+    group.add_argument(
+        "--repeat", type=whole, default=2, help="timed runs after one to warm up (2)"
+    )
+    group.add_argument("--tp", type=whole, default=1, help="GPUs that share the model (1)")
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

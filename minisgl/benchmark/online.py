@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ from tqdm import tqdm
 
 from minisgl.benchmark.beside import running, streams_of, summarise_streams
 from minisgl.benchmark.client import Answer, StreamingClient
-from minisgl.benchmark.latency import latencies, summarise, table
+from minisgl.benchmark.flags import amount, output_file
+from minisgl.benchmark.latency import error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.own_server import OwnServer, fetch, own_server, read_metrics
@@ -93,10 +95,7 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     if streams:
         summary["beside"] = summarise_streams(beside, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
-    print(table(summary))
-    errors = {answer.error for answer in (*streams, *answers) if answer.error is not None}
-    for error in sorted(errors)[:3]:
-        print(f"error: {error}")
+    print(table(summary), *error_lines([*streams, *answers]), sep="\n")
     if options.plot is not None:
         options.plot.write_text(plot_latencies(latencies(answers)), encoding="utf-8")
     after = read_metrics(url, options.api_key)
@@ -161,15 +160,15 @@ def _parser() -> argparse.ArgumentParser:
         "--model", help=f"start a server of {', '.join(SHAPES)} (random weights), or of a folder"
     )
     parser.add_argument("server_flags", nargs="*", help="after --: flags for that server")
-    parser.add_argument("--server-log", type=Path, help="where that server's log is kept")
+    parser.add_argument("--server-log", type=output_file, help="where that server's log is kept")
     parser.add_argument("--api-key")
     parser.add_argument("--served-name", help="the `model` of requests; none: the first served")
     parser.add_argument("--chat", action="store_true", help="chats of words, not prompts of ids")
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--temperature", type=amount, default=0.6)
     parser.add_argument("--obey-eos", action="store_true", help="answers may end early")
-    parser.add_argument("--json", type=Path, help="write settings, summary and requests")
+    parser.add_argument("--json", type=output_file, help="write settings, summary and requests")
     parser.add_argument("--samples", action="store_true", help="with the time of each output")
-    parser.add_argument("--plot", type=Path, help="write the latencies as an SVG")
+    parser.add_argument("--plot", type=output_file, help="write the latencies as an SVG")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_load_flags(parser)
     return parser
@@ -180,6 +179,8 @@ def _server(options: argparse.Namespace) -> Iterator[OwnServer]:
     if (options.url is None) == (options.model is None):
         raise ConfigError("give either --url or --model")
     if options.url is not None:
+        if options.server_flags:
+            raise ConfigError("flags after -- are for a server of --model")
         yield OwnServer(options.url.rstrip("/").removesuffix("/v1"), 0.0)
         return
     with own_server(options.model, options.server_flags, options.server_log) as server:
@@ -187,18 +188,26 @@ def _server(options: argparse.Namespace) -> Iterator[OwnServer]:
         yield server
 
 
+def _first_model(url: str, api_key: str | None) -> str:
+    text = fetch(url + "/v1/models", api_key)
+    try:
+        return str(json.loads(text)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(f"{url}/v1/models names no model; give --served-name") from None
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON; 1 when a request failed."""
     options = _parser().parse_args(argv)
     with _server(options) as server:
         if options.served_name is None:
-            models = json.loads(fetch(server.url + "/v1/models", options.api_key))
-            options.served_name = models["data"][0]["id"]
+            options.served_name = _first_model(server.url, options.api_key)
         found = measure(server.url, options)
     found["summary"]["ready_s"] = server.ready_s
     if options.json is not None:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-        kept = {name: value for name, value in settings.items() if name != "api_key"}
-        options.json.write_text(json.dumps({"settings": kept, **found}, indent=1), encoding="utf-8")
+        kept = {k: v for k, v in vars(options).items() if k != "api_key"}
+        no_json = {k: str(v) for k, v in kept.items() if isinstance(v, Path) or v == math.inf}
+        text = json.dumps({"settings": kept | no_json, **found}, indent=1)
+        options.json.write_text(text, encoding="utf-8")
     print(json.dumps(found["summary"]))
     return 1 if found["summary"]["failed"] else 0

@@ -8,6 +8,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,11 +86,11 @@ def _is_ready(url: str) -> bool:
 def fetch(url: str, api_key: str | None = None) -> bytes:
     """The body of a GET. Raises ConfigError when there is none."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(url, headers=headers)
     try:
+        request = urllib.request.Request(url, headers=headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return bytes(answer.read())
-    except OSError as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise ConfigError(f"{url} cannot be read: {error}") from None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minisgl.benchmark.flags import whole
 from minisgl.distributed import GroupCommunicator, TPInfo, connect
 
 _CALLS = 20  # in one graph
@@ -92,10 +93,16 @@ def compare(comm: GroupCommunicator, widths: Sequence[int], rows: Sequence[int])
 def main(argv: Sequence[str]) -> int:
     """Print a table in microseconds and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench reduce", description=__doc__)
-    parser.add_argument("--tp", type=int, default=2, help="GPUs (2)")
-    parser.add_argument("--width", type=int, nargs="+", default=[5120], help="hidden sizes (5120)")
+    parser.add_argument("--tp", type=whole, default=2, help="GPUs (2)")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024, 2048, 8192], help="tokens"
+        "--width", type=whole, nargs="+", default=[5120], help="hidden sizes (5120)"
+    )
+    parser.add_argument(
+        "--rows",
+        type=whole,
+        nargs="+",
+        default=[1, 8, 64, 256, 1024, 2048, 8192],
+        help="tokens",
     )
     options = parser.parse_args(argv)
     if torch.cuda.device_count() < options.tp:

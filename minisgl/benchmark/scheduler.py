@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from minisgl.benchmark.flags import whole
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult
 from minisgl.kvcache import RadixCache
 from minisgl.message import wire
@@ -147,18 +148,18 @@ def _timed(operation: Callable[[], object], count: int, what: str, show: bool) -
 
 
 def _figure(name: str, seconds: list[float], aim_s: float) -> Figure:
-    p99 = statistics.quantiles(seconds, n=100)[98]
+    p99 = float(np.percentile(seconds, 99))
     return Figure(name, len(seconds), statistics.median(seconds), p99, aim_s)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench scheduler", description=__doc__)
-    parser.add_argument("--running", type=int, default=256, help="decoding reqs (256)")
-    parser.add_argument("--steps", type=int, default=1000, help="decode steps (1000)")
-    parser.add_argument("--prompts", type=int, default=200, help="admitted reqs (200)")
-    parser.add_argument("--nodes", type=int, default=100_000, help="radix nodes (100000)")
-    parser.add_argument("--evictions", type=int, default=5000, help="evictions (5000)")
+    parser.add_argument("--running", type=whole, default=256, help="decoding reqs (256)")
+    parser.add_argument("--steps", type=whole, default=1000, help="decode steps (1000)")
+    parser.add_argument("--prompts", type=whole, default=200, help="admitted reqs (200)")
+    parser.add_argument("--nodes", type=whole, default=100_000, help="radix nodes (100000)")
+    parser.add_argument("--evictions", type=whole, default=5000, help="evictions (5000)")
     options = parser.parse_args(argv)
     figures = [
         measure_decode(options.running, options.steps),

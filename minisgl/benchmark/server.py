@@ -20,7 +20,8 @@ import msgspec
 import uvicorn
 import uvloop
 
-from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
+from minisgl.benchmark.flags import whole
+from minisgl.core import ConfigError, EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message import wire
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
@@ -74,8 +75,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _all_submitted(service: _Service, streams: int) -> None:
+async def _all_submitted(
+    service: _Service, streams: int, clients: "subprocess.Popen[bytes]"
+) -> None:
     while len(service.scheduler.sent) < streams:
+        if clients.poll() is not None:
+            raise ConfigError("the clients ended before all their requests had come")
         await asyncio.sleep(0.001)
 
 
@@ -120,7 +125,7 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     flags = [*load.split(), "--output-tokens", str(tokens), str(tokens), "--url", url]
     command = [sys.executable, "-m", "minisgl", "bench", "online", *flags]
     reader = subprocess.Popen(command, stdout=subprocess.PIPE)
-    await _all_submitted(service, streams)
+    await _all_submitted(service, streams, reader)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     await _play_engine(service, tokens)
     while service.client.open_generations:
@@ -134,8 +139,8 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
 def main(argv: Sequence[str]) -> int:
     """Print events per second and core, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench server", description=__doc__)
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=400, help="of each stream")
+    parser.add_argument("--streams", type=whole, default=256)
+    parser.add_argument("--tokens", type=whole, default=400, help="of each stream")
     options = parser.parse_args(argv)
     cpu_s, wall_s, found = uvloop.run(_measure(options.streams, options.tokens))
     events = found["events"]

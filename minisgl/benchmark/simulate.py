@@ -17,7 +17,8 @@ import numpy as np
 
 from minisgl.benchmark.beside import streams_of, summarise_streams
 from minisgl.benchmark.client import Answer
-from minisgl.benchmark.latency import summarise, table
+from minisgl.benchmark.flags import amount, whole
+from minisgl.benchmark.latency import error_lines, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.trace import Load, hit_ratios
 from minisgl.core import (
@@ -45,7 +46,9 @@ def read_cost(text: str) -> StepCost:
         key_ns, pair_ns, *prices = text.split(",")
         points = [(int(tokens), float(ms) / 1e3) for tokens, ms in (p.split(":") for p in prices)]
         tokens, seconds = zip(*points, strict=True)
-        if [*tokens] != sorted({*tokens}) or [*seconds] != sorted(seconds):
+        figures = [float(key_ns), float(pair_ns), *seconds]
+        rising = [*tokens] == sorted({*tokens}) and [*seconds] == sorted(seconds)
+        if not (rising and tokens[0] > 0 and all(0 <= one < math.inf for one in figures)):
             raise ValueError
         return StepCost(
             tokens=tokens,
@@ -164,10 +167,10 @@ def main(argv: Sequence[str]) -> int:
         metavar="KEY_NS,PAIR_NS,TOKENS:MS,...",
         help="of a step, as logged by a server (Qwen3-8B on one H200)",
     )
-    parser.add_argument("--num-pages", type=int, default=49_000, help="of 16 tokens (49000)")
-    parser.add_argument("--max-running-requests", type=int, default=256)
-    parser.add_argument("--max-seq-len", type=int, default=40_960)
-    parser.add_argument("--target-step-ms", type=float, default=SchedulerConfig().target_step_ms)
+    parser.add_argument("--num-pages", type=whole, default=49_000, help="of 16 tokens (49000)")
+    parser.add_argument("--max-running-requests", type=whole, default=256)
+    parser.add_argument("--max-seq-len", type=whole, default=40_960)
+    parser.add_argument("--target-step-ms", type=amount, default=SchedulerConfig().target_step_ms)
     parser.add_argument("--cache-type", choices=("radix", "naive"), default="radix")
     add_load_flags(parser)
     options = parser.parse_args(argv)
@@ -197,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
     if streams:
         summary["beside"] = summarise_streams(beside, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
-    print(table(summary))
+    print(table(summary), *error_lines([*streams, *answers]), sep="\n")
     summary |= hit_ratios(load.prompts, engine.num_pages, engine.page_size)
     print(json.dumps(summary | {"busy_s": engine.busy_s}))
     return 1 if summary["failed"] else 0

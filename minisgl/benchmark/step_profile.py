@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from minisgl.benchmark.flags import natural, whole
 from minisgl.benchmark.floor import Ceilings, cost_of, load_shape, reduce_s
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.reduce import run_ranks
@@ -41,8 +42,11 @@ def contexts_of(num_reqs: int, context: int, ragged: bool) -> Int32Array:
 
 def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
     """Decode step number `step` of reqs that began with those contexts, every page its own."""
-    num_reqs = len(contexts)
-    pages = -(-(contexts + (_WARM_UP + _STEPS + _PROFILED + 1)) // engine.page_size)
+    num_reqs, steps = len(contexts), _WARM_UP + _STEPS + _PROFILED
+    if contexts.max() + steps > engine.max_seq_len:
+        most = engine.max_seq_len - steps
+        raise ConfigError(f"a context of {contexts.max()} tokens is beyond {most}, the most here")
+    pages = -(-(contexts + (steps + 1)) // engine.page_size)
     if pages.sum() > engine.num_pages:
         raise ConfigError(f"{pages.sum()} pages are needed, there are {engine.num_pages}")
     rows = np.arange(num_reqs, dtype=np.int32)
@@ -110,14 +114,16 @@ def main(argv: Sequence[str]) -> int:
     """Print the step's times and its kernels, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench step", description=__doc__)
     parser.add_argument("--model", default="qwen3-0.6b", help=", ".join(SHAPES))
-    parser.add_argument("--batch", type=int, default=256, help="decoding requests (256)")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each (1024)")
+    parser.add_argument("--batch", type=whole, default=256, help="decoding requests (256)")
+    parser.add_argument("--context", type=natural, default=1024, help="tokens of each (1024)")
     parser.add_argument("--ragged", action="store_true", help="half to one and a half times that")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--kernels", type=int, default=25, help="lines of the table (25)")
+    parser.add_argument("--page-size", type=whole, default=16)
+    parser.add_argument("--kernels", type=natural, default=25, help="lines of the table (25)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model (1)")
+    parser.add_argument("--tp", type=whole, default=1, help="GPUs that share the model (1)")
     options = parser.parse_args(argv)
+    if options.tp > max(torch.cuda.device_count(), 1):
+        parser.error(f"needs {options.tp} CUDA devices")
     with tempfile.TemporaryDirectory() as folder:
         if options.tp == 1:
             profile_rank(SingleCommunicator(), options, folder)

@@ -51,6 +51,8 @@ def read_trace(path: Path, count: int | None = None) -> list[TraceRequest]:
         if not 1 <= request.input_length <= BLOCK_TOKENS * len(request.hash_ids):
             raise ConfigError(f"{path} line {number}: hash_ids do not cover input_length")
         requests.append(request)
+    if not requests:
+        raise ConfigError(f"{path} has no requests")
     return sorted(requests, key=lambda request: request.timestamp)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from minisgl.benchmark.flags import natural, whole
 from minisgl.core import ConfigError
 
 LARGEST_ID = 10_000
@@ -52,7 +53,7 @@ def make_workload(
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that workload_from reads."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--requests", type=int, default=256, help="number of prompts (256)")
+    group.add_argument("--requests", type=whole, default=256, help="number of prompts (256)")
     for what in ("prompt", "output"):
         group.add_argument(
             f"--{what}-tokens",
@@ -62,23 +63,21 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
             metavar=("MIN", "MAX"),
             help=f"{what} lengths, uniform (100 1024)",
         )
-    group.add_argument("--shared-prefix", type=int, default=0, help="tokens all prompts begin with")
+    group.add_argument(
+        "--shared-prefix", type=natural, default=0, help="tokens all prompts begin with"
+    )
     group.add_argument("--seed", type=int, default=0, help="of lengths and token ids (0)")
     group.add_argument(
-        "--largest-id", type=int, default=LARGEST_ID, help=f"of prompt tokens ({LARGEST_ID})"
+        "--largest-id", type=natural, default=LARGEST_ID, help=f"of prompt tokens ({LARGEST_ID})"
     )
 
 
 def check_workload(options: argparse.Namespace) -> None:
     """Raises ConfigError where the flags describe no workload."""
-    if options.requests < 1:
-        raise ConfigError("--requests must be positive")
     for what in ("prompt", "output"):
         least, most = getattr(options, f"{what}_tokens")
         if not 1 <= least <= most:
             raise ConfigError(f"--{what}-tokens takes a positive MIN and a MAX not below it")
-    if options.shared_prefix < 0 or options.largest_id < 0:
-        raise ConfigError("--shared-prefix and --largest-id must not be negative")
 
 
 def workload_from(options: argparse.Namespace, vocab_size: int | None = None) -> Workload:

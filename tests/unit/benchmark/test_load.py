@@ -1,11 +1,16 @@
 """Flags of loads that describe none are one sentence, not a traceback."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from minisgl.benchmark.floor import main as floor
+from minisgl.benchmark.online import main as online
+from minisgl.benchmark.scheduler import main as scheduler
+from minisgl.benchmark.server import main as server
 from minisgl.benchmark.simulate import main as simulate
+from minisgl.benchmark.step_profile import main as step
 from minisgl.core import ConfigError
 
 
@@ -13,11 +18,9 @@ from minisgl.core import ConfigError
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--requests 0", "--requests must be positive"),
         ("--prompt-tokens 0 5", "--prompt-tokens takes"),
         ("--prompt-tokens 9 5", "--prompt-tokens takes"),
         ("--output-tokens 9 5", "--output-tokens takes"),
-        ("--shared-prefix -1", "--shared-prefix and --largest-id must not"),
     ],
 )
 def test_flags_without_a_load(
@@ -27,6 +30,58 @@ def test_flags_without_a_load(
         main(flags.split())
 
 
-def test_no_requests_of_a_trace() -> None:
-    with pytest.raises(ConfigError, match="--requests must be positive"):
-        simulate(["--trace", "never-opened", "--requests", "0"])
+@pytest.mark.parametrize(
+    ("main", "flags"),
+    [
+        (floor, "--requests 0"),
+        (floor, "--shared-prefix -1"),
+        (floor, "--tp 0"),
+        (floor, "--bandwidth nan"),
+        (floor, "--budget 0"),
+        (simulate, "--trace never-opened --requests 0"),
+        (simulate, "--rate nan"),
+        (simulate, "--time-scale inf"),
+        (simulate, "--num-pages 0"),
+        (simulate, "--max-running-requests 0"),
+        (simulate, "--target-step-ms -1"),
+        (scheduler, "--running 0"),
+        (step, "--batch 0"),
+        (server, "--tokens 0"),
+        (online, "--url http://127.0.0.1:1 --rate -1"),
+        (online, "--url http://127.0.0.1:1 --json /nowhere/x.json"),
+        (online, "--url http://127.0.0.1:1 --plot /"),
+    ],
+)
+def test_flags_out_of_their_range_are_refused_by_name(
+    main: Callable[[Sequence[str]], int], flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were tracebacks, the last two after the run; some of them ran without end."""
+    with pytest.raises(SystemExit):
+        main(flags.split())
+    assert f"argument {flags.split()[-2]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--url nonsense", "nonsense/v1/models cannot be read"),
+        ("--url http://127.0.0.1:x", "cannot be read"),
+        ("--url http://127.0.0.1:1 -- --tp 2", "flags after -- are for a server of --model"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_one_sentence(flags: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        online(flags.split())
+
+
+def test_a_trace_without_requests_is_no_load(tmp_path: Path) -> None:
+    """It was a run of no requests, and a success."""
+    trace = tmp_path / "trace.jsonl"
+    trace.touch()
+    with pytest.raises(ConfigError, match=r"trace\.jsonl has no requests"):
+        simulate(["--trace", str(trace)])
+
+
+def test_why_simulated_requests_failed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(["--requests", "2", "--num-pages", "1"]) == 1
+    assert "error: " in capsys.readouterr().out

@@ -151,7 +151,9 @@ def test_even_steps_change_nothing_where_all_answers_are_equally_long() -> None:
 
 def test_the_cost_is_read_as_it_is_logged() -> None:
     assert str(COST) == str(read_cost(str(COST)))
-    for wrong in ("1,2", "1,2,x:3", "1,2,3", "", "1,2,5:1,3:4", "1,2,3:4,5:1"):
+    wrong_order = "1,2,5:1,3:4", "1,2,3:4,5:1"
+    no_times = "1,nan,1:1", "1,2,1:inf", "1,2,1:-1", "1,2,0:1"
+    for wrong in ("1,2", "1,2,x:3", "1,2,3", "", *wrong_order, *no_times):
         with pytest.raises(ConfigError, match="is not KEY_NS"):
             read_cost(wrong)
 

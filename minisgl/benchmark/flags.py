@@ -1,0 +1,46 @@
+"""Types of the flags of benchmarks, which argparse refuses by the flag's name before all else."""
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 1."""
+    return _at_least(1, int(text))
+
+
+def natural(text: str) -> int:
+    """A whole number of at least 0."""
+    return _at_least(0, int(text))
+
+
+def amount(text: str) -> float:
+    """A finite number of at least 0."""
+    value = float(text)
+    if not 0 <= value < math.inf:  # nor is NaN
+        raise argparse.ArgumentTypeError("must be a number of at least 0")
+    return value
+
+
+def positive(text: str) -> float:
+    """A number above 0; inf is one."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written when all has been measured."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
+def _at_least(least: int, value: int) -> int:
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}")
+    return value
