@@ -17,7 +17,7 @@ from minisgl.server.errors import BodyTooLarge, error_reply
 from minisgl.server.metrics import Metrics
 
 _MAX_ID_CHARS = 128
-# Answered with any key, and however many requests there are; no requests under way themselves.
+# Answered without a key, and however many requests there are; they do not count as such.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 
 
