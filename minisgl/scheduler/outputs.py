@@ -87,11 +87,10 @@ class OutputBuilder:
 
     def refuse(self, message: wire.AddReq, error: RequestError) -> None:
         """The one terminal message of a req that was never accepted."""
-        uid, prompt_tokens = message.uid, len(message.token_ids) // 4
+        uid, kind = message.uid, type(error).__name__
         opened = wire.Opened(
-            uid=uid, prompt_tokens=prompt_tokens, cached_tokens=0, text=message.text
+            uid=uid, prompt_tokens=len(message.token_ids) // 4, cached_tokens=0, text=message.text
         )
-        kind = type(error).__name__
         finished = wire.Finished(
             uid=uid, reason=FinishReason.ERROR, error=error.message, error_kind=kind
         )

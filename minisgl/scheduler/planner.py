@@ -62,7 +62,7 @@ class Planner:
         self._sizes = step_sizes(config.prefill_budget_tokens + table.rows.size + 1024)
         self.waiting: deque[Req] = deque()
         self.prefilling: list[Req] = []
-        self.unpublished: list[Req] = []
+        self.unpublished: dict[Req, None] = {}  # a set that keeps its order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
     def decode_s(self, batch: Batch) -> float:
@@ -85,7 +85,7 @@ class Planner:
             self.prefilling.remove(req)
         elif req.state is ReqState.DECODE:
             self.decode_rows = self.decode_rows[self.decode_rows != req.row]
-        self.published(req)
+        self.unpublished.pop(req, None)
         req.state = ReqState.ENDING
 
     def enqueue(self, req: Req) -> None:
@@ -98,11 +98,6 @@ class Planner:
             self.waiting.appendleft(req)
         else:
             self.waiting.append(req)
-
-    def published(self, req: Req) -> None:
-        """The prompt of `req` is in the prefix cache, or never will be."""
-        if req in self.unpublished:
-            self.unpublished.remove(req)
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -196,7 +191,7 @@ class Planner:
             req.admitted, req.cached_tokens = True, int(self._table.computed[req.row])
         req.state = ReqState.PREFILL
         self.prefilling.append(req)
-        self.unpublished.append(req)
+        self.unpublished[req] = None
 
     def _take(self, row: int, budget: int, chunks: dict[int, int]) -> int:
         chunks[row] = min(budget, int(self._table.prefill_end[row] - self._table.computed[row]))

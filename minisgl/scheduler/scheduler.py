@@ -239,7 +239,7 @@ class Scheduler:
         for row, reason in outcome.ended.items():
             self._end_row(row, reason)
         for req in prompted:  # only now, with finite logits seen, may others use the prompt's KV
-            self.planner.published(req)
+            self.planner.unpublished.pop(req, None)
             if req.state is ReqState.DECODE:
                 self.memory.publish(req, self.table, int(self.table.prefill_end[req.row]))
         leaving, self._leaving = self._leaving, []
