@@ -31,7 +31,6 @@ Sampling = SamplingParams | Sequence[SamplingParams] | None
 Stop = str | Sequence[str]
 
 _NO_PROMPT = "a prompt is text or a sequence of token ids"
-_NO_CONVERSATION = "a conversation is a list of messages"
 
 
 class LLM:
@@ -132,7 +131,7 @@ class LLM:
         template_options: dict[str, Any] | None = None,
     ) -> Completion | list[Completion]:
         """Answer one conversation (a list of messages) or many, by the model's chat template."""
-        one, many = _listed(conversations, dict, _NO_CONVERSATION)
+        one, many = _listed(conversations, dict, "a conversation is a list of messages")
         prompts = [self.tokenizer.encode_chat(list(c), template_options) for c in many]
         return self._run(one, prompts, sampling, stop, progress)
 
@@ -216,6 +215,10 @@ class LLM:
         running = self._running
         for opened in output.opened:
             running[opened.uid].opened = opened
+        for told in output.prompt_logprobs:
+            running[told.uid].prompt_logprobs.append(told)
+        for found in output.logprobs:
+            running[found.uid].logprobs.append(found)
         by_stop = {f.uid for f in output.finished if f.reason is FinishReason.STOP}
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
             generation = running[uid]

@@ -13,6 +13,8 @@ class Completion:
 
     token_ids include the stop token; text does not. error says why finish_reason is ERROR: that
     input alone failed (say, a prompt that is too long), the others of the same call did not.
+    Where the sampling parameters ask for them: logprobs, of each of token_ids; prompt_logprobs, of
+    the prompt but its first token, in parts.
     """
 
     text: str
@@ -21,6 +23,8 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     error: str | None = None
+    logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[wire.PromptLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Generation:
     whole: bool
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[wire.PromptLogprobs] = field(default_factory=list)
     opened: wire.Opened = field(init=False)
     completion: Completion | None = None
 
@@ -82,4 +88,6 @@ class Generation:
             prompt_tokens=self.opened.prompt_tokens,
             cached_tokens=self.opened.cached_tokens,
             error=error,
+            logprobs=self.logprobs[: len(self.token_ids)],  # not what came after a stop string
+            prompt_logprobs=self.prompt_logprobs,
         )

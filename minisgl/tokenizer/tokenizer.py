@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from minisgl.core import ConfigError
+from minisgl.core import ConfigError, InvalidRequest
 from minisgl.core.hub import read_json
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
@@ -65,7 +65,10 @@ class TextTokenizer:
         """Ids of plain text. A BOS spelled out at its beginning is not doubled."""
         if self._prepends_bos and text.startswith(self._bos_token):
             add_special = False
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+        except TypeError:  # no UTF-8 holds it
+            raise InvalidRequest("a text must not have a lone surrogate", "prompt") from None
 
     def encode_chat(
         self,

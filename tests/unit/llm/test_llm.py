@@ -133,6 +133,34 @@ def test_input_that_cannot_be_served_fails_alone(llm: LLM) -> None:
     assert results[1].text == "42"
 
 
+def test_log_probabilities_come_with_the_tokens(llm: LLM) -> None:
+    """They were dropped without a word. What is generated has as prompt the same ones."""
+    prompt = llm.tokenizer.encode_chat(SPELL)
+    asked = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
+    found = one(llm.generate(prompt, asked, progress=False))
+    assert [told.top_ids[0] for told in found.logprobs] == found.token_ids
+    assert [told.top_logprobs[0] for told in found.logprobs] == [f.logprob for f in found.logprobs]
+    assert not found.prompt_logprobs
+    again = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    whole = one(llm.generate([*prompt, *found.token_ids], again, progress=False))
+    told_again = [value for part in whole.prompt_logprobs for value in part.logprobs]
+    assert len(told_again) == len(prompt) + len(found.token_ids) - 1
+    assert told_again[len(prompt) - 1 :] == pytest.approx([f.logprob for f in found.logprobs])
+    stopped = one(llm.generate(prompt, asked, stop="n", progress=False))
+    assert stopped.text == "p-l-a-"
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_a_lone_surrogate_is_no_text(llm: LLM) -> None:
+    for call in (
+        lambda: llm.generate("a\ud800"),
+        lambda: llm.chat([{**ADD[0], "content": "\ud800"}]),
+    ):
+        with pytest.raises(InvalidRequest, match="surrogate"):
+            call()
+    assert one(llm.chat(ADD, GREEDY, progress=False)).text == "42"
+
+
 def test_limits_of_one_input_leave_shared_parameters_alone(llm: LLM) -> None:
     """W8: one long prompt shrank the outputs of all."""
     room = llm.facts.max_seq_len
