@@ -178,7 +178,7 @@ class Planner:
         page_size, half = self._memory.page_size, (len(req.tokens) - cached + 1) // 2
         least = self._memory.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
         mark = req.tokens[least - 1 : least].tobytes()  # where most others differ
-        for other in others:
+        for other in others if mark else ():  # none: too short for any to save it half
             older = other.serial < req.serial and other.cache_salt == req.cache_salt
             if older and other.tokens[least - 1 : least].tobytes() == mark:
                 shared = common_prefix(req.tokens[:-1], other.tokens)
