@@ -16,7 +16,7 @@ WAIT_S = 240.0  # under the five minutes that `helm test` gives
 def call(url: str, body: object = None) -> str:
     """The text of a 200 answer; URLError for everything else."""
     headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("API_KEY"):
+    if key := os.environ.get("API_KEY", "").strip():
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:

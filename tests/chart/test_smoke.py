@@ -82,7 +82,8 @@ def test_it_waits_for_readiness_and_uses_the_api(script):
 
 
 def test_it_sends_the_key(script):
-    assert run(script, GOOD, key="k", sent="k")[0] == 0
+    """A Secret made of a file ends with a newline, which the server takes off."""
+    assert run(script, GOOD, key="k", sent="k\n")[0] == 0
 
 
 def test_it_fails_with_the_server_s_words(script):
