@@ -29,7 +29,7 @@ class ChatClient:
             raise ServerError(f"{url} is no address such as http://127.0.0.1:1919")
         self._model = model
         self._timeout_s = timeout_s
-        key = os.environ.get("MINISGL_API_KEY")
+        key = os.environ.get("MINISGL_API_KEY", "").strip()
         self._credentials = {"authorization": f"Bearer {key}"} if key else {}
 
     def wait_ready(self, poll_s: float = 0.2) -> None:

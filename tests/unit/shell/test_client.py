@@ -25,6 +25,28 @@ def test_what_is_no_address_is_said(url: str) -> None:
         ChatClient(url, "m")
 
 
+def test_key_is_sent_as_the_server_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a newline at its end every message ended in a traceback."""
+    monkeypatch.setenv("MINISGL_API_KEY", " key\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        heads: list[bytes] = []
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                while b"}" not in (data := connection.recv(65536)):
+                    heads.append(data)
+                heads.append(data)
+                connection.sendall(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        client = ChatClient(f"http://127.0.0.1:{server.getsockname()[1]}", "m")
+        with pytest.raises(ServerError):
+            next(client.stream([{"role": "user", "content": "hello"}]))
+        thread.join()
+    assert b"\r\nauthorization: Bearer key\r\n" in b"".join(heads)
+
+
 EVENT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 
