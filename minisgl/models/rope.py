@@ -21,9 +21,9 @@ def rope_from(config: Fields) -> tuple[float, RopeScaling | None, int]:
     max_position_embeddings was left at the original (as Qwen's instructions do).
     """
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
-    if new and any(new.get(key, new.get("rope_type")) != value for key, value in old.items()):
+    values = {**old, "type": new.get("rope_type", old.get("type")), **new}
+    if any(values[key] != value for key, value in old.items()):
         raise ConfigError("rope_scaling and rope_parameters in config.json disagree: drop one")
-    values = new or old
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ConfigError("rope settings per layer type are not supported")
     fields = Fields(values, "rope settings")

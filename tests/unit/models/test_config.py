@@ -120,6 +120,7 @@ def test_rope_in_both_spellings_at_once() -> None:
     model = config(rope_scaling=old, rope_parameters=YARN | {"rope_theta": 5e5})
     assert (model.rope_theta, model.max_position) == (5e5, 512)
     assert isinstance(model.rope_scaling, YarnRope)
+    assert config(rope_scaling=old, rope_parameters={"rope_theta": 5e5}) == model, "each its part"
 
 
 def test_yarn_resolves_mscale_and_factor() -> None:
@@ -143,6 +144,8 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "rope settings has no factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "disagree"),
+        ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}}, "disagree"),
+        ({"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 4.0}}, "disagree"),
         ({"rope_theta": 0}, "rope_theta must be above 1"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number in float32, not nan"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number in float32"),
