@@ -139,8 +139,8 @@ class _Service:
         if self._stop_asked_s is None:
             self._ask_to_stop(number)
             return None
-        if time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
-            return None  # a terminal, or `timeout`, signals a process and then its group
+        if number is signal.SIGHUP or time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
+            return None  # terminals, shells and `timeout` signal a process, and then its group
         self._say("stopping at once")
         self._supervisor.kill(self._supervisor.children)
         return 128 + number
