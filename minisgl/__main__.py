@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    from minisgl.server.args import resolve
+    from minisgl.server.cli import resolve
     from minisgl.server.launch import launch
 
     setup_logging("launcher", "info")
@@ -41,7 +41,7 @@ def _serve(arguments: Sequence[str]) -> int:
 
 
 def _compile(arguments: Sequence[str]) -> int:
-    from minisgl.server.args import ArgumentParser, resolve
+    from minisgl.server.cli import ArgumentParser, resolve
 
     parser = ArgumentParser(
         prog="minisgl compile",

@@ -13,14 +13,14 @@ from minisgl.attention.base import (
     FusedAttention,
     StepAttention,
 )
-from minisgl.attention.flashinfer_backend import (
+from minisgl.attention.flashinfer import (
     FlashInferAttention,
     MetaAttention,
     prefill_variants,
     why_not_flashinfer,
 )
 from minisgl.attention.phased import PhasedAttention
-from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.torch import TorchAttention
 from minisgl.core import ConfigError
 from minisgl.kernel import compile_flashinfer
 from minisgl.kvcache.pool import KVPool

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from minisgl.benchmark.flags import whole
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult
 from minisgl.kvcache import RadixCache
-from minisgl.message import wire
+from minisgl.message import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 
 VOCAB = 32_000
@@ -112,8 +112,8 @@ def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> Figur
     return _figure(f"eviction, {num_nodes:,} nodes", seconds, aim_s=20e-6)
 
 
-def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, deque[wire.StepOutput]]:
-    inbox, outbox = LocalInbox(), deque[wire.StepOutput]()
+def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, deque[StepOutput]]:
+    inbox, outbox = LocalInbox(), deque[StepOutput]()
     scheduler = Scheduler(
         engine,
         SchedulerConfig(prefill_budget_tokens=16_384, target_step_ms=None),
@@ -127,9 +127,9 @@ def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, deque[wire.S
 
 def _request(
     uid: int, prompt: "np.ndarray[tuple[int], np.dtype[np.int32]]", max_tokens: int
-) -> wire.AddReq:
+) -> AddReq:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=uid)
-    return wire.AddReq(uid=uid, token_ids=prompt.astype("<i4").tobytes(), sampling=sampling)
+    return AddReq(uid=uid, token_ids=prompt.astype("<i4").tobytes(), sampling=sampling)
 
 
 def _until_idle(scheduler: Scheduler, inbox: LocalInbox) -> None:

@@ -22,11 +22,19 @@ import uvloop
 
 from minisgl.benchmark.flags import whole
 from minisgl.core import ConfigError, EngineConfig, FinishReason, ModelFacts, SchedulerConfig
-from minisgl.message import wire
+from minisgl.message import (
+    AddReq,
+    Ready,
+    SchedulerStats,
+    StepText,
+    TextUpdate,
+    ToScheduler,
+    ToTokenizer,
+)
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
-from minisgl.server.client import EngineClient
 from minisgl.server.connection import limited_protocol
+from minisgl.server.engine_client import EngineClient
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
 
@@ -35,9 +43,9 @@ class _Box:
     """An outbox whose messages the stub engine takes."""
 
     def __init__(self) -> None:
-        self.sent: list[wire.ToScheduler | wire.ToTokenizer] = []
+        self.sent: list[ToScheduler | ToTokenizer] = []
 
-    def send(self, message: wire.ToScheduler | wire.ToTokenizer, /) -> int:
+    def send(self, message: ToScheduler | ToTokenizer, /) -> int:
         self.sent.append(message)
         return 0
 
@@ -62,8 +70,8 @@ class _Service:
             device="none",
             dtype="none",
         )
-        self.lifecycle.on_ready(wire.Ready(role="scheduler", facts=facts))
-        self.stats: wire.SchedulerStats | None = None
+        self.lifecycle.on_ready(Ready(role="scheduler", facts=facts))
+        self.stats: SchedulerStats | None = None
 
     def stuck(self) -> bool:
         return False
@@ -86,12 +94,12 @@ async def _all_submitted(
 
 async def _play_engine(service: _Service, tokens: int) -> None:
     """Give each request its tokens step by step."""
-    uids = [m.uid for m in service.scheduler.sent if isinstance(m, wire.AddReq)]
-    decoder = msgspec.msgpack.Decoder(wire.StepText)
+    uids = [m.uid for m in service.scheduler.sent if isinstance(m, AddReq)]
+    decoder = msgspec.msgpack.Decoder(StepText)
     for step in range(1, tokens + 1):
         finish = FinishReason.LENGTH if step == tokens else None
         updates = [
-            wire.TextUpdate(
+            TextUpdate(
                 uid=uid,
                 text=" word",
                 completion_tokens=step,
@@ -101,7 +109,7 @@ async def _play_engine(service: _Service, tokens: int) -> None:
             )
             for uid in uids
         ]
-        frame = msgspec.msgpack.encode(wire.StepText(updates=updates))
+        frame = msgspec.msgpack.encode(StepText(updates=updates))
         service.client.receive_text(decoder.decode(frame))
         await asyncio.sleep(0.002)  # a step of a fast engine: each stream wakes once per step
 

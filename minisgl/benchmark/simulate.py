@@ -29,7 +29,7 @@ from minisgl.core import (
     StepCost,
     StepResult,
 )
-from minisgl.message import wire
+from minisgl.message import AddReq, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 
 _HOST_S = 0.0003  # between the end of a step and the launch of the next but one
@@ -107,21 +107,21 @@ class _Arrivals:
         if index < len(self._load.prompts):
             heapq.heappush(self.due, (self._engine.now_s, index))
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> list[wire.ToScheduler]:
-        engine, messages = self._engine, list[wire.ToScheduler]()
+    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> list[ToScheduler]:
+        engine, messages = self._engine, list[ToScheduler]()
         end_s = math.inf if wait_s is None else engine.now_s + wait_s
         engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in self.due[:1])]))
         while self.due and self.due[0][0] <= engine.now_s:
             self._send(messages)
         return messages
 
-    def _send(self, messages: list[wire.ToScheduler]) -> None:
+    def _send(self, messages: list[ToScheduler]) -> None:
         due_s, index = heapq.heappop(self.due)
         self.sent_s[index] = due_s
         most = self._load.max_tokens[index]
         sampling = SamplingParams(max_tokens=most, ignore_eos=True, seed=0)
         ids = self._load.prompts[index].astype("<i4").tobytes()
-        messages.append(wire.AddReq(uid=index, token_ids=ids, sampling=sampling))
+        messages.append(AddReq(uid=index, token_ids=ids, sampling=sampling))
 
 
 def simulate(
@@ -130,7 +130,7 @@ def simulate(
     """The answers to `load`, in order; `concurrency` at a time where it has no arrivals."""
     answers = [Answer(0.0, prompt_tokens=len(prompt)) for prompt in load.prompts]
     arrivals = _Arrivals(load, engine, load.arrivals_s or [0.0] * min(concurrency, len(answers)))
-    outbox = deque[wire.StepOutput]()
+    outbox = deque[StepOutput]()
     scheduler = Scheduler(
         engine,
         config,

@@ -2,7 +2,6 @@
 
 from minisgl.core.batch import Batch, EngineLike, PendingStep, SamplingArrays, StepResult
 from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig
-from minisgl.core.cost import StepCost, step_sizes
 from minisgl.core.errors import (
     Cancelled,
     ConfigError,
@@ -20,6 +19,7 @@ from minisgl.core.errors import (
 )
 from minisgl.core.extras import Int32Array, LogitEdits, PromptLogprobs, StepExtras, StepLogprobs
 from minisgl.core.sampling import MAX_SEED, FinishReason, SamplingParams
+from minisgl.core.step_cost import StepCost, step_sizes
 
 __all__ = [
     "MAX_SEED",

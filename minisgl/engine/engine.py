@@ -16,12 +16,13 @@ from torch import Tensor
 from minisgl.attention import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
 from minisgl.distributed import Communicator
-from minisgl.engine import probe
-from minisgl.engine.extras import apply_history, edited, start_logprobs
-from minisgl.engine.graphs import DecodeGraph, DecodeGraphs, graph_sizes
+from minisgl.engine import step_timing
+from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, graph_sizes
 from minisgl.engine.inputs import StepInputs, pack
+from minisgl.engine.logits_processing import apply_history, edited, start_logprobs
+from minisgl.engine.model_runner import DeviceState
 from minisgl.engine.pending import LaunchedStep
-from minisgl.engine.pieces import PieceGraphs, piece_sizes
+from minisgl.engine.piecewise_graph import PieceGraphs, piece_sizes
 from minisgl.engine.settings import (
     cpu_threads,
     memory_of,
@@ -31,7 +32,6 @@ from minisgl.engine.settings import (
     resolve_max_seq_len,
     resolve_num_pages,
 )
-from minisgl.engine.state import DeviceState
 from minisgl.kernel import StepViews, update_pages, use_kernel_cache
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers import rope_table
@@ -225,11 +225,11 @@ class Engine:
         largest, where the number of pages did not follow from it. Raises OutOfMemory."""
         dummy_page = self._state.pool.dummy_page
         with memory_of(self._device):
-            probe.warm_up(self, dummy_page)
+            step_timing.warm_up(self, dummy_page)
             if self._device.type != "cpu" and self._pieces is None:
-                probe.every_size(self, dummy_page, self._max_chunk_tokens)
+                step_timing.every_size(self, dummy_page, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:
-                probe.largest_step(self, dummy_page, self._max_chunk_tokens)
+                step_timing.largest_step(self, dummy_page, self._max_chunk_tokens)
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:
@@ -242,7 +242,9 @@ class Engine:
         if self._stream is not None:  # what a CPU takes does not depend on the numbers
             with self._on_stream():
                 pool.fill_noise(_PROBED_TOKENS // pool.page_size)
-        cost = probe.calibrate(self, pool.dummy_page, self._max_chunk_tokens, num_ids, slowest_ns)
+        cost = step_timing.calibrate(
+            self, pool.dummy_page, self._max_chunk_tokens, num_ids, slowest_ns
+        )
         self._clear_dummy()
         return cost
 
@@ -317,7 +319,7 @@ class Engine:
         loaded = self._free_bytes()
         self.num_pages = 1
         self._state = self._assemble(self.num_pages)
-        probe.largest_step(self, self._state.pool.dummy_page, self._max_chunk_tokens)
+        step_timing.largest_step(self, self._state.pool.dummy_page, self._max_chunk_tokens)
         steps = loaded - self._free_bytes()
         graphs = self._graph_bytes()
         del self._state

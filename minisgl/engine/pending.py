@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import Batch, StepResult
-from minisgl.engine.extras import PendingLogprobs
 from minisgl.engine.inputs import StepInputs
+from minisgl.engine.logits_processing import PendingLogprobs
 
 
 class LaunchedStep:

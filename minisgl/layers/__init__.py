@@ -3,25 +3,25 @@
 from minisgl.layers.embedding import VocabMatrix
 from minisgl.layers.linear import (
     ColumnParallelLinear,
-    GatedLinear,
+    MergedGateUpLinear,
     RowParallelLinear,
     share_counters,
 )
 from minisgl.layers.norm import Normed, RMSNorm, Stream, StreamNorm
 from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope, rope_table
-from minisgl.layers.shards import Part, Placement, Sharded, split_evenly, split_heads
+from minisgl.layers.shards import Placement, Shard, Sharded, split_evenly, split_heads
 
 __all__ = [
     "ColumnParallelLinear",
-    "GatedLinear",
     "LinearRope",
     "Llama3Rope",
+    "MergedGateUpLinear",
     "Normed",
-    "Part",
     "Placement",
     "RMSNorm",
     "RopeScaling",
     "RowParallelLinear",
+    "Shard",
     "Sharded",
     "Stream",
     "StreamNorm",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from minisgl.distributed import TPInfo
 from minisgl.kernel import add_linear, gated_linear, linear
 from minisgl.layers.norm import Normed, Stream
-from minisgl.layers.shards import Part, Placement
+from minisgl.layers.shards import Placement, Shard
 
 
 def _sibling(name: str, part: str) -> str:
@@ -47,7 +47,7 @@ class ColumnParallelLinear(_Linear):
     weight: [sum of local rows, in_features]. No communication.
     """
 
-    def __init__(self, in_features: int, parts: Sequence[Part], bias: bool) -> None:
+    def __init__(self, in_features: int, parts: Sequence[Shard], bias: bool) -> None:
         super().__init__(sum(part.local for part in parts), in_features, bias)
         self.parts = tuple(parts)
 
@@ -66,7 +66,7 @@ class ColumnParallelLinear(_Linear):
             offset += part.local
 
 
-class GatedLinear(ColumnParallelLinear):
+class MergedGateUpLinear(ColumnParallelLinear):
     """silu(gate) * up of two merged linears, in that order."""
 
     def forward(self, normed: Normed) -> Tensor:
@@ -80,7 +80,7 @@ class RowParallelLinear(_Linear):
     the sum over ranks holds it once.
     """
 
-    def __init__(self, part: Part, out_features: int, bias: bool, tp: TPInfo) -> None:
+    def __init__(self, part: Shard, out_features: int, bias: bool, tp: TPInfo) -> None:
         super().__init__(out_features, part.local, bias)
         self.part = part
         self.tp = tp

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from minisgl.core import ConfigError
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """One of the checkpoint tensors that are merged into a parameter, and this rank's cut of it.
 
     name   the checkpoint's module name beside ours, such as q_proj.
@@ -51,13 +51,13 @@ class Sharded(Protocol):
         """One or more placements for each parameter; `name` is the module's name in the model."""
 
 
-def split_evenly(name: str, full: int, rank: int, size: int, unit: int = 1) -> Part:
+def split_evenly(name: str, full: int, rank: int, size: int, unit: int = 1) -> Shard:
     """Cut into `size` equal parts of whole units, the last ones padded where it does not divide."""
     local = -(-full // (size * unit)) * unit
-    return Part(name, full, rank * local, local)
+    return Shard(name, full, rank * local, local)
 
 
-def split_heads(name: str, heads: int, head_dim: int, rank: int, size: int) -> Part:
+def split_heads(name: str, heads: int, head_dim: int, rank: int, size: int) -> Shard:
     """Cut by whole heads; with fewer heads than ranks, neighbours share a copy of one.
 
     Raises ConfigError when neither count divides the other.
@@ -68,4 +68,4 @@ def split_heads(name: str, heads: int, head_dim: int, rank: int, size: int) -> P
         local, first = 1, rank // (size // heads)
     else:
         raise ConfigError(f"{heads} heads of {name} cannot be split over tensor-parallel {size}")
-    return Part(name, heads * head_dim, first * head_dim, local * head_dim)
+    return Shard(name, heads * head_dim, first * head_dim, local * head_dim)

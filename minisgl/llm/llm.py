@@ -22,7 +22,7 @@ from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
-from minisgl.message import wire
+from minisgl.message import AbortReq, AddReq, StepOutput, TextSpec
 from minisgl.tokenizer import TextStream, TextTokenizer
 
 Prompt = str | Sequence[int]
@@ -192,12 +192,12 @@ class LLM:
                 prompt, one = prompts[index], params[index]
                 ids = _as_ids(encode(prompt) if isinstance(prompt, str) else prompt)
                 uid, self._next_uid = self._next_uid, self._next_uid + 1
-                spec = wire.TextSpec(
+                spec = TextSpec(
                     prompt_tail=ids[-8:].tolist(), stop=stops, min_tokens=one.min_tokens
                 )
                 text = TextStream(self.tokenizer.vocabulary, spec)
                 running[uid] = Generation(index, text, whole)
-                self.worker.send(wire.AddReq(uid=uid, token_ids=ids.tobytes(), sampling=one))
+                self.worker.send(AddReq(uid=uid, token_ids=ids.tobytes(), sampling=one))
             while running:
                 for output in self.worker.step():
                     yield from self._read(output)
@@ -211,7 +211,7 @@ class LLM:
         if self._closed:
             raise ConfigError("this LLM is closed")
 
-    def _read(self, output: wire.StepOutput) -> Iterator[Piece]:
+    def _read(self, output: StepOutput) -> Iterator[Piece]:
         running = self._running
         for opened in output.opened:
             running[opened.uid].opened = opened
@@ -225,7 +225,7 @@ class LLM:
             piece = generation.push(token_id, ends_by_stop=uid in by_stop)
             if piece is not None:
                 if generation.stream.stopped:
-                    self.worker.send(wire.AbortReq(uid=uid, reason=FinishReason.STOP))
+                    self.worker.send(AbortReq(uid=uid, reason=FinishReason.STOP))
                 yield piece
         for finished in output.finished:
             piece = running.pop(finished.uid).finish(finished)

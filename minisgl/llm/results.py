@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason
-from minisgl.message import wire
+from minisgl.message import Finished, PrefillDone, PromptTokenLogprobs, TokenLogprobs
 from minisgl.tokenizer import TextStream
 
 
@@ -23,8 +23,8 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     error: str | None = None
-    logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[wire.PromptLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptTokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Generation:
     whole: bool
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[wire.PromptLogprobs] = field(default_factory=list)
-    opened: wire.Opened = field(init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptTokenLogprobs] = field(default_factory=list)
+    opened: PrefillDone = field(init=False)
     completion: Completion | None = None
 
     def push(self, token_id: int, ends_by_stop: bool) -> Piece | None:
@@ -66,7 +66,7 @@ class Generation:
             self.completion = self._complete(FinishReason.STOP, None)
         return Piece(self.index, text, self.completion) if text or self.completion else None
 
-    def finish(self, finished: wire.Finished) -> Piece | None:
+    def finish(self, finished: Finished) -> Piece | None:
         """The terminal message; the text that was withheld comes out."""
         if self.completion is not None:
             return None

@@ -21,7 +21,18 @@ from minisgl.core import (
 )
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
-from minisgl.message import Receiver, Sender, endpoint, wire
+from minisgl.message import (
+    AbortReq,
+    AddReq,
+    Ready,
+    Receiver,
+    SchedulerStats,
+    Sender,
+    Shutdown,
+    StepOutput,
+    ToScheduler,
+    endpoint,
+)
 from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.utils import make_socket_dir, supervise
@@ -55,7 +66,7 @@ class LocalWorker:
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         self._engine = Engine(engine, SingleCommunicator(), config.prefill_budget_tokens)
         self._inbox = LocalInbox()
-        self._outputs: list[wire.StepOutput] = []
+        self._outputs: list[StepOutput] = []
         try:
             send = self._outputs.append
             self.scheduler = build_scheduler(self._engine, config, self._inbox, send)
@@ -64,13 +75,13 @@ class LocalWorker:
             raise
         self.facts = self._engine.facts()
 
-    def send(self, message: wire.ToScheduler) -> None:
+    def send(self, message: ToScheduler) -> None:
         self._inbox.messages.append(message)
         if self.scheduler.idle and len(self._inbox.messages) >= _FIRST_REQS:
             with _uninterrupted():
                 self.scheduler.iterate()  # the caller makes the rest ready while this step runs
 
-    def step(self) -> list[wire.StepOutput]:
+    def step(self) -> list[StepOutput]:
         """What has come since; blocks for a step at most. Raises EngineError when none can come."""
         with _uninterrupted():
             self.scheduler.iterate()
@@ -80,7 +91,7 @@ class LocalWorker:
 
     def settle(self, uids: Collection[int]) -> None:
         """Abort these, and return when every request has ended."""
-        self._inbox.messages.extend(wire.AbortReq(uid=uid) for uid in uids)
+        self._inbox.messages.extend(AbortReq(uid=uid) for uid in uids)
         with _uninterrupted():
             while self._inbox.messages or not self.scheduler.idle:
                 self.step()
@@ -103,11 +114,11 @@ class RankWorkers:
         self.children: list[supervise.Child] = []
         self._lost: MinisglError | None = None
         self._unfinished: set[int] = set()  # uids whose last output has not been received
-        self._outputs = Receiver(endpoint(folder, "detokenizer"), wire.StepOutput)
-        self._status: Receiver[wire.Ready | wire.SchedulerStats] = Receiver(
-            endpoint(folder, "api"), wire.Ready | wire.SchedulerStats
+        self._outputs = Receiver(endpoint(folder, "detokenizer"), StepOutput)
+        self._status: Receiver[Ready | SchedulerStats] = Receiver(
+            endpoint(folder, "api"), Ready | SchedulerStats
         )
-        self._requests: Sender[wire.ToScheduler] = Sender(endpoint(folder, "scheduler"))
+        self._requests: Sender[ToScheduler] = Sender(endpoint(folder, "scheduler"))
         self._reasons, reason_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._clean_up = weakref.finalize(self, _clean_up, self.children, self._reasons, folder)
         spec = ChildSpec(
@@ -134,13 +145,13 @@ class RankWorkers:
             os.close(reason_fd)
 
     @_uninterrupted()
-    def send(self, message: wire.ToScheduler) -> None:
-        if isinstance(message, wire.AddReq):
+    def send(self, message: ToScheduler) -> None:
+        if isinstance(message, AddReq):
             self._unfinished.add(message.uid)
         self._requests.send(message)
 
     @_uninterrupted()
-    def step(self) -> list[wire.StepOutput]:
+    def step(self) -> list[StepOutput]:
         self._check()
         list(self._status.drain())  # counters, for nobody
         outputs = list(self._outputs.drain()) if self._outputs.poll(_LOOK_S) else []
@@ -149,12 +160,12 @@ class RankWorkers:
 
     def settle(self, uids: Collection[int]) -> None:
         for uid in uids:
-            self.send(wire.AbortReq(uid=uid))
+            self.send(AbortReq(uid=uid))
         while self._unfinished:
             self.step()
 
     def close(self) -> None:
-        self.send(wire.Shutdown())
+        self.send(Shutdown())
         end_s = time.monotonic() + (_LEAVE_S if hasattr(self, "facts") else 0.0)
         while time.monotonic() < end_s and len(ended := self._ended()) < len(self.children):
             if any(child.exit_code for child in ended):
@@ -174,7 +185,7 @@ class RankWorkers:
             self._check()
             self._status.poll(_LOOK_S)
             for message in self._status.drain():
-                if isinstance(message, wire.Ready):
+                if isinstance(message, Ready):
                     waiting.discard(message.role)
                     facts = message.facts or facts
         return facts

@@ -12,7 +12,7 @@ from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers import (
     ColumnParallelLinear,
-    GatedLinear,
+    MergedGateUpLinear,
     Normed,
     RMSNorm,
     RowParallelLinear,
@@ -98,7 +98,7 @@ class GatedMlp(nn.Module):
         super().__init__()
         cut = split_evenly("gate_proj", config.intermediate_size, comm.tp.rank, comm.tp.size)
         parts = (cut, cut._replace(name="up_proj"))
-        self.gate_up_proj = GatedLinear(config.hidden_size, parts, config.mlp_bias)
+        self.gate_up_proj = MergedGateUpLinear(config.hidden_size, parts, config.mlp_bias)
         self.down_proj = RowParallelLinear(cut, config.hidden_size, config.mlp_bias, comm.tp)
 
     def forward(self, normed: Normed, residual: Tensor) -> Stream:

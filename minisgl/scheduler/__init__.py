@@ -1,6 +1,6 @@
 """The brain: who runs in which step, and who owns which memory."""
 
-from minisgl.scheduler.io import LocalInbox
+from minisgl.scheduler.inbox import LocalInbox
 from minisgl.scheduler.process import build_scheduler, run_scheduler
 from minisgl.scheduler.scheduler import Scheduler
 

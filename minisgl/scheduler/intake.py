@@ -3,11 +3,11 @@
 import numpy as np
 
 from minisgl.core import InvalidRequest, PromptTooLong
-from minisgl.message import wire
-from minisgl.scheduler.req import Req
+from minisgl.message import AddReq
+from minisgl.scheduler.request import Req
 
 
-def accept(message: wire.AddReq, *, vocab_size: int, most_tokens: int, serial: int) -> Req:
+def accept(message: AddReq, *, vocab_size: int, most_tokens: int, serial: int) -> Req:
     """A complete waiting req, checked against the engine's real limits as the edge has done before.
 
     most_tokens: of prompt and answer together. Raises RequestError when it could never run to its

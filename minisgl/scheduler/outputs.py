@@ -5,23 +5,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Batch, FinishReason, Int32Array, PromptLogprobs, RequestError, StepResult
-from minisgl.message import wire
-from minisgl.scheduler.req import Req
-from minisgl.scheduler.table import RequestTable
+from minisgl.message import (
+    AddReq,
+    Finished,
+    PrefillDone,
+    PromptTokenLogprobs,
+    StepOutput,
+    TokenLogprobs,
+)
+from minisgl.scheduler.request import Req
+from minisgl.scheduler.request_table import RequestTable
 
 
 class OutputBuilder:
     """One StepOutput in the making: `_next`, whose lists grow until it is taken."""
 
     def __init__(self) -> None:
-        self._next = wire.StepOutput(step_id=0)
-        self._held: dict[int, list[wire.PromptLogprobs]] = {}  # of reqs that are not open yet
+        self._next = StepOutput(step_id=0)
+        self._held: dict[int, list[PromptTokenLogprobs]] = {}  # of reqs that are not open yet
 
     def open(self, req: Req) -> None:
         """The first output of `req` is about to be added."""
         req.opened = True
         self._next.opened.append(
-            wire.Opened(
+            PrefillDone(
                 uid=req.uid,
                 prompt_tokens=req.prompt_len,
                 cached_tokens=req.cached_tokens,
@@ -48,7 +55,7 @@ class OutputBuilder:
             row, count = int(batch.rows[index]), int(extras.logprobs[index])
             if row in got_token:
                 self._next.logprobs.append(
-                    wire.TokenLogprobs(
+                    TokenLogprobs(
                         uid=int(table.uid[row]),
                         logprob=float(found.sampled[index]),
                         top_ids=found.top_ids[index, :count].tolist(),
@@ -70,7 +77,7 @@ class OutputBuilder:
         req.prompt_reported = position + last
         told = self._next.prompt_logprobs if req.opened else self._held.setdefault(req.uid, [])
         told.append(
-            wire.PromptLogprobs(
+            PromptTokenLogprobs(
                 uid=req.uid,
                 position=position + first,
                 logprobs=found.target[first:last].tolist(),
@@ -83,24 +90,24 @@ class OutputBuilder:
         """The one terminal message of `req`."""
         if not req.opened:
             self.open(req)
-        self._next.finished.append(wire.Finished(uid=req.uid, reason=reason, error=error))
+        self._next.finished.append(Finished(uid=req.uid, reason=reason, error=error))
 
-    def refuse(self, message: wire.AddReq, error: RequestError) -> None:
+    def refuse(self, message: AddReq, error: RequestError) -> None:
         """The one terminal message of a req that was never accepted."""
         uid, kind = message.uid, type(error).__name__
-        opened = wire.Opened(
+        opened = PrefillDone(
             uid=uid, prompt_tokens=len(message.token_ids) // 4, cached_tokens=0, text=message.text
         )
-        finished = wire.Finished(
+        finished = Finished(
             uid=uid, reason=FinishReason.ERROR, error=error.message, error_kind=kind
         )
         self._next.opened.append(opened)
         self._next.finished.append(finished)
 
-    def take(self, step_id: int) -> wire.StepOutput | None:
+    def take(self, step_id: int) -> StepOutput | None:
         """Everything collected since the last call; None when there is nothing."""
         found = self._next
         if not (found.opened or found.uids or found.finished):
             return None
-        self._next = wire.StepOutput(step_id=0)
+        self._next = StepOutput(step_id=0)
         return msgspec.structs.replace(found, step_id=step_id)

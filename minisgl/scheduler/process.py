@@ -9,8 +9,17 @@ from pathlib import Path
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.distributed import TPInfo, connect
 from minisgl.engine import Engine, resolve_device
-from minisgl.message import Receiver, Sender, endpoint, wire
-from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox, QueueInbox
+from minisgl.message import (
+    LeaderStep,
+    Ready,
+    Receiver,
+    SchedulerStats,
+    Sender,
+    StepOutput,
+    ToScheduler,
+    endpoint,
+)
+from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -31,10 +40,10 @@ def run_scheduler(
     rendezvous = str(Path(socket_dir) / "rendezvous")
     comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
     engine = Engine(engine_config, comm, scheduler_config.prefill_budget_tokens)
-    api: Sender[wire.Ready | wire.SchedulerStats] = Sender(endpoint(socket_dir, "api"))
-    send: Callable[[wire.StepOutput], object] = _say_nothing
+    api: Sender[Ready | SchedulerStats] = Sender(endpoint(socket_dir, "api"))
+    send: Callable[[StepOutput], object] = _say_nothing
     if tp.rank == 0:
-        send = Sender[wire.StepOutput](endpoint(socket_dir, "detokenizer")).send
+        send = Sender[StepOutput](endpoint(socket_dir, "detokenizer")).send
     constructed_s = time.monotonic()
     scheduler = build_scheduler(engine, scheduler_config, inbox, send)
     gc.collect()
@@ -42,14 +51,14 @@ def run_scheduler(
     name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
     startup_s = {**engine.startup_s, "warm_up": time.monotonic() - constructed_s}
     facts = engine.facts() if tp.rank == 0 else None
-    api.send(wire.Ready(role=name, facts=facts, startup_s=startup_s))
+    api.send(Ready(role=name, facts=facts, startup_s=startup_s))
     _loop(scheduler, api if tp.rank == 0 else None)
     comm.close()
     logger.info("scheduler stopped")
 
 
 def build_scheduler(
-    engine: Engine, config: SchedulerConfig, inbox: Inbox, send: Callable[[wire.StepOutput], object]
+    engine: Engine, config: SchedulerConfig, inbox: Inbox, send: Callable[[StepOutput], object]
 ) -> Scheduler:
     """A warmed-up scheduler around `engine`, calibrated if somebody asks what steps cost: with a
     target, and on GPUs always (a CPU takes 2 s for it)."""
@@ -69,7 +78,7 @@ def build_scheduler(
     return scheduler
 
 
-def _loop(scheduler: Scheduler, api: Sender[wire.Ready | wire.SchedulerStats] | None) -> None:
+def _loop(scheduler: Scheduler, api: Sender[Ready | SchedulerStats] | None) -> None:
     """api: who is told how it goes; None where another rank tells it."""
     sent_at = -STATS_INTERVAL_S
     while not scheduler.stopping:
@@ -81,14 +90,14 @@ def _loop(scheduler: Scheduler, api: Sender[wire.Ready | wire.SchedulerStats] | 
     scheduler.drain_in_flight()
 
 
-def _say_nothing(output: wire.StepOutput) -> None:
+def _say_nothing(output: StepOutput) -> None:
     """Ranks 1..n-1: their outputs equal those of rank 0, who speaks."""
 
 
 def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:
     if tp.rank > 0:
-        return FollowerInbox(Receiver(endpoint(socket_dir, f"rank-{tp.rank}"), wire.LeaderStep))
-    source = QueueInbox(Receiver(endpoint(socket_dir, "scheduler"), wire.ToScheduler))
+        return FollowerInbox(Receiver(endpoint(socket_dir, f"rank-{tp.rank}"), LeaderStep))
+    source = QueueInbox(Receiver(endpoint(socket_dir, "scheduler"), ToScheduler))
     if tp.size == 1:
         return source
     return LeaderInbox(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.core import Batch, FinishReason, Int32Array, StepResult
-from minisgl.scheduler.table import RequestTable
+from minisgl.scheduler.request_table import RequestTable
 
 
 class Outcome(NamedTuple):

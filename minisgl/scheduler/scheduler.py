@@ -23,16 +23,24 @@ from minisgl.core import (
     RequestError,
     SchedulerConfig,
 )
-from minisgl.message import wire
+from minisgl.message import (
+    AbortReq,
+    AddReq,
+    FlushCache,
+    SchedulerStats,
+    Shutdown,
+    StepOutput,
+    ToScheduler,
+)
+from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.intake import accept
-from minisgl.scheduler.io import Inbox
-from minisgl.scheduler.memory import KVMemory
-from minisgl.scheduler.meter import StepMeter
+from minisgl.scheduler.kv_manager import KVMemory
 from minisgl.scheduler.outputs import OutputBuilder
-from minisgl.scheduler.planner import Planner
-from minisgl.scheduler.req import Req, ReqState
+from minisgl.scheduler.policy import Planner
+from minisgl.scheduler.request import Req, ReqState
+from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import read_result
-from minisgl.scheduler.table import RequestTable
+from minisgl.scheduler.stats import StepMeter
 
 LAUNCH_LEAD_S = 0.002  # at least: planning and launching take 0.3 to 0.8 ms, 5 without a graph
 
@@ -55,7 +63,7 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         inbox: Inbox,
-        send: Callable[[wire.StepOutput], object],
+        send: Callable[[StepOutput], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """send: takes what came out of an iteration, and never blocks."""
@@ -81,7 +89,7 @@ class Scheduler:
         self._launched_step = 0
         self._launch_s = 0.0  # of the last step in which all decode
         self._resolved_step = 0
-        self.totals = wire.SchedulerStats()
+        self.totals = SchedulerStats()
         self.stopping = False
 
     @property
@@ -116,7 +124,7 @@ class Scheduler:
         if output is not None:
             self._send(output)
 
-    def stats(self) -> wire.SchedulerStats:
+    def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
         pool, cache = self.memory.pool, self.memory.cache
         free_pages = pool.num_free + pool.num_quarantined
@@ -140,22 +148,22 @@ class Scheduler:
         if self.idle and self.memory.cache.locked_pages:
             raise InvariantBroken("idle, but pages are locked; this is a bug")
 
-    def _apply(self, message: wire.ToScheduler) -> None:
+    def _apply(self, message: ToScheduler) -> None:
         match message:
-            case wire.AddReq():
+            case AddReq():
                 self._add(message)
-            case wire.AbortReq():
+            case AbortReq():
                 req = self._reqs.get(message.uid)
                 if req is not None:  # else it has finished, or was refused
                     self._abort(req, message.reason)
-            case wire.FlushCache():
+            case FlushCache():
                 self.memory.flush()
-            case wire.Shutdown():
+            case Shutdown():
                 self.stopping = True
                 for req in list(self._reqs.values()):
                     self._abort(req, FinishReason.ABORT)
 
-    def _add(self, message: wire.AddReq) -> None:
+    def _add(self, message: AddReq) -> None:
         self._serial += 1
         try:
             if message.uid in self._reqs:

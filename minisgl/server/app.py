@@ -18,15 +18,20 @@ from starlette.types import ASGIApp
 from minisgl.core import RequestError
 from minisgl.server.auth import Auth
 from minisgl.server.errors import RETRY_AFTER, MethodNotAllowed, RouteNotFound
-from minisgl.server.generate import read_call, start, unless_disconnected
+from minisgl.server.handler import read_call, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
-from minisgl.server.middleware import Bounded, Edge, answer, error_answer
+from minisgl.server.middleware import (
+    LimitMiddleware,
+    RequestContextMiddleware,
+    answer,
+    error_answer,
+)
 from minisgl.server.openapi import document
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import RequestReader
+from minisgl.server.response import ResponseWriter
 from minisgl.server.routes import admin_routes, token_routes
 from minisgl.server.service import Service
-from minisgl.server.shapes import Shape
 from minisgl.server.stream import EventStream
 from minisgl.utils import log_event
 
@@ -59,7 +64,7 @@ def build_app(service: Service) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=_error_handlers(refused))
     app.router.redirect_slashes = False
     # Around the app and not as its middleware, so that the answer to a bug has its id too.
-    bounded = Bounded(app, config.limits, refused)
+    bounded = LimitMiddleware(app, config.limits, refused)
     guarded: ASGIApp = Auth(bounded, config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # outside, since a browser's preflight carries no key
         guarded = CORSMiddleware(
@@ -69,7 +74,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return Edge(guarded, metrics)
+    return RequestContextMiddleware(guarded, metrics)
 
 
 def _generating(service: Service, reader: RequestReader, path: str, route: str) -> Route:
@@ -79,7 +84,7 @@ def _generating(service: Service, reader: RequestReader, path: str, route: str) 
         raw, facts = await read_call(service, request)
         call = reader.read(route, raw, facts)
         del raw  # or it would stay for as long as the answer takes
-        shape = Shape(call)
+        shape = ResponseWriter(call)
         client = service.client
         request_id = str(request.scope["state"].get("request_id", ""))
         begun = start(client, call, facts, request_id)

@@ -9,7 +9,7 @@ from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_LOGPROBS
 from minisgl.utils import supervise
 
-CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.child")  # and a name, and a descriptor
+CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")  # and a name, and a descriptor
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ The clock is an argument everywhere, so that tests need none.
 from enum import StrEnum
 
 from minisgl.core import ModelFacts
-from minisgl.message import wire
+from minisgl.message import Ready
 from minisgl.server.errors import NotReady
 
 
@@ -29,7 +29,7 @@ class Lifecycle:
         self.facts: ModelFacts | None = None
         self.phase = Phase.LOADING
 
-    def on_ready(self, message: wire.Ready) -> ModelFacts | None:
+    def on_ready(self, message: Ready) -> ModelFacts | None:
         """The facts of the model when this was the last one that was missing."""
         self.missing.discard(message.role)
         self.facts = message.facts or self.facts
@@ -58,7 +58,7 @@ class Lifecycle:
         raise NotReady("the server is shutting down")
 
 
-class Pulse:
+class Watchdog:
     """Tells who hangs (something is expected, and nothing heard for `timeout_s`) from who is busy
     or idle. 0: nobody ever hangs."""
 

@@ -16,14 +16,14 @@ from prometheus_client.exposition import choose_encoder
 
 import minisgl
 from minisgl.core import FinishReason, Overloaded, RequestError
-from minisgl.message import wire
+from minisgl.message import Ready, SchedulerStats, TextUpdate
 from minisgl.server.declared import COUNTERS, GAUGES, HISTOGRAMS, PHASES, WINDOW_REQS, families
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.lifecycle import Phase
 from minisgl.server.stats import StatsCollector
 
 if TYPE_CHECKING:
-    from minisgl.server.client import Choice
+    from minisgl.server.engine_client import Choice
 
 # A text takes 1.8 ms of the event loop, as OpenMetrics 2.9: 2 or 3 % of it, whoever scrapes.
 KEPT_S = 0.1
@@ -74,7 +74,7 @@ class Metrics:
         text = "Unix time of the start of the API process."
         Gauge("process_start_time_seconds", text, registry=registry).set_to_current_time()
 
-    def on_ready(self, message: wire.Ready, tp_size: int) -> None:
+    def on_ready(self, message: Ready, tp_size: int) -> None:
         """The scheduler has loaded."""
         if message.facts is not None:
             facts = message.facts
@@ -86,12 +86,12 @@ class Metrics:
     def on_started(self, phase: str, seconds: float) -> None:
         self._startup.labels(phase).set(seconds)
 
-    def on_stats(self, stats: wire.SchedulerStats) -> None:
+    def on_stats(self, stats: SchedulerStats) -> None:
         if stats.step_id != self._stats.latest.step_id:
             self._set("scheduler_last_step_timestamp_seconds", time.time())
         self._stats.latest = stats
 
-    def on_update(self, choice: "Choice", update: wire.TextUpdate, now_s: float) -> None:
+    def on_update(self, choice: "Choice", update: TextUpdate, now_s: float) -> None:
         """The engine says something of a choice, to which it is not applied yet."""
         if not choice.opened and update.admitted_s:
             self._count("prompt_tokens_total", choice.prompt_share)

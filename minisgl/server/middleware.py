@@ -33,7 +33,7 @@ def error_answer(error: BaseException, **headers: str) -> Response:
 
 
 @dataclass(eq=False, slots=True)
-class Edge:
+class RequestContextMiddleware:
     """The outermost layer: counts requests and answers, and completes each answer's headers.
 
     x-request-id is the client's, when it is short and printable, or ours.
@@ -66,7 +66,7 @@ class Edge:
 
 
 @dataclass(eq=False, slots=True)
-class Bounded:
+class LimitMiddleware:
     """Refuses requests above max_connections at a time, and bodies above max_body_bytes.
 
     A body counts by its Content-Length at once, and by what comes otherwise. _partial_bytes: of

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message import wire
+from minisgl.message import TextSpec, TokenizeChat, TokenizeText
 from minisgl.server import checks
 from minisgl.server.chat import count_chars
 from minisgl.server.config import ServerConfig
@@ -20,7 +20,7 @@ _WORKED_OUT = frozenset({"max_tokens", "stop_token_ids", "logprobs"})
 _AS_GIVEN = frozenset(SamplingParams.__struct_fields__) - _WORKED_OUT
 
 # Ids are each below the logit width; text and chats are for a tokenizer worker.
-Prompt: TypeAlias = "wire.TokenizeChat | wire.TokenizeText | array.array[int]"
+Prompt: TypeAlias = "TokenizeChat | TokenizeText | array.array[int]"
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[tuple[str, Prompt], ...]
     n: int
     sampling: SamplingParams
-    text: wire.TextSpec
+    text: TextSpec
     explicit_max_tokens: bool
     stream: bool = False
     include_usage: bool = False
@@ -79,7 +79,7 @@ class RequestReader:
         silent = max_tokens == 0
         if silent and not echo:
             raise checks.reject("max_tokens", "must be at least 1 without echo")
-        text = wire.TextSpec(
+        text = TextSpec(
             stop=given.get("stop", []),
             skip_special_tokens=given.get("skip_special_tokens", True),
             include_stop=given.get("include_stop_str_in_output", False),
@@ -140,7 +140,7 @@ class RequestReader:
             raise InvalidRequest("messages is required", param="messages")
         messages = given["messages"]
         self._check_chars("messages", sum(map(count_chars, messages)), facts)
-        return wire.TokenizeChat(
+        return TokenizeChat(
             messages_json=msgspec.json.encode(messages),
             template_kwargs_json=msgspec.json.encode(given.get("chat_template_kwargs", {})),
         )
@@ -172,7 +172,7 @@ class RequestReader:
     ) -> Prompt:
         text = checks.string(empty=False)(param, value)
         self._check_chars(param, len(text), facts)
-        return wire.TokenizeText(text=text, add_special=add_special)
+        return TokenizeText(text=text, add_special=add_special)
 
     def ids_prompt(self, param: str, value: Any, facts: ModelFacts) -> TokenArray:
         checks.require_type(param, value, "an array of token ids", list)

@@ -10,8 +10,8 @@ from starlette.routing import Route
 import minisgl
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts
 from minisgl.server import checks
-from minisgl.server.client import Generation
-from minisgl.server.generate import read_body, read_call, unless_disconnected
+from minisgl.server.engine_client import Generation
+from minisgl.server.handler import read_body, read_call, unless_disconnected
 from minisgl.server.middleware import answer
 from minisgl.server.params import CHAT, IDS_PROMPT, TEXT_PROMPT, ParamTable
 from minisgl.server.requests import RequestReader, parse_body

@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
-from minisgl.message import wire
-from minisgl.server.client import EngineClient
+from minisgl.message import SchedulerStats
 from minisgl.server.config import ServerConfig
+from minisgl.server.engine_client import EngineClient
 from minisgl.server.lifecycle import Lifecycle
 
 
@@ -14,7 +14,7 @@ class Service(Protocol):
     config: ServerConfig
     client: EngineClient
     lifecycle: Lifecycle
-    stats: wire.SchedulerStats | None
+    stats: SchedulerStats | None
 
     def stuck(self) -> bool:
         """Some process hangs."""

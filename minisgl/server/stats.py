@@ -7,7 +7,13 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from minisgl.message import wire
+from minisgl.message import (
+    BATCH_SIZE_BOUNDS,
+    BATCH_TOKENS_BOUNDS,
+    STEP_PHASES,
+    PhaseStats,
+    SchedulerStats,
+)
 
 
 class StatsCollector(Collector):
@@ -16,7 +22,7 @@ class StatsCollector(Collector):
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.page_size = 0
-        self.latest = wire.SchedulerStats()
+        self.latest = SchedulerStats()
 
     def collect(self) -> Iterator[Metric]:
         stats, size, one = self.latest, self.page_size, self._one
@@ -39,10 +45,10 @@ class StatsCollector(Collector):
         preempted, wrong = stats.preemptions_total, stats.nonfinite_rows_total
         yield one("preemptions_total", "Running requests put back into the queue.", preempted)
         yield one("nonfinite_rows_total", "Rows of logits with NaN or infinity.", wrong)
-        phases = {name: stats.phases.get(name, wire.PhaseStats()) for name in wire.STEP_PHASES}
+        phases = {name: stats.phases.get(name, PhaseStats()) for name in STEP_PHASES}
         yield from self._of_steps(phases)
 
-    def _of_steps(self, phases: Mapping[str, wire.PhaseStats]) -> Iterator[Metric]:
+    def _of_steps(self, phases: Mapping[str, PhaseStats]) -> Iterator[Metric]:
         passes = (
             ((phase, by_graph), steps)
             for phase, of in phases.items()
@@ -54,10 +60,10 @@ class StatsCollector(Collector):
         yield self._family("forward_seconds_total", "Time in forward passes.", seconds, "phase")
         reqs = {phase: (of.reqs_counts, of.reqs) for phase, of in phases.items()}
         text = "Requests in a forward pass."
-        yield self._histogram("batch_size", text, wire.BATCH_SIZE_BOUNDS, reqs)
+        yield self._histogram("batch_size", text, BATCH_SIZE_BOUNDS, reqs)
         tokens = {phase: (of.tokens_counts, of.tokens) for phase, of in phases.items()}
         text = "Tokens of a forward pass."
-        yield self._histogram("batch_tokens", text, wire.BATCH_TOKENS_BOUNDS, tokens)
+        yield self._histogram("batch_tokens", text, BATCH_TOKENS_BOUNDS, tokens)
 
     def _one(self, name: str, text: str, value: float) -> Metric:
         return self._family(name, text, [((), value)])

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import Cancelled
-from minisgl.server.client import EngineClient, Extras, Generation
+from minisgl.server.engine_client import ChoiceDelta, EngineClient, Generation
 from minisgl.server.errors import error_reply
-from minisgl.server.generate import unless_disconnected
-from minisgl.server.shapes import DONE, Shape, sse
+from minisgl.server.handler import unless_disconnected
+from minisgl.server.response import DONE, ResponseWriter, sse
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _HEADERS = (
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: proxies see traffic, clients see nothing
 
 
-async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
+async def events(generation: Generation, shape: ResponseWriter) -> AsyncIterator[bytes]:
     """All events of a stream. What came in one wake-up leaves as one piece."""
     running = list(generation.choices)
     begun: set[int] = set()
@@ -39,7 +39,7 @@ async def events(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
                 text = generation.echo(choice) + text
                 parts.append(shape.first_chunk(choice, generation))
             if extras is not None or (first and shape.request.text.token_ids):
-                parts.append(shape.rich_chunk(choice, text, extras or Extras(), first))
+                parts.append(shape.rich_chunk(choice, text, extras or ChoiceDelta(), first))
             elif text:
                 parts.append(shape.text_chunk(choice.index, text))
             if choice.error is not None:
@@ -65,7 +65,7 @@ class EventStream:
     """An ASGI answer: sends the events, and closes the generation whatever ends the stream."""
 
     client: EngineClient
-    shape: Shape
+    shape: ResponseWriter
     generation: Generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,7 +3,15 @@
 import array
 
 from minisgl.core import FinishReason
-from minisgl.message import wire
+from minisgl.message import (
+    Finished,
+    PrefillDone,
+    PromptTokenLogprobs,
+    TextSpec,
+    TextUpdate,
+    TokenLogprobs,
+    TokenText,
+)
 from minisgl.tokenizer.stream import TextStream
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -17,8 +25,8 @@ class OpenAnswer:
     told of a token that a stop string cuts off.
     """
 
-    def __init__(self, vocabulary: Vocabulary, opened: wire.Opened) -> None:
-        spec = opened.text or wire.TextSpec()
+    def __init__(self, vocabulary: Vocabulary, opened: PrefillDone) -> None:
+        spec = opened.text or TextSpec()
         self.stream = TextStream(vocabulary, spec)
         self._vocabulary = vocabulary
         self._opened = opened
@@ -27,11 +35,11 @@ class OpenAnswer:
         self._text = self._reasoning = ""
         self._reasoning_tokens = 0
         self._token_ids: list[int] = []
-        self._logprobs: list[wire.TokenText] = []
+        self._logprobs: list[TokenText] = []
         self._prompt_ids = array.array("i", spec.prompt_ids)
-        shown = wire.TextSpec(skip_special_tokens=spec.skip_special_tokens)
+        shown = TextSpec(skip_special_tokens=spec.skip_special_tokens)
         self._prompt = TextStream(vocabulary, shown)
-        self._prompt_logprobs: list[wire.TokenText] = []
+        self._prompt_logprobs: list[TokenText] = []
         if self._prompt_ids:
             self._add_prompt_token(self._prompt_ids[0], None, [])
         think_ids = vocabulary.think_ids if spec.reasoning else None
@@ -40,7 +48,7 @@ class OpenAnswer:
         self._reasons = bool(marks) and marks[-1] == self._think_ids[0]
         self._at_border = self._reasons
 
-    def push(self, token_id: int, is_text: bool, found: wire.TokenLogprobs | None) -> None:
+    def push(self, token_id: int, is_text: bool, found: TokenLogprobs | None) -> None:
         """One more token; is_text: it does not merely end the text."""
         if self._spec.silent:
             return
@@ -60,14 +68,14 @@ class OpenAnswer:
             self._logprobs.append(entry)
         self._add(stream.push(token_id, is_text))
 
-    def push_prompt(self, found: wire.PromptLogprobs) -> None:
+    def push_prompt(self, found: PromptTokenLogprobs) -> None:
         """Log-probabilities of prompt tokens, in order."""
         for index, logprob in enumerate(found.logprobs):
             top = zip(found.top_ids[index], found.top_logprobs[index], strict=True)
             token_id = self._prompt_ids[found.position + index]
             self._add_prompt_token(token_id, logprob, list(top))
 
-    def take(self, finished: wire.Finished | None) -> wire.TextUpdate | None:
+    def take(self, finished: Finished | None) -> TextUpdate | None:
         """What is new; None when nothing is. finished: the terminal message has come, too."""
         stream = self.stream
         if finished is not None:
@@ -85,7 +93,7 @@ class OpenAnswer:
             finish = finished.reason
             if self._spec.silent and finish is FinishReason.STOP:
                 finish = FinishReason.LENGTH
-        update = wire.TextUpdate(
+        update = TextUpdate(
             uid=self._opened.uid,
             text=self._text,
             completion_tokens=stream.tokens,
@@ -115,7 +123,7 @@ class OpenAnswer:
         else:
             self._text += text
 
-    def _certain(self, all_of_them: bool) -> list[wire.TokenText]:
+    def _certain(self, all_of_them: bool) -> list[TokenText]:
         """Take those whose text has been given out, at least in part."""
         pending, count = self._logprobs, len(self._logprobs)
         if pending and not all_of_them:
@@ -131,7 +139,7 @@ class OpenAnswer:
 
     def _token_text(
         self, token_id: int, logprob: float | None, offset: int, top: Top, ends: bool = False
-    ) -> wire.TokenText:
+    ) -> TokenText:
         data = self._vocabulary.token_bytes
         shown = [(data(other, False), value) for other, value in top]
-        return wire.TokenText(data(token_id, False), logprob, offset, shown, ends)
+        return TokenText(data(token_id, False), logprob, offset, shown, ends)

@@ -3,7 +3,7 @@
 import logging
 
 from minisgl.core import FinishReason
-from minisgl.message import wire
+from minisgl.message import StepOutput, StepText, TextUpdate, ToDetokenizer, TokenLogprobs
 from minisgl.tokenizer.answer import OpenAnswer
 from minisgl.tokenizer.pump import serve_queue
 from minisgl.tokenizer.tokenizer import TextTokenizer
@@ -23,7 +23,7 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._open: dict[int, OpenAnswer] = {}
 
-    def answer(self, output: wire.StepOutput) -> wire.StepText | None:
+    def answer(self, output: StepOutput) -> StepText | None:
         """`step`; lengths or positions that do not fit end its reqs alone. None: nothing to say."""
         try:
             text = self.step(output)
@@ -32,7 +32,7 @@ class Detokenizer:
             text = self.fail(output)
         return text if text.updates else None
 
-    def step(self, output: wire.StepOutput) -> wire.StepText:
+    def step(self, output: StepOutput) -> StepText:
         """The text of one step: at most one update per req, in the order of the step's tokens."""
         for opened in output.opened:
             self._open[opened.uid] = OpenAnswer(self._vocabulary, opened)
@@ -42,7 +42,7 @@ class Detokenizer:
                 touched[prompt.uid] = self._open[prompt.uid]
                 touched[prompt.uid].push_prompt(prompt)
         ended = {finished.uid: finished for finished in output.finished}
-        logprobs: dict[int, list[wire.TokenLogprobs]] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
         for found in output.logprobs:
             logprobs.setdefault(found.uid, []).append(found)
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
@@ -60,9 +60,9 @@ class Detokenizer:
             # One that stopped earlier has told its end at the stop string.
             if left is not None and uid not in touched and not left.stream.stopped:
                 updates.append(left.take(finished))
-        return wire.StepText(updates=[update for update in updates if update is not None])
+        return StepText(updates=[update for update in updates if update is not None])
 
-    def fail(self, output: wire.StepOutput) -> wire.StepText:
+    def fail(self, output: StepOutput) -> StepText:
         """End with an error every req of a step that could not be read: I2 holds for them too."""
         opened = {message.uid for message in output.opened}
         named = opened.union(output.uids, (finished.uid for finished in output.finished))
@@ -70,12 +70,12 @@ class Detokenizer:
         for uid in sorted(named):
             answer = self._open.pop(uid, None)
             if uid in opened or (answer is not None and not answer.stream.stopped):
-                end = wire.TextUpdate(uid=uid, finish=FinishReason.ERROR, error=text, stopped=True)
+                end = TextUpdate(uid=uid, finish=FinishReason.ERROR, error=text, stopped=True)
                 updates.append(end)
-        return wire.StepText(updates=updates)
+        return StepText(updates=updates)
 
 
 def run_detokenizer(model_path: str, socket_dir: str) -> None:
     """Serve `detokenizer` for ever."""
     detokenizer = Detokenizer(TextTokenizer.load(model_path).vocabulary)
-    serve_queue("detokenizer", socket_dir, wire.ToDetokenizer, detokenizer.answer)
+    serve_queue("detokenizer", socket_dir, ToDetokenizer, detokenizer.answer)

@@ -7,7 +7,7 @@ all tokens, cut at the first stop string.
 import codecs
 from collections.abc import Sequence
 
-from minisgl.message import wire
+from minisgl.message import TextSpec
 from minisgl.tokenizer.vocab import Vocabulary
 
 
@@ -60,7 +60,7 @@ class TextStream:
     emitted_chars: of those decoded so far, given out; the rest is withheld or cut.
     """
 
-    def __init__(self, vocabulary: Vocabulary, spec: wire.TextSpec) -> None:
+    def __init__(self, vocabulary: Vocabulary, spec: TextSpec) -> None:
         self._vocabulary = vocabulary
         self._skip_special = spec.skip_special_tokens
         self._min_tokens = spec.min_tokens if spec.stop else 0

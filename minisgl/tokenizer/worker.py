@@ -6,7 +6,7 @@ import logging
 import os
 from functools import partial
 
-from minisgl.message import wire
+from minisgl.message import DecodeIds, TokenizeRequest, TokenizeResult, TokenizeText, ToTokenizer
 from minisgl.tokenizer.pump import serve_queue
 from minisgl.tokenizer.template import TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
@@ -15,30 +15,30 @@ logger = logging.getLogger(__name__)
 
 
 def handle(
-    tokenizer: TextTokenizer, message: wire.Question, timeout_s: float | None
-) -> wire.Answer:
+    tokenizer: TextTokenizer, message: TokenizeRequest, timeout_s: float | None
+) -> TokenizeResult:
     """Answer one message; what goes wrong becomes the answer's `error`."""
     try:
-        if isinstance(message, wire.DecodeIds):
+        if isinstance(message, DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
             text = tokenizer.vocabulary.decode(ids, message.skip_special)
-            return wire.Answer(uid=message.uid, text=text)
-        if isinstance(message, wire.TokenizeText):
+            return TokenizeResult(uid=message.uid, text=text)
+        if isinstance(message, TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
             messages = json.loads(message.messages_json)
             options = json.loads(message.template_kwargs_json)
             ids = tokenizer.encode_chat(messages, options, timeout_s)
-        return wire.Answer(uid=message.uid, token_ids=array.array("i", ids).tobytes())
+        return TokenizeResult(uid=message.uid, token_ids=array.array("i", ids).tobytes())
     except TemplateError as error:
-        return wire.Answer(uid=message.uid, error=str(error), limit=error.limit)
+        return TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
-        return wire.Answer(uid=message.uid, error="the chat is nested too deeply")
+        return TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
     # tokenizers raises Exception itself; this request needs an answer, the next a worker (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
         reason = "the prompt could not be tokenized"
-        return wire.Answer(uid=message.uid, error=reason, internal=True)
+        return TokenizeResult(uid=message.uid, error=reason, internal=True)
 
 
 def run_tokenizer(
@@ -49,4 +49,4 @@ def run_tokenizer(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer.load(model_path, max_template_chars)
     answer = partial(handle, tokenizer, timeout_s=template_timeout_s)
-    serve_queue(name, socket_dir, wire.ToTokenizer, answer)
+    serve_queue(name, socket_dir, ToTokenizer, answer)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.server import Limits
-from minisgl.server.args import build_parser
+from minisgl.server.cli import build_parser
 from minisgl.server.declared import LIMITS
 from minisgl.server.errors import status_table
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable

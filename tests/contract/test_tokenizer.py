@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from minisgl.demo import evaluation_path, model_path
-from minisgl.message.wire import TextSpec
+from minisgl.message.messages import TextSpec
 from minisgl.tokenizer import TextStream, TextTokenizer
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minisgl.attention import AttentionStep, FusedAttention, create_attention_backend
-from minisgl.attention.flashinfer_backend import CopiedContexts
+from minisgl.attention.flashinfer import CopiedContexts
 from minisgl.kvcache.pool import KVPool
 
 pytestmark = [

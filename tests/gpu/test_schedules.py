@@ -18,7 +18,7 @@ import torch
 from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
-from minisgl.message.wire import AbortReq, AddReq
+from minisgl.message.messages import AbortReq, AddReq
 from minisgl.models import Attended
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import Driver, Work

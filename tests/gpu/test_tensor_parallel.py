@@ -13,7 +13,7 @@ from minisgl.benchmark.models import write_model
 from minisgl.core import EngineConfig, SamplingParams, StepExtras, WorkerDied
 from minisgl.distributed import Communicator, GroupCommunicator
 from minisgl.engine import Engine
-from minisgl.engine.probe import Shape, probe_batch
+from minisgl.engine.step_timing import StepShape, probe_batch
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import RankWorkers
 from tests.parity.models import build_model, transformers_greedy, transformers_logits
@@ -183,7 +183,7 @@ def prompt_logprobs(comm: Communicator, path: str, tokens: int, device: str) -> 
             dummy_weight=True,
         )
         engine = Engine(config, comm, max_chunk_tokens=2048)
-        batch = probe_batch(engine, 0, Shape(0, tokens, 0))
+        batch = probe_batch(engine, 0, StepShape(0, tokens, 0))
         assert batch is not None
         ids = np.random.default_rng(0).integers(5, 1000, tokens + 1, dtype=np.int32)
         none, one = np.full(1, -1, dtype=np.int32), np.zeros(1, dtype=np.int32)

@@ -12,9 +12,9 @@ from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, Sched
 from minisgl.distributed import Communicator
 from minisgl.engine import Engine
 from minisgl.message import Receiver, Sender, endpoint
-from minisgl.message.wire import AbortReq, AddReq, LeaderStep, Shutdown
+from minisgl.message.messages import AbortReq, AddReq, LeaderStep, Shutdown
 from minisgl.scheduler import LocalInbox, Scheduler
-from minisgl.scheduler.io import FollowerInbox, Inbox, LeaderInbox
+from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
 from tests.parity.models import VOCAB_SIZE
 
 __all__ = ["OUTPUT_TOKENS", "Outcome", "RankCase", "prompts", "prove", "run_cases"]

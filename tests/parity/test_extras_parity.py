@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from minisgl.core import SamplingParams, SchedulerConfig
-from minisgl.message.wire import AddReq, PromptLogprobs, StepOutput, TokenLogprobs
+from minisgl.message.messages import AddReq, PromptTokenLogprobs, StepOutput, TokenLogprobs
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_logits
@@ -59,7 +59,7 @@ class Run:
             self.scheduler.check_integrity()
         self.tokens: dict[int, list[int]] = {uid: [] for uid in range(len(params))}
         self.logprobs: dict[int, list[TokenLogprobs]] = {uid: [] for uid in self.tokens}
-        self.prompt: dict[int, list[PromptLogprobs]] = {uid: [] for uid in self.tokens}
+        self.prompt: dict[int, list[PromptTokenLogprobs]] = {uid: [] for uid in self.tokens}
         for output in outbox:
             self._read(output)
 

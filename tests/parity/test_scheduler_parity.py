@@ -14,7 +14,7 @@ import pytest
 
 from minisgl.core import Batch, SamplingParams, SchedulerConfig
 from minisgl.engine import Engine
-from minisgl.message.wire import AddReq
+from minisgl.message.messages import AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_greedy

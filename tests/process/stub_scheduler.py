@@ -13,11 +13,11 @@ import msgspec
 
 from minisgl.core import FinishReason, ModelFacts
 from minisgl.message import Receiver, Sender, endpoint
-from minisgl.message.wire import (
+from minisgl.message.messages import (
     AbortReq,
     AddReq,
     Finished,
-    Opened,
+    PrefillDone,
     Ready,
     SchedulerStats,
     Shutdown,
@@ -83,7 +83,9 @@ class StubScheduler:
         for uid, req in list(self._reqs.items()):
             if req.sent == 0:
                 opened.append(
-                    Opened(uid=uid, prompt_tokens=len(req.ids), cached_tokens=0, text=req.add.text)
+                    PrefillDone(
+                        uid=uid, prompt_tokens=len(req.ids), cached_tokens=0, text=req.add.text
+                    )
                 )
             if self._mode == "refuse":
                 finished.append(Finished(uid=uid, reason=FinishReason.ERROR, error="no luck"))

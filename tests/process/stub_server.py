@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from minisgl.core import ConfigError
-from minisgl.server.args import resolve
+from minisgl.server.cli import resolve
 from minisgl.server.launch import launch
 from minisgl.utils import setup_logging
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from minisgl.message import Sender, endpoint
-from minisgl.message.wire import Ready
+from minisgl.message.messages import Ready
 from minisgl.server.declared import LIMITS
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 from tests.process.stub_scheduler import FACTS

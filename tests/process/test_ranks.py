@@ -22,7 +22,7 @@ from minisgl.core import ConfigError, SamplingParams, WorkerDied
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import RankWorkers
 from minisgl.message import Receiver
-from minisgl.message.wire import AddReq, StepOutput
+from minisgl.message.messages import AddReq, StepOutput
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process

@@ -22,7 +22,7 @@ GENERATED = {".venv", ".git", "build", "dist", "__pycache__"}
 
 # Where anything at all may be caught: a reason for each handler. All else catches what it can name.
 BROAD_EXCEPTS = {
-    "minisgl/server/child.py": ["process main: the reason of a death reaches the launcher"],
+    "minisgl/server/worker_main.py": ["process main: the reason of a death reaches the launcher"],
     "minisgl/tokenizer/tokenizer.py": ["the tokenizers library raises bare Exception"],
     "minisgl/tokenizer/worker.py": ["the tokenizers library raises bare Exception"],
 }

@@ -11,8 +11,8 @@ from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine, resolve_device
 from minisgl.engine.inputs import upload
-from minisgl.engine.probe import Shape, probe_batch
 from minisgl.engine.settings import cpu_threads, memory_of
+from minisgl.engine.step_timing import StepShape, probe_batch
 from tests.parity.driver import Driver, Sampling, Work, logprobs_of, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
 
@@ -152,7 +152,7 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
 
 def test_probes_read_distinct_pages_and_write_only_to_the_dummy(path: str) -> None:
     engine = make_engine(path)
-    batch = probe_batch(engine, engine.num_pages, Shape(2, 5, 10))
+    batch = probe_batch(engine, engine.num_pages, StepShape(2, 5, 10))
     assert batch is not None
     pages = batch.page_ids.reshape(3, -1)
     assert engine.page_size == 4

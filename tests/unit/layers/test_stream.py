@@ -6,7 +6,7 @@ from torch import Tensor
 
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.kernel import PendingNorm, gated_linear, linear, rms_norm
-from minisgl.layers import ColumnParallelLinear, Part, RowParallelLinear, Stream, StreamNorm
+from minisgl.layers import ColumnParallelLinear, RowParallelLinear, Shard, Stream, StreamNorm
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def filled(module: torch.nn.Module, generator: torch.Generator) -> None:
 def test_a_folded_norm_gives_the_same_product(generator: torch.Generator) -> None:
     norm = StreamNorm(16, 1e-5, SingleCommunicator())
     product = ColumnParallelLinear(
-        16, [Part("q_proj", 6, 0, 6), Part("k_proj", 2, 0, 2)], bias=True
+        16, [Shard("q_proj", 6, 0, 6), Shard("k_proj", 2, 0, 2)], bias=True
     )
     filled(norm, generator)
     filled(product, generator)
@@ -52,7 +52,7 @@ def test_a_folded_norm_takes_what_experts_left_beside_the_stream(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_only_one_rank_adds_to_the_stream_itself(generator: torch.Generator, ranks: int) -> None:
-    product = RowParallelLinear(Part("", 8, 0, 8), 16, bias=True, tp=TPInfo(0, ranks))
+    product = RowParallelLinear(Shard("", 8, 0, 8), 16, bias=True, tp=TPInfo(0, ranks))
     filled(product, generator)
     x, before = torch.randn(3, 8, generator=generator), torch.randn(3, 16, generator=generator)
     part = torch.nn.functional.linear(x, product.weight, product.bias)

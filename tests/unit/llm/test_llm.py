@@ -12,7 +12,7 @@ from minisgl.engine import Engine
 from minisgl.engine.pending import LaunchedStep
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
-from minisgl.scheduler.memory import KVMemory
+from minisgl.scheduler.kv_manager import KVMemory
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SPELL = [{"role": "user", "content": "Spell the word planet."}]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.core import FinishReason, SamplingParams, SchedulerConfig
-from minisgl.message.wire import AbortReq, AddReq
+from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
 

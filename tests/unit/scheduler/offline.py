@@ -6,7 +6,7 @@ import numpy as np
 
 from minisgl.benchmark.simulate import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.core import Batch, PendingStep, SamplingParams, SchedulerConfig
-from minisgl.message.wire import AddReq, StepOutput
+from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 
 COST = read_cost(DEFAULT_COST)  # of Qwen3-8B on one H200

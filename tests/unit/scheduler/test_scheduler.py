@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import FinishReason, SamplingParams, SchedulerConfig
-from minisgl.message.wire import AddReq, FlushCache, Shutdown
+from minisgl.message.messages import AddReq, FlushCache, Shutdown
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Answer, Harness
 

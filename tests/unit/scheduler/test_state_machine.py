@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost
-from minisgl.message.wire import FlushCache
-from minisgl.scheduler import planner
+from minisgl.message.messages import FlushCache
+from minisgl.scheduler import policy
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 

@@ -91,7 +91,7 @@ def test_prompts_too_short_to_share_are_compared_with_none(monkeypatch: pytest.M
     def unwanted(*_: object) -> int:
         raise AssertionError("a prompt of 20 tokens never waits for another")
 
-    monkeypatch.setattr("minisgl.scheduler.planner.common_prefix", unwanted)
+    monkeypatch.setattr("minisgl.scheduler.policy.common_prefix", unwanted)
     harness = Harness(FakeEngine(64, 4), config())
     uids = [harness.add(prompt_of(20, i % 2), max_tokens=2, ignore_eos=True) for i in range(12)]
     harness.run()

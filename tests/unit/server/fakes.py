@@ -3,9 +3,9 @@
 import msgspec
 
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
-from minisgl.message.wire import Answer, StepText, TextUpdate
+from minisgl.message.messages import StepText, TextUpdate, TokenizeResult
 from minisgl.server import Limits, ServerConfig
-from minisgl.server.client import EngineClient
+from minisgl.server.engine_client import EngineClient
 from minisgl.server.metrics import Metrics
 
 FACTS = ModelFacts(
@@ -48,7 +48,9 @@ class World:
         for box in self.tokenizers:
             for message in box.sent:
                 self.client.receive_answer(
-                    Answer(uid=message.uid, token_ids=ids if error is None else b"", error=error)
+                    TokenizeResult(
+                        uid=message.uid, token_ids=ids if error is None else b"", error=error
+                    )
                 )
             box.sent.clear()
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
-from minisgl.message.wire import AddReq, Ready
+from minisgl.message.messages import AddReq, Ready
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
 from minisgl.server.lifecycle import Lifecycle
-from minisgl.server.shapes import Shape
+from minisgl.server.response import ResponseWriter
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
@@ -200,10 +200,10 @@ def test_echo_alone_streams_the_prompt_ids_too() -> None:
 
 
 def test_bug_in_a_stream_becomes_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(shape: Shape, choice: object) -> bytes:
+    def fail(shape: ResponseWriter, choice: object) -> bytes:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(Shape, "last_chunk", fail)
+    monkeypatch.setattr(ResponseWriter, "last_chunk", fail)
     *_, error, done = events(
         call("POST", "/v1/completions", json={"model": "m", "prompt": "a", "stream": True})
     )

@@ -2,9 +2,9 @@
 
 import pytest
 
-from minisgl.message.wire import Ready
+from minisgl.message.messages import Ready
 from minisgl.server.errors import NotReady
-from minisgl.server.lifecycle import Lifecycle, Phase, Pulse
+from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from tests.unit.server.fakes import FACTS
 
 
@@ -32,7 +32,7 @@ def test_grace_accepts_and_draining_refuses() -> None:
 
 
 def test_who_is_silent_hangs_but_not_who_is_busy_or_idle() -> None:
-    pulse = Pulse(10.0)
+    pulse = Watchdog(10.0)
     pulse.heard("tokenizer-0", 0.0)
     assert pulse.hanging(1000.0) is None, "nothing is expected"
     assert pulse.expect("tokenizer-0", 1000.0)
@@ -46,6 +46,6 @@ def test_who_is_silent_hangs_but_not_who_is_busy_or_idle() -> None:
 
 
 def test_zero_switches_the_watch_off() -> None:
-    never = Pulse(0.0)
+    never = Watchdog(0.0)
     never.expect("detokenizer", 0.0)
     assert never.hanging(1e9) is None

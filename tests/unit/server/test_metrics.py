@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
-from minisgl.message.wire import Answer, Ready, SchedulerStats, TextUpdate, TokenizeText
+from minisgl.message.messages import Ready, SchedulerStats, TextUpdate, TokenizeResult, TokenizeText
 from minisgl.server.app import build_app
 from minisgl.server.errors import EngineFailure, NotReady, RanTooLong
 from minisgl.server.lifecycle import Lifecycle, Phase
@@ -282,7 +282,7 @@ def test_a_broken_tokenizer_is_an_error() -> None:
         asking = asyncio.create_task(world.client.tokenize(prompt, "prompt", world.client.open(1)))
         await asyncio.sleep(0)
         (asked,) = world.tokenizers[0].sent
-        world.client.receive_answer(Answer(uid=asked.uid, error="x", internal=True))
+        world.client.receive_answer(TokenizeResult(uid=asked.uid, error="x", internal=True))
         with pytest.raises(EngineFailure):
             await asking
 

@@ -3,12 +3,12 @@
 import asyncio
 
 from minisgl.core import DeadlineExceeded
-from minisgl.message.wire import Answer, TokenizeText
-from minisgl.server.client import Generation
-from minisgl.server.generate import start
+from minisgl.message.messages import TokenizeResult, TokenizeText
+from minisgl.server.engine_client import Generation
+from minisgl.server.handler import start
 from minisgl.server.requests import TokenArray
 from tests.unit.server.fakes import FACTS, World
-from tests.unit.server.test_client import request, run, settle
+from tests.unit.server.test_engine_client import request, run, settle
 
 
 def test_questions_go_to_the_least_busy_tokenizer() -> None:
@@ -44,7 +44,7 @@ def test_questions_of_calls_that_have_gone_keep_no_tokenizer_busy() -> None:
             task.cancel()
         ends = await asyncio.gather(*long, late, return_exceptions=True)
         assert {type(end) for end in ends} == {asyncio.CancelledError, DeadlineExceeded}
-        client.receive_answer(Answer(uid=box.sent.pop(0).uid))
+        client.receive_answer(TokenizeResult(uid=box.sent.pop(0).uid))
         assert [message.text[0] for message in box.sent] == ["x", "z"]
         world.answer()
         assert list(await last) == [1]

@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minisgl.core import InvalidRequest, PromptTooLong, RequestError, Unsupported
-from minisgl.message.wire import TokenizeChat
+from minisgl.message.messages import TokenizeChat
 from minisgl.server import Limits
 from minisgl.server.errors import error_reply
-from minisgl.server.generate import fit_max_tokens
+from minisgl.server.handler import fit_max_tokens
 from minisgl.server.params import CHAT, COMPLETIONS, HARMLESS, NOT_OFFERED, ParamTable
 from minisgl.server.requests import GenerateRequest, RequestReader
 from tests.unit.server.fakes import CONFIG, FACTS

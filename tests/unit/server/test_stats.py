@@ -3,7 +3,7 @@
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from minisgl.message.wire import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
+from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
 from minisgl.server.stats import StatsCollector
 from tests.unit.server.test_metrics import stats, values
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
-from minisgl.message.wire import (
+from minisgl.message.messages import (
     Finished,
-    Opened,
-    PromptLogprobs,
+    PrefillDone,
+    PromptTokenLogprobs,
     TextSpec,
     TextUpdate,
     TokenLogprobs,
@@ -27,7 +27,7 @@ PLAIN = Vocabulary(TABLE, frozenset({EOS}))
 def told(
     vocabulary: Vocabulary, tokens: list[int], spec: TextSpec, one_by_one: bool = True
 ) -> list[TextUpdate]:
-    opened = Opened(uid=1, prompt_tokens=1, cached_tokens=0, text=spec)
+    opened = PrefillDone(uid=1, prompt_tokens=1, cached_tokens=0, text=spec)
     answer = OpenAnswer(vocabulary, opened)
     updates = []
     for token_id in tokens:
@@ -106,9 +106,9 @@ def test_logprobs_are_told_of_exactly_the_tokens_whose_text_is(
 def test_silent_answer_tells_the_prompt_only() -> None:
     ids = [*"é!".encode()]
     spec = TextSpec(prompt_tail=[], prompt_ids=array.array("i", ids).tobytes(), silent=True)
-    answer = OpenAnswer(PLAIN, Opened(uid=1, prompt_tokens=3, cached_tokens=0, text=spec))
+    answer = OpenAnswer(PLAIN, PrefillDone(uid=1, prompt_tokens=3, cached_tokens=0, text=spec))
     answer.push_prompt(
-        PromptLogprobs(
+        PromptTokenLogprobs(
             uid=1,
             position=1,
             logprobs=[-1.0, -2.0],
@@ -136,7 +136,7 @@ def test_offset_behind_a_prompt_that_ends_in_half_a_character(next_byte: int, of
 
 
 def test_end_behind_half_a_character_has_its_offset() -> None:
-    answer = OpenAnswer(PLAIN, Opened(uid=1, prompt_tokens=1, cached_tokens=0, text=None))
+    answer = OpenAnswer(PLAIN, PrefillDone(uid=1, prompt_tokens=1, cached_tokens=0, text=None))
     for token_id in (0xC3, EOS):
         found = TokenLogprobs(uid=1, logprob=-0.5, top_ids=[], top_logprobs=[])
         answer.push(token_id, token_id != EOS, found)
@@ -147,7 +147,7 @@ def test_end_behind_half_a_character_has_its_offset() -> None:
 
 def test_token_that_ends_the_text_has_a_logprob_and_no_text() -> None:
     """lm-eval drops the last entry as the generated one, be it EOS or not."""
-    answer = OpenAnswer(PLAIN, Opened(uid=1, prompt_tokens=1, cached_tokens=0, text=None))
+    answer = OpenAnswer(PLAIN, PrefillDone(uid=1, prompt_tokens=1, cached_tokens=0, text=None))
     answer.push(EOS, False, TokenLogprobs(uid=1, logprob=-0.5, top_ids=[], top_logprobs=[]))
     update = answer.take(Finished(uid=1, reason=FinishReason.STOP))
     assert update is not None

@@ -4,19 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
-from minisgl.message.wire import Finished, Opened, StepOutput, TextSpec, TextUpdate
+from minisgl.message.messages import Finished, PrefillDone, StepOutput, TextSpec, TextUpdate
 from minisgl.tokenizer.detokenizer import Detokenizer
 from tests.unit.tokenizer.test_stream import VOCABULARY, cut, ids_of
 
 
-def opened(uid: int, stop: list[str] | None = None) -> Opened:
+def opened(uid: int, stop: list[str] | None = None) -> PrefillDone:
     spec = TextSpec(prompt_tail=[], stop=stop or [])
-    return Opened(uid=uid, prompt_tokens=5, cached_tokens=3, text=spec)
+    return PrefillDone(uid=uid, prompt_tokens=5, cached_tokens=3, text=spec)
 
 
 def step(
     *tokens: tuple[int, int],
-    opens: list[Opened] | None = None,
+    opens: list[PrefillDone] | None = None,
     ends: dict[int, FinishReason] | None = None,
 ) -> StepOutput:
     return StepOutput(
@@ -131,7 +131,7 @@ def test_step_that_cannot_be_read_ends_its_reqs_and_no_others() -> None:
         (2, FinishReason.ERROR, True),
         (4, FinishReason.ERROR, True),
     ], "3 has had its end at its stop string"
-    late = Opened(uid=5, prompt_tokens=1, cached_tokens=0, text=TextSpec(prompt_ids=b"\1\0\0"))
+    late = PrefillDone(uid=5, prompt_tokens=1, cached_tokens=0, text=TextSpec(prompt_ids=b"\1\0\0"))
     failed = detokenizer.answer(step(opens=[late]))
     assert failed is not None
     assert [(u.uid, u.finish) for u in failed.updates] == [(5, FinishReason.ERROR)]

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minisgl.message.wire import TextSpec
+from minisgl.message.messages import TextSpec
 from minisgl.tokenizer import TextStream, Vocabulary
 from minisgl.tokenizer.stream import StopMatcher
 from tests.unit.tokenizer.conftest import byte_level

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import processors
 
 from minisgl.core import ConfigError
-from minisgl.message.wire import DecodeIds, TokenizeChat, TokenizeText
+from minisgl.message.messages import DecodeIds, TokenizeChat, TokenizeText
 from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.template import TemplateError
 from minisgl.tokenizer.worker import handle

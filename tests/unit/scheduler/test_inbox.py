@@ -8,8 +8,8 @@ import pytest
 
 from minisgl.core import Batch, InvariantBroken, StepResult
 from minisgl.message import Receiver, Sender, endpoint
-from minisgl.message.wire import AbortReq, LeaderStep, Shutdown, ToScheduler
-from minisgl.scheduler.io import FollowerInbox, LeaderInbox, LocalInbox, QueueInbox
+from minisgl.message.messages import AbortReq, LeaderStep, Shutdown, ToScheduler
+from minisgl.scheduler.inbox import FollowerInbox, LeaderInbox, LocalInbox, QueueInbox
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_that_stops_after

@@ -1,4 +1,4 @@
-"""Main of every child process: `python -m minisgl.server.child NAME FD`.
+"""Main of every child process: `python -m minisgl.server.worker_main NAME FD`.
 
 FD holds a ChildSpec as JSON, and stays open as the pipe that the child's life hangs on.
 Only the scheduler loads torch; the others import what their role needs and nothing more.
@@ -45,7 +45,7 @@ def _run(spec: ChildSpec) -> None:
     config = spec.config
     model_path = config.engine.model_path
     if spec.role == "api":
-        from minisgl.server.api import run_api
+        from minisgl.server.process import run_api
 
         run_api(spec)
     elif spec.role == "tokenizer":

@@ -4,8 +4,8 @@ import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
 from minisgl.kvcache import FencedPool, Match, RadixCache
-from minisgl.scheduler.req import Req
-from minisgl.scheduler.table import RequestTable
+from minisgl.scheduler.request import Req
+from minisgl.scheduler.request_table import RequestTable
 
 
 class KVMemory:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
-from minisgl.attention.decode_graph import BalancedDecode, WholeDecode
+from minisgl.attention.decode import BalancedDecode, WholeDecode
 from minisgl.core import Int32Array
 from minisgl.kernel import ContextCopy, DecodeScratch, decode_scratch, gather_kv, kv_metadata
 from minisgl.kvcache.pool import KVPool

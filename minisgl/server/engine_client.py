@@ -24,7 +24,19 @@ from minisgl.core import (
     PromptTooLong,
     RequestError,
 )
-from minisgl.message import wire
+from minisgl.message import (
+    AbortReq,
+    AddReq,
+    DecodeIds,
+    FlushCache,
+    StepText,
+    TextUpdate,
+    TokenizeRequest,
+    TokenizeResult,
+    TokenText,
+    ToScheduler,
+    ToTokenizer,
+)
 from minisgl.server.config import Limits
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.metrics import Metrics
@@ -42,13 +54,13 @@ _ENOUGH_BYTES = 2**16
 
 
 @dataclass(eq=False, slots=True)
-class Extras:
+class ChoiceDelta:
     """What some clients want beside text, as far as it has not been taken yet."""
 
     reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[wire.TokenText] = field(default_factory=list)
-    prompt_logprobs: list[wire.TokenText] = field(default_factory=list)
+    logprobs: list[TokenText] = field(default_factory=list)
+    prompt_logprobs: list[TokenText] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -63,8 +75,8 @@ class Choice:
     _changed: asyncio.Event
     started_s: float  # CLOCK_MONOTONIC, as first_s and last_s
     text: list[str] = field(default_factory=list)
-    latest: wire.TextUpdate = field(default_factory=lambda: wire.TextUpdate(uid=0))
-    extras: Extras | None = None
+    latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
+    extras: ChoiceDelta | None = None
     finish: FinishReason | None = None
     error: RequestError | None = None
     opened: bool = False
@@ -73,20 +85,20 @@ class Choice:
     first_s: float = 0.0  # of the first and the last output, 0: none
     last_s: float = 0.0
 
-    def take(self) -> tuple[str, Extras | None]:
+    def take(self) -> tuple[str, ChoiceDelta | None]:
         """The text that has arrived since the last call, and what came beside it; None: nothing."""
         text, extras = "".join(self.text), self.extras
         self.text.clear()
         self.extras = None
         return text, extras
 
-    def apply(self, update: wire.TextUpdate) -> None:
+    def apply(self, update: TextUpdate) -> None:
         self.opened = True
         if update.text:
             self.text.append(update.text)
         self.latest = update
         if update.reasoning or update.token_ids or update.logprobs or update.prompt_logprobs:
-            extras = self.extras = self.extras or Extras()
+            extras = self.extras = self.extras or ChoiceDelta()
             extras.reasoning += update.reasoning
             extras.token_ids += update.token_ids
             extras.logprobs += update.logprobs
@@ -112,7 +124,7 @@ class Generation:
     choices: list[Choice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     beat: bool = False
-    question: asyncio.Future[wire.Answer] | None = None
+    question: asyncio.Future[TokenizeResult] | None = None
     echoes: list[str] = field(default_factory=list)
     prompt_ids: list[list[int]] = field(default_factory=list)
 
@@ -182,8 +194,8 @@ class EngineClient:
 
     def __init__(
         self,
-        to_tokenizers: Sequence[Callable[[wire.ToTokenizer], int]],
-        to_scheduler: Callable[[wire.ToScheduler], object],
+        to_tokenizers: Sequence[Callable[[ToTokenizer], int]],
+        to_scheduler: Callable[[ToScheduler], object],
         limits: Limits,
         metrics: Metrics,
     ) -> None:
@@ -193,8 +205,8 @@ class EngineClient:
         self.metrics = metrics
         self._uids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
-        self._questions: dict[asyncio.Future[wire.Answer], wire.Question] = {}
-        self._asked: dict[int, tuple[int, int, asyncio.Future[wire.Answer]]] = {}
+        self._questions: dict[asyncio.Future[TokenizeResult], TokenizeRequest] = {}
+        self._asked: dict[int, tuple[int, int, asyncio.Future[TokenizeResult]]] = {}
         self._outstanding = [0] * len(to_tokenizers)  # bytes
         self._generations: set[Generation] = set()
         self.queued = self.queued_tokens = 0
@@ -269,7 +281,7 @@ class EngineClient:
             most = "too many prompt tokens are queued; try again later"
             raise Overloaded(most, limit="max_queued_tokens")
 
-    def submit(self, choice: Choice, request: wire.AddReq, tokens: int) -> None:
+    def submit(self, choice: Choice, request: AddReq, tokens: int) -> None:
         """Hand one choice to the scheduler, unless it has been ended; its prompt adds `tokens`."""
         if choice.uid not in self._choices:
             return
@@ -280,7 +292,7 @@ class EngineClient:
 
     def flush_cache(self) -> None:
         """Make the engine forget its cached prefixes, in order with all requests."""
-        self._to_scheduler(wire.FlushCache())
+        self._to_scheduler(FlushCache())
 
     async def tokenize(self, prompt: Prompt, param: str, call: Generation) -> TokenArray:
         """Ids of the prompt given as `param`. Raises what the worker found wrong."""
@@ -289,12 +301,14 @@ class EngineClient:
         return array.array("i", (await self._ask(prompt, call, param)).token_ids)
 
     async def decode(self, token_ids: TokenArray, skip_special: bool, call: Generation) -> str:
-        question = wire.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
+        question = DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
         return (await self._ask(question, call, None)).text
 
-    async def _ask(self, what: wire.Question, call: Generation, param: str | None) -> wire.Answer:
+    async def _ask(
+        self, what: TokenizeRequest, call: Generation, param: str | None
+    ) -> TokenizeResult:
         """Ask a worker; an end of the call ends the wait. Raises what it found."""
-        waiting: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[TokenizeResult] = asyncio.get_running_loop().create_future()
         call.question = waiting
         self._questions[waiting] = what
         waiting.add_done_callback(lambda given_up: self._questions.pop(given_up, None))
@@ -317,7 +331,7 @@ class EngineClient:
             self._outstanding[worker] += size
             self._asked[uid] = worker, size, waiting
 
-    def receive_answer(self, message: wire.Answer) -> int:
+    def receive_answer(self, message: TokenizeResult) -> int:
         """A worker has answered; nobody may be waiting any more. Which worker it was."""
         worker, size, answer = self._asked.pop(message.uid)
         self._outstanding[worker] -= size
@@ -326,12 +340,12 @@ class EngineClient:
             answer.set_result(message)
         return worker
 
-    def receive_text(self, message: wire.StepText) -> None:
+    def receive_text(self, message: StepText) -> None:
         """Give the texts of one step to their choices; what comes after the end of one is late."""
         now_s = time.monotonic()
         for update in message.updates:
             if update.stopped:
-                self._to_scheduler(wire.AbortReq(uid=update.uid, reason=FinishReason.STOP))
+                self._to_scheduler(AbortReq(uid=update.uid, reason=FinishReason.STOP))
             choice = self._choices.get(update.uid)
             if choice is None or choice.error is not None:
                 continue
@@ -366,4 +380,4 @@ class EngineClient:
                 self._leave_queue(choice)
             if choice.submitted:
                 self.metrics.on_end(choice)
-                self._to_scheduler(wire.AbortReq(uid=choice.uid))
+                self._to_scheduler(AbortReq(uid=choice.uid))

@@ -9,8 +9,8 @@ def step_sizes(largest: int) -> list[int]:
     """Numbers of tokens, up to `largest`, that a step with prompt tokens had better have.
 
     Matrix kernels take whole tiles, of 128 rows beyond 256 (448 take what 512 do); coarser where a
-    step takes long. On a GPU steps of up to 4,096 tokens are padded to these (engine/pieces.py), so
-    that a chunk should fill one.
+    step takes long. On a GPU steps of up to 4,096 tokens are padded to these
+    (engine/piecewise_graph.py), so that a chunk should fill one.
     """
     sizes = [16, 32, *range(64, 384, 64), *range(384, 1024, 128), *range(1024, 2048, 256)]
     return [size for size in (*sizes, *range(2048, largest + 1, 512)) if size <= largest]

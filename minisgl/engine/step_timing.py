@@ -22,7 +22,7 @@ _SCATTER = 1.1  # within which two durations say the same
 _LONGEST_STEP_S = 0.06  # predicted; larger shapes are for machines that take them in their stride
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """num_decode reqs with `context` tokens each, and `chunk` prompt tokens after `context` cached
     ones, cut into several prompts where one would be too long."""
 
@@ -42,7 +42,7 @@ class Timing(NamedTuple):
 
 def warm_up(engine: EngineLike, dummy_page: int) -> None:
     """One decode, one prefill and one mixed step, with every kind of sampling."""
-    for shape in (Shape(0, 4, 0), Shape(1, 0, 4), Shape(2, 3, 4)):
+    for shape in (StepShape(0, 4, 0), StepShape(1, 0, 4), StepShape(2, 3, 4)):
         for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 2)):
             for edited in (False, True):
                 batch = probe_batch(
@@ -54,9 +54,13 @@ def warm_up(engine: EngineLike, dummy_page: int) -> None:
 
 def every_size(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
     """Decode steps of every number of reqs, and chunks of many lengths."""
-    shapes = [Shape(reqs, 0, 4) for reqs in range(1, engine.max_running_reqs + 1)]
+    shapes = [StepShape(reqs, 0, 4) for reqs in range(1, engine.max_running_reqs + 1)]
     for power in range(max_chunk_tokens.bit_length()):
-        shapes += [Shape(0, 2**power, 0), Shape(0, 2**power + 1, 0), Shape(1, 2**power, 4)]
+        shapes += [
+            StepShape(0, 2**power, 0),
+            StepShape(0, 2**power + 1, 0),
+            StepShape(1, 2**power, 4),
+        ]
     for shape in shapes:
         batch = probe_batch(engine, dummy_page, shape, temperature=1.0, top_k=2)
         if batch is not None and shape.chunk <= max_chunk_tokens:
@@ -68,7 +72,7 @@ def largest_step(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> 
     chunks = -(-max_chunk_tokens // engine.max_seq_len)
     num_decode = max(engine.max_running_reqs - chunks, 0)
     most = (engine.max_running_reqs - num_decode) * engine.max_seq_len
-    shape = Shape(num_decode, min(max_chunk_tokens, most), 0)
+    shape = StepShape(num_decode, min(max_chunk_tokens, most), 0)
     batch = probe_batch(engine, dummy_page, shape, temperature=1.0, top_k=2)
     assert batch is not None, "the largest step fits by construction: this is a bug"
     engine.launch(batch).wait()
@@ -159,20 +163,20 @@ class _StopWatch:
         return agreed_ns
 
 
-def _shapes(rows: int, max_seq_len: int) -> list[Shape]:
+def _shapes(rows: int, max_seq_len: int) -> list[StepShape]:
     """In about the order of their time. Some come again with a context, or with a longer one.
 
     Small ones only decode, up to all rows; the others hold a decode req beside a chunk. Large ones
     lie behind a context, as most that a price is asked for: a prompt's first tokens take less.
     """
     half, far = min(max_seq_len - 1, 2048) // 2, min(max_seq_len * 3 // 4, 8192)
-    shapes = [Shape(1, 0, 1), Shape(1, 15, 1)]
+    shapes = [StepShape(1, 0, 1), StepShape(1, 15, 1)]
     for reqs in (8, 32, 64, 128):
-        decode = [Shape(reqs, 0, 1), Shape(reqs, 0, half)]
-        shapes += decode if reqs <= rows else [Shape(1, reqs - 1, 1)]
-    shapes += [Shape(1, size - 1, half) for size in (256, 384, 512, 640, 768)]
-    shapes.append(Shape(1, 511, far))
-    return shapes + [Shape(1, size - 1, half) for size in (1024, 2048, 4096, 8192)]
+        decode = [StepShape(reqs, 0, 1), StepShape(reqs, 0, half)]
+        shapes += decode if reqs <= rows else [StepShape(1, reqs - 1, 1)]
+    shapes += [StepShape(1, size - 1, half) for size in (256, 384, 512, 640, 768)]
+    shapes.append(StepShape(1, 511, far))
+    return shapes + [StepShape(1, size - 1, half) for size in (1024, 2048, 4096, 8192)]
 
 
 def _middle(durations_ns: list[int]) -> int | None:
@@ -223,7 +227,7 @@ def _lower_median(prices: list[float]) -> float:
 def probe_batch(
     engine: EngineLike,
     dummy_page: int,
-    shape: Shape,
+    shape: StepShape,
     *,
     temperature: float = 0.0,
     top_k: int = 0,

@@ -15,13 +15,27 @@ from collections.abc import Iterator
 import uvicorn
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
-from minisgl.message import AsyncReceiver, Sender, endpoint, wire
+from minisgl.message import (
+    Alive,
+    AsyncReceiver,
+    Ping,
+    Ready,
+    SchedulerStats,
+    Sender,
+    Shutdown,
+    StepText,
+    ToApi,
+    TokenizeResult,
+    ToScheduler,
+    ToTokenizer,
+    endpoint,
+)
 from minisgl.server.app import build_app
-from minisgl.server.client import EngineClient
 from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.server.connection import limited_protocol
+from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
-from minisgl.server.lifecycle import Lifecycle, Phase, Pulse
+from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
 from minisgl.utils import process_age_s
 
@@ -53,9 +67,9 @@ class ApiServer:
         config = spec.config
         self.config: ServerConfig = config
         directory = spec.socket_dir
-        self._scheduler: Sender[wire.ToScheduler] = Sender(endpoint(directory, "scheduler"))
+        self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
-        self._workers: dict[str, Sender[wire.ToTokenizer]] = {
+        self._workers: dict[str, Sender[ToTokenizer]] = {
             name: Sender(endpoint(directory, name)) for name in (*names, "detokenizer")
         }
         metrics = Metrics(config.served_names[0], config.commit)
@@ -63,12 +77,10 @@ class ApiServer:
         self.client = EngineClient(outboxes, self._scheduler.send, config.limits, metrics)
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
-        self.stats: wire.SchedulerStats | None = None
-        self._pulse = Pulse(config.step_timeout_s)
+        self.stats: SchedulerStats | None = None
+        self._pulse = Watchdog(config.step_timeout_s)
         self._url = spec.url
-        self._messages: AsyncReceiver[wire.ToApi] = AsyncReceiver(
-            endpoint(directory, "api"), wire.ToApi
-        )
+        self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
 
@@ -125,7 +137,7 @@ class ApiServer:
                 self._fail(failure)
                 await self._settle(_LAST_WORDS_S)
                 raise failure
-            self._scheduler.send(wire.Shutdown())
+            self._scheduler.send(Shutdown())
         finally:
             loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # this is the end already
             server.should_exit = True
@@ -140,16 +152,16 @@ class ApiServer:
         while True:
             message = await self._messages.recv()
             now_s = time.monotonic()
-            if isinstance(message, wire.StepText):
+            if isinstance(message, StepText):
                 self._pulse.heard("scheduler", now_s)
                 self._pulse.heard("detokenizer", now_s)
                 self.client.receive_text(message)
-            elif isinstance(message, wire.Answer):
+            elif isinstance(message, TokenizeResult):
                 worker = self.client.receive_answer(message)
                 self._pulse.heard(f"tokenizer-{worker}", now_s)
-            elif isinstance(message, wire.Alive):
+            elif isinstance(message, Alive):
                 self._pulse.satisfied(message.role)
-            elif isinstance(message, wire.SchedulerStats):
+            elif isinstance(message, SchedulerStats):
                 if self.stats is None or message.step_id != self.stats.step_id:
                     self._pulse.heard("scheduler", now_s)
                 self.stats = message
@@ -157,7 +169,7 @@ class ApiServer:
             else:
                 self._on_ready(message)
 
-    def _on_ready(self, message: wire.Ready) -> None:
+    def _on_ready(self, message: Ready) -> None:
         self.client.metrics.on_ready(message, self.config.engine.tp_size)
         facts = self.lifecycle.on_ready(message)
         still_loading = ",".join(sorted(self.lifecycle.missing)) or "none"
@@ -192,7 +204,7 @@ class ApiServer:
             if self.lifecycle.phase is not Phase.LOADING:
                 for role, sender in self._workers.items():
                     if self._pulse.expect(role, time.monotonic()):
-                        sender.send(wire.Ping())
+                        sender.send(Ping())
             hanging = self._hanging()
             if hanging is not None:
                 most = f"more than {self.config.step_timeout_s:g} s (--step-timeout)"

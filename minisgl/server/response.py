@@ -9,8 +9,8 @@ import msgspec
 
 import minisgl
 from minisgl.core import FinishReason
-from minisgl.message import wire
-from minisgl.server.client import Choice, Extras, Generation
+from minisgl.message import TokenText
+from minisgl.server.engine_client import Choice, ChoiceDelta, Generation
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import GenerateRequest
 
@@ -28,7 +28,7 @@ def sse(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-class Shape:
+class ResponseWriter:
     """Writes the answer to one request; id, created and model are the same on every chunk."""
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -61,7 +61,7 @@ class Shape:
 
     def _whole_choice(self, choice: Choice, generation: Generation) -> dict[str, Any]:
         text, extras = choice.take()
-        text, extras = generation.echo(choice) + text, extras or Extras()
+        text, extras = generation.echo(choice) + text, extras or ChoiceDelta()
         body: dict[str, Any] = {"index": choice.index}
         if self._is_chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -94,12 +94,12 @@ class Shape:
         return self._chunk(index, field % msgspec.json.encode(text) + rest)
 
     def rich_chunk(
-        self, choice: Choice, text: str, extras: Extras, generation: Generation | None
+        self, choice: Choice, text: str, extras: ChoiceDelta, generation: Generation | None
     ) -> bytes:
         """New text with what comes beside it. generation: given with the choice's first chunk."""
         if self._is_chat and extras.reasoning and text:
             # In two: a client that finds one of them in a delta may not look for the other.
-            thought, rest = Extras(reasoning=extras.reasoning), replace(extras, reasoning="")
+            thought, rest = ChoiceDelta(reasoning=extras.reasoning), replace(extras, reasoning="")
             before = self.rich_chunk(choice, "", thought, None)
             return before + self.rich_chunk(choice, text, rest, generation)
         body: dict[str, Any] = {"text": text}
@@ -112,7 +112,11 @@ class Shape:
         return self._chunk(choice.index, msgspec.json.encode(body)[1:-1])
 
     def _add_ids(
-        self, body: dict[str, Any], choice: Choice, extras: Extras, generation: Generation | None
+        self,
+        body: dict[str, Any],
+        choice: Choice,
+        extras: ChoiceDelta,
+        generation: Generation | None,
     ) -> None:
         if not self.request.text.token_ids:
             return
@@ -120,7 +124,7 @@ class Shape:
         if generation is not None and not self._is_chat:
             body["prompt_token_ids"] = generation.prompt_ids[choice.index // self.request.n]
 
-    def _logprobs(self, extras: Extras) -> dict[str, Any] | None:
+    def _logprobs(self, extras: ChoiceDelta) -> dict[str, Any] | None:
         if self.request.sampling.logprobs is None:
             return None
         if self._is_chat:
@@ -171,7 +175,7 @@ def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": _number(logprob), "bytes": list(data)}
 
 
-def _chat_logprob(entry: wire.TokenText) -> dict[str, Any]:
+def _chat_logprob(entry: TokenText) -> dict[str, Any]:
     assert entry.logprob is not None, "a generated token has a log-probability: this is a bug"
     top = [_chat_token(data, logprob) for data, logprob in entry.top]
     return {**_chat_token(entry.data, entry.logprob), "top_logprobs": top}
@@ -185,7 +189,7 @@ def _completion_token(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _completion_logprobs(entries: list[wire.TokenText]) -> dict[str, Any]:
+def _completion_logprobs(entries: list[TokenText]) -> dict[str, Any]:
     """Four parallel lists. The token itself is among the most likely ones, or beside them."""
     tops: list[dict[str, float] | None] = []
     for entry in entries:

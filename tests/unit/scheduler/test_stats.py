@@ -3,8 +3,8 @@
 import numpy as np
 
 from minisgl.core import Batch, SamplingArrays
-from minisgl.message.wire import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
-from minisgl.scheduler.meter import StepMeter
+from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
+from minisgl.scheduler.stats import StepMeter
 from tests.unit.scheduler.fake_engine import FakeEngine
 from tests.unit.scheduler.harness import Harness
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken, SamplingArrays
 from minisgl.kvcache import FencedPool
-from minisgl.scheduler.req import Req
+from minisgl.scheduler.request import Req
 
 
 class RequestTable:

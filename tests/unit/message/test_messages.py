@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.message import Receiver, Sender, endpoint
-from minisgl.message.wire import (
-    Answer,
+from minisgl.message.messages import (
     DecodeIds,
     StepText,
     TextSpec,
     TextUpdate,
     ToApi,
     TokenizeChat,
+    TokenizeResult,
     TokenizeText,
     ToTokenizer,
 )
@@ -27,8 +27,8 @@ from minisgl.message.wire import (
         (TokenizeText(uid=1, text="é\0"), ToTokenizer),
         (TokenizeChat(uid=1, messages_json=b"[]"), ToTokenizer),
         (DecodeIds(uid=1, token_ids=b"\1\0\0\0"), ToTokenizer),
-        (Answer(uid=1, error="no", internal=True), ToApi),
-        (Answer(uid=1, text="x"), ToApi),
+        (TokenizeResult(uid=1, error="no", internal=True), ToApi),
+        (TokenizeResult(uid=1, text="x"), ToApi),
         (
             StepText(
                 updates=[
@@ -68,11 +68,11 @@ def test_receiver_drops_garbage_and_goes_on(tmp_path: Path) -> None:
     receiver: Receiver[ToApi] = Receiver(endpoint(str(tmp_path), "q"), ToApi)
     raw: Sender[object] = Sender(endpoint(str(tmp_path), "q"))
     raw.send({"no": "message"})
-    raw.send(Answer(uid=7, text="x"))
+    raw.send(TokenizeResult(uid=7, text="x"))
     seen: list[ToApi] = []
     while not seen:
         assert receiver.poll(10)
         seen += receiver.drain()
-    assert seen == [Answer(uid=7, text="x")]
+    assert seen == [TokenizeResult(uid=7, text="x")]
     raw.close()
     receiver.close()

@@ -16,9 +16,9 @@ from minisgl.core import (
     SamplingParams,
 )
 from minisgl.core.sampling import MAX_SEED
-from minisgl.message import wire
-from minisgl.server.client import EngineClient, Generation
+from minisgl.message import AddReq, TokenizeText
 from minisgl.server.connection import KEPT
+from minisgl.server.engine_client import EngineClient, Generation
 from minisgl.server.errors import NotReady
 from minisgl.server.requests import GenerateRequest, TokenArray
 from minisgl.server.service import Service
@@ -68,7 +68,7 @@ async def _until_first_output(
         skip_special = request.text.skip_special_tokens
         generation.echoes = [
             prompt.text
-            if isinstance(prompt, wire.TokenizeText)
+            if isinstance(prompt, TokenizeText)
             else await client.decode(token_ids, skip_special, generation)
             for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True)
         ]
@@ -160,13 +160,13 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 
 def _add_req(
     uid: int, token_ids: TokenArray, sampling: SamplingParams, request: GenerateRequest
-) -> wire.AddReq:
+) -> AddReq:
     text = msgspec.structs.replace(
         request.text,
         prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
         prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
     )
-    return wire.AddReq(
+    return AddReq(
         uid=uid,
         token_ids=token_ids.tobytes(),
         sampling=sampling,

@@ -15,10 +15,10 @@ import numpy as np
 
 from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost, step_sizes
 from minisgl.kvcache import common_prefix
-from minisgl.scheduler.extras import build_extras
-from minisgl.scheduler.memory import KVMemory
-from minisgl.scheduler.req import Req, ReqState
-from minisgl.scheduler.table import RequestTable
+from minisgl.scheduler.kv_manager import KVMemory
+from minisgl.scheduler.logits_processing import build_extras
+from minisgl.scheduler.request import Req, ReqState
+from minisgl.scheduler.request_table import RequestTable
 
 MAX_DEFERRED = 64  # waiting reqs looked past in one plan, so that its cost stays bounded
 MIN_SHARED_TOKENS = 64  # a shorter shared prefix is not worth a step of waiting
@@ -93,7 +93,7 @@ class Planner:
         req.state = ReqState.WAITING
         cached = len(self._memory.match(req).pages) * self._memory.page_size
         others = chain(self.unpublished, islice(reversed(self.waiting), MAX_DEFERRED))
-        req.to_compute = len(req.tokens) - (self._in_the_making(req, cached, others) or cached)
+        req.to_compute = len(req.tokens) - (self._shared_with_older(req, cached, others) or cached)
         if req.admitted:
             self.waiting.appendleft(req)
         else:
@@ -154,7 +154,7 @@ class Planner:
             req = self.waiting[0]
             match = self._memory.match(req)
             cached = len(match.pages) * self._memory.page_size
-            if self._in_the_making(req, cached, self.unpublished):
+            if self._shared_with_older(req, cached, self.unpublished):
                 deferred.append(self.waiting.popleft())
                 if len(deferred) == MAX_DEFERRED:
                     break
@@ -166,7 +166,7 @@ class Planner:
         self.waiting.extendleft(reversed(deferred))
         return chunks
 
-    def _in_the_making(self, req: Req, cached: int, others: Iterable[Req]) -> int:
+    def _shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
         """How much of its prompt one of `others` computes for `req`: at least half of what is not
         cached, or 0, since it does not wait for less.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from minisgl.core import Batch
-from minisgl.message import wire
+from minisgl.message import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
 
 
 class StepMeter:
@@ -20,7 +20,7 @@ class StepMeter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._phases = {phase: wire.PhaseStats() for phase in wire.STEP_PHASES}
+        self._phases = {phase: PhaseStats() for phase in STEP_PHASES}
         self._launched_s: deque[float] = deque()
         self._ended_s = 0.0
         self._decode_s: deque[float] = deque([0.0], maxlen=2)
@@ -44,15 +44,15 @@ class StepMeter:
             self._decode_s.append(now_s - started_s)
         phase.reqs += reqs
         phase.tokens += tokens
-        phase.reqs_counts[bisect_left(wire.BATCH_SIZE_BOUNDS, reqs)] += 1
-        phase.tokens_counts[bisect_left(wire.BATCH_TOKENS_BOUNDS, tokens)] += 1
+        phase.reqs_counts[bisect_left(BATCH_SIZE_BOUNDS, reqs)] += 1
+        phase.tokens_counts[bisect_left(BATCH_TOKENS_BOUNDS, tokens)] += 1
 
     def left_s(self, predicted_s: float) -> float:
         """Until the step after the one resolved last ends: as predicted, or sooner, if it is as
         short as one of the last two decode steps (both, since a host may see an end too late)."""
         return self._ended_s + min(predicted_s, *self._decode_s) - self.clock()
 
-    def stats(self) -> dict[str, wire.PhaseStats]:
+    def stats(self) -> dict[str, PhaseStats]:
         """A copy of the totals as of now, by phase."""
         return {
             name: msgspec.structs.replace(

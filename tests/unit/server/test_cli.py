@@ -6,7 +6,7 @@ import pytest
 
 from minisgl.core import ConfigError
 from minisgl.server import ServerConfig
-from minisgl.server.args import build_parser, resolve
+from minisgl.server.cli import build_parser, resolve
 
 
 def config(*flags: str, **environ: str) -> ServerConfig:

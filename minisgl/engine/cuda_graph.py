@@ -18,7 +18,7 @@ from tqdm import tqdm
 from minisgl.attention import DecodeGraphAttention
 from minisgl.core import Batch
 from minisgl.engine.inputs import pad
-from minisgl.engine.state import DeviceState
+from minisgl.engine.model_runner import DeviceState
 from minisgl.kernel import StepLayout, StepViews
 from minisgl.models import Attended
 

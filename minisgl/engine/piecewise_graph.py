@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from minisgl.attention import StepAttention
 from minisgl.core import step_sizes
-from minisgl.engine.state import DeviceState
+from minisgl.engine.model_runner import DeviceState
 from minisgl.kernel import StepViews
 from minisgl.models import Attended
 

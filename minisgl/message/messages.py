@@ -56,8 +56,8 @@ class Ping(Message, frozen=True, kw_only=True):
     """Answered by Alive after all that was sent before it."""
 
 
-Question = TokenizeText | TokenizeChat | DecodeIds
-ToTokenizer = Question | Ping
+TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds
+ToTokenizer = TokenizeRequest | Ping
 
 
 class TextSpec(Message, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class LeaderStep(Message, frozen=True, kw_only=True):
     plan_hash: int | None = None
 
 
-class Opened(Message, frozen=True, kw_only=True):
+class PrefillDone(Message, frozen=True, kw_only=True):
     """Comes with a req's first output (or its end without one).
 
     admitted_s: CLOCK_MONOTONIC of its first admission, which all processes of a host share; 0:
@@ -159,7 +159,7 @@ class TokenLogprobs(Message, frozen=True, kw_only=True):
     top_logprobs: list[float]
 
 
-class PromptLogprobs(Message, frozen=True, kw_only=True):
+class PromptTokenLogprobs(Message, frozen=True, kw_only=True):
     """Log-probabilities of prompt tokens position, position + 1, ... of one req."""
 
     uid: int
@@ -176,19 +176,19 @@ class StepOutput(Message, frozen=True, kw_only=True):
     """
 
     step_id: int
-    opened: list[Opened] = []
+    opened: list[PrefillDone] = []
     uids: list[int] = []
     token_ids: list[int] = []
     finished: list[Finished] = []
     logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[PromptLogprobs] = []
+    prompt_logprobs: list[PromptTokenLogprobs] = []
 
 
 ToDetokenizer = StepOutput | Ping
 
 
-class Answer(Message, frozen=True, kw_only=True):
-    """To a Question: token_ids (int32 little-endian), or the text of DecodeIds.
+class TokenizeResult(Message, frozen=True, kw_only=True):
+    """To a TokenizeRequest: token_ids (int32 little-endian), or the text of DecodeIds.
 
     error: a sentence for the client instead. internal: the error is ours and not the client's.
     limit: what was exceeded, if that is it.
@@ -223,7 +223,7 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     between <think> and </think>, whose text is `reasoning` and not in `text`.
     prompt_logprobs, logprobs: of prompt and text, when asked for.
     stopped: it ended here, by a stop string or a failure, so the scheduler has yet to be told.
-    admitted_s: as in Opened.
+    admitted_s: as in PrefillDone.
     """
 
     uid: int
@@ -320,4 +320,4 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     phases: dict[str, PhaseStats] = {}
 
 
-ToApi = Answer | StepText | Ready | Alive | SchedulerStats
+ToApi = TokenizeResult | StepText | Ready | Alive | SchedulerStats

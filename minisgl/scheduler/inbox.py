@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.core import InvariantBroken
-from minisgl.message import Receiver, Sender, wire
+from minisgl.message import LeaderStep, Receiver, Sender, ToScheduler
 
-Messages = Sequence[wire.ToScheduler]
+Messages = Sequence[ToScheduler]
 
 
 class Inbox(Protocol):
@@ -23,7 +23,7 @@ class Inbox(Protocol):
 class QueueInbox:
     """Rank 0 of a server: what the API server sends."""
 
-    def __init__(self, receiver: Receiver[wire.ToScheduler]) -> None:
+    def __init__(self, receiver: Receiver[ToScheduler]) -> None:
         self._receiver = receiver
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
@@ -38,7 +38,7 @@ class LocalInbox:
     """A deque in the same process: the offline LLM and tests."""
 
     def __init__(self) -> None:
-        self.messages: deque[wire.ToScheduler] = deque()
+        self.messages: deque[ToScheduler] = deque()
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
         """Never waits: in one process nobody else could send."""
@@ -50,7 +50,7 @@ class LocalInbox:
 class LeaderInbox:
     """Rank 0 with followers: passes each iteration's messages on before using them itself."""
 
-    def __init__(self, source: Inbox, followers: Sequence[Sender[wire.LeaderStep]]) -> None:
+    def __init__(self, source: Inbox, followers: Sequence[Sender[LeaderStep]]) -> None:
         self._source = source
         self._followers = followers
         self._iteration = 0
@@ -58,9 +58,7 @@ class LeaderInbox:
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
         messages = self._source.receive(wait_s)
         self._iteration += 1
-        step = wire.LeaderStep(
-            iteration=self._iteration, messages=list(messages), plan_hash=plan_hash
-        )
+        step = LeaderStep(iteration=self._iteration, messages=list(messages), plan_hash=plan_hash)
         for follower in self._followers:
             follower.send(step)
         return messages
@@ -69,9 +67,9 @@ class LeaderInbox:
 class FollowerInbox:
     """Ranks 1..n-1: exactly one LeaderStep per iteration, in order."""
 
-    def __init__(self, receiver: Receiver[wire.LeaderStep]) -> None:
+    def __init__(self, receiver: Receiver[LeaderStep]) -> None:
         self._receiver = receiver
-        self._steps: deque[wire.LeaderStep] = deque()
+        self._steps: deque[LeaderStep] = deque()
         self._iteration = 0
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:

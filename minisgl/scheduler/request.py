@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from minisgl.core import FinishReason, Int32Array, SamplingParams
 from minisgl.kvcache import RadixNode
-from minisgl.message import wire
+from minisgl.message import TextSpec
 
 
 class ReqState(StrEnum):
@@ -44,7 +44,7 @@ class Req:
     limit: int
     sampling: SamplingParams
     seed: int
-    text: wire.TextSpec | None
+    text: TextSpec | None
     serial: int
     cache_salt: str = ""
     state: ReqState = ReqState.WAITING

@@ -10,10 +10,10 @@ import pytest
 
 from minisgl.core import SamplingParams, WorkerDied
 from minisgl.message import Sender, endpoint
-from minisgl.message.wire import AddReq, Ready, Shutdown, ToApi
-from minisgl.server.api import ApiServer
+from minisgl.message.messages import AddReq, Ready, Shutdown, ToApi
 from minisgl.server.config import ChildSpec
 from minisgl.server.lifecycle import Phase
+from minisgl.server.process import ApiServer
 from tests.unit.server.fakes import CONFIG, FACTS
 
 

@@ -15,12 +15,12 @@ from minisgl.core import (
     Overloaded,
     RequestError,
 )
-from minisgl.message.wire import AbortReq, AddReq
+from minisgl.message.messages import AbortReq, AddReq
 from minisgl.server.errors import EngineFailure, RanTooLong
-from minisgl.server.generate import start, unless_disconnected
+from minisgl.server.handler import start, unless_disconnected
 from minisgl.server.params import CHAT, COMPLETIONS
 from minisgl.server.requests import GenerateRequest, RequestReader
-from minisgl.server.shapes import Shape
+from minisgl.server.response import ResponseWriter
 from minisgl.server.stream import KEEP_ALIVE, events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
@@ -102,7 +102,7 @@ def test_reasoning_that_is_cut_off_counts_whole() -> None:
         world.update(uid, reasoning="a b", reasoning_tokens=2, completion_tokens=2)
         world.update(uid, reasoning_tokens=3, completion_tokens=3, finish=FinishReason.LENGTH)
         generation = await task
-        usage = json.loads(Shape(request()).whole(generation))["usage"]
+        usage = json.loads(ResponseWriter(request()).whole(generation))["usage"]
         assert usage["completion_tokens"] == 3
         assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
         world.client.close(generation)
@@ -121,7 +121,7 @@ def test_reasoning_and_answer_of_one_wake_up_leave_in_two_deltas() -> None:
         uid = generation.choices[0].uid
         world.update(uid, reasoning="thought", token_ids=[5])
         world.update(uid, "answer", token_ids=[6], finish=FinishReason.STOP)
-        pieces = [piece async for piece in events(generation, Shape(call))]
+        pieces = [piece async for piece in events(generation, ResponseWriter(call))]
         chunks = [json.loads(x[6:]) for x in b"".join(pieces).split(b"\n\n")[:-2]]
         choices = [chunk["choices"][0] for chunk in chunks]
         assert [choice["delta"] for choice in choices[1:-1]] == [
@@ -300,7 +300,7 @@ def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
     async def main(world: World) -> None:
         call = request(b'{"model":"m","prompt":"hi","stream":true}')
         generation = world.client.open(1)
-        stream = events(generation, Shape(call))
+        stream = events(generation, ResponseWriter(call))
         world.client.beat()
         assert await anext(stream) == KEEP_ALIVE
         world.client.beat()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import Batch, StepCost, StepResult
-from minisgl.engine.probe import Timing, calibrate, fit
+from minisgl.engine.step_timing import Timing, calibrate, fit
 
 TRUE = StepCost(
     tokens=(1, 64, 128, 512, 1024),

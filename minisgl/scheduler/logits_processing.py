@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Int32Array, LogitEdits, StepExtras
-from minisgl.scheduler.req import Req
-from minisgl.scheduler.table import RequestTable
+from minisgl.scheduler.request import Req
+from minisgl.scheduler.request_table import RequestTable
 
 _NEVER = float("-inf")
 
