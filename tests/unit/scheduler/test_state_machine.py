@@ -146,4 +146,4 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
 
     def setUp(self) -> None:
         any_size = {"EVEN_TOKENS": 1, "step_sizes": lambda largest: list(range(1, largest + 1))}
-        self.enterContext(patch.multiple(planner, MIN_SHARED_TOKENS=4, **any_size))
+        self.enterContext(patch.multiple(policy, MIN_SHARED_TOKENS=4, **any_size))
