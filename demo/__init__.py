@@ -1,4 +1,4 @@
 """Training code of the embedded demo model: generators, tokenizer, network, training, scoring.
 
-Nothing here is imported by the `minisgl` package; what ships is in `minisgl/demo`.
+The `minisgl` package imports nothing from this folder. The files that ship are in `minisgl/demo`.
 """

@@ -1,6 +1,6 @@
 """Training batches: short conversations packed into rows, long documents one to a row.
 
-Batch number i depends on (seed, i) alone, so the number of worker processes changes nothing.
+Batch number i depends on (seed, i) alone, so the number of worker processes does not change it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LENGTH_FROM = (0.0, 0.06, 0.15, 0.25)
 
 @dataclass(frozen=True)
 class Plan:
-    """What the batches depend on, beside their number."""
+    """The inputs that determine a batch, beside its number."""
 
     seed: int
     steps: int
@@ -43,8 +43,8 @@ class Batch(NamedTuple):
 
     ids, document, produced: [rows, row tokens] int16, int8 and bool.
     long_positions, long_targets: [answer tokens], the flat position in long_ids from which each
-    answer token follows, and that token. They are found here because on the GPU finding them
-    would make every step wait for the one before.
+    answer token follows, and that token. The host computes them, because on the GPU the computation
+    would make every step wait for the one before it.
     """
 
     short_ids: Tensor

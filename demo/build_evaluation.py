@@ -1,6 +1,6 @@
 """Write the shipped held-out prompts: `python -m demo.build_evaluation`.
 
-The prompts come from the generators with `held_out=True`, so that nothing that they ask about was
+The prompts come from the generators with `held_out=True`, so that no item that they ask about was
 in training; the same seed gives the same file.
 """
 

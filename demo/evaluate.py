@@ -27,7 +27,7 @@ class Prompt(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How many prompts of a task were answered right."""
+    """The number of right answers to the prompts of a task."""
 
     right: int
     total: int
@@ -44,7 +44,7 @@ def load_evaluation(path: Path | None = None) -> list[Prompt]:
 
 
 def is_correct(answer: str, text: str) -> bool:
-    """Say whether a generated text is the right answer, but for white space around it."""
+    """Whether a generated text is the right answer, apart from white space around it."""
     return text.strip() == answer
 
 

@@ -19,7 +19,7 @@ from demo.vocabulary import END_OF_TEXT, TURN_END, load_tokenizer
 def train_facts(
     arguments: argparse.Namespace, steps: int, tokens: int, wall_s: float, device: torch.device
 ) -> dict[str, object]:
-    """Return what the model card says about the training."""
+    """Return the facts about the training that the model card shows."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     return {
         "seed": arguments.seed,

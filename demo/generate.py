@@ -33,8 +33,8 @@ SYSTEM_MESSAGES: tuple[str, ...] = (
 )
 _SYSTEM_SHARE = 0.12
 _MEDLEY_SHARE = 0.15
-# Tasks whose requests some people type without a capital or a full stop; in the others the case
-# or the wording is part of what is asked.
+# Tasks whose requests some users type without a capital or a full stop. In the other tasks the case
+# or the wording is part of the question.
 _INFORMAL_TASKS = frozenset({"arithmetic", "spelling", "reversing", "sorting", "counting"})
 _INFORMAL_SHARE = 0.15
 _FIRST_WORDS = frozenset(
@@ -57,7 +57,7 @@ def informal(rng: random.Random, sample: Sample) -> Sample:
         return sample
     exchange = sample.exchanges[0]
     user = exchange.user
-    # A first word without a space after it, or in a list, is the material itself.
+    # A first word without a space after it, or in a list, belongs to the question.
     if user.split(" ")[0] in _FIRST_WORDS:
         user = user[0].lower() + user[1:]
     if rng.random() < 0.5:

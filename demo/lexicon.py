@@ -70,8 +70,8 @@ class Lexicon:
     def word(self, rng: random.Random, held_out: bool, real_share: float = 0.4) -> str:
         """Draw a lower-case word of 3 to 10 letters; `real_share` of the draws are English.
 
-        In training it is half of that: some 800 words are soon known by heart, and what has to
-        be learnt is to treat every piece alike.
+        In training the share is half of that: the model soon knows some 800 words by heart, and it
+        must learn to treat every piece alike.
         """
         if rng.random() < (real_share if held_out else real_share / 2):
             return self.real_word(rng, held_out)

@@ -1,4 +1,4 @@
-"""What a generator returns: a conversation whose every assistant turn has one right answer."""
+"""The sample that a generator returns: a conversation with one right answer per assistant turn."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def single(
 
 
 class Draw(NamedTuple):
-    """What every generator is given: random source, words, and the side of the split."""
+    """The inputs of every generator: random source, words, and the side of the split."""
 
     rng: random.Random
     lexicon: Lexicon

@@ -1,7 +1,7 @@
 """The tokenizer: byte-level BPE trained on the generators' own training samples.
 
 `python -m demo.vocabulary` writes the tokenizer files into `minisgl/demo`. Held-out words never
-take part, so none of them has become a piece for being frequent.
+take part, so that no held-out word becomes a piece because it is frequent.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Encoder:
     def encode(self, sample: Sample) -> tuple[list[int], list[bool]]:
         """Return the ids of the whole conversation and which of them the model must produce.
 
-        The answers and the end-of-turn token after each are to be produced; the newline after it
-        and everything of the other roles is given.
+        The model must produce the answers and the end-of-turn token after each. The newline after
+        it and all text of the other roles are given.
         """
         ids: list[int] = []
         produced: list[bool] = []

@@ -9,7 +9,7 @@ from demo.split import is_held_out, split_key
 
 LARGEST_TERM = 99
 LARGEST_FACTOR = 12
-# People try small numbers first; drawn evenly they would be rare.
+# Users try small numbers first; an even draw would make them rare.
 _SMALL_TERM = 20
 _SMALL_SHARE = 0.25
 
@@ -70,9 +70,9 @@ def operand_key(operator: str, a: int, b: int) -> str:
 def pair_is_held_out(operator: str, a: int, b: int) -> bool:
     """Say on which side a pair is.
 
-    A product is held out in one order only: nobody works out 7 x 8 without having learnt the
-    table, so the other order is training material and the evaluation asks whether the model
-    knows that they are equal.
+    A product is held out in one order only. A model cannot compute 7 x 8 without having learnt
+    the table, so the other order is training material, and the evaluation asks whether the
+    model knows that both are equal.
     """
     if operator != "x":
         return is_held_out(operand_key(operator, a, b))

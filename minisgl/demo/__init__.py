@@ -1,7 +1,7 @@
 """The embedded demo model: where its files are.
 
-The model is served when no other one is named. Its training code is in `demo/` at the top of the
-repository; what it can do and how well is in MODEL_CARD.md beside this file.
+`minisgl` without `--model` serves this model. Its training code is in `demo/` at the top of the
+repository. MODEL_CARD.md beside this file describes its tasks and its accuracy.
 """
 
 from pathlib import Path

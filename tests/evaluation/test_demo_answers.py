@@ -1,4 +1,4 @@
-"""The stack is right in meaning: transformers, `LLM` and the server answer equally well.
+"""transformers, `LLM` and the server answer the demo model's held-out prompts equally well.
 
 Caching and chunking are on: conversations share prefixes, and the long look-ups (up to 3,000
 tokens) are cut into chunks of 512.
@@ -33,7 +33,7 @@ def prompts() -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def reference(prompts: list[Prompt]) -> dict[str, Score]:
-    """What transformers scores, one prompt at a time."""
+    """The scores of transformers, one prompt at a time."""
     texts = transformers_answers(prompts, model_path(), "cpu", "float32")
     return accuracy_by_task(prompts, texts)
 

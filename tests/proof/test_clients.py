@@ -1,4 +1,4 @@
-"""Software that no one here wrote, against the demo server; results: docs/api.md."""
+"""Third-party clients against the demo server; docs/api.md has the results."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def test_client(
 
 
 def test_aiperf_completes_a_run(demo_server: ServerProcess, tmp_path: Path) -> None:
-    """NVIDIA's load generator (1.2 GB), with its own reading of the stream and of /metrics."""
+    """NVIDIA's load generator (1.2 GB) parses the stream and /metrics by itself."""
     tool = make_venv(tmp_path / "venv", "aiperf") / "aiperf"
     shutil.copytree(model_path(), tmp_path / "tokenizer")  # it takes a relative folder only
     command = [str(tool), "profile", "--model", MODEL, "--url", demo_server.url]
@@ -62,14 +62,14 @@ def test_aiperf_completes_a_run(demo_server: ServerProcess, tmp_path: Path) -> N
 
 
 def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
-    """Each case that breaks the schema is refused, each answer is as described, and no 5xx."""
+    """Cases that break the schema are refused, answers match it, and no status is a 5xx."""
     tool = make_venv(tmp_path / "venv", "schemathesis") / "schemathesis"
     small = ("--max-seq-len-override", "160", "--max-n", "4", "--max-choices", "16")
     with run_server("--num-pages", "1024", "--admin-api-key", "root", *small) as server:
         server.wait_ready()
         command = [str(tool), "run", server.url + "/openapi.json", "--continue-on-failure"]
         command += ["--header", "Authorization: Bearer root", "--max-examples", "30"]
-        # A schema cannot say how long a prompt may be in tokens, nor what a template refuses.
+        # A schema cannot express a prompt's limit in tokens, nor the refusals of a chat template.
         command += ["--exclude-checks", "positive_data_acceptance", "--max-time", "180"]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path

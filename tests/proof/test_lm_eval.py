@@ -1,4 +1,4 @@
-"""lm-eval's own reading of the server agrees with transformers, sample by sample."""
+"""lm-eval scores the server as it scores transformers, sample by sample."""
 
 import json
 import subprocess

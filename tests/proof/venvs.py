@@ -1,4 +1,4 @@
-"""Other people's software, each in a new virtual environment with what pip finds today."""
+"""Third-party packages, each in a new virtual environment at pip's newest version."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ __all__ = ["make_venv"]
 
 
 def make_venv(folder: Path, *requirements: str) -> Path:
-    """Its bin directory. Skips the test when no package index can be reached."""
+    """The environment's bin directory. Skips the test when no package index can be reached."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
     done = subprocess.run([*pip, "-q", *requirements], capture_output=True, text=True)

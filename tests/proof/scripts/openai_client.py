@@ -1,6 +1,6 @@
-"""Run with some version of `openai`: python openai_client.py URL MODEL. Ends with 0 if all is well.
+"""Run with any version of `openai`: python openai_client.py URL MODEL. Exits with 0 on success.
 
-Only what all versions from 1.109 on have is used.
+The script uses only features that all versions from 1.109 on have.
 """
 
 import sys

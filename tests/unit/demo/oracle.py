@@ -1,4 +1,4 @@
-"""Right answers worked out from the text of a prompt, independently of the generators."""
+"""Right answers computed from the text of a prompt, independently of the generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ships in minisgl/demo: sizes, configuration, and the held-out prompts."""
+"""The files that ship in minisgl/demo: sizes, configuration, and the held-out prompts."""
 
 from __future__ import annotations
 
