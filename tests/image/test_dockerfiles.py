@@ -54,6 +54,42 @@ def test_kernels_are_compiled_in_a_stage_that_stays_behind() -> None:
     assert f"--kernel-cache /kernels{settings['MINISGL_KERNEL_CACHE']} " in built
 
 
+def pins(name: str) -> dict[str, str]:
+    """Version by package of a constraints file; names in pip's normal form."""
+    lines = [line for line in (ROOT / name).read_text().split() if "==" in line]
+    return {re.sub(r"[-_.]+", "-", p).lower(): v for p, v in (line.split("==") for line in lines)}
+
+
+def test_the_cuda_image_has_the_versions_that_the_benchmarks_ran_with() -> None:
+    """docs/benchmarks.md names the software of every GPU run; the image ships no other version."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    (row,) = re.findall(r"^\| software \| (.+) \|$", text, re.M)
+    ran = dict(re.findall(r"([A-Za-z]+) (\d[\w.]*\w)", row))
+    image = pins("constraints.txt") | pins("docker/constraints-gpu.txt")
+    base = instructions("docker/Dockerfile")[0][1]
+    shipped = {
+        "Python": re.findall(r":(\d+\.\d+)-", base)[0],
+        "CUDA": ".".join(image["cuda-toolkit"].split(".")[:2]),
+        "torch": image["torch"],
+        "Triton": image["triton"],
+        "FlashInfer": image["flashinfer-python"],
+        "uvicorn": image["uvicorn"],
+    }
+    assert shipped == ran
+
+
+def test_a_pin_of_the_cuda_image_replaces_the_common_one(tmp_path: Path) -> None:
+    """The awk command of the Dockerfile gives each package one version."""
+    (script,) = (rest for _, rest in instructions("docker/Dockerfile") if rest.startswith("awk"))
+    for name in ("constraints.txt", "docker/constraints-gpu.txt"):
+        (tmp_path / Path(name).name).write_text((ROOT / name).read_text())
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True)
+    lines = [line for line in (tmp_path / "pins.txt").read_text().split() if "==" in line]
+    merged = pins("constraints.txt") | pins("docker/constraints-gpu.txt")
+    assert pins(str(tmp_path / "pins.txt")) == merged
+    assert len(lines) == len(merged)
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_settings_of_pip_stay_out_of_the_image(name: str) -> None:
     assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"} <= {
