@@ -62,7 +62,9 @@ _RULE = _object(
     alert={"type": "string", "pattern": "^Minisgl[A-Za-z]+$"},
     expr=_STRING,
     labels=_LABELS,
-    annotations=_object("summary runbook_url", summary=_STRING, runbook_url=_STRING),
+    annotations=_object(
+        "summary runbook_url", summary=_STRING, description=_STRING, runbook_url=_STRING
+    ),
     **{"for": _DURATION, "keep_firing_for": _DURATION},
 )
 _TRIGGER = _object(

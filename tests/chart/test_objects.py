@@ -1,6 +1,7 @@
 """The objects around the Deployment: secrets, claims, scaling, routing, monitors."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 import yaml
@@ -279,6 +280,16 @@ def test_what_asks_for_no_key_stays_inside_with_the_secured_values(render):
     assert {path["path"] for rule in rules for path in rule["http"]["paths"]} == {"/v1"}
 
 
+def test_the_test_pod_has_limits_that_a_quota_can_count(render):
+    """A ResourceQuota on limits refuses a pod whose container has none."""
+    resources = pick(render(), "Pod")["spec"]["containers"][0]["resources"]
+    assert resources["limits"].keys() == resources["requests"].keys() == {"cpu", "memory"}
+    given = {"limits": {"cpu": "2", "memory": "1Gi"}}
+    own = render({"tests": {"resources": given}})
+    resources = pick(own, "Pod")["spec"]["containers"][0]["resources"]
+    assert resources["limits"] == given["limits"]
+
+
 def test_ingress_serves_every_host(render):
     values = {"ingress": {"enabled": True, "hosts": ["a.example", "b.example"], "path": "/"}}
     spec = pick(render(values), "Ingress")["spec"]
@@ -287,20 +298,32 @@ def test_ingress_serves_every_host(render):
     assert backend == {"name": "minisgl", "port": {"name": "http"}}
 
 
-def test_notes_say_where_it_is_and_keep_the_secret(helm):
-    values = {"auth": {"apiKey": KEY}, "model": {"id": "Qwen/Qwen3-8B"}}
-    texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
-    notes = texts.get("minisgl/templates/NOTES.txt")
-    if notes is None:
-        pytest.skip("this Helm renders no notes without a cluster")
-    assert "http://minisgl.llm.svc:1919/v1" in notes
-    assert "minisgl-api-key" in notes
-    assert KEY not in notes
+@pytest.fixture
+def notes(helm) -> Callable[[Object], str]:
+    """notes({...values}) gives the text that an installation prints."""
+
+    def rendered(values: Object) -> str:
+        texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
+        if "minisgl/templates/NOTES.txt" not in texts:
+            pytest.skip("this Helm renders no notes without a cluster")
+        return texts["minisgl/templates/NOTES.txt"]
+
+    return rendered
 
 
-def test_notes_warn_of_an_open_door(helm):
-    values = {"service": {"type": "LoadBalancer"}}
-    texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
-    if "minisgl/templates/NOTES.txt" not in texts:
-        pytest.skip("this Helm renders no notes without a cluster")
-    assert "asks for no key" in texts["minisgl/templates/NOTES.txt"]
+def test_notes_contain_the_url_and_not_the_key(notes):
+    text = notes({"auth": {"apiKey": KEY}, "model": {"id": "Qwen/Qwen3-8B"}})
+    assert "http://minisgl.llm.svc:1919/v1" in text
+    assert "minisgl-api-key" in text
+    assert KEY not in text
+
+
+def test_notes_warn_of_an_api_without_a_key(notes):
+    assert "requires no key" in notes({"service": {"type": "LoadBalancer"}})
+
+
+def test_notes_warn_against_a_change_of_the_name(notes):
+    text = notes({"nameOverride": "chat"})
+    assert "WARNING: nameOverride is in the selectors" in text
+    assert 'Keep "chat" as long as the' in text
+    assert "nameOverride" not in notes({})

@@ -144,7 +144,7 @@ def test_flags_of_the_chart_are_refused_as_extra_ones_under_every_name(render):
     }
     assert len(aliases) > len(rendered)
     for alias in sorted(aliases):
-        with pytest.raises(ChartError, match=f"extraArgs gives {alias}, which belongs"):
+        with pytest.raises(ChartError, match=f"extraArgs contains {alias}, which the chart sets"):
             render({"extraArgs": [f"{alias}=1"]})
 
 

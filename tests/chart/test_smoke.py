@@ -90,7 +90,7 @@ def test_it_fails_with_the_server_s_words(script):
     answers = {**GOOD, "/metrics": "# nothing\n"}
     code, out, _ = run(script, answers)
     assert code == 1
-    assert "/metrics names no minisgl_requests_total" in out
+    assert "/metrics does not contain minisgl_requests_total" in out
 
 
 def test_the_script_in_the_chart_is_the_one_that_runs(script):

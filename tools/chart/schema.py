@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from minisgl.server.declared import HISTOGRAMS
-
 __all__ = [
     "NULLABLE",
     "OPEN",
@@ -42,6 +40,11 @@ _COUNT_OR_SHARE: Json = {
 _DURATION: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))+$"}
 _DURATION_OR_EMPTY: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))*$"}
 _STRING: Json = {"type": "string"}
+# `--set` passes a fraction as a string. The templates check the bounds of both spellings.
+_FRACTION: Json = {
+    "type": ["number", "string"],
+    "pattern": r"^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$",
+}
 _PATH: Json = {"type": "string", "pattern": "^/"}
 
 
@@ -72,19 +75,13 @@ def _as_flag(name: str) -> Json:
         for one in names.split()
     }
     flag = flags[name]
-    kind = {"int": "integer", "float": "number"}[flag["type"]]
+    assert flag["type"] == "int", f"{name} is no integer: a value that `--set` gives is _FRACTION"
     highest = {"maximum": flag["high"]} if "high" in flag else {}
-    return {"type": kind, "minimum": flag["low"], **highest}
-
-
-def _objective(histogram: str) -> Json:
-    """Below the last bucket, over which Prometheus sees no quantile."""
-    last_s = HISTOGRAMS[histogram][1][-1]
-    return {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": last_s}
+    return {"type": "integer", "minimum": flag["low"], **highest}
 
 
 # Objects that are Kubernetes' own: the API server knows their fields.
-OPEN = ("resources", "podSecurityContext", "securityContext", "affinity")
+OPEN = ("resources", "podSecurityContext", "securityContext", "affinity", "tests.resources")
 # Values that null takes away. Of any other Helm leaves nothing, which templates print as 0 or nil.
 NULLABLE = (*OPEN, "podDisruptionBudget.maxUnavailable", "tolerations")
 
@@ -107,7 +104,8 @@ RULES: dict[str, Json] = {
     "drain.preStopSleepSeconds": _SECONDS,
     "drain.teardownSeconds": {"type": "integer", "minimum": 18},
     "drain.timeoutSeconds": _POSITIVE,
-    "extraArgs": _STRINGS,
+    # `--set extraArgs[1]=5` passes a number.
+    "extraArgs": {"type": "array", "items": {"type": ["string", "number"], "minLength": 1}},
     "extraContainers": _NAMED,
     "extraEnv": _list_of(value=_STRING),
     "extraEnvFrom": _OBJECTS,
@@ -147,9 +145,9 @@ RULES: dict[str, Json] = {
     "podDisruptionBudget.maxUnavailable": _or_null(_COUNT_OR_SHARE),
     "podDisruptionBudget.minAvailable": _or_null(_COUNT_OR_SHARE),
     "podDisruptionBudget.unhealthyPodEvictionPolicy": {"enum": ["AlwaysAllow", "IfHealthyBudget"]},
-    "prometheusRule.errorRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "prometheusRule.itlSeconds": _objective("inter_token_latency_seconds"),
-    "prometheusRule.ttftSeconds": _objective("time_to_first_token_seconds"),
+    "prometheusRule.errorRatio": _FRACTION,
+    "prometheusRule.itlSeconds": _FRACTION,
+    "prometheusRule.ttftSeconds": _FRACTION,
     "prometheusRule.waiting": _POSITIVE,
     "readiness.failureThreshold": _POSITIVE,
     "readiness.periodSeconds": _POSITIVE,
@@ -161,7 +159,7 @@ RULES: dict[str, Json] = {
     "server.maxQueuedRequests": _as_flag("--max-queued-requests"),
     "server.maxRunningRequests": _as_flag("--max-running-requests"),
     "server.maxSeqLen": _or_null(_as_flag("--max-seq-len-override")),
-    "server.memoryRatio": _as_flag("--memory-ratio"),
+    "server.memoryRatio": _FRACTION,
     "server.tokenizers": _as_flag("--num-tokenizer"),
     "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
