@@ -102,10 +102,11 @@ def cluster(settings: Settings, request: pytest.FixtureRequest) -> Iterator[tupl
         provider = provider_for(settings, Path(folder), HERE / "kind.yaml", run)
         failed_before = request.session.testsfailed
         try:
-            images.build(settings, ROOT, run)
+            images.require_tag(settings, ROOT)
             access = provider.ensure()
+            kube = Kube.connect(access)  # before the build, which takes minutes
+            images.build(settings, ROOT, run)
             name = provider.load_image(settings.image)
-            kube = Kube(access)
             helm = find_helm(access, "default", run).version
             request.config.stash[VERSIONS] = f"Kubernetes {kube.version}, Helm {helm}, {name}"
             yield kube, name

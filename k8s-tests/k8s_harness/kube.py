@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import kubernetes.client
 import kubernetes.config
 from kubernetes.client.exceptions import ApiException
+from kubernetes.config import ConfigException
 from kubernetes.stream import portforward, stream
+from urllib3.exceptions import HTTPError
 
 from k8s_harness.objects import Object, Seen
-from k8s_harness.providers import Access
+from k8s_harness.providers import Access, ProviderError
 
 __all__ = ["ApiException", "Kube"]
 
@@ -36,6 +38,28 @@ class Kube:
         self.access = access
         self.namespace = namespace
         self._api = self._client()
+
+    @classmethod
+    def connect(cls, access: Access) -> "Kube":
+        """A client of an API server that answers. Raises ProviderError with a one-line reason."""
+        try:
+            kube = cls(access)
+            kube._json("GET", "/version")
+        except ConfigException as error:
+            raise ProviderError(
+                f"the kubeconfig has no usable context {access.context!r} ({error}): choose one "
+                "that `kubectl config get-contexts` lists"
+            ) from error
+        except ApiException as error:
+            raise ProviderError(
+                f"the API server of context {access.context!r} refuses requests: {error.status} "
+                f"{error.reason}"
+            ) from error
+        except HTTPError as error:
+            raise ProviderError(
+                f"the API server of context {access.context!r} does not answer: {error}"
+            ) from error
+        return kube
 
     def within(self, namespace: str) -> "Kube":
         other = copy.copy(self)

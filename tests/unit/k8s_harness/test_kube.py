@@ -5,11 +5,34 @@ import json
 from pathlib import Path
 
 import pytest
-from k8s_harness.kube import ApiException
+from k8s_harness.kube import ApiException, Kube
+from k8s_harness.providers import Access, ProviderError
 
 from tests.unit.k8s_harness.replies import PODS, RECORDED, event, listing, replayed
 
 ALIVE, ASKED, ENDED, REMOVED = RECORDED["deletion"]
+
+
+def test_an_unknown_context_is_refused_in_one_line(tmp_path: Path) -> None:
+    with replayed(tmp_path, {"GET /version": {"gitVersion": "v1.36.2"}}) as (kube, _):
+        kubeconfig = kube.access.kubeconfig
+        assert Kube.connect(kube.access).version == "v1.36.2"
+        with pytest.raises(
+            ProviderError, match=r"no usable context 'lab' .*get-contexts"
+        ) as refused:
+            Kube.connect(Access(kubeconfig, "lab"))
+    assert "\n" not in str(refused.value)
+
+
+def test_an_api_server_that_refuses_or_does_not_answer_gives_one_line(tmp_path: Path) -> None:
+    with (
+        replayed(tmp_path, {"GET /version": 401}) as (kube, _),
+        pytest.raises(ProviderError, match="context 'replay' refuses requests: 401") as refused,
+    ):
+        Kube.connect(kube.access)
+    with pytest.raises(ProviderError, match="context 'replay' does not answer") as silent:
+        Kube.connect(kube.access)
+    assert "\n" not in str(refused.value) + str(silent.value)
 
 
 def test_kinds_are_found_in_their_groups(tmp_path: Path) -> None:
