@@ -11,9 +11,9 @@ from k8s_harness.wait import recorded, wait_for
 
 # Tokens per stream; all streams still run when the pod is deleted.
 STREAMS = [1200 + 17 * n for n in range(8)]
-# The server writes a log line for each stream that is cut. Kubernetes keeps the last 2,048 bytes of the
+# The server logs a line for each stream that is cut. Kubernetes keeps the last 2,048 bytes of the
 # log as the termination message, and 20 such lines are longer than that.
-KILLED_STREAMS = [1500] * 20
+KILLED_STREAMS = [1200] * 20
 KILL = (
     "import os, pathlib, signal\n"
     "for folder in pathlib.Path('/proc').iterdir():\n"
