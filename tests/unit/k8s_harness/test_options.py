@@ -1,4 +1,4 @@
-"""The tests of a cluster are there to be collected, and refuse a cluster that was not named."""
+"""Command-line options of the cluster tests; no cluster is needed."""
 
 import subprocess
 import sys
@@ -41,10 +41,10 @@ def test_an_unknown_context_ends_the_run_with_one_line(tmp_path: Path) -> None:
     ("words", "why"),
     [
         (("--provider", "existing"), "--provider existing needs --context NAME"),
-        (("--context", "lab"), "--context: only with --provider existing"),
+        (("--context", "lab"), "--context: only allowed with --provider existing"),
     ],
 )
-def test_no_cluster_is_taken_by_luck(words: tuple[str, ...], why: str) -> None:
+def test_a_cluster_is_used_only_if_it_is_named(words: tuple[str, ...], why: str) -> None:
     done = collected(*words)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert why in done.stderr
