@@ -1,4 +1,4 @@
-"""What the chart refuses, and in which words."""
+"""Values that the chart refuses, and the messages."""
 
 import json
 from functools import reduce
@@ -29,7 +29,7 @@ CONTRADICTIONS = {
         {"model": {"id": "a/b"}, "huggingface": {"offline": True}},
         "set cache.enabled with a filled cache.existingClaim",
     ),
-    "download behind a wall": (
+    "download without egress": (
         {"model": {"id": "a/b"}, "networkPolicy": {"enabled": True, "allowHTTPS": False}},
         "set networkPolicy.extraEgress to a mirror",
     ),
@@ -97,7 +97,7 @@ CONTRADICTIONS = {
         {"autoscaling": {"keda": {"enabled": True}}},
         "set autoscaling.keda.prometheusAddress",
     ),
-    "least over most": (
+    "minimum above maximum": (
         {"autoscaling": {"minReplicas": 9}},
         "lower minReplicas or raise maxReplicas",
     ),
@@ -105,15 +105,15 @@ CONTRADICTIONS = {
         {"podDisruptionBudget": {"minAvailable": 1}},
         "set the other to null",
     ),
-    "no pod may go": (
+    "budget of all pods": (
         {"podDisruptionBudget": {"minAvailable": 2, "maxUnavailable": None}, "replicas": 2},
         "no node could ever be drained",
     ),
-    "no pod of three may go": (
+    "budget of all pods in percent": (
         {"podDisruptionBudget": {"minAvailable": "67%", "maxUnavailable": None}, "replicas": 3},
         "no node could ever be drained",
     ),
-    "no pod may be away": (
+    "budget without missing pods": (
         {"podDisruptionBudget": {"maxUnavailable": "0%"}, "replicas": 2},
         "no node could ever be drained",
     ),
@@ -123,7 +123,7 @@ CONTRADICTIONS = {
         {"metrics": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}},
         "would count every sample twice",
     ),
-    "name of no Service": ({"fullnameOverride": "8b"}, "set fullnameOverride"),
+    "invalid Service name": ({"fullnameOverride": "8b"}, "set fullnameOverride"),
     "ingress without host": ({"ingress": {"enabled": True}}, "set ingress.hosts"),
     "route without gateway": ({"httpRoute": {"enabled": True}}, "set httpRoute.parentRefs"),
     "label of the chart": (
@@ -277,10 +277,13 @@ def test_an_address_that_may_be_reachable_is_passed_on(render, host):
 
 
 def test_null_empties_a_list_or_map_and_nothing_else(render):
-    """`resources:` with every line below it commented out is null. Of what Helm then takes away,
-    lists and maps may be missing; a missing number would be printed as 0, a group as an error."""
+    """A value whose lines are all commented out is null, and Helm then deletes the default.
 
-    def look(group: dict[str, Any], *above: str) -> None:
+    A template can handle a missing list or map. It would print a missing number as 0 and fail for a
+    missing group, so the schema refuses null there.
+    """
+
+    def check(group: dict[str, Any], *above: str) -> None:
         for name, default in group.items():
             path = [*above, name]
             values = reduce(lambda inner, key: {key: inner}, reversed(path), None)
@@ -290,9 +293,9 @@ def test_null_empties_a_list_or_map_and_nothing_else(render):
             with pytest.raises(ChartError, match=name):
                 render(values)
             if isinstance(default, dict):
-                look(default, *path)
+                check(default, *path)
 
-    look(yaml.safe_load(VALUES))
+    check(yaml.safe_load(VALUES))
 
 
 def test_large_numbers_stay_plain(helm):
@@ -302,7 +305,7 @@ def test_large_numbers_stay_plain(helm):
     assert "--max-queued-requests=2000000" in text
 
 
-def test_schema_is_as_generated():
+def test_the_schema_file_is_up_to_date():
     for path, text in write_schema().items():
         assert path.read_text() == text, "run: make chart"
 

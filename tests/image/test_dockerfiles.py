@@ -1,4 +1,4 @@
-"""What both Dockerfiles promise to the chart and to whoever builds them; no engine is needed."""
+"""Both Dockerfiles agree with the chart, the Makefile and the documentation. Needs no engine."""
 
 import json
 import re
@@ -16,7 +16,7 @@ VALUES = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """Instruction and argument, continued lines joined, comments left out."""
+    """Instructions with their arguments, with continued lines joined and without comments."""
     lines = (ROOT / name).read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith("#")).replace("\\\n", " ")
     return [(word, rest) for word, _, rest in (s.partition(" ") for s in text.splitlines() if s)]
@@ -40,8 +40,8 @@ def test_base_image_is_an_argument_and_all_stages_use_it(name: str) -> None:
     assert bases == ["${PYTHON_IMAGE}"] * (2 if name.endswith(".cpu") else 3)
 
 
-def test_kernels_are_compiled_in_a_stage_that_stays_behind() -> None:
-    """What has the compilers, and what only the build stage's layer nvcc brings, is not shipped."""
+def test_kernels_are_compiled_in_a_stage_that_is_not_shipped() -> None:
+    """The image contains neither compilers nor the layer nvcc of the build stage."""
     built = " ".join(rest for _, rest in instructions("docker/Dockerfile"))
     assert "minisgl compile" in built
     assert "--arch $CUDA_ARCHS" in built
@@ -91,7 +91,7 @@ def test_a_pin_of_the_cuda_image_replaces_the_common_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_settings_of_pip_stay_out_of_the_image(name: str) -> None:
+def test_the_image_contains_no_settings_of_pip(name: str) -> None:
     assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"} <= {
         rest for word, rest in instructions(name) if word == "ARG"
     }
@@ -99,7 +99,7 @@ def test_settings_of_pip_stay_out_of_the_image(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_user_and_entry_point_are_what_the_chart_expects(name: str) -> None:
+def test_user_and_entry_point_agree_with_the_chart(name: str) -> None:
     stage = last_stage(name)
     user = VALUES["podSecurityContext"]
     assert stage["USER"] == [f"{user['runAsUser']}:{user['runAsGroup']}"]
@@ -114,7 +114,7 @@ def test_user_and_entry_point_are_what_the_chart_expects(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_caches_are_where_the_chart_puts_them(name: str) -> None:
+def test_cache_folders_agree_with_the_chart(name: str) -> None:
     template = (ROOT / "helm" / "templates" / "_args.tpl").read_text()
     folders = re.search(r"dict ((?:\"\w+\" \"[/\w]*\" ?)+)\}\}", template)
     assert folders
@@ -126,7 +126,7 @@ def test_caches_are_where_the_chart_puts_them(name: str) -> None:
     assert name.endswith(".cpu") or image == chart
 
 
-def test_only_what_the_build_needs_is_sent_to_it() -> None:
+def test_only_needed_files_are_sent_to_the_build() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     sent = {line[1:] for line in lines if line.startswith("!")}
@@ -138,7 +138,7 @@ def test_only_what_the_build_needs_is_sent_to_it() -> None:
 
 
 @pytest.mark.parametrize(("target", "suffix"), [("image", ""), ("image-cpu", "-cpu")])
-def test_make_gives_the_images_the_names_that_the_chart_asks_for(target: str, suffix: str) -> None:
+def test_make_gives_the_images_the_names_of_the_chart(target: str, suffix: str) -> None:
     shown = subprocess.run(
         ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
