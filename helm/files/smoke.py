@@ -1,5 +1,6 @@
-"""The program of `helm test`: wait until the Service is ready, list its models, request one token and read
-/metrics. Exits with a message if one of these fails.
+"""The program of `helm test`: waits until the Service is ready, requests one token, reads /metrics.
+
+Exits with a message if one of these fails.
 
 Argument: the URL of the Service. Environment: API_KEY, if the server requires a key.
 """
