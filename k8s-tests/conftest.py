@@ -183,7 +183,7 @@ def web(release: Release, settings: Settings) -> Iterator[httpx.Client]:
 def lacking(
     cluster: tuple[Kube, str], settings: Settings, spaces: Spaces
 ) -> Callable[[str], str | None]:
-    """lacking(CAPABILITY) says what the cluster lacks for it, or None. Checks each only once."""
+    """lacking(CAPABILITY) returns the missing part of the cluster, or None. Checks each once."""
     kube, name = cluster
     known: dict[str, str | None] = {}
 

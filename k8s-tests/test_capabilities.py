@@ -1,4 +1,4 @@
-"""Features that only some clusters have. A skip says what the cluster lacks.
+"""Features that only some clusters have. A skip names the missing feature.
 
 The tests create their releases themselves, because module fixtures would run before a skip.
 """

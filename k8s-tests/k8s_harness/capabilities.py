@@ -1,6 +1,6 @@
 """Checks of optional features of a cluster: GPUs, metrics, load balancers, NetworkPolicies.
 
-Each check returns None if the cluster has the feature, else a sentence that says what is missing.
+Each check returns None if the cluster has the feature, else a sentence that names the missing part.
 """
 
 import time

@@ -54,9 +54,9 @@ def event_lines(events: list[Object]) -> str:
 
     def line(event: Object) -> str:
         about = event["involvedObject"]
-        what = f"{event.get('type')} {about['kind']}/{about.get('name')} {event.get('reason')}"
+        head = f"{event.get('type')} {about['kind']}/{about.get('name')} {event.get('reason')}"
         said = (event.get("message") or "").strip()
-        return f"{when(event)} {what} x{event.get('count') or 1}: {said}\n"
+        return f"{when(event)} {head} x{event.get('count') or 1}: {said}\n"
 
     return "".join(map(line, sorted(events, key=when)))
 
