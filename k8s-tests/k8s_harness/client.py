@@ -182,7 +182,7 @@ def require_whole(calls: list[Event], count: int | None = None) -> None:
     """Raises AssertionError if a call is incomplete, or if there are not `count` calls."""
     wrong = faults(calls)
     assert not wrong, f"{len(wrong)} of {len(calls)} calls failed: {json.dumps(wrong, indent=1)}"
-    assert count in (None, len(calls)), f"{len(calls)} calls ended"
+    assert count in (None, len(calls)), f"{len(calls)} calls ended, {count} were expected"
 
 
 def faults(calls: list[Event]) -> list[Event]:

@@ -80,9 +80,8 @@ class Caller:
             seen["usage"] = usage["completion_tokens"]
 
     def _body(self) -> Event:
-        first = (
-            5 + (self._worker * 7919 + self.calls * 31) % 1000
-        )  # prompts of different calls share no prefix
+        # The first token differs from call to call, so that no prompts share a prefix.
+        first = 5 + (self._worker * 7919 + self.calls * 31) % 1000
         return {
             "model": "minisgl-demo",
             "prompt": [first, *range(5, 25)],
