@@ -1,4 +1,8 @@
-"""Options, the cluster and its image once, a namespace for each module, and what failures leave."""
+"""Options and fixtures of the cluster tests.
+
+One cluster and one image serve the whole run. Each module has a namespace. A failed test leaves the
+events, objects and logs of its namespaces in the artifacts folder.
+"""
 
 import re
 import tempfile
@@ -23,7 +27,7 @@ from k8s_harness.spaces import Spaces
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-TEST_TIMEOUT_S = 1800  # fixtures included: an image may be built, a model loaded
+TEST_TIMEOUT_S = 1800  # includes fixtures, which may build an image and load a model
 CAPABILITIES = ("gpu", "networkpolicy", "metrics", "loadbalancer")
 VERSIONS = pytest.StashKey[str]()
 SPACES = pytest.StashKey[Spaces]()
@@ -34,24 +38,34 @@ Install = Callable[[Object], Release]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add = parser.getgroup("k8s-tests").addoption
-    add("--provider", choices=("kind", "existing"), default="kind", help="whose cluster")
+    add(
+        "--provider",
+        choices=("kind", "existing"),
+        default="kind",
+        help="create a kind cluster, or use an existing cluster",
+    )
     add("--context", help="kubeconfig context of an existing cluster")
-    add("--kubeconfig", help="kubeconfig file of an existing cluster; else KUBECONFIG")
-    add("--cluster-name", default="minisgl-k8s-tests", help="name of kind's cluster")
-    add("--reuse", action="store_true", help="take kind's cluster if it is there; leave it there")
-    add("--keep-on-failure", action="store_true", help="leave what failed tests used")
+    add("--kubeconfig", help="kubeconfig file of an existing cluster; default: KUBECONFIG")
+    add("--cluster-name", default="minisgl-k8s-tests", help="name of the kind cluster")
+    add("--reuse", action="store_true", help="use the kind cluster if it exists, and keep it")
+    add("--keep-on-failure", action="store_true", help="keep the namespaces of failed tests")
     add("--artifacts", type=Path, default=ROOT / "build" / "k8s-artifacts", help="folder for logs")
     add("--image", default=CPU_IMAGE, help="image of the server, REPOSITORY:TAG")
-    add("--skip-build", action="store_true", help="the image is there already")
-    add("--load-command", help="loads into an existing cluster; {image}, {archive} are filled in")
-    add("--registry", help="push the image there for an existing cluster")
+    add("--skip-build", action="store_true", help="do not build the image")
+    add("--load-command", help="command with {image} or {archive} that loads the image")
+    add("--registry", help="push the image to this registry")
     add("--gpu-image", help="image of the GPU build, for tests that need a GPU")
-    add("--reach", choices=("auto", "clusterip", "forward"), default="auto", help="to Services")
+    add(
+        "--reach",
+        choices=("auto", "clusterip", "forward"),
+        default="auto",
+        help="access to Services",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for name in CAPABILITIES:
-        config.addinivalue_line("markers", f"{name}: needs a cluster that has it")
+        config.addinivalue_line("markers", f"{name}: needs a cluster with this feature")
     names = Settings.__dataclass_fields__
     try:
         given = {name: config.getoption(f"--{name.replace('_', '-')}") for name in names}
@@ -73,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """A failure is written down at once, while its namespace still is as it was."""
+    """Dumps the namespaces of a failed test at once, before they change."""
     report = yield
     if report.failed:
         folder = item.config.stash[SETTINGS].artifacts / re.sub(r"[^\w.-]+", "_", item.nodeid)
@@ -81,8 +95,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
             report.sections.append(("artifacts", str(folder / kube.namespace)))
             try:
                 dump_namespace(kube, folder / kube.namespace)
-            except (ApiException, OSError) as error:  # the test's own failure is to be seen
-                report.sections.append(("artifacts are not whole", str(error)))
+            except (ApiException, OSError) as error:  # report the failure of the test first
+                report.sections.append(("artifacts are incomplete", str(error)))
     return report
 
 
@@ -97,15 +111,16 @@ def settings(request: pytest.FixtureRequest) -> Settings:
 
 @pytest.fixture(scope="session")
 def cluster(settings: Settings, request: pytest.FixtureRequest) -> Iterator[tuple[Kube, str]]:
-    """The cluster with the image on it, and the image's name there."""
+    """The cluster, and the name of the image that its nodes can use."""
     with tempfile.TemporaryDirectory(prefix="minisgl-k8s-") as folder:
         provider = provider_for(settings, Path(folder), HERE / "kind.yaml", run)
         failed_before = request.session.testsfailed
         try:
-            images.build(settings, ROOT, run)
+            images.require_tag(settings, ROOT)
             access = provider.ensure()
+            kube = Kube.connect(access)  # before the build, which takes minutes
+            images.build(settings, ROOT, run)
             name = provider.load_image(settings.image)
-            kube = Kube(access)
             helm = find_helm(access, "default", run).version
             request.config.stash[VERSIONS] = f"Kubernetes {kube.version}, Helm {helm}, {name}"
             yield kube, name
@@ -136,7 +151,7 @@ def namespace(
 
 @pytest.fixture
 def empty(cluster: tuple[Kube, str], spaces: Spaces) -> Iterator[Kube]:
-    """A namespace for one test alone."""
+    """A namespace for a single test."""
     with spaces.open(cluster[0], "single") as kube:
         yield kube
 
@@ -148,7 +163,7 @@ def helm(namespace: Kube) -> Helm:
 
 @pytest.fixture(scope="module")
 def install(namespace: Kube, helm: Helm) -> Install:
-    """Installs the chart with these values, and does not wait."""
+    """Installs the chart with the given values, without waiting."""
     return lambda values: Release(namespace, helm, values).install()
 
 
@@ -159,7 +174,7 @@ def client(namespace: Kube, image: str) -> ClientPod:
 
 @pytest.fixture
 def web(release: Release, settings: Settings) -> Iterator[httpx.Client]:
-    """HTTP from this machine to the Service of the module's release."""
+    """An HTTP client on this machine for the Service of the module's release."""
     with reached(release, settings.reach) as url, httpx.Client(base_url=url, timeout=120) as http:
         yield http
 
@@ -168,11 +183,11 @@ def web(release: Release, settings: Settings) -> Iterator[httpx.Client]:
 def lacking(
     cluster: tuple[Kube, str], settings: Settings, spaces: Spaces
 ) -> Callable[[str], str | None]:
-    """What the cluster lacks for a capability, found out once for each."""
+    """lacking(CAPABILITY) returns the missing part of the cluster, or None. Checks each once."""
     kube, name = cluster
     known: dict[str, str | None] = {}
 
-    def probe(capability: str) -> str | None:
+    def check(capability: str) -> str | None:
         if capability == "gpu":
             return capabilities.gpu(kube, settings.gpu_image)
         if capability == "metrics":
@@ -184,7 +199,7 @@ def lacking(
 
     def ask(capability: str) -> str | None:
         if capability not in known:
-            known[capability] = probe(capability)
+            known[capability] = check(capability)
         return known[capability]
 
     return ask
@@ -192,7 +207,7 @@ def lacking(
 
 @pytest.fixture(autouse=True)
 def _needs(request: pytest.FixtureRequest) -> None:
-    """Skips tests that are marked with what the cluster cannot do."""
+    """Skips a test whose marker names a capability that the cluster lacks."""
     for name in CAPABILITIES:
         needed = request.node.get_closest_marker(name) is not None
         if needed and (why := request.getfixturevalue("lacking")(name)):

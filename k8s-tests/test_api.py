@@ -1,4 +1,4 @@
-"""A release with a key, used as its clients, its Prometheus and its attackers use it."""
+"""A release with an API key: clients, metrics, dashboards, and the limits of the container."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.chart.table import metrics, names_in
 
-KEY = "a-key-that-only-this-test-knows"
+KEY = "a-key-for-this-test"
 MODEL = "minisgl-demo"
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
@@ -41,7 +41,7 @@ def ai(release: Release, settings: Settings) -> Iterator[openai.OpenAI]:
 
 
 def scraped(release: Release) -> dict[str, Metric]:
-    """The families of the pod's /metrics, by the names that documentation uses."""
+    """The metric families of the pod's /metrics, by their documented names."""
     status, text = release.kube.probe(release.the_pod(), "/metrics")
     assert status == 200
     families = text_string_to_metric_families(text)
@@ -88,7 +88,7 @@ def test_key_from_the_secret_is_enforced(web: httpx.Client, ai: openai.OpenAI) -
         ai.with_options(api_key="wrong").models.list()
 
 
-def test_administrators_are_kept_out(web: httpx.Client) -> None:
+def test_a_client_key_opens_no_admin_route(web: httpx.Client) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     assert web.get("/server_info", headers=headers).status_code == 403
 
@@ -98,7 +98,7 @@ def test_helm_test_sends_the_key(release: Release) -> None:
 
 
 def test_metrics_have_their_types_and_labels(release: Release, ai: openai.OpenAI) -> None:
-    """As the table of docs/operations.md has them, after traffic."""
+    """Types and labels after traffic equal the table of docs/operations.md."""
     ai.chat.completions.create(model=MODEL, messages=QUESTION)
     found = scraped(release)
     table = metrics()
@@ -110,8 +110,8 @@ def test_metrics_have_their_types_and_labels(release: Release, ai: openai.OpenAI
         assert labels == {metric.labels}, name
 
 
-def test_one_series_a_pod(release: Release) -> None:
-    """What the autoscalers add up is there once, and no combination of labels twice."""
+def test_each_pod_has_one_series(release: Release) -> None:
+    """Each metric that an autoscaler sums has one series, and no set of labels occurs twice."""
     found = scraped(release)
     for name in ("minisgl_requests_running", "minisgl_requests_waiting", "minisgl_ready"):
         assert len(found[name].samples) == 1, name
@@ -119,8 +119,8 @@ def test_one_series_a_pod(release: Release) -> None:
     assert len(series) == len(set(series))
 
 
-def test_dashboards_name_what_is_exported(release: Release, namespace: Kube) -> None:
-    """The ConfigMap in the cluster against the pod in the cluster."""
+def test_dashboards_use_only_exported_metrics(release: Release, namespace: Kube) -> None:
+    """Compares the ConfigMap in the cluster with the metrics of the pod."""
     series = {s.name for family in scraped(release).values() for s in family.samples}
     boards: Object = {}
     for one in namespace.all("ConfigMap", "grafana_dashboard=1"):
@@ -158,7 +158,7 @@ def test_no_root_and_no_capability(release: Release) -> None:
 
 
 def test_root_is_read_only(release: Release) -> None:
-    """Wherever in the file system it tries: only the two volumes take a file."""
+    """Tries to create a file in every folder: only the two volumes allow it."""
     code = (
         "import errno, os\n"
         "fine = errno.EROFS, errno.EACCES, errno.EPERM\n"

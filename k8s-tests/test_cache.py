@@ -1,4 +1,4 @@
-"""The cache on a claim: what one pod has downloaded, the next one finds."""
+"""The cache on a claim: a later pod finds the files that the first pod downloaded."""
 
 import json
 
@@ -14,7 +14,7 @@ HUB = ["/scripts/hub.py", str(HUB_PORT)]
 
 @pytest.fixture(scope="module")
 def hub(namespace: Kube, image: str) -> str:
-    """The URL of a hub in the cluster that has the demo model as owner/demo."""
+    """The URL of a hub in the cluster that serves the demo model as owner/demo."""
     start_scripts(namespace, script_pod("hub", image, HUB, HUB_PORT))
     return f"http://{namespace.need('Pod', 'hub')['status']['podIP']}:{HUB_PORT}"
 
@@ -55,8 +55,9 @@ def test_a_later_pod_finds_the_files(release: Release, client: ClientPod, hub: s
     require_service(release, client)
 
 
-def test_the_cache_alone_is_enough(release: Release, client: ClientPod, namespace: Kube) -> None:
-    """Without a hub at all."""
+def test_a_pod_starts_from_the_cache_without_a_hub(
+    release: Release, client: ClientPod, namespace: Kube
+) -> None:
     namespace.delete("Pod", "hub")
     release.upgrade(merged(release.values, {"huggingface": {"offline": True}}))
     release.wait_ready()

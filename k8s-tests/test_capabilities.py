@@ -1,6 +1,6 @@
-"""What only some clusters can do; the skips say what is missing.
+"""Features that only some clusters have. A skip names the missing feature.
 
-Everything is made in the tests: module fixtures would be, before a skip.
+The tests create their releases themselves, because module fixtures would run before a skip.
 """
 
 import pytest
@@ -22,20 +22,20 @@ def installed(kube: Kube, values: Object) -> Release:
 
 
 @pytest.mark.networkpolicy
-def test_network_policy_lets_in_whom_it_names(empty: Kube, image: str) -> None:
+def test_network_policy_admits_only_the_named_peers(empty: Kube, image: str) -> None:
     peers = [{"podSelector": {"matchLabels": {"may": "come"}}}]
     values = cpu(image, networkPolicy={"enabled": True, "from": peers})
     release = installed(empty, values).wait_ready()
     ClientPod(empty, image)
     address = empty.need("Pod", release.the_pod())["status"]["podIP"]
 
-    def is_let_in(_: Seen) -> bool:
+    def is_admitted(_: Seen) -> bool:
         return empty.execute(CLIENT, "python3", "-c", PROBE, address, "1919")[0] == 0
 
-    wait_for(empty, "Pod", lambda seen: not is_let_in(seen), "the policy", name=CLIENT)
+    wait_for(empty, "Pod", lambda seen: not is_admitted(seen), "the policy", name=CLIENT)
     release.helm.test(NAME)
     empty.patch("Pod", CLIENT, {"metadata": {"labels": {"may": "come"}}})
-    wait_for(empty, "Pod", is_let_in, "the way in", name=CLIENT)
+    wait_for(empty, "Pod", is_admitted, "the connection", name=CLIENT)
 
 
 @pytest.mark.metrics
@@ -43,7 +43,7 @@ def test_memory_stays_under_the_limit(empty: Kube, image: str) -> None:
     release = installed(empty, cpu(image)).wait_ready()
     pod = release.the_pod()
 
-    def measured(_: Seen) -> Object | None:  # metrics cannot be watched
+    def measured(_: Seen) -> Object | None:  # PodMetrics cannot be watched
         return empty.get("PodMetrics", pod)
 
     found = wait_for(empty, "Pod", measured, "a measurement", name=pod, timeout_s=180)

@@ -1,6 +1,6 @@
-"""Two pods under load that nobody may notice: restarts, upgrades, scaling, evictions, rollbacks.
+"""Restarts, upgrades, scaling, evictions and rollbacks of two pods under load lose no stream.
 
-The strategy is the chart's default, which replaces one pod after the other without a spare.
+The strategy is the chart's default, which replaces one pod after the other without a spare pod.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from k8s_harness.values import cpu, merged
 from k8s_harness.wait import recorded, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
-LOAD = [40 + 5 * n for n in range(8)]  # every second caller keeps its connection
+LOAD = [40 + 5 * n for n in range(8)]  # tokens per stream; every second stream keeps its connection
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,10 @@ def release(install, image) -> Release:
 def under_load(
     release: Release, client: ClientPod, namespace: Kube
 ) -> Callable[[Callable[[], object]], dict[str, Object]]:
-    """Runs what is given amid streams that never pause; none may fail, be cut or be refused.
+    """under_load(disturb) calls `disturb` while streams run, and requires every stream whole.
 
-    Returns the last states of the pods that went, and had run at all; each of them ended with
-    code 0 within its grace.
+    Returns the last states of the deleted pods that had run. Each of them must have ended with
+    code 0 within its grace period.
     """
 
     def during(disturb: Callable[[], object]) -> dict[str, Object]:
@@ -43,11 +43,11 @@ def under_load(
                 ended = load.stop()
             print(f"{len(ended)} streams")
             require_whole(ended)
-            seen = recorder.wait(lambda seen: not leaving(seen.objects), "the old pods' end")
+            seen = recorder.wait(lambda seen: not leaving(seen.objects), "the end of the old pods")
         left = {name: pod for name, pod in seen.gone.items() if has_run(pod)}
         for name, pod in left.items():
             end = exit_of(pod, NAME)
-            assert end is not None, f"nobody saw how {name} ended"
+            assert end is not None, f"the watch did not see the end of {name}"
             print(f"{name}: exit code {end.code}, {end.left_s:.0f} s before its grace was over")
             assert end.code == 0
             assert end.left_s >= 0
@@ -56,8 +56,8 @@ def under_load(
     return during
 
 
-def generated(release: Release, pod: str) -> float:
-    """Requests that a pod has answered whole."""
+def answered(release: Release, pod: str) -> float:
+    """Number of requests that a pod has answered with all their tokens."""
     status, text = release.kube.probe(pod, "/metrics")
     assert status == 200
     return sum(
@@ -70,10 +70,10 @@ def generated(release: Release, pod: str) -> float:
 
 def test_two_replicas_share_the_load(release: Release, client: ClientPod) -> None:
     pods = release.ready_pods()
-    before = {pod: generated(release, pod) for pod in pods}
+    before = {pod: answered(release, pod) for pod in pods}
     with client.load(release.url, [8] * 32) as load:
         require_whole(load.stop(), 32)
-    shares = {pod: generated(release, pod) - before[pod] for pod in pods}
+    shares = {pod: answered(release, pod) - before[pod] for pod in pods}
     assert len(shares) == 2
     assert sum(shares.values()) == 32
     assert min(shares.values()) > 0, shares
@@ -123,9 +123,9 @@ def test_disruption_budget_blocks_the_second_eviction(
 
 
 def test_bad_upgrade_is_rolled_back(release: Release, under_load) -> None:
-    """An image that does not exist: the pods go on serving, and the old state comes back.
+    """With an image that does not exist, the pods continue to serve and Helm rolls back.
 
-    With a pod to spare, because Helm 3 waits for all but maxUnavailable pods only.
+    The upgrade has a spare pod, because Helm 3 waits only for all pods but maxUnavailable.
     """
 
     def upgrade() -> None:
@@ -142,8 +142,10 @@ def test_bad_upgrade_is_rolled_back(release: Release, under_load) -> None:
     assert not container["image"].endswith("no-such-tag")
 
 
-def test_bad_flag_is_named_and_rolled_back_by_hand(release: Release, client: ClientPod) -> None:
-    """`helm rollback` after an upgrade that was not atomic."""
+def test_bad_flag_is_in_the_message_and_a_manual_rollback_helps(
+    release: Release, client: ClientPod
+) -> None:
+    """`helm rollback` repairs an upgrade without --atomic."""
     bad = merged(release.values, {"extraArgs": ["--no-such-flag"]})
     release.helm.upgrade(NAME, bad)
 

@@ -1,4 +1,4 @@
-"""From nothing to ready: alive at once, ready when the model is loaded, and not a moment before."""
+"""The first start: live at once, and ready only when the model is loaded."""
 
 import time
 
@@ -14,12 +14,12 @@ CPU_DEMO = next(path for path in CI_FILES if path.name == "cpu-demo-values.yaml"
 
 @pytest.fixture(scope="module")
 def release(install, image) -> Release:
-    """The defaults for CPUs, as the README installs them, but for the image under test."""
+    """The CPU values that the README installs, with the image under test."""
     return install(merged(ci_values(CPU_DEMO), image_values(image)))
 
 
 def test_not_ready_until_loaded_and_live_meanwhile(release: Release, namespace: Kube) -> None:
-    """Asked directly, from its first answer on, and compared with what Kubernetes says."""
+    """Compares the answers of the pod with the state that Kubernetes reports."""
     probes: list[tuple[int, int]] = []
     end_s = time.monotonic() + READY_S
     while time.monotonic() < end_s:
@@ -30,22 +30,22 @@ def test_not_ready_until_loaded_and_live_meanwhile(release: Release, namespace: 
         name = pods[0]["metadata"]["name"]
         is_up = is_ready(pods[0])
         served = ready_endpoints(namespace.all("EndpointSlice"))
-        # In this order: once the one has answered, the other has to.
+        # In this order: if /readyz answers, /livez must answer too.
         ready, live = namespace.probe(name, "/readyz")[0], namespace.probe(name, "/livez")[0]
         if live or ready:
             probes.append((live, ready))
         if is_up or served:
-            assert ready == 200, "Kubernetes called it ready before it was"
+            assert ready == 200, "Kubernetes reported the pod ready before the server was"
         if is_up and served:
             break
     assert probes[-1] == (200, 200)
     loading = [live for live, ready in probes if ready == 503]
-    assert loading, f"nobody saw it loading: {probes}"
-    assert set(loading) == {200}, "it was not live while it loaded"
+    assert loading, f"no probe saw the server loading: {probes}"
+    assert set(loading) == {200}, "the server was not live while it loaded"
     assert restarts(release.pods()[0]) == 0
 
 
-def test_the_rollout_ends_and_the_service_leads_to_the_pod(release: Release) -> None:
+def test_the_rollout_ends_and_the_service_has_the_pod(release: Release) -> None:
     release.wait_ready()
     assert release.wait_endpoints(bool) == [release.the_pod()]
 

@@ -1,4 +1,4 @@
-"""After `helm uninstall` nothing of the release is left but what policy keeps."""
+"""`helm uninstall` deletes everything except the cache claim, whose policy is "keep"."""
 
 from k8s_harness.kube import Kube
 from k8s_harness.objects import Seen
@@ -6,7 +6,7 @@ from k8s_harness.release import NAME
 from k8s_harness.values import cpu
 from k8s_harness.wait import wait_for
 
-# Made and removed in their own time, by others.
+# Kinds that controllers create and delete at any time.
 FLEETING = {"Event", "EndpointSlice", "Endpoints", "Lease", "PodMetrics"}
 
 
@@ -43,7 +43,7 @@ def test_only_the_cache_is_left(install, image: str, namespace: Kube) -> None:
     assert contents(namespace) - before == {("PersistentVolumeClaim", f"{NAME}-cache")}
 
 
-def test_the_kept_cache_is_taken_again(install, image: str, namespace: Kube) -> None:
-    """The claim belongs to no release now; the next one names it."""
+def test_a_later_release_can_use_the_kept_cache(install, image: str, namespace: Kube) -> None:
+    """The claim belongs to no release, so the next release names it as existingClaim."""
     values = cpu(image, cache={"enabled": True, "existingClaim": f"{NAME}-cache"})
     install(values).wait_ready()

@@ -1,4 +1,4 @@
-"""Every file of helm/ci installs, gets ready and passes `helm test` where a cluster can take it."""
+"""Each file of helm/ci installs and passes `helm test` on a cluster that has the APIs it needs."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def rendered(values: Object, kube: Kube) -> list[Object]:
 
 
 def missing(kube: Kube, objects: list[Object]) -> list[str]:
-    """What these objects need of the cluster and it does not have."""
+    """The APIs, classes and node labels that these objects need and the cluster lacks."""
     lacks = [
         f"{o['apiVersion']} {o['kind']} is not served"
         for o in objects
@@ -51,8 +51,8 @@ def missing(kube: Kube, objects: list[Object]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name.removesuffix("-values.yaml"))
-def test_installs_gets_ready_and_passes_helm_test(path: Path, empty: Kube, image: str) -> None:
-    """Only image, model, GPUs and sizes are changed; what else it asks for has to be there."""
+def test_a_values_file_installs_and_passes_helm_test(path: Path, empty: Kube, image: str) -> None:
+    """Changes only image, model, GPUs and sizes; skips if the cluster lacks anything else."""
     values = merged(ci_values(path), demo_on_cpu(image))
     objects = rendered(values, empty)
     if lacks := missing(empty, objects):
@@ -65,7 +65,7 @@ def test_installs_gets_ready_and_passes_helm_test(path: Path, empty: Kube, image
 
 
 def test_default_values_ask_for_a_gpu(empty: Kube, image: str) -> None:
-    """Without one the pod waits, and the reason is said instead of a timeout."""
+    """Without a GPU the pod stays pending, and the wait ends with the reason, not by timeout."""
     if any("nvidia.com/gpu" in n["status"].get("allocatable", {}) for n in empty.all("Node")):
         pytest.skip("a node offers GPUs")
     helm: Helm = find_helm(empty.access, empty.namespace, run)

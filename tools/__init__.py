@@ -1,1 +1,1 @@
-"""Generators of committed files; tests check that what is committed is what they write."""
+"""Generators of committed files. Tests check that the committed files are up to date."""

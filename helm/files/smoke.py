@@ -1,6 +1,8 @@
-"""`helm test`: the service is ready, names a model, makes one token and shows its metrics.
+"""The program of `helm test`: waits until the Service is ready, requests one token, reads /metrics.
 
-Argument: the service's URL. Environment: API_KEY, where clients need one.
+Exits with a message if one of these fails.
+
+Argument: the URL of the Service. Environment: API_KEY, if the server requires a key.
 """
 
 import json
@@ -10,11 +12,11 @@ import time
 import urllib.error
 import urllib.request
 
-WAIT_S = 240.0  # under the five minutes that `helm test` gives
+WAIT_S = 240.0  # less than the 5 minutes after which `helm test` gives up
 
 
 def call(url: str, body: object = None) -> str:
-    """The text of a 200 answer; URLError for everything else."""
+    """The body of the response. Raises URLError unless the status is 200."""
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("API_KEY", "").strip():
         headers["Authorization"] = f"Bearer {key}"
@@ -31,7 +33,7 @@ def wait_ready(base: str) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline_s:
-                sys.exit(f"not ready within {WAIT_S:.0f} s: {error}")
+                sys.exit(f"the server was not ready within {WAIT_S:.0f} s: {error}")
             time.sleep(2)
 
 
@@ -43,11 +45,11 @@ def main(base: str) -> None:
         answer = json.loads(call(base + "/v1/completions", request))
         metrics = call(base + "/metrics")
     except urllib.error.HTTPError as error:
-        sys.exit(f"{error.url}: {error.code} {error.read().decode()[:500]}")
+        sys.exit(f"{error.url} returned {error.code}: {error.read().decode()[:500]}")
     if answer["usage"]["completion_tokens"] != 1:
-        sys.exit(f"expected one token: {answer}")
+        sys.exit(f"expected an answer of one token, got {answer}")
     if "minisgl_requests_total" not in metrics:
-        sys.exit("/metrics names no minisgl_requests_total")
+        sys.exit("/metrics does not contain minisgl_requests_total")
     sys.stdout.write(f"ok: {model} answered {answer['choices'][0]['text']!r}\n")
 
 

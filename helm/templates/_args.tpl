@@ -1,9 +1,19 @@
-{{/* The command line and the environment of the server. Every flag is one that `minisgl --help` knows. */}}
+{{/* Command line and environment of the server. `minisgl --help` lists the flags. */}}
+
+{{/* "true" if a volume contains the model. */}}
 
 {{- define "minisgl.modelVolume" -}}
 {{- with .Values.model -}}
 {{- if or .existingClaim .hostPath .image -}}true{{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/*
+A flag or the value of a flag as text. Helm reads a number of a values file as a float, which prints as
+1e+06 from a million on, so a whole number becomes an integer first.
+*/}}
+{{- define "minisgl.word" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
 {{- define "minisgl.args" -}}
@@ -39,11 +49,11 @@
 - --log-level={{ $server.logLevel }}
 {{ include "minisgl.drainArgs" . }}
 {{- range .Values.extraArgs }}
-- {{ . | quote }}
+- {{ include "minisgl.word" . | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* A variable from a Secret. Takes (list VARIABLE SECRET KEY); nothing where SECRET is empty. */}}
+{{/* An environment variable from a Secret. Takes (list VARIABLE SECRET KEY). Empty if SECRET is empty. */}}
 {{- define "minisgl.secretVariable" -}}
 {{- if index . 1 -}}
 - name: {{ index . 0 }}
@@ -54,7 +64,10 @@
 {{- end -}}
 {{- end -}}
 
-{{/* HOME and all caches are on the mounts that can be written; the root is read-only. */}}
+{{/*
+Environment that the chart sets itself. HOME and all caches are under /cache, because the root file system
+is read-only.
+*/}}
 {{- define "minisgl.ownEnv" -}}
 env:
 {{- range $name, $folder := dict "HOME" "" "HF_HOME" "/huggingface" "XDG_CACHE_HOME" "/xdg" "TRITON_CACHE_DIR" "/triton" "TORCHINDUCTOR_CACHE_DIR" "/inductor" "FLASHINFER_WORKSPACE_BASE" "/flashinfer" "CUDA_CACHE_PATH" "/cuda" }}
@@ -70,7 +83,7 @@ env:
 {{ include "minisgl.secretVariable" (list "MINISGL_ADMIN_API_KEY" .Values.auth.adminSecret .Values.auth.adminSecretKey) }}
 {{- end -}}
 
-{{/* extraEnv takes the place of a variable of the same name. */}}
+{{/* The chart's own variables and extraEnv. A variable in extraEnv replaces the chart's of that name. */}}
 {{- define "minisgl.env" -}}
 {{- $env := .Values.extraEnv | default list -}}
 {{- $given := list -}}

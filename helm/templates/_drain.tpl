@@ -1,11 +1,12 @@
 {{/*
-All that depends on how long a pod takes to stop or to start. The flags of the server and the
-fields of the pod come from the same values, so that they cannot drift apart.
+Everything that depends on the time that a pod takes to stop or to start. The flags of the server and the
+fields of the pod come from the same values, so they always agree.
 
-  SIGKILL comes terminationGracePeriodSeconds after the deletion of the pod, the preStop hook counts:
+The kubelet sends SIGKILL terminationGracePeriodSeconds after the deletion of the pod. That time includes the
+preStop hook:
 
   |-- preStop --|-- grace: still accepting --|-- running requests end --|-- teardown --|
-                SIGTERM                                                 its drain.timeoutSeconds are over
+                ^ SIGTERM                                               ^ drain.timeoutSeconds after SIGTERM
 */}}
 
 {{- define "minisgl.leastGracePeriod" -}}
@@ -20,7 +21,7 @@ fields of the pod come from the same values, so that they cannot drift apart.
 {{- $least -}}
 {{- else -}}
 {{- if lt (int $given) $least -}}
-{{- fail (printf "terminationGracePeriodSeconds is %d, but preStop, drain and teardown take up to %d: leave it null, or lower drain.*Seconds." (int $given) $least) -}}
+{{- fail (printf "terminationGracePeriodSeconds is %d, but preStop, drain and teardown take up to %d s: leave it null, or lower drain.*Seconds." (int $given) $least) -}}
 {{- end -}}
 {{- int $given -}}
 {{- end -}}
@@ -31,7 +32,7 @@ fields of the pod come from the same values, so that they cannot drift apart.
 - --drain-timeout={{ int .Values.drain.timeoutSeconds }}
 {{- end -}}
 
-{{/* The sleep action is the kubelet's own: no shell in the image is needed. */}}
+{{/* The kubelet itself executes a sleep action, so the image needs no shell. */}}
 {{- define "minisgl.lifecycle" -}}
 {{- if gt (int .Values.drain.preStopSleepSeconds) 0 -}}
 lifecycle:
@@ -46,11 +47,15 @@ lifecycle:
 {{- div (add $startup.budgetSeconds $startup.periodSeconds -1) $startup.periodSeconds -}}
 {{- end -}}
 
-{{/* Over the start-up budget: a slow but healthy load must not be called a failed rollout. */}}
+{{/* Longer than the start budget: a slow but healthy start must not count as a failed rollout. */}}
 {{- define "minisgl.progressDeadlineSeconds" -}}
 {{- add .Values.startup.budgetSeconds .Values.minReadySeconds (include "minisgl.leastGracePeriod" .) 60 -}}
 {{- end -}}
 
+{{/*
+The startup probe asks /readyz, not /livez: /livez answers 200 while the model loads, so a probe of it would
+not limit the start. While the startup probe fails, the kubelet runs neither of the other two probes.
+*/}}
 {{- define "minisgl.probes" -}}
 startupProbe:
   httpGet: {path: /readyz, port: http}

@@ -1,16 +1,16 @@
 {{/*
-Names and labels. Every helper takes the root context. What the user names is quoted wherever it is
-printed: a namespace 2024 would be a number.
+Names and labels. Every helper takes the root context. Templates quote each name that a user chooses: without
+quotes, YAML reads a namespace 2024 as a number.
 */}}
 
-{{/* 58 characters: a label has 63 at most, and the test's is this name and "-test". */}}
+{{/* At most 58 characters: a label value has at most 63, and the test's label is this name with "-test". */}}
 {{- define "minisgl.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 58 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/*
-"minisgl" for a release named minisgl, "RELEASE-minisgl" for others. With 46 characters the names of
-the pods, NAME-HASH-HASH, stay whole: Kubernetes cuts them at 63, and promSelector reads them.
+"minisgl" for a release named minisgl, "RELEASE-minisgl" for others. At most 46 characters: a pod's name is
+NAME-HASH-HASH, Kubernetes cuts it at 63 characters, and promSelector matches the whole name.
 */}}
 {{- define "minisgl.fullname" -}}
 {{- $name := include "minisgl.name" . -}}
@@ -18,7 +18,7 @@ the pods, NAME-HASH-HASH, stay whole: Kubernetes cuts them at 63, and promSelect
 {{- default $full .Values.fullnameOverride | trunc 46 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Name and instance only: a Deployment's selector can never be changed. */}}
+{{/* Only name and instance, because the selector of a Deployment can never change. */}}
 {{- define "minisgl.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "minisgl.name" . | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -33,8 +33,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{/*
-Labels of the pods: no chart version, so that a new chart alone restarts nothing. engine-type tells
-the endpoint picker which mapping of metrics is ours.
+Labels of the pods. They contain no chart version, so that a new chart version alone restarts no pod. The
+endpoint picker selects its mapping of metrics by llm-d.ai/engine-type.
 */}}
 {{- define "minisgl.podLabels" -}}
 {{ include "minisgl.selectorLabels" . }}
@@ -42,14 +42,14 @@ app.kubernetes.io/part-of: minisgl
 llm-d.ai/engine-type: minisgl
 {{- end -}}
 
-{{/* Several maps as one: takes a list of them, of which the first that has a key gives its value. */}}
+{{/* Merges a list of maps. If several maps contain a key, the first of them gives the value. */}}
 {{- define "minisgl.merged" -}}
 {{- $merged := dict -}}
 {{- range . -}}{{- $merged = merge $merged (. | default dict) -}}{{- end -}}
 {{- toYaml $merged -}}
 {{- end -}}
 
-{{/* metadata of an object. Takes (dict "root" $), with name, namespace, labels, annotations. */}}
+{{/* metadata of an object. Takes (dict "root" $), and optionally name, namespace, labels, annotations. */}}
 {{- define "minisgl.metadata" -}}
 {{- $labels := include "minisgl.labels" .root | fromYaml -}}
 name: {{ .name | default (include "minisgl.fullname" .root) | quote }}
@@ -83,12 +83,13 @@ annotations:
 {{- default (printf "%s-cache" (include "minisgl.fullname" .)) .Values.cache.existingClaim -}}
 {{- end -}}
 
-{{/* Name of the Secret that holds the hub's token or the API key; empty: there is none. */}}
+{{/* Name of the Secret that contains the hub's token. Empty: no token. */}}
 {{- define "minisgl.huggingfaceSecret" -}}
 {{- $made := printf "%s-huggingface" (include "minisgl.fullname" .) -}}
 {{- .Values.huggingface.existingSecret | default (ternary $made "" (ne .Values.huggingface.token "")) -}}
 {{- end -}}
 
+{{/* Name of the Secret that contains the API key. Empty: no key. */}}
 {{- define "minisgl.apiKeySecret" -}}
 {{- $made := printf "%s-api-key" (include "minisgl.fullname" .) -}}
 {{- .Values.auth.existingSecret | default (ternary $made "" (ne .Values.auth.apiKey "")) -}}
@@ -98,18 +99,18 @@ annotations:
 {{- default (printf "%s-epp" (include "minisgl.fullname" .)) .Values.inferencePool.endpointPicker.name -}}
 {{- end -}}
 
-{{/* The most pods that can run at a time, rollouts aside. */}}
+{{/* Largest number of pods outside of a rollout. */}}
 {{- define "minisgl.mostPods" -}}
 {{- $scaled := or .Values.autoscaling.hpa.enabled .Values.autoscaling.keda.enabled -}}
 {{- ternary .Values.autoscaling.maxReplicas .Values.replicas $scaled | int -}}
 {{- end -}}
 
-{{/* PromQL matchers of this release's pods: a Deployment's pods are NAME-HASH-HASH. */}}
+{{/* PromQL matchers of this release's pods. The pods of a Deployment are named NAME-HASH-HASH. */}}
 {{- define "minisgl.promSelector" -}}
 {{- printf "namespace=\"%s\",pod=~\"%s-[a-z0-9]+-[a-z0-9]+\"" .Release.Namespace (include "minisgl.fullname" .) -}}
 {{- end -}}
 
-{{/* Labels of the test's pod, which no selector of the server finds. */}}
+{{/* Labels of the pod of `helm test`. They do not match the selector of the server's pods. */}}
 {{- define "minisgl.testLabels" -}}
 app.kubernetes.io/name: {{ include "minisgl.name" . }}-test
 app.kubernetes.io/instance: {{ .Release.Name | quote }}

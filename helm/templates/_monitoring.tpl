@@ -1,14 +1,20 @@
-{{/* Labels and annotations of one alert. Takes (dict "root" $ "name" NAME "severity" S "summary" TEXT). */}}
+{{/*
+Labels and annotations of one alert. Takes (dict "root" $ "name" NAME "severity" S "summary" TEXT), and
+optionally "description" TEXT.
+*/}}
 {{- define "minisgl.alertMeta" -}}
 {{- $labels := dict "severity" .severity "namespace" .root.Release.Namespace "release" .root.Release.Name -}}
 labels:
   {{- include "minisgl.merged" (list .root.Values.prometheusRule.alertLabels $labels) | nindent 2 }}
 annotations:
   summary: {{ .summary | quote }}
+  {{- with .description }}
+  description: {{ . | quote }}
+  {{- end }}
   runbook_url: {{ printf "%s#%s" .root.Values.prometheusRule.runbookURL (lower .name) | quote }}
 {{- end -}}
 
-{{/* The endpoint of a monitor. Takes metrics.podMonitor or metrics.serviceMonitor. */}}
+{{/* The endpoint that a monitor scrapes. Takes metrics.podMonitor or metrics.serviceMonitor. */}}
 {{- define "minisgl.scrape" -}}
 port: http
 path: /metrics

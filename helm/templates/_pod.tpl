@@ -66,7 +66,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Requests and limits of GPUs are equal by definition; the API server copies limits to requests. */}}
+{{/* Adds the GPUs to the limits. The API server copies them to the requests, which must be equal. */}}
 {{- define "minisgl.resources" -}}
 {{- $resources := deepCopy (.Values.resources | default dict) -}}
 {{- with include "minisgl.gpuCount" . -}}
@@ -81,7 +81,7 @@
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* Constraints as given; one without a labelSelector gets that of the release. */}}
+{{/* The spread constraints. A constraint without a labelSelector gets the release's labelSelector. */}}
 {{- define "minisgl.topologySpread" -}}
 {{- $selector := dict "matchLabels" (include "minisgl.selectorLabels" . | fromYaml) -}}
 {{- $constraints := list -}}

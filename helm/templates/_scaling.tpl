@@ -1,4 +1,4 @@
-{{/* At most twice the pods a minute, and one away a minute: a removal throws a warm cache away. */}}
+{{/* At most doubles the pods in a minute and removes one pod a minute: a removed pod loses its prefix cache. */}}
 {{- define "minisgl.scalingBehavior" -}}
 scaleUp:
   stabilizationWindowSeconds: {{ .Values.autoscaling.scaleUpWindowSeconds }}

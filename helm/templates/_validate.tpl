@@ -1,11 +1,13 @@
 {{/*
-Values that contradict each other stop the rendering with a sentence that says the remedy. What a
-single value may be is in values.schema.json.
+Checks of values that contradict each other. Each check stops the rendering with a sentence that names the
+values and the remedy. The type and the bounds of a single value are in values.schema.json. The checks of
+the engine are in _validate_engine.tpl, those of replicas and exposure in _validate_replicas.tpl.
 */}}
 
 {{- define "minisgl.validate" -}}
 {{- include "minisgl.validateModel" . -}}
 {{- include "minisgl.validateEngine" . -}}
+{{- include "minisgl.validateFractions" . -}}
 {{- include "minisgl.validateLifecycle" . -}}
 {{- include "minisgl.validateReplicas" . -}}
 {{- include "minisgl.validateExposure" . -}}
@@ -24,7 +26,10 @@ single value may be is in values.schema.json.
 {{- fail "model.revision is set without model.id: a revision belongs to a Hugging Face id, so set model.id or remove it." -}}
 {{- end -}}
 {{- if and $model.path (not (include "minisgl.modelVolume" .)) -}}
-{{- fail "model.path is set, but there is no volume that it could be in: set model.existingClaim, model.hostPath or model.image." -}}
+{{- fail "model.path is set, but no volume holds a model: set model.existingClaim, model.hostPath or model.image." -}}
+{{- end -}}
+{{- if and $model.hostPath (not (hasPrefix "/" $model.hostPath)) -}}
+{{- fail (printf "model.hostPath is %s, but a folder on the node is an absolute path: begin it with a slash." $model.hostPath) -}}
 {{- end -}}
 {{- if and $model.id .Values.huggingface.offline (not .Values.cache.enabled) (not .Values.initContainers) -}}
 {{- fail "huggingface.offline is true, but each pod starts with an empty cache: set cache.enabled with a filled cache.existingClaim, or use model.existingClaim." -}}
@@ -40,58 +45,10 @@ single value may be is in values.schema.json.
 {{- end -}}
 {{- end -}}
 
-{{/* Flags that belong to a value of the chart, by that value. */}}
-{{- define "minisgl.flags" -}}
-model.id: --model --model-path
-model.revision: --revision
-model.servedNames: --served-model-name
-gpu.enabled: --device
-tensorParallelSize: --tensor-parallel-size --tp-size --tp
-server.memoryRatio: --memory-ratio
-server.maxSeqLen: --max-seq-len-override
-server.maxRunningRequests: --max-running-requests
-server.maxQueuedRequests: --max-queued-requests
-server.tokenizers: --num-tokenizer --tokenizer-count
-server.logLevel: --log-level
-server.host: --host
-service.port: --port
-drain.graceSeconds: --drain-grace
-drain.timeoutSeconds: --drain-timeout
-auth.existingSecret: --api-key-file --api-key
-auth.adminSecret: --admin-api-key --admin-api-key-file
-ingress.tls: --ssl-certfile --ssl-keyfile
-{{- end -}}
-
-{{- define "minisgl.validateEngine" -}}
-{{- $size := int .Values.tensorParallelSize -}}
-{{- $gpu := .Values.gpu -}}
-{{- with include "minisgl.gpuCount" . -}}
-{{- if lt (int .) $size -}}
-{{- fail (printf "gpu.count is %d, but tensorParallelSize is %d and each rank needs a GPU of its own: leave gpu.count null." (int .) $size) -}}
-{{- end -}}
-{{- end -}}
-{{- range $part := list "limits" "requests" -}}
-{{- if hasKey (get ($.Values.resources | default dict) $part | default dict) ($gpu.resourceName | default "nvidia.com/gpu") -}}
-{{- fail (printf "resources.%s names GPUs, which tensorParallelSize gives: remove it there, or set gpu.count." $part) -}}
-{{- end -}}
-{{- end -}}
-{{- if and $gpu.enabled (not $gpu.resourceName) (not .Values.resourceClaims) -}}
-{{- fail "gpu.resourceName is empty and there are no resourceClaims, so the pod would get no GPU: set one of the two, or gpu.enabled=false." -}}
-{{- end -}}
-{{- range .Values.extraArgs -}}
-{{- $flag := splitList "=" (toString .) | first -}}
-{{- range $value, $flags := include "minisgl.flags" $ | fromYaml -}}
-{{- if has $flag (splitList " " $flags) -}}
-{{- fail (printf "extraArgs gives %s, which belongs to a value of the chart: set %s instead." $flag $value) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-
 {{- define "minisgl.validateLifecycle" -}}
 {{- $drain := .Values.drain -}}
 {{- if le (int $drain.timeoutSeconds) (int $drain.graceSeconds) -}}
-{{- fail "drain.timeoutSeconds is not longer than drain.graceSeconds, so requests accepted in the grace would be cut at once: raise timeoutSeconds." -}}
+{{- fail "drain.timeoutSeconds is not longer than drain.graceSeconds, so a request accepted at the end of the grace would be cut at once: raise timeoutSeconds." -}}
 {{- end -}}
 {{- $strategy := .Values.strategy -}}
 {{- $none := list "0" "0%" -}}
@@ -103,7 +60,7 @@ ingress.tls: --ssl-certfile --ssl-keyfile
 {{- end -}}
 {{- end -}}
 
-{{/* True when the chart makes a claim that pods of two nodes cannot mount together. */}}
+{{/* "true" when the chart makes a claim that only the pods of one node can mount at the same time. */}}
 {{- define "minisgl.cacheIsExclusive" -}}
 {{- $cache := .Values.cache -}}
 {{- if and $cache.enabled (not $cache.existingClaim) (not (has "ReadWriteMany" $cache.accessModes)) -}}true{{- end -}}

@@ -1,37 +1,37 @@
-{{/* Contradictions between values, continued from _validate.tpl: replicas and exposure. */}}
+{{/* Checks of values that contradict each other, continued from _validate.tpl: replicas and exposure. */}}
 
 {{- define "minisgl.validateReplicas" -}}
 {{- $most := include "minisgl.mostPods" . | int -}}
 {{- if and (gt $most 1) (include "minisgl.cacheIsExclusive" .) -}}
-{{- fail (printf "Up to %d pods would share a cache that one node can mount: set cache.accessModes=[ReadWriteMany], or cache.enabled=false for a cache per pod." $most) -}}
+{{- fail (printf "Up to %d pods would share a cache that only one node can mount: set cache.accessModes=[ReadWriteMany], or cache.enabled=false for a cache per pod." $most) -}}
 {{- end -}}
 {{- $scaling := .Values.autoscaling -}}
 {{- if and $scaling.hpa.enabled $scaling.keda.enabled -}}
-{{- fail "autoscaling.hpa.enabled and autoscaling.keda.enabled are both true, and two autoscalers would fight over the replicas: disable one." -}}
+{{- fail "autoscaling.hpa.enabled and autoscaling.keda.enabled are both true, and both would change the number of replicas: disable one." -}}
 {{- end -}}
 {{- if and $scaling.keda.enabled (not $scaling.keda.prometheusAddress) -}}
-{{- fail "autoscaling.keda.enabled needs a Prometheus to ask: set autoscaling.keda.prometheusAddress." -}}
+{{- fail "autoscaling.keda.enabled is true, but KEDA needs a Prometheus for its queries: set autoscaling.keda.prometheusAddress." -}}
 {{- end -}}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
-{{- fail "autoscaling.minReplicas is over autoscaling.maxReplicas: lower it or raise maxReplicas." -}}
+{{- fail "autoscaling.minReplicas is larger than autoscaling.maxReplicas: lower minReplicas or raise maxReplicas." -}}
 {{- end -}}
 {{- $budget := .Values.podDisruptionBudget -}}
 {{- if $budget.enabled -}}
 {{- if and (not (kindIs "invalid" $budget.minAvailable)) (not (kindIs "invalid" $budget.maxUnavailable)) -}}
-{{- fail "podDisruptionBudget.minAvailable and maxUnavailable are both set, and Kubernetes allows one: set the other to null." -}}
+{{- fail "podDisruptionBudget.minAvailable and maxUnavailable are both set, but Kubernetes accepts only one: set the other to null." -}}
 {{- end -}}
 {{- if and (kindIs "invalid" $budget.minAvailable) (kindIs "invalid" $budget.maxUnavailable) -}}
 {{- fail "podDisruptionBudget.minAvailable and maxUnavailable are both null: set one, or podDisruptionBudget.enabled=false." -}}
 {{- end -}}
 {{- if has (toString $budget.maxUnavailable) (list "0" "0%") -}}
-{{- fail "podDisruptionBudget.maxUnavailable is 0, so no node could ever be drained: raise it." -}}
+{{- fail "podDisruptionBudget.maxUnavailable is 0, so no node could ever be drained: raise maxUnavailable." -}}
 {{- end -}}
 {{- $least := toString $budget.minAvailable -}}
 {{- if hasSuffix "%" $least -}}
 {{- $least = div (trimSuffix "%" $least | mul $most | add 99) 100 -}}{{/* Kubernetes rounds up */}}
 {{- end -}}
 {{- if and (gt $most 1) (ge (int $least) $most) -}}
-{{- fail "podDisruptionBudget.minAvailable is all pods, so no node could ever be drained: lower it, or use maxUnavailable." -}}
+{{- fail "podDisruptionBudget.minAvailable covers all pods, so no node could ever be drained: lower minAvailable, or set maxUnavailable instead." -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -39,26 +39,26 @@
 {{- define "minisgl.validateExposure" -}}
 {{- $service := include "minisgl.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $service) -}}
-{{- fail (printf "The Service would be called %s, but such a name begins with a letter and has a-z, 0-9 and - only: set fullnameOverride." $service) -}}
+{{- fail (printf "The name of the Service would be %s, but a Service name begins with a letter and contains only a-z, 0-9 and \"-\": set fullnameOverride." $service) -}}
 {{- end -}}
 {{- if and .Values.metrics.podMonitor.enabled .Values.metrics.serviceMonitor.enabled -}}
-{{- fail "metrics.podMonitor.enabled and metrics.serviceMonitor.enabled are both true, and every sample would count twice: keep podMonitor." -}}
+{{- fail "metrics.podMonitor.enabled and metrics.serviceMonitor.enabled are both true, and Prometheus would count every sample twice: keep podMonitor." -}}
 {{- end -}}
 {{- $downloads := and .Values.model.id (not .Values.huggingface.offline) -}}
 {{- $policy := .Values.networkPolicy -}}
 {{- if and $downloads $policy.enabled (not $policy.allowHTTPS) (not $policy.extraEgress) -}}
-{{- fail "networkPolicy.allowHTTPS is false, so model.id could not be downloaded: set networkPolicy.extraEgress to a mirror, or huggingface.offline with a filled cache." -}}
+{{- fail "networkPolicy.allowHTTPS is false, so the pods could not download model.id: set networkPolicy.extraEgress to a mirror of the hub, or huggingface.offline with a filled cache." -}}
 {{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
-{{- fail "ingress.enabled is true without a host: set ingress.hosts." -}}
+{{- fail "ingress.enabled is true, but no host is given: set ingress.hosts." -}}
 {{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
-{{- fail "httpRoute.enabled is true without a Gateway: set httpRoute.parentRefs." -}}
+{{- fail "httpRoute.enabled is true, but no Gateway is given: set httpRoute.parentRefs." -}}
 {{- end -}}
 {{- $labels := include "minisgl.merged" (list .Values.podLabels .Values.commonLabels) | fromYaml -}}
 {{- range $name := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "llm-d.ai/engine-type" -}}
 {{- if hasKey $labels $name -}}
-{{- fail (printf "podLabels or commonLabels set %s, which is the chart's own: remove it there." $name) -}}
+{{- fail (printf "podLabels or commonLabels contain %s, which the chart sets itself: remove that label there." $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

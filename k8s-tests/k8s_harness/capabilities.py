@@ -1,4 +1,7 @@
-"""What a cluster can do, found out by looking or trying: what is missing, or None."""
+"""Checks of optional features of a cluster: GPUs, metrics, load balancers, NetworkPolicies.
+
+Each check returns None if the cluster has the feature, else a sentence that names the missing part.
+"""
 
 import time
 
@@ -11,7 +14,7 @@ __all__ = ["gpu", "loadbalancer", "metrics", "networkpolicy"]
 
 GPU = "nvidia.com/gpu"
 PROBE_PORT = 8080
-ENFORCED_S = 15.0  # after which a policy that is ever enforced is
+ENFORCED_S = 15.0  # a cluster that enforces policies does so within this time
 PROBE = (
     "import socket, sys\n"
     "try: socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=3).close()\n"
@@ -33,7 +36,7 @@ def metrics(kube: Kube) -> str | None:
 
 
 def loadbalancer(kube: Kube) -> str | None:
-    """In a namespace of its own: a Service gets an address, or not."""
+    """Makes a Service of type LoadBalancer in a separate namespace and waits for its address."""
     spec: Object = {"type": "LoadBalancer", "ports": [{"port": 80}], "selector": {"app": "none"}}
     meta = {"name": "probe"}
     kube.create({"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": spec})
@@ -50,7 +53,7 @@ def loadbalancer(kube: Kube) -> str | None:
 
 
 def networkpolicy(kube: Kube, image: str) -> str | None:
-    """In a namespace of its own: a pod that nobody may reach is reached, or not."""
+    """Connects to a pod in a separate namespace, before and after a policy that forbids it."""
     serve = ["-m", "http.server", str(PROBE_PORT), "--directory", "/scripts"]
     start_scripts(
         kube,
@@ -59,14 +62,16 @@ def networkpolicy(kube: Kube, image: str) -> str | None:
     )
     address = kube.need("Pod", "target")["status"]["podIP"]
     call = ("python3", "-c", PROBE, address, str(PROBE_PORT))
-    assert kube.execute("caller", *call)[0] == 0, "pods do not reach one another at all"
+    assert kube.execute("caller", *call)[0] == 0, (
+        "the pods cannot connect to each other even without a policy"
+    )
     spec = {"podSelector": {"matchLabels": {"app": "target"}}, "policyTypes": ["Ingress"]}
     policy = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "spec": spec}
-    kube.create({**policy, "metadata": {"name": "nobody"}})
+    kube.create({**policy, "metadata": {"name": "deny"}})
     end_s = time.monotonic() + ENFORCED_S
-    for _ in kube.follow("NetworkPolicy", name="nobody"):
+    for _ in kube.follow("NetworkPolicy", name="deny"):
         if kube.execute("caller", *call)[0] != 0:
             return None
         if time.monotonic() > end_s:
             break
-    return "the cluster enforces no NetworkPolicy: a pod was reached in spite of one"
+    return "the cluster enforces no NetworkPolicy: a connection succeeded against one"

@@ -1,4 +1,7 @@
-"""A pod of the same image beside the server: load that no port-forward pins to one pod."""
+"""A client pod in the namespace of the server, with the same image.
+
+Load from inside the cluster goes through the Service to all pods; a port-forward uses only one pod.
+"""
 
 import json
 import threading
@@ -22,7 +25,7 @@ Event = dict[str, Any]
 
 
 def script_pod(name: str, image: str, command: list[str], port: int | None = None) -> Object:
-    """A pod that meets "restricted" and runs Python with the scripts at /scripts."""
+    """A pod that runs Python with the scripts at /scripts, under Pod Security "restricted"."""
     container: Object = {
         "name": name,
         "image": image,
@@ -57,7 +60,7 @@ def script_pod(name: str, image: str, command: list[str], port: int | None = Non
 
 
 def start_scripts(kube: Kube, *pods: Object) -> None:
-    """The ConfigMap of the scripts, and these pods, ready."""
+    """Creates the ConfigMap of the scripts and these pods, and waits until the pods are ready."""
     if kube.get("ConfigMap", "scripts") is None:
         data = {path.name: path.read_text() for path in SCRIPTS.glob("*.py")}
         meta = {"name": "scripts"}
@@ -73,14 +76,14 @@ def start_scripts(kube: Kube, *pods: Object) -> None:
 
 
 class ClientPod:
-    """Runs Python and load inside the namespace."""
+    """Runs Python code and load from inside the namespace."""
 
     def __init__(self, kube: Kube, image: str) -> None:
         self.kube = kube
         start_scripts(kube, script_pod(CLIENT, image, ["-c", SLEEP]))
 
     def python(self, code: str) -> str:
-        """What the code prints."""
+        """Runs the code in the client pod and returns its output."""
         status, output = self.kube.execute(CLIENT, "python3", "-c", code)
         assert status == 0, output
         return output.strip()
@@ -89,9 +92,10 @@ class ClientPod:
     def load(
         self, url: str, tokens: list[int], *, repeat: bool = False, key: str | None = None
     ) -> Iterator["Load"]:
-        """One stream per number of tokens, every second one on a connection that is kept.
+        """Starts one stream for each number in `tokens`.
 
-        repeat: each follows the one before until `stop`, which the end of the block calls too.
+        Every second stream keeps its connection. With `repeat`, each stream starts again when it
+        has ended, until `stop`; the end of the block calls `stop` too.
         """
         streams = [{"tokens": n, "keep_alive": bool(i % 2)} for i, n in enumerate(tokens)]
         config = {"url": url, "key": key, "repeat": repeat, "streams": streams}
@@ -104,7 +108,7 @@ class ClientPod:
 
 
 class Load:
-    """Streams that run in the client pod, and what has been heard of them."""
+    """Streams that run in the client pod, and the events that they have reported."""
 
     def __init__(self, session: Any, streams: int) -> None:
         self._session = session
@@ -122,26 +126,29 @@ class Load:
             return [e for e in self._events if e["event"] == "end"]
 
     def wait(self, enough: Callable[[list[Event]], bool], what: str) -> None:
-        """Until the events so far are enough; AssertionError when the client has died."""
+        """Waits until `enough` is true of the events.
+
+        Raises AssertionError if the client ends first, or after DEADLINE_S.
+        """
         with self._heard:
             self._heard.wait_for(lambda: enough(self._events) or self._over, DEADLINE_S)
-            assert enough(self._events), f"{what} did not come: {self._said or self._events[-3:]}"
+            assert enough(self._events), f"{what} did not arrive: {self._said or self._events[-3:]}"
 
     def wait_streaming(self) -> None:
-        """Until every stream has its first text."""
+        """Waits until every stream has its first text."""
 
-        def all_began(events: list[Event]) -> bool:
+        def all_started(events: list[Event]) -> bool:
             return len({e["worker"] for e in events if e["event"] == "first"}) == self._streams
 
-        self.wait(all_began, "the first texts")
+        self.wait(all_started, "the first texts")
 
     def wait_more(self, calls: int) -> None:
-        """Until so many more calls have ended."""
+        """Waits until `calls` more calls have ended."""
         goal = len(self.ended()) + calls
         self.wait(lambda events: sum(e["event"] == "end" for e in events) >= goal, "more calls")
 
     def stop(self) -> list[Event]:
-        """Let no new call start, wait for the last one, and return all that have ended."""
+        """Starts no new call, waits for the running ones, and returns all calls that have ended."""
         self._stopping = True
         self._thread.join(DEADLINE_S)
         with self._heard:
@@ -163,7 +170,7 @@ class Load:
             self._heard.notify_all()
 
     def _lines(self, text: str) -> str:
-        """Takes the whole lines in; returns what is left."""
+        """Stores the events of all complete lines and returns the incomplete rest."""
         *whole, rest = text.split("\n")
         with self._heard:
             self._events += [json.loads(line) for line in whole]
@@ -172,14 +179,14 @@ class Load:
 
 
 def require_whole(calls: list[Event], count: int | None = None) -> None:
-    """Raises AssertionError with every call at fault, or when there are not `count` calls."""
+    """Raises AssertionError if a call is incomplete, or if there are not `count` calls."""
     wrong = faults(calls)
-    assert not wrong, f"{len(wrong)} of {len(calls)} calls: {json.dumps(wrong, indent=1)}"
-    assert count in (None, len(calls)), f"{len(calls)} calls ended"
+    assert not wrong, f"{len(wrong)} of {len(calls)} calls failed: {json.dumps(wrong, indent=1)}"
+    assert count in (None, len(calls)), f"{len(calls)} calls ended, {count} were expected"
 
 
 def faults(calls: list[Event]) -> list[Event]:
-    """The calls that are not as they should be: 200, every token once, "length", and [DONE]."""
+    """The incomplete calls. A complete call has status 200, every token, "length" and [DONE]."""
     return [
         call
         for call in calls

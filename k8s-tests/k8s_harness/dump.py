@@ -1,4 +1,4 @@
-"""What a failed test leaves to read: events, objects and logs of a namespace, without secrets."""
+"""Writes events, objects and logs of a failed test's namespace to files, without secrets."""
 
 import base64
 import json
@@ -14,14 +14,14 @@ from k8s_harness.objects import Object
 __all__ = ["dump_namespace", "secrets_of", "without_secrets"]
 
 HIDDEN = "(hidden)"
-MIN_SECRET_CHARS = 6  # shorter ones would hide half of every text
+MIN_SECRET_CHARS = 6  # a shorter secret occurs in too many other words to be replaced
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
-# Written by machines, long, and never the reason.
+# Long fields that do not help to explain a failure.
 _NOISE = ("managedFields", "kubectl.kubernetes.io/last-applied-configuration")
 
 
 def dump_namespace(kube: Kube, folder: Path) -> None:
-    """objects.yaml, events.txt and NAME.CONTAINER[.previous].log of each pod in `folder`."""
+    """Writes objects.yaml, events.txt and a NAME.CONTAINER[.previous].log for each container."""
     folder.mkdir(parents=True, exist_ok=True)
     hidden = secrets_of(kube.all("Secret"))
     objects = [o for kind, o in kube.everything() if kind not in ("Secret", "Event")]
@@ -46,7 +46,7 @@ def logs_of(kube: Kube, pod: Object) -> Iterator[tuple[str, str]]:
 
 
 def event_lines(events: list[Object]) -> str:
-    """One line an event, oldest first."""
+    """One line for each event, the oldest first."""
 
     def when(event: Object) -> str:
         times = (event.get("lastTimestamp"), event.get("eventTime"), event.get("firstTimestamp"))
@@ -54,15 +54,15 @@ def event_lines(events: list[Object]) -> str:
 
     def line(event: Object) -> str:
         about = event["involvedObject"]
-        what = f"{event.get('type')} {about['kind']}/{about.get('name')} {event.get('reason')}"
+        head = f"{event.get('type')} {about['kind']}/{about.get('name')} {event.get('reason')}"
         said = (event.get("message") or "").strip()
-        return f"{when(event)} {what} x{event.get('count') or 1}: {said}\n"
+        return f"{when(event)} {head} x{event.get('count') or 1}: {said}\n"
 
     return "".join(map(line, sorted(events, key=when)))
 
 
 def secrets_of(secrets: list[Object]) -> list[str]:
-    """Every value of every Secret, the longest first, as text."""
+    """All values of the Secrets, plain and in base64, the longest first."""
     values = set()
     for secret in secrets:
         for value in (secret.get("data") or {}).values():
@@ -72,7 +72,7 @@ def secrets_of(secrets: list[Object]) -> list[str]:
 
 
 def without_secrets(thing: Object) -> Object:
-    """A copy without values of variables whose name sounds secret, and without noise."""
+    """A copy without long fields and without the values of variables that may be secret."""
     return json.loads(json.dumps(thing), object_hook=_cleaned)  # type: ignore[no-any-return]
 
 

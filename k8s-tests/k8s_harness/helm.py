@@ -1,4 +1,4 @@
-"""A real Helm that installs: the `helm` on PATH (3 or 4), else Helm 4 from helm-python-sdk."""
+"""Helm for the cluster tests: the `helm` on PATH (3 or 4), else Helm 4 from helm-python-sdk."""
 
 import importlib.util
 import json
@@ -19,37 +19,37 @@ HOOK_TIMEOUT_S = 300
 
 
 class HelmFailed(Exception):
-    """Helm's words when an action failed."""
+    """A Helm command failed; the message is Helm's output."""
 
 
 class HelmMissing(Exception):
-    """There is no Helm here."""
+    """Neither a `helm` program nor helm-python-sdk is installed."""
 
 
 class Helm(Protocol):
-    """One namespace of one cluster. Every method raises HelmFailed."""
+    """Helm in one namespace of one cluster. Each method raises HelmFailed if the command fails."""
 
     version: str
 
     def install(self, name: str, values: Object) -> None:
-        """Without waiting: our waits see more than Helm's."""
+        """Installs without waiting, because the waits of the harness report more than Helm's."""
 
     def upgrade(self, name: str, values: Object, atomic_s: int | None = None) -> None:
-        """atomic_s: wait so long, and roll back when it is not ready then."""
+        """atomic_s: wait this long for readiness, then roll back."""
 
     def rollback(self, name: str) -> None:
-        """To the revision before."""
+        """Rolls back to the previous revision."""
 
     def uninstall(self, name: str) -> None: ...
 
     def test(self, name: str) -> None: ...
 
     def history(self, name: str) -> list[Object]:
-        """Revisions with their status, oldest first."""
+        """The revisions with their status, the oldest first."""
 
 
 class HelmBinary:
-    """The program."""
+    """The `helm` program."""
 
     def __init__(self, access: Access, namespace: str, run: Run) -> None:
         self._run = run
@@ -85,7 +85,7 @@ class HelmBinary:
             file.flush()
             given = [] if values is None else ["--values", file.name]
             try:
-                # An atomic upgrade waits twice: for the upgrade, and for the way back.
+                # An atomic upgrade waits up to twice: for the upgrade and for the rollback.
                 patience_s = 120 + 2 * (timeout_s or 0)
                 return self._run("helm", *words, *self._at, *given, timeout_s=patience_s)
             except CommandFailed as error:
@@ -93,7 +93,7 @@ class HelmBinary:
 
 
 class HelmLibrary:
-    """Helm 4 in this process."""
+    """Helm 4 inside this process, from helm-python-sdk."""
 
     def __init__(self, access: Access, namespace: str) -> None:
         import helm_python
@@ -135,9 +135,9 @@ class HelmLibrary:
 
 
 def find_helm(access: Access, namespace: str, run: Run) -> Helm:
-    """Raises HelmMissing where there is neither."""
+    """The installed Helm. Raises HelmMissing if there is none."""
     if shutil.which("helm"):
         return HelmBinary(access, namespace, run)
     if importlib.util.find_spec("helm_python"):
         return HelmLibrary(access, namespace)
-    raise HelmMissing("no helm on PATH and no helm-python-sdk: pip install '.[chart]'")
+    raise HelmMissing("there is no helm on PATH and no helm-python-sdk: pip install '.[chart]'")

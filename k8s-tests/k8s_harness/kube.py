@@ -1,4 +1,7 @@
-"""The API server in plain JSON, so that tests can replay it, over the official client."""
+"""The Kubernetes API as plain JSON, over the connection of the official client.
+
+Plain JSON lets the unit tests replay recorded responses.
+"""
 
 import copy
 import json
@@ -9,16 +12,18 @@ from typing import Any, NamedTuple
 import kubernetes.client
 import kubernetes.config
 from kubernetes.client.exceptions import ApiException
+from kubernetes.config import ConfigException
 from kubernetes.stream import portforward, stream
+from urllib3.exceptions import HTTPError
 
 from k8s_harness.objects import Object, Seen
-from k8s_harness.providers import Access
+from k8s_harness.providers import Access, ProviderError
 
 __all__ = ["ApiException", "Kube"]
 
 _DISCOVERY = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 _MERGE = "application/merge-patch+json"
-_GONE = 410  # the version to watch from is too old: list again
+_GONE = 410  # the version to watch from is too old, so the objects must be listed again
 _TICK_S = 1
 
 
@@ -30,12 +35,34 @@ class _Resource(NamedTuple):
 
 
 class Kube:
-    """One cluster; `within` gives the same with another namespace."""
+    """A client of one cluster and one namespace. `within` returns a client of another namespace."""
 
     def __init__(self, access: Access, namespace: str = "default") -> None:
         self.access = access
         self.namespace = namespace
         self._api = self._client()
+
+    @classmethod
+    def connect(cls, access: Access) -> "Kube":
+        """A client of an API server that answers. Raises ProviderError with a one-line reason."""
+        try:
+            kube = cls(access)
+            kube._json("GET", "/version")
+        except ConfigException as error:
+            raise ProviderError(
+                f"the kubeconfig has no usable context {access.context!r} ({error}): choose one "
+                "that `kubectl config get-contexts` lists"
+            ) from error
+        except ApiException as error:
+            raise ProviderError(
+                f"the API server of context {access.context!r} refuses requests: {error.status} "
+                f"{error.reason}"
+            ) from error
+        except HTTPError as error:
+            raise ProviderError(
+                f"the API server of context {access.context!r} does not answer: {error}"
+            ) from error
+        return kube
 
     def within(self, namespace: str) -> "Kube":
         other = copy.copy(self)
@@ -48,7 +75,10 @@ class Kube:
 
     @cached_property
     def resources(self) -> dict[str, _Resource]:
-        """By "VERSION/KIND" of the API, and by KIND alone: the first group's preferred version."""
+        """The resources by "APIVERSION/KIND" and by KIND.
+
+        KIND alone stands for the preferred version of the first API group that has this kind.
+        """
         found: dict[str, _Resource] = {}
         for root in ("/api", "/apis"):
             for group in self._json("GET", root, accept=_DISCOVERY)["items"]:
@@ -71,7 +101,7 @@ class Kube:
         return self._list(kind, selector, name)[0]
 
     def get(self, kind: str, name: str) -> Object | None:
-        """None when there is none."""
+        """The object, or None if it does not exist."""
         try:
             found: Object = self._json("GET", self._path(kind, name))
         except ApiException as error:
@@ -90,13 +120,16 @@ class Kube:
         return made
 
     def patch(self, kind: str, name: str, body: Object, part: str = "") -> Object:
-        """A merge patch; `part`: a subresource, "scale"."""
+        """Sends a merge patch. part: a subresource, for example "scale"."""
         path = self._path(kind, name, part)
         patched: Object = self._json("PATCH", path, body=body, content_type=_MERGE)
         return patched
 
     def delete(self, kind: str, name: str, grace_s: int | None = None) -> None:
-        """Begin to, with the object's own grace if none is given; fine when it is gone."""
+        """Starts the deletion of an object. A missing object is no error.
+
+        grace_s: grace period in seconds; None: the object's own.
+        """
         query = [] if grace_s is None else [("gracePeriodSeconds", str(grace_s))]
         try:
             self._json("DELETE", self._path(kind, name), query)
@@ -105,7 +138,7 @@ class Kube:
                 raise
 
     def evict(self, pod: str) -> int:
-        """The status of the answer: 201, or 429 when a PodDisruptionBudget forbids it."""
+        """Evicts the pod; returns 201, or 429 if a PodDisruptionBudget forbids it."""
         meta = {"name": pod, "namespace": self.namespace}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta}
         try:
@@ -115,14 +148,14 @@ class Kube:
         return 201
 
     def everything(self) -> Iterator[tuple[str, Object]]:
-        """Kind and object of all that can be listed in the namespace."""
+        """Yields kind and object of every object in the namespace."""
         for kind, r in self.resources.items():
             if "/" not in kind and r.namespaced and "list" in r.verbs:
                 for item in self.all(kind):
                     yield kind, item
 
     def follow(self, kind: str, selector: str = "", name: str = "") -> Iterator[Seen]:
-        """The state now, after each change, and about once a second; endless."""
+        """Yields the current state at once, after each change and about once a second, forever."""
         seen = Seen()
         while True:
             items, version = self._list(kind, selector, name)
@@ -143,7 +176,7 @@ class Kube:
                     yield seen
 
     def logs(self, pod: str, container: str, previous: bool = False) -> str | None:
-        """None when there are none."""
+        """The log of a container, or None if there is none."""
         query = [("container", container), ("previous", str(previous).lower())]
         try:
             answer = self._call("GET", self._path("Pod", pod, "log"), query)
@@ -152,27 +185,28 @@ class Kube:
         return str(answer.read().decode(errors="replace"))
 
     def probe(self, pod: str, path: str) -> tuple[int, str]:
-        """Status and text of a pod's HTTP answer, through the API server; 0 without an answer.
+        """Sends a GET request to a pod through the API server. Returns status and text.
 
-        A client's own Authorization cannot be sent this way.
+        The status is 0 if the pod does not answer. The API server does not forward an
+        Authorization header.
         """
         try:
             answer = self._call("GET", self._path("Pod", f"{pod}:1919", "proxy") + path)
         except ApiException as error:
-            # What the API server says of a pod that does not answer has no such header.
+            # The API server's own error for a pod that does not answer lacks this header.
             is_ours = (error.headers or {}).get("x-request-id") is not None
             return int(error.status) if is_ours else 0, str(error.body)
         return answer.status, answer.read().decode()
 
     def execute(self, pod: str, *words: str) -> tuple[int, str]:
-        """Exit code and output of a command in a pod."""
+        """Runs a command in a pod. Returns its exit code and output."""
         session = self.start(pod, *words)
         session.run_forever(timeout=120)
         output = session.read_stdout() + session.read_stderr()
         return int(session.returncode), output
 
     def start(self, pod: str, *words: str) -> Any:
-        """A command with stdin, as the client's WSClient. The connection is its own."""
+        """Starts a command with stdin in a pod. Returns a WSClient with its own connection."""
         core = kubernetes.client.CoreV1Api(self._client())
         return stream(
             core.connect_get_namespaced_pod_exec,
@@ -187,7 +221,7 @@ class Kube:
         )
 
     def forward(self, pod: str, port: int) -> Any:
-        """A socket to a port of a pod."""
+        """Opens a socket to a port of a pod."""
         core = kubernetes.client.CoreV1Api(self._client())
         opened = portforward(
             core.connect_get_namespaced_pod_portforward, pod, self.namespace, ports=str(port)

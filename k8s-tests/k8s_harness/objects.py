@@ -1,4 +1,4 @@
-"""Objects as `kubectl get -o json` shows them, and what a watch makes of their changes."""
+"""Kubernetes objects as JSON, as `kubectl get -o json` prints them, and the state of a watch."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +10,10 @@ Object = dict[str, Any]
 
 @dataclass
 class Seen:
-    """What a watch has seen: the objects that are there, and the last state of those that went.
+    """The state of a watch: the existing objects, and the last state of the deleted ones, by name.
 
-    An object keeps its first deletionTimestamp, which is the end of its grace: the kubelet sets
-    another one at last.
+    deletionTimestamp is the end of an object's grace period. The kubelet sets an earlier one at
+    the end of a pod's life; `changed` keeps the first one.
     """
 
     objects: dict[str, Object] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Where the tests run: a cluster of kind that we make and delete, or one that is there.
+"""The cluster of the tests: a kind cluster that the tests create and delete, or an existing one.
 
-A provider deletes what it has created and nothing else.
+A provider deletes only what it has created.
 """
 
 import shlex
@@ -13,7 +13,7 @@ from k8s_harness.shell import CommandFailed, Run
 
 __all__ = ["Access", "ClusterProvider", "Existing", "Kind", "ProviderError", "provider_for"]
 
-# Of kind's release 0.33.0; the digest, because kind publishes tags anew.
+# From kind's release 0.33.0. Pinned by digest, because kind publishes the same tag again.
 NODE_IMAGE = (
     "kindest/node:v1.36.4@sha256:099e049362a1526b2db71494e1947aae99bd16290d7c895f2b7ea312e3cbfaed"
 )
@@ -21,31 +21,31 @@ CREATE_TIMEOUT_S = 900
 
 
 class ProviderError(Exception):
-    """The cluster cannot be used; the message says the remedy."""
+    """The cluster cannot be used. The message contains the remedy."""
 
 
 class Access(NamedTuple):
-    """How clients reach the API server; kubeconfig None: KUBECONFIG, or the user's own file."""
+    """Kubeconfig file and context. kubeconfig None: KUBECONFIG, or the user's default file."""
 
     kubeconfig: str | None
     context: str
 
 
 class ClusterProvider(Protocol):
-    """The life of a cluster in one run of the tests."""
+    """Prepares a cluster for one run of the tests and cleans up after it."""
 
     def ensure(self) -> Access:
-        """A cluster that answers. Raises ProviderError or CommandFailed."""
+        """Returns the access to the cluster. Raises ProviderError or CommandFailed."""
 
     def load_image(self, image: str) -> str:
-        """Bring the image to the nodes; returns its name there."""
+        """Makes the image available to the nodes. Returns the name that pods use."""
 
     def teardown(self, failed: bool) -> None:
-        """Delete what was created; `failed`: some test failed."""
+        """Deletes what `ensure` created. failed: at least one test has failed."""
 
 
 class Kind:
-    """A cluster of kind with a kubeconfig of its own, so that the user's is not touched."""
+    """A kind cluster with a separate kubeconfig, so that the user's file does not change."""
 
     def __init__(self, settings: Settings, folder: Path, config: Path, run: Run) -> None:
         self._settings = settings
@@ -60,20 +60,20 @@ class Kind:
         there = name in self._run("kind", "get", "clusters").split()
         if there and not self._settings.reuse:
             raise ProviderError(
-                f"a kind cluster named {name} exists: --reuse takes it, --cluster-name another"
+                f"a kind cluster named {name} exists: pass --reuse, or another --cluster-name"
             )
         at = ("--name", name, "--kubeconfig", kubeconfig)
         if there:
             self._run("kind", "export", "kubeconfig", *at)
         else:
-            self._created = True  # before it is: half a cluster is to be deleted too
+            self._created = True  # set first, so that teardown also deletes an incomplete cluster
             chosen = ("--image", NODE_IMAGE, "--config", str(self._config))
             create = ("kind", "create", "cluster", *at, *chosen, "--wait", "180s", "--retain")
             self._run(*create, timeout_s=CREATE_TIMEOUT_S)
         return Access(kubeconfig, f"kind-{name}")
 
     def load_image(self, image: str) -> str:
-        """By archive: `kind load docker-image` fails for images of several platforms."""
+        """Loads an archive, because `kind load docker-image` fails for multi-platform images."""
         archive = save(image, self._folder, self._run)
         load = ("kind", "load", "image-archive", str(archive))
         self._run(*load, "--name", self._settings.cluster_name, timeout_s=COPY_TIMEOUT_S)
@@ -88,14 +88,14 @@ class Kind:
             export = ("kind", "export", "logs", str(folder), "--name", settings.cluster_name)
             try:
                 self._run(*export, timeout_s=300)
-            except CommandFailed as error:  # the cluster is to go all the same
+            except CommandFailed as error:  # delete the cluster in any case
                 (folder / "export-failed.txt").write_text(str(error))
         if self._created and not settings.reuse and not (failed and settings.keep_on_failure):
             self._run("kind", "delete", "cluster", "--name", settings.cluster_name)
 
 
 class Existing:
-    """A cluster that someone else owns: namespaces come and go there, nothing else does."""
+    """An existing cluster. The tests create and delete namespaces in it and change nothing else."""
 
     def __init__(self, settings: Settings, folder: Path, run: Run) -> None:
         self._settings = settings
@@ -104,7 +104,7 @@ class Existing:
 
     def ensure(self) -> Access:
         if self._settings.context is None:
-            raise ProviderError("an existing cluster needs an explicit context")
+            raise ProviderError("--provider existing needs --context NAME")
         return Access(self._settings.kubeconfig, self._settings.context)
 
     def load_image(self, image: str) -> str:
@@ -122,11 +122,11 @@ class Existing:
         return image
 
     def teardown(self, failed: bool) -> None:
-        """The owner's business."""
+        """Nothing to delete: the tests delete their namespaces themselves."""
 
 
 def provider_for(settings: Settings, folder: Path, config: Path, run: Run) -> ClusterProvider:
-    """folder: private and empty; config: kind's configuration file."""
+    """The provider that the settings name. folder: empty; config: kind's configuration file."""
     if settings.provider == "existing":
         return Existing(settings, folder, run)
     return Kind(settings, folder, config, run)

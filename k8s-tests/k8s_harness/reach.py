@@ -1,4 +1,4 @@
-"""How this machine reaches a Service: by its ClusterIP where that is routed, else forwarded."""
+"""Access to a Service from this machine: by ClusterIP if that is routed, else by port-forward."""
 
 import contextlib
 import http.client
@@ -15,12 +15,12 @@ from k8s_harness.release import NAME, Release
 __all__ = ["reached"]
 
 PORT = 1919
-ROUTED_S = 2.0  # a ClusterIP that is routed here answers at once
+ROUTED_S = 2.0  # a routed ClusterIP answers much faster
 
 
 @contextmanager
 def reached(release: Release, how: str) -> Iterator[str]:
-    """A base URL; how: "clusterip", "forward", or "auto"."""
+    """Yields a base URL. how: "clusterip", "forward", or "auto", which tries ClusterIP first."""
     address = release.kube.need("Service", NAME)["spec"]["clusterIP"]
     if how == "clusterip" or (how == "auto" and answers(address)):
         yield f"http://{address}:{PORT}"
@@ -32,7 +32,7 @@ def reached(release: Release, how: str) -> Iterator[str]:
 
 
 def answers(address: str) -> bool:
-    """A minisgl answers there, which nothing else on that address would."""
+    """Whether a minisgl server answers at the address. Other servers lack its build metric."""
     connection = http.client.HTTPConnection(address, PORT, timeout=ROUTED_S)
     try:
         connection.request("GET", "/metrics")
@@ -44,7 +44,7 @@ def answers(address: str) -> bool:
 
 
 class _Forwarder(socketserver.ThreadingTCPServer):
-    """A loopback port; each connection goes to the next ready pod of the release."""
+    """A loopback port that forwards each connection to the next ready pod of the release."""
 
     daemon_threads = True
 
@@ -69,7 +69,7 @@ class _Connection(socketserver.BaseRequestHandler):
         try:
             pod = self.server.open_pod()
         except (OSError, ApiException):
-            return  # the client sees a connection that is closed
+            return  # the client sees a closed connection
         back = threading.Thread(target=_copy, args=(pod, self.request), daemon=True)
         back.start()
         _copy(self.request, pod)
@@ -77,7 +77,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Until the source ends, which then ends the target's other half."""
+    """Copies until the source ends, then ends the sending half of the target."""
     with contextlib.suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)

@@ -1,4 +1,4 @@
-"""A release of the chart in a namespace of its own."""
+"""One release of the chart, in a separate namespace."""
 
 import time
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from k8s_harness.wait import wait_for
 
 __all__ = ["NAME", "READY_S", "Release"]
 
-NAME = "minisgl"  # of the release, and so of its objects
+NAME = "minisgl"  # name of the release and therefore of its objects
 READY_S = 600
 
 
 class Release:
-    """The release `minisgl`; url: for clients inside the cluster."""
+    """The release `minisgl`. url: base URL for clients inside the cluster."""
 
     selector = f"app.kubernetes.io/name={NAME},app.kubernetes.io/instance={NAME}"
 
@@ -36,9 +36,9 @@ class Release:
         return self
 
     def wait_ready(self) -> "Release":
-        """All pods are of the newest template and available, and the Service leads to them.
+        """Waits until all pods have the newest template, are available, and are in the Service.
 
-        Raises Broken with the reason as soon as a pod is hopeless.
+        Raises Broken with the reason as soon as a pod cannot become ready.
         """
 
         def done(seen: Seen) -> bool:
@@ -58,7 +58,7 @@ class Release:
         return self
 
     def wait_endpoints(self, until: Callable[[list[str]], bool]) -> list[str]:
-        """Names of the pods that the Service leads to, once `until` holds of them."""
+        """Waits until `until` is true of the names of the Service's pods, and returns the names."""
 
         def done(seen: Seen) -> list[list[str]]:
             ready = ready_endpoints(list(seen.objects.values()))
@@ -73,19 +73,19 @@ class Release:
         return self.kube.need("Deployment", NAME)
 
     def pods(self) -> list[Object]:
-        """Those that are to stay."""
+        """The pods of the release that are not being deleted."""
         return [p for p in self.kube.all("Pod", self.selector) if not is_leaving(p)]
 
     def ready_pods(self) -> list[str]:
         return [pod["metadata"]["name"] for pod in self.pods() if is_ready(pod)]
 
     def the_pod(self) -> str:
-        """The name of the only one."""
+        """The name of the only pod."""
         (pod,) = self.pods()
         return str(pod["metadata"]["name"])
 
     def restart(self) -> None:
-        """As `kubectl rollout restart`."""
+        """Restarts all pods, as `kubectl rollout restart` does."""
         stamp = {"minisgl.ai/restarted-at": f"{time.time():.3f}"}
         template = {"template": {"metadata": {"annotations": stamp}}}
         self.kube.patch("Deployment", NAME, {"spec": template})
@@ -95,7 +95,7 @@ class Release:
 
 
 def ready_endpoints(slices: list[Object]) -> list[str]:
-    """Names of the pods that get new connections."""
+    """Names of the pods that receive new connections."""
     found = set()
     for one in slices:
         for endpoint in one.get("endpoints") or []:

@@ -1,4 +1,4 @@
-"""What the command line of pytest says, checked as a whole."""
+"""The command-line options of the cluster tests, and the checks of their combinations."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,25 +9,27 @@ CPU_IMAGE = "ghcr.io/minisgl/minisgl:0.1.0-cpu"  # as in helm/ci/cpu-demo-values
 
 
 class SettingsError(Exception):
-    """Options that contradict each other; the message says the remedy."""
+    """The options contradict each other. The message contains the remedy."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """
-    provider         "kind" makes a cluster of its own, "existing" uses the one of `context`.
-    context          kubeconfig context, for an existing cluster only and never by default.
-    kubeconfig       kubeconfig file of an existing cluster; None: KUBECONFIG or the user's own.
-    cluster_name     name of kind's cluster.
-    reuse            take kind's cluster of that name if it is there, and leave it there.
-    keep_on_failure  leave namespaces with failed tests, and a kind cluster that we made.
-    artifacts        folder for what a failed test leaves to read.
+    provider         "kind" creates a cluster, "existing" uses the cluster of `context`.
+    context          kubeconfig context of an existing cluster; there is no default.
+    kubeconfig       kubeconfig file of an existing cluster; None: KUBECONFIG or the default file.
+    cluster_name     name of the kind cluster.
+    reuse            use the kind cluster of that name if it exists, and keep it afterwards.
+    keep_on_failure  keep the namespaces of failed tests, and a kind cluster that was created.
+    artifacts        folder for events, objects and logs of failed tests.
     image            image of the server, REPOSITORY:TAG.
-    skip_build       the image is there: in Docker, or in the cluster if it is not loaded either.
-    load_command     for an existing cluster, with {image} or {archive} (`docker save`) in it.
-    registry         for an existing cluster: push the image there, and let the nodes pull it.
+    skip_build       do not build the image: Docker has it, or the cluster if it is not loaded.
+    load_command     command that loads the image into an existing cluster; it contains {image} or
+                     {archive} (the file of `docker save`).
+    registry         push the image to this registry, from which the nodes of an existing cluster
+                     pull it.
     gpu_image        image of the GPU build, for the tests that need a GPU.
-    reach            how this machine reaches a Service: "clusterip", "forward", or "auto".
+    reach            access to a Service from this machine: "clusterip", "forward", or "auto".
     """
 
     provider: str = "kind"
@@ -53,20 +55,28 @@ class Settings:
         }
         if self.provider == "existing":
             if not self.context:
-                raise SettingsError("--provider existing needs --context NAME: no cluster by luck")
+                raise SettingsError(
+                    "--provider existing needs --context NAME, which has no default"
+                )
             if self.reuse:
-                raise SettingsError("--reuse is for kind: an existing cluster is never deleted")
+                raise SettingsError(
+                    "--reuse is only for kind: the tests never delete an existing cluster"
+                )
             if self.load_command and self.registry:
-                raise SettingsError("--load-command and --registry are two ways: keep one")
+                raise SettingsError(
+                    "--load-command and --registry both bring the image to the nodes: keep one"
+                )
             if not (self.load_command or self.registry or self.skip_build):
                 raise SettingsError(
-                    "an image that is built here gets into an existing cluster by --load-command "
-                    "or --registry; where it is there already, --skip-build"
+                    "an existing cluster needs --load-command or --registry for the image that is "
+                    "built here, or --skip-build if its nodes have the image"
                 )
         elif given := [flag for flag, value in existing_only.items() if value]:
-            raise SettingsError(f"{', '.join(given)}: only with --provider existing")
+            raise SettingsError(f"{', '.join(given)}: only allowed with --provider existing")
         repository, colon, tag = self.image.rpartition(":")
         if not colon or not repository or "/" in tag:
-            raise SettingsError(f"--image {self.image}: write REPOSITORY:TAG")
+            raise SettingsError(f"--image {self.image} has no tag: write REPOSITORY:TAG")
         if tag == "latest":
-            raise SettingsError(f"--image {self.image}: nodes pull :latest anew, choose a tag")
+            raise SettingsError(
+                f"--image {self.image}: nodes always pull :latest again, so choose another tag"
+            )

@@ -1,4 +1,4 @@
-"""Commands of other programs (kind, docker, helm, make): one door, through which tests can look."""
+"""Runs other programs (kind, docker, helm, make). Unit tests replace `run` by a recorder."""
 
 import subprocess
 from typing import Protocol
@@ -7,7 +7,7 @@ __all__ = ["CommandFailed", "Run", "run"]
 
 
 class CommandFailed(Exception):
-    """A command ended with another code than 0, or not in time; holds all that it wrote."""
+    """A command failed or took too long. The message contains its output."""
 
 
 class Run(Protocol):
@@ -17,7 +17,7 @@ class Run(Protocol):
 
 
 def run(*words: str, timeout_s: float = 120) -> str:
-    """The real one."""
+    """Runs a program with subprocess."""
     line = " ".join(words)
     try:
         done = subprocess.run(
@@ -26,7 +26,7 @@ def run(*words: str, timeout_s: float = 120) -> str:
     except OSError as error:
         raise CommandFailed(f"{line}: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise CommandFailed(f"{line}: not done after {timeout_s:.0f} s") from error
+        raise CommandFailed(f"{line}: did not end within {timeout_s:.0f} s") from error
     if done.returncode:
         said = (done.stdout + done.stderr).strip()
         raise CommandFailed(f"{line}: exit code {done.returncode}\n{said[-8000:]}")

@@ -1,4 +1,4 @@
-"""Namespaces of tests: made, remembered while they live, and removed with all that is in them."""
+"""Creates the namespaces of the tests and deletes them with all their objects."""
 
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,9 +18,11 @@ GONE_S = 300
 
 
 class Spaces:
-    """live: the namespaces that exist now, as what is to be written down when a test fails.
+    """Creates and deletes namespaces.
 
-    failures: how many tests have failed so far; keep: leave namespaces in which one has.
+    live: the existing namespaces, whose objects are dumped when a test fails.
+    failures: returns the number of failed tests so far.
+    keep: keep a namespace if a test failed while it existed.
     """
 
     def __init__(self, failures: Callable[[], int], keep: bool) -> None:
@@ -30,7 +32,7 @@ class Spaces:
 
     @contextmanager
     def open(self, kube: Kube, word: str) -> Iterator[Kube]:
-        """A namespace that enforces the Pod Security Standard "restricted"."""
+        """Yields a new namespace that enforces the Pod Security Standard "restricted"."""
         name = f"minisgl-test-{word}-{uuid.uuid4().hex[:6]}"
         meta = {"name": name, "labels": LABELS}
         kube.create({"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
@@ -46,10 +48,10 @@ class Spaces:
 
 
 def remove(kube: Kube) -> None:
-    """The namespace, with all that is in it.
+    """Deletes the namespace with all its objects.
 
-    Pods go first and without their grace: a namespace that still has some is looked at again only
-    after half of that.
+    Deletes the pods first, with a grace of 1 s: the namespace controller checks a namespace that
+    still has pods again only after half of their grace period.
     """
 
     def is_empty(seen: Seen) -> bool:

@@ -1,4 +1,4 @@
-"""What the status of an object says. Pure functions of recorded JSON and the time."""
+"""Reads the status of pods and Deployments. All functions are pure functions of JSON and time."""
 
 from datetime import datetime
 from typing import NamedTuple
@@ -17,7 +17,7 @@ __all__ = [
     "trouble",
 ]
 
-# A container that waits for one of these does not start by waiting longer.
+# Reasons for which a waiting container does not start, however long the wait.
 HOPELESS = {
     "CrashLoopBackOff",
     "ImagePullBackOff",
@@ -28,14 +28,14 @@ HOPELESS = {
     "CreateContainerError",
     "RunContainerError",
 }
-# So often restarted, it is a loop, whether the kubelet calls it one already or not.
+# From this number of restarts on a container counts as crashing, before CrashLoopBackOff is set.
 CRASHES = 2
-# A pod may be unschedulable for a moment: its claim is being bound, its predecessor goes.
+# A pod may be unschedulable for a short time, until its claim is bound or an old pod has ended.
 UNSCHEDULABLE_PATIENCE_S = 20.0
 
 
 class Exit(NamedTuple):
-    """The end of a container; left_s: from its end until the kubelet would have killed it."""
+    """The end of a container. left_s: seconds from its end to the end of the grace period."""
 
     code: int
     reason: str
@@ -43,7 +43,7 @@ class Exit(NamedTuple):
 
 
 def trouble(pod: Object, now_s: float) -> str | None:
-    """Why the pod will not become ready: reason and message; None while it may."""
+    """Reason and message if the pod cannot become ready; None if it still may."""
     if is_leaving(pod):
         return None
     name = pod["metadata"]["name"]
@@ -78,7 +78,7 @@ def is_ready(pod: Object) -> bool:
 
 
 def leaving(pods: dict[str, Object]) -> list[str]:
-    """The names of those that are asked to go."""
+    """The names of the pods that are being deleted."""
     return [name for name, pod in pods.items() if is_leaving(pod)]
 
 
@@ -91,23 +91,23 @@ def restarts(pod: Object) -> int:
 
 
 def has_run(pod: Object) -> bool:
-    """Its containers have been made, so there was an image and a place for it."""
+    """Whether all containers were created, which needs a node and the image."""
     return all(status.get("imageID") for status in _containers(pod))
 
 
 def exit_of(pod: Object, container: str) -> Exit | None:
-    """How a container of a deleted pod ended; None when nobody saw it."""
+    """The end of a container of a deleted pod, or None if the watch did not see it."""
     for status in _containers(pod):
         ended = status.get("state", {}).get("terminated")
         if status["name"] == container and ended and ended.get("finishedAt"):
-            # deletionTimestamp is when the grace period ends, not when it began.
+            # deletionTimestamp is the end of the grace period, not its start.
             left_s = _time_s(pod["metadata"]["deletionTimestamp"]) - _time_s(ended["finishedAt"])
             return Exit(ended["exitCode"], ended.get("reason", ""), left_s)
     return None
 
 
 def rolled_out(deployment: Object) -> bool:
-    """All pods are of the current template and available, and no old one is counted."""
+    """Whether all pods have the current template and are available, and no old pod is left."""
     wanted = deployment["spec"]["replicas"]
     status = deployment.get("status", {})
     if status.get("observedGeneration", 0) < deployment["metadata"]["generation"]:

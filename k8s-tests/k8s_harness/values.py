@@ -1,4 +1,4 @@
-"""Values for the chart: a file of helm/ci, changed only as far as a CPU cluster needs it."""
+"""Values for the chart: the files of helm/ci with the changes that a CPU cluster needs."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 
 
 def merged(base: Object, *changes: Object) -> Object:
-    """Maps are merged, everything else is replaced; an empty map empties the one below it."""
+    """Merges maps and replaces all other values. An empty map replaces the map below it."""
     result = dict(base)
     for change in changes:
         for key, value in change.items():
@@ -34,7 +34,7 @@ def image_values(image: str) -> Object:
 
 
 def demo_on_cpu(image: str) -> Object:
-    """What a file for GPUs and models from the hub needs to be served by the CPU image."""
+    """Changes with which the CPU image can serve a file that names GPUs and a model of the hub."""
     return {
         **image_values(image),
         "gpu": {"enabled": False},
@@ -45,7 +45,7 @@ def demo_on_cpu(image: str) -> Object:
 
 
 def cpu(image: str, **changes: Any) -> Object:
-    """helm/ci/cpu-demo-values.yaml, asking for little enough that several pods fit a laptop."""
+    """helm/ci/cpu-demo-values.yaml with small requests, so that several pods fit on a laptop."""
     demo = ci_values(CHART / "ci" / "cpu-demo-values.yaml")
     small = demo_on_cpu(image)
     small["server"] = {"maxRunningRequests": 32}

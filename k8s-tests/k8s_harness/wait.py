@@ -1,4 +1,4 @@
-"""Waits that watch: an event of the API server ends them, a hopeless pod fails them at once."""
+"""Waits on watches of the API server. A pod that cannot become ready ends a wait at once."""
 
 import threading
 import time
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 class Broken(AssertionError):
-    """What is waited for will not come: a pod is in trouble."""
+    """The condition cannot become true, because a pod cannot become ready."""
 
 
 class NotInTime(AssertionError):
-    """It did not come in time."""
+    """The condition did not become true in time."""
 
 
 def require_hope(kube: Kube, selector: str) -> None:
-    """Raises Broken with the reason when one of these pods will not become ready."""
+    """Raises Broken with the reason if one of these pods cannot become ready."""
     for pod in kube.all("Pod", selector):
         if why := trouble(pod, time.time()):
             raise Broken(why)
@@ -42,9 +42,10 @@ def wait_for(
     timeout_s: float = 120,
     pods: str | None = None,
 ) -> T:
-    """The first true value of `until`; pods: a selector of pods that must not be in trouble.
+    """Waits until `until` returns a true value, and returns that value.
 
-    Raises Broken or NotInTime.
+    pods: selector of pods; if one of them cannot become ready, raises Broken. Raises NotInTime
+    after timeout_s.
     """
     end_s = time.monotonic() + timeout_s
     checked_s = 0.0
@@ -60,7 +61,7 @@ def wait_for(
 
 
 class Recorder:
-    """What a watch has seen since it began; deletions are in `gone`, with the last state."""
+    """Runs a watch in a thread and keeps its state, with the last state of deleted objects."""
 
     def __init__(self, kube: Kube, kind: str, selector: str) -> None:
         self._news = threading.Condition()
@@ -71,7 +72,10 @@ class Recorder:
         self._work = self._pool.submit(self._watch, kube, kind, selector)
 
     def wait(self, until: Callable[[Seen], bool], what: str, timeout_s: float = 120) -> Seen:
-        """What has been seen once `until` holds; raises NotInTime, or what the watch has raised."""
+        """Waits until `until` is true of the state, and returns a copy of the state.
+
+        Raises NotInTime, or the exception of the watch.
+        """
         with self._news:
 
             def enough() -> bool:
@@ -104,7 +108,7 @@ class Recorder:
 
 @contextmanager
 def recorded(kube: Kube, kind: str, selector: str) -> Iterator[Recorder]:
-    """A recorder that has seen the objects that are there now."""
+    """Yields a recorder that has listed the existing objects."""
     recorder = Recorder(kube, kind, selector)
     try:
         recorder.wait(lambda _: True, "the first listing")

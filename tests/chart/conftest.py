@@ -1,4 +1,4 @@
-"""Rendering for all chart tests."""
+"""Fixtures that render the chart."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ def helm() -> Helm:
 
 @pytest.fixture(scope="session")
 def render(helm: Helm) -> Render:
-    """render({...values}) gives the objects of a release."""
+    """render({...values}) returns the objects of a release."""
 
     def rendered(
         values: dict[str, object] | None = None,
@@ -37,5 +37,5 @@ def render(helm: Helm) -> Render:
 
 @pytest.fixture(params=CI_FILES, ids=lambda path: path.name.removesuffix("-values.yaml"))
 def ci_values(request: pytest.FixtureRequest) -> dict[str, object]:
-    """The values of each file in helm/ci."""
+    """The values of one file in helm/ci."""
     return yaml.safe_load(request.param.read_text()) or {}

@@ -1,7 +1,7 @@
-"""Schemas of the custom resources that the chart makes: the fields that it uses, and no others.
+"""Schemas of the custom resources that the chart makes, with only the fields that it uses.
 
-No package carries these definitions, so they are written here from each API's documentation. They
-catch a misspelt or misplaced field, not a change of the API.
+No package contains these definitions, so they are written here from the documentation of each API.
+They find a misspelt or misplaced field, but not a change of the API.
 """
 
 from typing import Any
@@ -62,7 +62,9 @@ _RULE = _object(
     alert={"type": "string", "pattern": "^Minisgl[A-Za-z]+$"},
     expr=_STRING,
     labels=_LABELS,
-    annotations=_object("summary runbook_url", summary=_STRING, runbook_url=_STRING),
+    annotations=_object(
+        "summary runbook_url", summary=_STRING, description=_STRING, runbook_url=_STRING
+    ),
     **{"for": _DURATION, "keep_firing_for": _DURATION},
 )
 _TRIGGER = _object(

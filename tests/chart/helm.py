@@ -1,6 +1,6 @@
-"""A real Helm for the tests: the `helm` on PATH, else Helm 4 from the package helm-python-sdk.
+"""Helm for the chart tests: the `helm` on PATH, else Helm 4 from the package helm-python-sdk.
 
-Both render the same chart from the same values; what they refuse, they refuse with ChartError.
+Both render the same chart from the same values, and both raise ChartError for refused values.
 """
 
 import importlib.util
@@ -20,23 +20,23 @@ Object = dict[str, Any]
 Values = dict[str, Any]
 
 CHART = Path(__file__).resolve().parents[2] / "helm"
-KUBE_VERSION = "1.30.0"  # for a Helm whose built-in version is older than the chart allows
+KUBE_VERSION = "1.30.0"  # some Helm versions assume an older Kubernetes than the chart allows
 
 
 class ChartError(Exception):
-    """Helm's words when it refuses to render."""
+    """Helm refused to render the chart; the message is Helm's output."""
 
 
 class Helm(Protocol):
-    """What the tests ask of a Helm."""
+    """The functions of Helm that the tests use."""
 
     version: str
 
     def template(self, values: Values, *, name: str, namespace: str, chart: Path) -> dict[str, str]:
-        """Rendered text by the template's path inside the chart."""
+        """The rendered text by the path of the template inside the chart."""
 
     def lint(self, values: Values) -> list[str]:
-        """The complaints of `lint --strict`."""
+        """The warnings and errors of `helm lint --strict`."""
 
 
 class _Binary:
@@ -98,29 +98,29 @@ class _Library:
 
 
 def find_helm() -> Helm | None:
-    """None where there is neither."""
+    """The installed Helm, or None if there is none."""
     if path := shutil.which("helm"):
         return _Binary(path)
     return _Library() if importlib.util.find_spec("helm_python") else None
 
 
 class _Strict(yaml.SafeLoader):
-    """Refuses a key that is there twice, as Kustomize and with it Flux do."""
+    """A YAML loader that refuses duplicate keys, as Kustomize and Flux do."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Object:
         found = super().construct_mapping(node, deep)
-        assert len(found) == len(node.value), f"a key twice:\n{yaml.serialize(node)}"
+        assert len(found) == len(node.value), f"a key occurs twice:\n{yaml.serialize(node)}"
         return found
 
 
 def parse(texts: dict[str, str]) -> list[Object]:
-    """The objects of all templates; notes are not YAML."""
+    """The objects of all templates except NOTES.txt, which is not YAML."""
     manifests = (text for path, text in texts.items() if not path.endswith("NOTES.txt"))
     return [one for text in manifests for one in yaml.load_all(text, _Strict) if one]
 
 
 def pick(objects: Iterable[Object], kind: str, name: str | None = None) -> Object:
-    """The one object of that kind (and name)."""
+    """The only object of that kind, or of that kind and name."""
     found = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
     assert len(found) == 1, f"{len(found)} objects of kind {kind}"
     return found[0]

@@ -1,4 +1,4 @@
-"""The tables of docs/operations.md, and which metrics a PromQL expression names."""
+"""Reads the tables of docs/operations.md and the metric names of PromQL expressions."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ _ADDED_BY_SCRAPE = {"namespace", "pod", "le"}
 
 
 class Metric(NamedTuple):
-    """One line of the table."""
+    """One row of the metric table."""
 
     name: str
     type: str
@@ -20,12 +20,12 @@ class Metric(NamedTuple):
 
     @property
     def series(self) -> set[str]:
-        """The names under which its samples appear."""
+        """The names of its series."""
         return {self.name + suffix for suffix in _SERIES[self.type]}
 
 
 def rows(first_cell: str) -> list[list[str]]:
-    """The rows of the table whose head starts with that cell."""
+    """The rows of the table whose header starts with that cell."""
     text = OPERATIONS.read_text()
     _, _, below = text.partition(f"\n| {first_cell} |")
     lines = below.split("\n\n", 1)[0].splitlines()[2:]
@@ -33,7 +33,7 @@ def rows(first_cell: str) -> list[list[str]]:
 
 
 def metrics() -> dict[str, Metric]:
-    """The metric table, by name."""
+    """The rows of the metric table, by metric name."""
     found = {}
     for name, kind, labels, _meaning in rows("name"):
         names = {label.strip() for label in labels.split(",") if label.strip()}
@@ -44,17 +44,17 @@ def metrics() -> dict[str, Metric]:
 
 
 def headings() -> set[str]:
-    """The anchors of the page, as GitHub and GitLab make them of one-word headings."""
+    """The anchors that GitHub and GitLab make of one-word headings."""
     return {h.lower() for h in re.findall(r"^#+ (\w+)$", OPERATIONS.read_text(), re.M)}
 
 
 def names_in(expr: str) -> set[str]:
-    """The metrics that an expression names."""
+    """The metric names in an expression."""
     return set(re.findall(r"\b(?:minisgl|process)_\w+", expr))
 
 
 def unknown_in(expr: str) -> list[str]:
-    """Series and labels that the table does not have."""
+    """The series and labels of an expression that the metric table lacks."""
     series = {s: metric for metric in metrics().values() for s in metric.series}
     wrong = sorted(names_in(expr) - series.keys())
     for name, matchers in re.findall(r"\b(\w+)\{([^}]*)\}", expr):

@@ -1,4 +1,4 @@
-"""Each alert fires when it should and is silent when it should be, by Prometheus' own promtool."""
+"""Each alert fires and stays silent on prepared series, as Prometheus' promtool evaluates it."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Case(NamedTuple):
-    """Series, a sample for each interval, and whether the alert fires at that time."""
+    """Series with a sample for each interval, and whether the alert fires at time `at`."""
 
     alert: str
     fires: bool
@@ -32,7 +32,7 @@ def gauge(name: str, values: str, labels: str = POD) -> dict[str, str]:
 
 
 def histogram(name: str, le: str) -> dict[str, str]:
-    """Samples that all fall into the bucket up to `le`."""
+    """A histogram whose samples are all in the bucket `le`."""
     borders = ("0.01", "0.1", "1.0", "2.5", "5.0", "+Inf")
     first = borders.index(le)
     return {
@@ -67,12 +67,12 @@ READY, STARTS = "minisgl_ready", "process_start_time_seconds"
 REJECTED, FINITE = "minisgl_requests_rejected_total", "minisgl_nonfinite_rows_total"
 TTFT, ITL = "minisgl_time_to_first_token_seconds", "minisgl_inter_token_latency_seconds"
 FULL = f'{POD},reason="queue_full"'
-# Three minutes of loading, a death, five minutes of back-off, and so on.
+# A crash loop: three minutes of loading, a crash, five minutes of back-off.
 CRASH_LOOP = gauge(READY, " ".join(["0x11 stale _x19"] * 4))
-# The last step ends at 120 s; --step-timeout ends the server before the sample of 195 s.
+# The last step ends at 120 s. --step-timeout ends the server before the sample at 195 s.
 ENDED_BY_TIMEOUT = stall("3x12 stale 0x60", "0+15x8 120x3 stale 240+15x60")
-# Idle for five minutes; one scrape falls into the first step after that.
-FIRST_STEP_AFTER_IDLENESS = stall("0x19 1 0x20", "0x20 310+15x20")
+# Idle for five minutes. One scrape happens during the first step after that.
+FIRST_STEP_AFTER_IDLE_TIME = stall("0x19 1 0x20", "0x20 310+15x20")
 
 CASES = [
     Case("MinisglNoReadyPod", True, "10m", gauge(READY, "0x60")),
@@ -86,7 +86,7 @@ CASES = [
     Case("MinisglSchedulerStalled", False, "5m", stall("3x60", "0+60x60")),
     Case("MinisglSchedulerStalled", False, "5m", stall("0x60", "60x60")),
     Case("MinisglSchedulerStalled", True, "5m", ENDED_BY_TIMEOUT, "15s"),
-    Case("MinisglSchedulerStalled", False, "5m", FIRST_STEP_AFTER_IDLENESS, "15s"),
+    Case("MinisglSchedulerStalled", False, "5m", FIRST_STEP_AFTER_IDLE_TIME, "15s"),
     Case("MinisglErrors", True, "20m", outcomes(errors=10, stops=90)),
     Case("MinisglErrors", False, "20m", outcomes(errors=1, stops=99)),
     Case("MinisglErrors", False, "20m", outcomes(errors=0, stops=0)),
@@ -109,7 +109,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def rules(render, tmp_path_factory) -> Path:
-    """The rendered rules, as the operator would hand them to Prometheus."""
+    """A file with the rendered rules, as the Prometheus operator writes it."""
     rule = pick(render({"prometheusRule": {"enabled": True}}), "PrometheusRule")
     path = tmp_path_factory.mktemp("rules") / "rules.yaml"
     path.write_text(yaml.safe_dump(rule["spec"]))
@@ -136,7 +136,7 @@ def test_promtool_accepts_the_rules(rules):
     "case", CASES, ids=lambda c: f"{c.alert}-{'fires' if c.fires else 'silent'}"
 )
 def test_alert(rules, tmp_path, case):
-    """Asked through ALERTS, so that labels and annotations need no second spelling here."""
+    """Queries ALERTS, so that the test need not repeat labels and annotations."""
     unit = {
         "rule_files": [str(rules)],
         "evaluation_interval": "15s",
@@ -162,11 +162,11 @@ def test_alert(rules, tmp_path, case):
     assert code == 0, out
 
 
-def test_every_alert_says_of_which_namespace_it_is(rules):
-    """Two releases of one name differ in nothing else, and an Alertmanager routes by it."""
+def test_every_alert_has_the_namespace_label(rules):
+    """Releases of one name differ only in the namespace, and Alertmanager routes by labels."""
     assert {rule["labels"]["namespace"] for rule in alerts_of(rules).values()} == {"llm"}
 
 
-def test_every_alert_is_seen_firing_and_silent(rules):
+def test_every_alert_has_a_firing_and_a_silent_case(rules):
     for fires in (True, False):
         assert {case.alert for case in CASES if case.fires is fires} == alerts_of(rules).keys()

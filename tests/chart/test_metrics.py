@@ -1,4 +1,4 @@
-"""Dashboards, alerts, autoscalers and the picker name what the metric table names, nothing else."""
+"""Dashboards, alerts, autoscalers and the picker use only metrics of docs/operations.md."""
 
 import json
 import re
@@ -36,16 +36,17 @@ def test_table_is_well_formed():
         assert re.fullmatch(r"(minisgl|process)(_[a-z0-9]+)+", metric.name)
 
 
-def test_unknown_names_and_labels_are_seen():
+def test_unknown_names_and_labels_are_found():
     assert unknown_in("minisgl_requests_queued") == ["minisgl_requests_queued"]
     assert unknown_in('minisgl_ready{model_name="x"}') == ["minisgl_ready{model_name}"]
-    assert unknown_in("minisgl_batch_size") == ["minisgl_batch_size"]  # a histogram has no such
+    # The series of a histogram have the suffixes _bucket, _sum and _count.
+    assert unknown_in("minisgl_batch_size") == ["minisgl_batch_size"]
     assert unknown_in("sum by (color) (minisgl_ready)") == ["by color"]
     assert unknown_in("sum by (pod, phase) (minisgl_startup_seconds)") == []
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda p: p.stem)
-def test_dashboard_names_known_metrics(path):
+def test_dashboard_uses_known_metrics(path):
     queries = queries_of(path)
     assert all(names_in(query) for query in queries)
     assert {q: unknown_in(q) for q in queries if unknown_in(q)} == {}
@@ -56,7 +57,8 @@ def test_dashboard_uses_its_variables(path):
     board = json.loads(path.read_text())
     names = [v["name"] for v in board["templating"]["list"]]
     assert names == ["datasource", "namespace", "model", "pod"]
-    # "All" is what the query found: metrics of the process know their model by their pod alone.
+    # Without allValue, "All" means the values that the query found. Metrics of the process have
+    # no model label, so they are selected only by the pods that the query found.
     assert not any(v.get("allValue") for v in board["templating"]["list"])
     assert board["uid"] == path.stem
     for panel in panels_of(path):
@@ -90,20 +92,20 @@ def test_dashboards_are_as_generated():
         assert path.read_text() == text, "run: make chart"
 
 
-def test_every_metric_worth_watching_is_on_a_dashboard_or_in_an_alert(render):
+def test_every_metric_is_on_a_dashboard_or_in_an_alert_except_four(render):
     rule = pick(render({"prometheusRule": {"enabled": True}}), "PrometheusRule")
     used = names_in(json.dumps(rule)) | names_in("".join(map(str, map(queries_of, DASHBOARDS))))
     elsewhere = {
-        "minisgl_kv_cache_page_size_tokens",  # the endpoint picker
+        "minisgl_kv_cache_page_size_tokens",  # used by the endpoint picker
         "minisgl_kv_cache_pages",
-        "minisgl_model_info",  # joins
+        "minisgl_model_info",  # used in joins
         "minisgl_build_info",
     }
     silent = {m.name for m in metrics().values() if not m.series & used}
     assert silent == elsewhere
 
 
-def test_alerts_name_known_metrics_of_this_release(render):
+def test_alerts_use_known_metrics_of_this_release(render):
     values = {"prometheusRule": {"enabled": True, "alertLabels": {"team": "llm"}}}
     group = pick(render(values, name="chat"), "PrometheusRule")["spec"]["groups"][0]
     assert group["name"] == "llm.chat-minisgl"
@@ -127,8 +129,8 @@ def test_every_alert_has_a_runbook_and_every_runbook_an_alert(render):
     assert documented == {alert.lower() for alert in urls}
 
 
-def test_a_service_that_is_switched_off_misses_no_pod(render):
-    """With replicas 0 the critical alert fired after five minutes, and for ever."""
+def test_a_release_without_pods_has_no_alert_for_missing_pods(render):
+    """With replicas 0, MinisglNoReadyPod once fired after five minutes and never stopped."""
 
     def alerts(**values: object) -> set[str]:
         rule = pick(render({"prometheusRule": {"enabled": True}, **values}), "PrometheusRule")
@@ -138,7 +140,7 @@ def test_a_service_that_is_switched_off_misses_no_pod(render):
     assert alerts(replicas=0, autoscaling={"hpa": {"enabled": True}}) == alerts()
 
 
-def test_autoscalers_name_known_metrics(render):
+def test_autoscalers_use_known_metrics(render):
     triggers = pick(render(KEDA), "ScaledObject")["spec"]["triggers"]
     assert [unknown_in(t["metadata"]["query"]) for t in triggers] == [[], []]
     hpa = pick(render({"autoscaling": {"hpa": {"enabled": True}}}), "HorizontalPodAutoscaler")
@@ -168,7 +170,7 @@ def test_sizes_follow_from_the_configurations():
             assert shown == (f"{fit:,}" if fit > 0 else "none")
 
 
-def test_page_names_values_that_exist():
+def test_the_page_mentions_only_values_that_exist():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     for path in re.findall(r"`([a-z]\w+(?:\.\w+)+)", OPERATIONS.read_text()):
         first = path.split(".")[0]
@@ -179,7 +181,8 @@ def test_page_names_values_that_exist():
                 place = place[part]
 
 
-# Words of Kubernetes, Helm and the kernel; and of ours where what stands there is filled in.
+# Quotations in the troubleshooting table: messages of Kubernetes, Helm and the kernel, and messages
+# of minisgl that contain a variable.
 THEIRS = {
     "Insufficient nvidia.com/gpu",
     "node(s) had untolerated taint(s)",
@@ -192,7 +195,7 @@ THEIRS = {
 FILLED = {"0 are visible": "{gpus} are visible", "was killed by SIGKILL": "was killed by {name}"}
 
 
-def test_words_of_ours_in_the_table_of_troubles_are_said_somewhere():
+def test_messages_in_the_troubleshooting_table_occur_in_the_source():
     source = "".join(path.read_text() for path in (ROOT / "minisgl").rglob("*.py"))
     quoted = {words for row in rows("seen") for words in re.findall(r'"([^"]+)"', row[0])}
     assert quoted >= THEIRS | FILLED.keys()

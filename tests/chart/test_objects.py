@@ -1,6 +1,7 @@
 """The objects around the Deployment: secrets, claims, scaling, routing, monitors."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 import yaml
@@ -30,7 +31,7 @@ def test_secret_values_are_in_secrets_only(helm):
     ]
 
 
-def test_made_secrets_are_referred_to_by_name_and_key(render):
+def test_pods_refer_to_the_made_secrets_by_name_and_key(render):
     objects = render({"huggingface": {"token": TOKEN}, "auth": {"apiKey": KEY}})
     environment = env_of(objects)
     for variable, value in (("HF_TOKEN", TOKEN), ("MINISGL_API_KEY", KEY)):
@@ -79,7 +80,7 @@ def test_cache_claim_outlives_the_release_and_is_mounted(render):
     assert "PersistentVolumeClaim" not in kinds(existing)
 
 
-def test_offline_is_said_to_the_hub_library(render):
+def test_offline_sets_the_variable_of_the_hub_library(render):
     assert env_of(render())["HF_HUB_OFFLINE"] == {"value": "1"}
     model = {"model": {"id": "Qwen/Qwen3-8B"}}
     assert "HF_HUB_OFFLINE" not in env_of(render(model))
@@ -87,8 +88,8 @@ def test_offline_is_said_to_the_hub_library(render):
     assert "HF_HUB_OFFLINE" in env_of(render(offline))
 
 
-def test_a_variable_of_the_user_takes_the_place_of_the_chart_s(render):
-    """Twice in the list it would be merged wrongly by the upgrade that takes one of them away."""
+def test_a_variable_in_extra_env_replaces_the_chart_s_variable(render):
+    """If a name occurred twice, an upgrade that removes one entry would be merged wrongly."""
     given = [{"name": "HF_HOME", "value": "/models"}, {"name": "A", "value": "b"}]
     environment = container_of(render({"extraEnv": given}))["env"]
     assert [e for e in environment if e["name"] in ("HF_HOME", "A")] == given
@@ -115,7 +116,7 @@ def test_an_autoscaler_owns_the_replicas(render, which, kind):
     assert pick(render(), "Deployment")["spec"]["replicas"] == 1
 
 
-def test_keda_asks_for_this_release_only(render):
+def test_keda_queries_only_this_release(render):
     keda = {"enabled": True, "prometheusAddress": "http://p:9090", "authentication": "auth"}
     spec = pick(render({"autoscaling": {"keda": keda}}, name="chat"), "ScaledObject")["spec"]
     queries = [t["metadata"]["query"] for t in spec["triggers"]]
@@ -130,7 +131,7 @@ def test_keda_asks_for_this_release_only(render):
 
 @pytest.mark.parametrize("name", ["chat", "a" * 53])
 def test_queries_find_pods_of_any_release_name(render, name):
-    """Kubernetes cuts what stands before a pod's five random letters to 58, hash and all."""
+    """Kubernetes cuts the part of a pod's name before its five random letters to 58 characters."""
     keda = {"enabled": True, "prometheusAddress": "http://p:9090"}
     objects = render({"autoscaling": {"keda": keda}}, name=name)
     deployment = pick(objects, "Deployment")["metadata"]["name"]
@@ -146,7 +147,7 @@ def test_names_and_labels_stay_short_enough(render, ci_values):
         assert max(map(len, words)) <= 63, one["kind"]
 
 
-def test_annotations_for_prometheus_give_way_to_monitors(render):
+def test_a_monitor_replaces_the_annotations_for_prometheus(render):
     def annotations(values: Object) -> Object:
         template = pick(render(values), "Deployment")["spec"]["template"]
         return template["metadata"]["annotations"]
@@ -188,7 +189,7 @@ def test_dashboards_are_labelled_for_the_sidecar(render):
     assert "ConfigMap" not in kinds(render({"dashboards": {"enabled": False}}))
 
 
-def test_policy_admits_the_port_and_the_test(render):
+def test_policy_admits_the_peers_and_the_test_pod(render):
     peer = {"podSelector": {"matchLabels": {"a": "b"}}}
     spec = pick(render({"networkPolicy": {"enabled": True, "from": [peer]}}), "NetworkPolicy")[
         "spec"
@@ -202,7 +203,7 @@ def test_policy_admits_the_port_and_the_test(render):
     assert [{p["port"] for p in rule["ports"]} for rule in spec["egress"]] == [{53}, {443}]
 
 
-def test_route_leads_to_the_pool_where_there_is_one(render):
+def test_the_backend_of_the_route_is_the_pool_if_it_is_enabled(render):
     route = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}}
     rule = pick(render(route), "HTTPRoute")["spec"]["rules"][0]
     assert rule["backendRefs"] == [{"name": "minisgl", "port": 1919}]
@@ -212,7 +213,7 @@ def test_route_leads_to_the_pool_where_there_is_one(render):
     assert rule["backendRefs"][0]["name"] == pick(objects, "InferencePool")["metadata"]["name"]
 
 
-def test_pool_finds_the_pods_and_the_port(render):
+def test_pool_selects_the_pods_and_their_port(render):
     objects = render({"inferencePool": {"enabled": True}})
     spec = pick(objects, "InferencePool")["spec"]
     labels = pick(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
@@ -221,7 +222,7 @@ def test_pool_finds_the_pods_and_the_port(render):
     assert spec["endpointPickerRef"]["name"] == "minisgl-epp"
 
 
-def test_picker_maps_our_metrics_for_the_label_of_our_pods(render):
+def test_picker_maps_the_metrics_by_the_label_of_the_pods(render):
     objects = render({"inferencePool": {"enabled": True}})
     config = yaml.safe_load(
         pick(objects, "ConfigMap", "minisgl-endpoint-picker")["data"]["minisgl.yaml"]
@@ -247,18 +248,18 @@ def test_values_for_the_pickers_chart_agree_with_the_chart(render):
 PART_OF = {"app.kubernetes.io/part-of": "platform"}
 
 
-def test_labels_of_the_user_are_on_every_object_and_win(render, ci_values):
+def test_common_labels_are_on_every_object_and_take_precedence(render, ci_values):
     values = ci_values | {"commonLabels": PART_OF}
     for one in render(values):
         assert one["metadata"]["labels"].items() >= PART_OF.items(), one["kind"]
 
 
-def test_a_label_that_the_chart_has_too_is_the_user_s(render):
+def test_the_more_specific_label_takes_precedence(render):
     scrape = {"prometheus.io/scrape": "false"}
     monitor = {"enabled": True, "labels": PART_OF}
     objects = render(
         {
-            "commonLabels": {"app.kubernetes.io/part-of": "not this one"},
+            "commonLabels": {"app.kubernetes.io/part-of": "overridden"},
             "podLabels": PART_OF,
             "podAnnotations": scrape,
             "prometheusRule": {"enabled": True, "alertLabels": {"severity": "page"}},
@@ -273,10 +274,20 @@ def test_a_label_that_the_chart_has_too_is_the_user_s(render):
     assert pick(objects, "PodMonitor")["metadata"]["labels"].items() >= PART_OF.items()
 
 
-def test_what_asks_for_no_key_stays_inside_with_the_secured_values(render):
+def test_the_secured_values_expose_only_routes_that_require_a_key(render):
     values = yaml.safe_load((CHART / "ci" / "secured-values.yaml").read_text())
     rules = pick(render(values), "Ingress")["spec"]["rules"]
     assert {path["path"] for rule in rules for path in rule["http"]["paths"]} == {"/v1"}
+
+
+def test_the_test_pod_has_limits_that_a_quota_can_count(render):
+    """A ResourceQuota on limits refuses a pod whose container has none."""
+    resources = pick(render(), "Pod")["spec"]["containers"][0]["resources"]
+    assert resources["limits"].keys() == resources["requests"].keys() == {"cpu", "memory"}
+    given = {"limits": {"cpu": "2", "memory": "1Gi"}}
+    own = render({"tests": {"resources": given}})
+    resources = pick(own, "Pod")["spec"]["containers"][0]["resources"]
+    assert resources["limits"] == given["limits"]
 
 
 def test_ingress_serves_every_host(render):
@@ -287,20 +298,32 @@ def test_ingress_serves_every_host(render):
     assert backend == {"name": "minisgl", "port": {"name": "http"}}
 
 
-def test_notes_say_where_it_is_and_keep_the_secret(helm):
-    values = {"auth": {"apiKey": KEY}, "model": {"id": "Qwen/Qwen3-8B"}}
-    texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
-    notes = texts.get("minisgl/templates/NOTES.txt")
-    if notes is None:
-        pytest.skip("this Helm renders no notes without a cluster")
-    assert "http://minisgl.llm.svc:1919/v1" in notes
-    assert "minisgl-api-key" in notes
-    assert KEY not in notes
+@pytest.fixture
+def notes(helm) -> Callable[[Object], str]:
+    """notes({...values}) gives the text that an installation prints."""
+
+    def rendered(values: Object) -> str:
+        texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
+        if "minisgl/templates/NOTES.txt" not in texts:
+            pytest.skip("this Helm renders no notes without a cluster")
+        return texts["minisgl/templates/NOTES.txt"]
+
+    return rendered
 
 
-def test_notes_warn_of_an_open_door(helm):
-    values = {"service": {"type": "LoadBalancer"}}
-    texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
-    if "minisgl/templates/NOTES.txt" not in texts:
-        pytest.skip("this Helm renders no notes without a cluster")
-    assert "asks for no key" in texts["minisgl/templates/NOTES.txt"]
+def test_notes_contain_the_url_and_not_the_key(notes):
+    text = notes({"auth": {"apiKey": KEY}, "model": {"id": "Qwen/Qwen3-8B"}})
+    assert "http://minisgl.llm.svc:1919/v1" in text
+    assert "minisgl-api-key" in text
+    assert KEY not in text
+
+
+def test_notes_warn_of_an_api_without_a_key(notes):
+    assert "requires no key" in notes({"service": {"type": "LoadBalancer"}})
+
+
+def test_notes_warn_against_a_change_of_the_name(notes):
+    text = notes({"nameOverride": "chat"})
+    assert "WARNING: nameOverride is in the selectors" in text
+    assert 'Keep "chat" as long as the' in text
+    assert "nameOverride" not in notes({})

@@ -24,7 +24,7 @@ def flags_of(objects: list[Object]) -> dict[str, str]:
 
 
 def selectors_of(objects: list[Object]) -> list[Object]:
-    """Every selector in the release that is meant for the server's pods."""
+    """Every selector of the release that selects the server's pods."""
     found = []
     for one in objects:
         match one["kind"]:
@@ -69,7 +69,7 @@ def test_a_new_chart_version_alone_restarts_no_pod(render, tmp_path):
     assert pods[0] == pods[1]
 
 
-def test_selectors_find_the_pods_and_not_the_test(render):
+def test_selectors_match_the_pods_and_not_the_test_pod(render):
     objects = render()
     selector = selectors_of(objects)[0].items()
     labels = pick(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
@@ -78,7 +78,7 @@ def test_selectors_find_the_pods_and_not_the_test(render):
     assert labels["llm-d.ai/engine-type"] == "minisgl"
 
 
-def test_probes_look_where_the_server_answers(render, ci_values):
+def test_probes_use_the_port_and_the_routes_of_the_server(render, ci_values):
     container = container_of(render(ci_values))
     assert container["ports"] == [{"name": "http", "containerPort": 1919}]
     paths = {probe: container[probe]["httpGet"]["path"] for probe in container if "Probe" in probe}
@@ -113,7 +113,7 @@ def test_grace_period_covers_the_whole_drain(render, pre_stop_s, grace_s, drain_
     }
     objects = render({"drain": drain})
     period_s = pod_of(objects)["terminationGracePeriodSeconds"]
-    assert period_s == pre_stop_s + drain_s + teardown_s  # the server's drain has the grace in it
+    assert period_s == pre_stop_s + drain_s + teardown_s  # timeoutSeconds includes the grace
     flags = flags_of(objects)
     assert flags["--drain-grace"] == str(grace_s)
     assert flags["--drain-timeout"] == str(drain_s)
@@ -132,7 +132,7 @@ def test_every_flag_is_known_to_the_server(render, ci_values):
     assert options.port == 1919
 
 
-def test_flags_of_the_chart_are_refused_as_extra_ones_under_every_name(render):
+def test_extra_args_refuses_flags_of_the_chart_under_every_name(render):
     values = {"model": {"id": "a/b", "revision": "c", "servedNames": ["d"]}}
     sized = {**values, "server": {"maxSeqLen": 2}}
     rendered = {flag for flag in flags_of(render(sized)) if flag.startswith("--")}
@@ -144,11 +144,11 @@ def test_flags_of_the_chart_are_refused_as_extra_ones_under_every_name(render):
     }
     assert len(aliases) > len(rendered)
     for alias in sorted(aliases):
-        with pytest.raises(ChartError, match=f"extraArgs gives {alias}, which belongs"):
+        with pytest.raises(ChartError, match=f"extraArgs contains {alias}, which the chart sets"):
             render({"extraArgs": [f"{alias}=1"]})
 
 
-def test_model_flags_name_the_source(render):
+def test_model_flags_follow_the_source_of_the_model(render):
     flags = flags_of(render({"model": {"id": "Qwen/Qwen3-8B", "revision": "abc"}}))
     assert (flags["--model"], flags["--revision"]) == ("Qwen/Qwen3-8B", "abc")
     claim = {"model": {"existingClaim": "models", "path": "/qwen/"}}
@@ -191,13 +191,13 @@ def test_mig_slices_and_claims(render):
     assert pod_of(objects)["resourceClaims"] == [claim]
 
 
-def test_cpu_only_asks_for_no_gpu(render):
+def test_cpu_only_requests_no_gpu(render):
     objects = render({"gpu": {"enabled": False}, "tolerations": []})
     assert "nvidia" not in str(pick(objects, "Deployment"))
     assert flags_of(objects)["--device"] == "cpu"
 
 
-def test_shared_memory_is_there_for_several_ranks_only(render):
+def test_only_several_ranks_get_shared_memory(render):
     assert "shm" not in [v["name"] for v in pod_of(render())["volumes"]]
     objects = render({"tensorParallelSize": 2, "shm": {"size": "3Gi"}})
     volumes = {v.pop("name"): v for v in pod_of(objects)["volumes"]}
@@ -224,7 +224,7 @@ def test_pods_are_hardened(render, ci_values):
             }
 
 
-def test_what_is_written_is_on_a_mount_that_can_be_written(render):
+def test_all_cache_folders_are_on_writable_mounts(render):
     container = container_of(render())
     mounts = [m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")]
     assert sorted(mounts) == ["/cache", "/tmp"]
@@ -240,7 +240,7 @@ def test_service_account_token_is_not_mounted(render):
     assert pod_of(none)["serviceAccountName"] == "default"
 
 
-def test_image_is_of_the_chart_version_unless_told(render):
+def test_image_has_the_chart_version_by_default(render):
     assert container_of(render())["image"] == f"ghcr.io/minisgl/minisgl:{__version__}"
     digest = "sha256:" + "a" * 64
     objects = render({"image": {"tag": "1", "digest": digest, "repository": "r/m"}})
@@ -256,7 +256,7 @@ def test_rollout_needs_no_spare_gpu_by_default(render):
     }
 
 
-def test_spread_without_a_selector_gets_that_of_the_release(render):
+def test_spread_without_a_selector_gets_the_selector_of_the_release(render):
     bare = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
     own = {**bare, "labelSelector": {"matchLabels": {"a": "b"}}}
     spread = pod_of(render({"topologySpreadConstraints": [bare, own]}))["topologySpreadConstraints"]
@@ -264,7 +264,7 @@ def test_spread_without_a_selector_gets_that_of_the_release(render):
     assert spread[1] == own
 
 
-def test_chart_states_the_version_of_the_server(render):
+def test_chart_has_the_version_of_the_server(render):
     text = (CHART / "Chart.yaml").read_text()
     assert re.search(r'^appVersion: "(.*)"$', text, re.M)[1] == __version__
     assert f">={KUBE_VERSION}-0" in text

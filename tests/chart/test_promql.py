@@ -1,5 +1,6 @@
-"""Every expression of the dashboards and autoscalers parses, and finds data where the server
-exports what the metric table says. Judged by promtool, on samples made from that table.
+"""Every expression of the dashboards and autoscalers parses and finds data.
+
+promtool evaluates the expressions on samples that are made from the metric table.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from tests.chart.table import Metric, metrics
 
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
 POD = {"namespace": "llm", "pod": "minisgl-6f7d-x2b4z"}
-# What labels are; one sample value where the dashboards do not tell values apart.
+# Values of labels. Labels that are not listed have one sample value.
 VALUES = {
     "cuda_graph": ("true", "false"),
     "outcome": ("stop", "length", "abort", "error", "rejected"),
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def samples(metric: Metric) -> dict[str, str]:
-    """Series as promtool reads them; counters grow."""
+    """Series of a metric in promtool's format. Counters grow."""
     found = {}
     for name in metric.series:
         labels = sorted(metric.labels | ({"le"} if name.endswith("_bucket") else set()))
@@ -51,7 +52,7 @@ def expressions_of(path: Path) -> list[str]:
 
 
 def evaluate(expressions: list[str], folder: Path) -> str:
-    """promtool's complaints about expressions that give no finite value; empty: none."""
+    """promtool's errors for expressions without a finite value. Empty: no errors."""
     series = {s: v for metric in metrics().values() for s, v in samples(metric).items()}
     finite = [f"count(({expr}) > -Inf < Inf) > bool 0" for expr in expressions]
     unit = {
@@ -86,5 +87,5 @@ def test_autoscaler_finds_data(render, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["sum(minisgl_requests_queued)", "sum(", "0 / 0 * minisgl_ready"])
-def test_the_check_sees_what_is_wrong(wrong, tmp_path):
+def test_the_check_finds_wrong_expressions(wrong, tmp_path):
     assert evaluate([wrong], tmp_path) != ""

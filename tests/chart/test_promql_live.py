@@ -1,5 +1,7 @@
-"""Every expression of the dashboards finds finite data on the real server under load, and the alert
-rules load and stay silent there; judged by Debian's Prometheus."""
+"""Prometheus scrapes the real server under load: every dashboard expression finds finite data.
+
+The alert rules load and stay silent. The tests use the Prometheus of Debian.
+"""
 
 import contextlib
 import itertools
@@ -21,7 +23,7 @@ MODEL = "minisgl-demo"
 
 @contextlib.contextmanager
 def load_on(server: ServerProcess) -> Iterator[None]:
-    """Streams, long prompts beside them, broken-off streams and refusals, until the end."""
+    """Runs streams, long prompts, cancelled streams and refused requests until the block ends."""
     stop = threading.Event()
     url = server.url + "/v1/completions"
     counter = itertools.count()
@@ -39,7 +41,7 @@ def load_on(server: ServerProcess) -> Iterator[None]:
                 elif kind == 1:
                     client.post(url, json=body(4, 700))
                 elif kind == 2:
-                    client.post(url, json={**body(4, 5), "n": 50})  # all that the queue takes
+                    client.post(url, json={**body(4, 5), "n": 50})  # fills the queue
                 else:
                     with client.stream("POST", url, json={**body(60, 5), "stream": True}) as parts:
                         next(parts.iter_bytes())
@@ -80,7 +82,9 @@ def test_dashboards_and_rules_on_the_real_server(
         finally:
             assert not missing, missing
         refused = "sum(rate(minisgl_requests_rejected_total[1m])) > 0"
-        wait_for(lambda: prometheus.ask(refused), "calls refused beside one that fills the queue")
+        wait_for(
+            lambda: prometheus.ask(refused), "refused requests while another one fills the queue"
+        )
         used = 'last_over_time(minisgl_kv_cache_tokens{state="used"}[5m])'
         assert prometheus.ask(used)[0] < 512 * 16
 

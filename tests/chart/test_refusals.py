@@ -1,4 +1,4 @@
-"""What the chart refuses, and in which words."""
+"""Values that the chart refuses, and the messages."""
 
 import json
 from functools import reduce
@@ -8,7 +8,10 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.chart.helm import CHART, ChartError
+from minisgl.server.cli import build_parser
+from tests.chart.helm import CHART, ChartError, pick
+from tests.chart.table import rows
+from tests.chart.test_pod import container_of, flags_of
 from tools.chart.schema import OPEN, documented_keys, undocumented, write_schema
 
 VALUES = (CHART / "values.yaml").read_text()
@@ -26,7 +29,7 @@ CONTRADICTIONS = {
         {"model": {"id": "a/b"}, "huggingface": {"offline": True}},
         "set cache.enabled with a filled cache.existingClaim",
     ),
-    "download behind a wall": (
+    "download without egress": (
         {"model": {"id": "a/b"}, "networkPolicy": {"enabled": True, "allowHTTPS": False}},
         "set networkPolicy.extraEgress to a mirror",
     ),
@@ -36,15 +39,36 @@ CONTRADICTIONS = {
         {"tensorParallelSize": 4, "gpu": {"count": 2}},
         "gpu.count is 2, but tensorParallelSize is 4",
     ),
+    "too many GPUs": (
+        {"tensorParallelSize": 2, "gpu": {"count": 4}},
+        "so the other GPUs would stay idle: raise tensorParallelSize",
+    ),
     "GPUs among the limits": (
         {"resources": {"limits": {"nvidia.com/gpu": 2}}},
-        "which tensorParallelSize gives: remove it there",
+        "remove them there and set tensorParallelSize",
     ),
     "GPUs among the requests": (
         {"resources": {"requests": {"nvidia.com/gpu": 2}}},
-        "which tensorParallelSize gives: remove it there",
+        "remove them there and set tensorParallelSize",
     ),
     "no GPU at all": ({"gpu": {"resourceName": ""}}, "set one of the two, or gpu.enabled=false"),
+    "relative host path": ({"model": {"hostPath": "srv/m"}}, "begin it with a slash"),
+    "address of the pod alone": (
+        {"server": {"host": "localhost"}},
+        "server.host is localhost, which is reachable only inside the pod",
+    ),
+    "more than all memory": (
+        {"server": {"memoryRatio": 1.5}},
+        "server.memoryRatio is 1.5, but it is a share",
+    ),
+    "more errors than requests": (
+        {"prometheusRule": {"errorRatio": 1.5}},
+        "prometheusRule.errorRatio is 1.5, but it is a share",
+    ),
+    "objective beyond the last bucket": (
+        {"prometheusRule": {"ttftSeconds": 160}},
+        "set a number above 0 and below 160",
+    ),
     "flag of the chart": ({"extraArgs": ["--tp=4"]}, "set tensorParallelSize instead"),
     "port by flag": ({"extraArgs": ["--port", "80"]}, "set service.port instead"),
     "short grace period": (
@@ -68,25 +92,28 @@ CONTRADICTIONS = {
         {"autoscaling": {"hpa": {"enabled": True}}, "cache": ONE_POD_CACHE},
         "Up to 4 pods would share",
     ),
-    "two autoscalers": (BOTH_SCALERS, "two autoscalers would fight"),
+    "two autoscalers": (BOTH_SCALERS, "both would change the number of replicas"),
     "KEDA without Prometheus": (
         {"autoscaling": {"keda": {"enabled": True}}},
         "set autoscaling.keda.prometheusAddress",
     ),
-    "least over most": ({"autoscaling": {"minReplicas": 9}}, "lower it or raise maxReplicas"),
+    "minimum above maximum": (
+        {"autoscaling": {"minReplicas": 9}},
+        "lower minReplicas or raise maxReplicas",
+    ),
     "two budgets": (
         {"podDisruptionBudget": {"minAvailable": 1}},
         "set the other to null",
     ),
-    "no pod may go": (
+    "budget of all pods": (
         {"podDisruptionBudget": {"minAvailable": 2, "maxUnavailable": None}, "replicas": 2},
         "no node could ever be drained",
     ),
-    "no pod of three may go": (
+    "budget of all pods in percent": (
         {"podDisruptionBudget": {"minAvailable": "67%", "maxUnavailable": None}, "replicas": 3},
         "no node could ever be drained",
     ),
-    "no pod may be away": (
+    "budget without missing pods": (
         {"podDisruptionBudget": {"maxUnavailable": "0%"}, "replicas": 2},
         "no node could ever be drained",
     ),
@@ -94,14 +121,14 @@ CONTRADICTIONS = {
     "claim without the cache": ({"cache": {"existingClaim": "c"}}, "set cache.enabled=true"),
     "two monitors": (
         {"metrics": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}},
-        "every sample would count twice",
+        "would count every sample twice",
     ),
-    "name of no Service": ({"fullnameOverride": "8b"}, "set fullnameOverride"),
+    "invalid Service name": ({"fullnameOverride": "8b"}, "set fullnameOverride"),
     "ingress without host": ({"ingress": {"enabled": True}}, "set ingress.hosts"),
     "route without gateway": ({"httpRoute": {"enabled": True}}, "set httpRoute.parentRefs"),
     "label of the chart": (
         {"podLabels": {"app.kubernetes.io/name": "x"}},
-        "which is the chart's own",
+        "which the chart sets itself",
     ),
 }
 
@@ -114,7 +141,7 @@ def test_contradiction_is_refused_with_its_remedy(render, values, sentence):
 
 
 def test_every_refusal_in_the_templates_is_tested():
-    """A sentence without a case here is a gap; four of them have two cases."""
+    """Each sentence has one case, and four sentences have a second one."""
     texts = [path.read_text() for path in (CHART / "templates").glob("_*.tpl")]
     assert sum(text.count("{{- fail ") for text in texts) == len(CONTRADICTIONS) - 4
 
@@ -133,10 +160,10 @@ def test_every_refusal_in_the_templates_is_tested():
         {"cache": {"size": "1000ki"}},
         {"extraEnv": [{"value": "nameless"}]},
         {"extraEnv": [{"name": "A", "value": 1}]},
-        {"server": {"memoryRatio": 1.5}},
-        {"server": {"maxRunningRequests": 8193}},  # as the server itself
-        {"prometheusRule": {"ttftSeconds": 160}},  # the last bucket: the alert could never fire
-        {"prometheusRule": {"itlSeconds": 10}},
+        {"server": {"memoryRatio": "much"}},
+        {"server": {"memoryRatio": ""}},
+        {"server": {"maxRunningRequests": 8193}},  # the bound of the server's own flag
+        {"extraArgs": [True]},
         {"auth": {"key": ""}},
         {"ingress": {"path": "v1"}},
     ],
@@ -162,11 +189,101 @@ def test_schema_accepts(render, values):
     assert render(values)
 
 
-def test_null_empties_a_list_or_map_and_nothing_else(render):
-    """`resources:` with every line below it commented out is null. Of what Helm then takes away,
-    lists and maps may be missing; a missing number would be printed as 0, a group as an error."""
+def last_bucket(metric: str) -> float:
+    """The last bucket of a histogram in the table of docs/operations.md, in seconds."""
+    (buckets,) = (cells[1] for cells in rows("of") if metric in cells[0])
+    number, unit = buckets.split(", ")[-1].split()
+    assert unit == "s"
+    return float(number)
 
-    def look(group: dict[str, Any], *above: str) -> None:
+
+FRACTIONS = {
+    "server.memoryRatio": (0.01, 1.0),
+    "prometheusRule.errorRatio": (0.001, 1.0),
+    "prometheusRule.ttftSeconds": (0.001, last_bucket("time to first token") - 0.001),
+    "prometheusRule.itlSeconds": (0.001, last_bucket("inter-token latency") - 0.001),
+}
+
+
+@pytest.mark.parametrize("spelling", [float, str])
+@pytest.mark.parametrize("path", FRACTIONS)
+def test_a_fraction_may_be_a_number_or_a_string(render, path, spelling):
+    """A values file gives a number and `--set` a string; the bounds are the same for both."""
+    group, name = path.split(".")
+    lowest, highest = FRACTIONS[path]
+    for value in (lowest, highest):
+        assert render({group: {name: spelling(value)}}), value
+    for value in (lowest - 0.001, highest + 0.001):
+        with pytest.raises(ChartError, match=f"{path} is .* set a number"):
+            render({group: {name: spelling(round(value, 6))}})
+
+
+def test_the_bounds_of_the_memory_ratio_are_those_of_the_server():
+    for value in FRACTIONS["server.memoryRatio"]:
+        assert build_parser().parse_strictly([f"--memory-ratio={value}"])
+    for value in (0.009, 1.001):
+        with pytest.raises(SystemExit):
+            build_parser().parse_strictly([f"--memory-ratio={value}"])
+
+
+@pytest.mark.parametrize("spelling", ["0.8", ".8", "8e-1", 0.8])
+def test_a_fraction_reaches_the_server_and_the_alerts(render, spelling):
+    values = {"server": {"memoryRatio": spelling}, "prometheusRule": {"enabled": True}}
+    values["prometheusRule"]["itlSeconds"] = spelling
+    objects = render(values)
+    assert float(flags_of(objects)["--memory-ratio"]) == 0.8
+    rules = pick(objects, "PrometheusRule")["spec"]["groups"][0]["rules"]
+    (expr,) = (rule["expr"] for rule in rules if rule["alert"] == "MinisglSlowTokens")
+    assert expr.endswith(f"> {spelling}")
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [(5, "5"), ("5", "5"), (0.25, "0.25"), ("0.25", "0.25"), (2000000, "2000000")],
+)
+def test_a_number_in_extra_args_is_printed_plainly(render, given, shown):
+    """`--set extraArgs[1]=5` passes a number."""
+    container = container_of(render({"extraArgs": ["--max-choices", given]}))
+    assert container["args"][-2:] == ["--max-choices", shown]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost",
+        "localhost.",
+        "minisgl.localhost",
+        "ip6-localhost",
+        "127.0.0.1",
+        "127.1",
+        "127.255.0.7",
+        "::1",
+        "[::1]",
+        "0:0:0:0:0:0:0:1",
+        "::ffff:127.0.0.1",
+    ],
+)
+def test_a_loopback_address_is_refused(render, host):
+    with pytest.raises(ChartError, match=r"reachable only inside the pod.*Set 0\.0\.0\.0"):
+        render({"server": {"host": host}})
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.7", "fd00::1", "::1:1", "node-localhost", "pod.example.com"]
+)
+def test_an_address_that_may_be_reachable_is_passed_on(render, host):
+    assert flags_of(render({"server": {"host": host}}))["--host"] == host
+
+
+def test_null_empties_a_list_or_map_and_nothing_else(render):
+    """A value whose lines are all commented out is null, and Helm then deletes the default.
+
+    A template can handle a missing list or map. It would print a missing number as 0 and fail for a
+    missing group, so the schema refuses null there.
+    """
+
+    def check(group: dict[str, Any], *above: str) -> None:
         for name, default in group.items():
             path = [*above, name]
             values = reduce(lambda inner, key: {key: inner}, reversed(path), None)
@@ -176,9 +293,9 @@ def test_null_empties_a_list_or_map_and_nothing_else(render):
             with pytest.raises(ChartError, match=name):
                 render(values)
             if isinstance(default, dict):
-                look(default, *path)
+                check(default, *path)
 
-    look(yaml.safe_load(VALUES))
+    check(yaml.safe_load(VALUES))
 
 
 def test_large_numbers_stay_plain(helm):
@@ -188,7 +305,7 @@ def test_large_numbers_stay_plain(helm):
     assert "--max-queued-requests=2000000" in text
 
 
-def test_schema_is_as_generated():
+def test_the_schema_file_is_up_to_date():
     for path, text in write_schema().items():
         assert path.read_text() == text, "run: make chart"
 

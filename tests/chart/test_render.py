@@ -1,4 +1,4 @@
-"""Every values file in helm/ci lints, renders, and gives objects that Kubernetes accepts."""
+"""Each values file in helm/ci lints, renders, and gives valid Kubernetes objects."""
 
 from functools import cache
 from typing import Any
@@ -25,7 +25,7 @@ def _registry(version: str) -> referencing.Registry:
 
 @cache
 def _validator(version: str, kind: str, api: str) -> Any:
-    """As kubernetes_validate does it, strictly, but with each schema read once."""
+    """A strict validator, as in kubernetes_validate, but each schema is read only once."""
     group, _, number = api.rpartition("/")
     name = "-".join(part for part in (kind.lower(), group.split(".")[0], number) if part)
     schema = schema_contents(f"{_folder(version)}{name}.json", version)
@@ -37,7 +37,7 @@ def _folder(version: str) -> str:
 
 
 def complaints(objects: list[Object], version: str) -> list[str]:
-    """What is wrong with the objects, in the eyes of that Kubernetes version."""
+    """The errors in the objects by the schemas of that Kubernetes version."""
     found = []
     for one in objects:
         custom = crds.SCHEMAS.get((one["apiVersion"], one["kind"]))
@@ -54,7 +54,7 @@ def complaints(objects: list[Object], version: str) -> list[str]:
     return found
 
 
-def test_ci_files_are_those_that_are_promised():
+def test_the_documented_ci_files_exist():
     names = {"default", "cpu-demo", "tp4-pvc", "secured", "autoscaled", "inference-gateway"}
     assert {path.name.removesuffix("-values.yaml") for path in CI_FILES} == names
 
@@ -73,7 +73,7 @@ def test_validation_covers_old_and_new_versions():
     assert len(VERSIONS) >= 8
 
 
-def test_validation_sees_a_wrong_field(render):
+def test_validation_finds_a_wrong_field(render):
     objects = render()
     objects[0]["spec" if "spec" in objects[0] else "data"] = 1
     assert complaints(objects, "1.30.0")
@@ -108,8 +108,8 @@ def test_further_values_give_valid_objects(render, values):
     assert complaints(render(values), "1.37.0") == []
 
 
-def test_names_that_read_as_numbers_stay_names(render):
-    """A namespace, claim or Secret 2024 was printed as a number, which the cluster refused."""
+def test_names_that_look_like_numbers_stay_strings(render):
+    """A namespace or Secret 2024 was once rendered as a number, which the cluster refused."""
     name = "2024"
     source = {"existingSecret": name, "key": name}
     values = {
@@ -136,7 +136,7 @@ def test_names_that_read_as_numbers_stay_names(render):
     assert complaints(render(others, name=name, namespace=name), "1.37.0") == []
 
 
-def test_image_volume_is_valid_where_kubernetes_has_it(render):
+def test_image_volume_is_valid_from_kubernetes_1_33_on(render):
     objects = render({"model": {"image": "ghcr.io/example/qwen3-8b:1", "path": "model"}})
     assert complaints(objects, "1.33.0") == []
 

@@ -1,4 +1,4 @@
-"""The real server takes what the chart renders for it: flags, environment, probes, drain."""
+"""The real server runs with the rendered flags, environment, probes and drain."""
 
 import os
 import re
@@ -20,7 +20,7 @@ VALUES = {
 
 @pytest.fixture
 def pod(render, monkeypatch, tmp_path) -> Object:
-    """The CPU pod; its environment is this process's, with /cache in a folder of the test."""
+    """The CPU pod. The test sets its environment, with /cache in a temporary folder."""
     pod = pod_of(render(VALUES))
     for entry in container_of(render(VALUES))["env"]:
         monkeypatch.setenv(entry["name"], entry["value"].replace("/cache", str(tmp_path), 1))
@@ -40,7 +40,7 @@ def test_rendered_container_serves_and_ends_within_its_grace_period(pod):
 
 
 def test_environment_of_the_chart_is_known_to_the_server():
-    """A misspelt MINISGL_ variable would be a warning in a log that nobody reads."""
+    """The server only logs a warning for a misspelt MINISGL_ variable."""
     from minisgl.server.env import EnvSettings
 
     known = {f"MINISGL_{field.upper()}" for field in EnvSettings.__struct_fields__}

@@ -1,4 +1,4 @@
-"""skaffold.yaml builds what the chart runs; skaffold itself is not run here."""
+"""skaffold.yaml agrees with the chart. The tests do not run skaffold."""
 
 from pathlib import Path
 
@@ -27,12 +27,12 @@ def test_profiles_use_values_files_that_ci_renders():
     assert files[-1] == "helm/ci/cpu-demo-values.yaml"
 
 
-def test_every_build_is_one_of_buildkit():
-    """RUN --mount needs it, and it is not the default; `local` of a profile replaces the whole."""
+def test_every_build_uses_buildkit():
+    """RUN --mount needs BuildKit. A profile replaces the whole of `local`, so each sets it."""
     builds = [CONFIG["build"], *(profile["build"] for profile in CONFIG["profiles"])]
     assert [build["local"]["useBuildkit"] for build in builds] == [True] * 3
 
 
-def test_rollout_is_waited_for_longer_than_a_start_may_take():
+def test_skaffold_waits_longer_than_a_start_may_take():
     values = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
     assert CONFIG["deploy"]["statusCheckDeadlineSeconds"] > values["startup"]["budgetSeconds"]

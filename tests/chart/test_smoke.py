@@ -1,4 +1,4 @@
-"""What `helm test` runs in the cluster, run here against a small server with the same routes."""
+"""Runs the program of `helm test` against a small server with the same routes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ GOOD = {
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers from a table; the first look at /readyz comes while it still loads."""
+    """Answers from a table. The first request for /readyz gets 503, as from a loading server."""
 
     def __init__(self, answers: dict[str, str], key: str | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -75,24 +75,24 @@ def run(
     return done.returncode, done.stdout + done.stderr, server.asked
 
 
-def test_it_waits_for_readiness_and_uses_the_api(script):
+def test_the_program_waits_for_readiness_and_uses_the_api(script):
     code, out, asked = run(script, GOOD)
     assert (code, out) == (0, "ok: tiny answered ' x'\n")
     assert asked == ["/readyz", "/readyz", "/v1/models", "/v1/completions", "/metrics"]
 
 
-def test_it_sends_the_key(script):
-    """A Secret made of a file ends with a newline, which the server takes off."""
+def test_the_program_sends_the_key(script):
+    """A Secret made from a file ends with a newline, which the server strips."""
     assert run(script, GOOD, key="k", sent="k\n")[0] == 0
 
 
-def test_it_fails_with_the_server_s_words(script):
+def test_a_failure_names_the_reason(script):
     answers = {**GOOD, "/metrics": "# nothing\n"}
     code, out, _ = run(script, answers)
     assert code == 1
-    assert "/metrics names no minisgl_requests_total" in out
+    assert "/metrics does not contain minisgl_requests_total" in out
 
 
-def test_the_script_in_the_chart_is_the_one_that_runs(script):
+def test_the_pod_runs_the_script_of_the_chart(script):
     ours = (CHART / "files" / "smoke.py").read_text()
     assert script[2].strip() == ours.strip()

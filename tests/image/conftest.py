@@ -1,4 +1,4 @@
-"""The CPU image: built once, or the one that MINISGL_TEST_IMAGE names."""
+"""The CPU image, built once, or the image that MINISGL_TEST_IMAGE names."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def image() -> Iterator[str]:
-    """Mirrors and secrets for the build stand in BUILD_ARGS, as for `make image-cpu`."""
+    """The name of the image. BUILD_ARGS may contain mirrors and secrets for `make image-cpu`."""
     if reason := why_no_docker():
         pytest.skip(reason)
     if named := os.environ.get("MINISGL_TEST_IMAGE"):

@@ -1,4 +1,4 @@
-"""Containers as a user would run them, on whichever Docker engine answers."""
+"""Runs containers on the available Docker engine."""
 
 import contextlib
 import json
@@ -14,12 +14,12 @@ from tests.process.harness import wait_for
 __all__ = ["Container", "docker", "inspect", "running", "why_no_docker"]
 
 PORT = 1919
-# As tight as the chart's security context, with a limit on processes besides.
+# As strict as the chart's security context, with an additional limit on processes.
 LOCKED = ("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", "256")
 
 
 def docker(*words: str, timeout_s: float = 120) -> str:
-    """What a docker command writes to stdout; fails with all that it wrote."""
+    """Runs a docker command and returns its stdout. Fails with the whole output."""
     done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"docker {' '.join(words)}\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -31,17 +31,17 @@ def inspect(name: str) -> dict[str, Any]:
 
 
 def why_no_docker() -> str | None:
-    """What keeps containers from running here; None when an engine answers."""
+    """The reason why containers cannot run here, or None if an engine answers."""
     command = ["docker", "version", "--format", "{{.Server.Version}}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no docker command that works: {error}"
+        return f"the docker command does not work: {error}"
     return f"no Docker engine answers: {done.stderr.strip()}" if done.returncode else None
 
 
 class Container:
-    """A started container with its port on the loopback interface."""
+    """A running container whose port is published on the loopback interface."""
 
     def __init__(self, image: str, options: tuple[str, ...], flags: tuple[str, ...]) -> None:
         publish = ("--publish", f"127.0.0.1::{PORT}")
@@ -81,7 +81,7 @@ class Container:
         return self
 
     def ask(self, question: str) -> str:
-        """The demo model's answer over HTTP."""
+        """The answer of the demo model over HTTP."""
         messages = [{"role": "user", "content": question}]
         body = {"model": "minisgl-demo", "messages": messages, "temperature": 0}
         answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
@@ -90,7 +90,7 @@ class Container:
         return content
 
     def execute(self, code: str) -> str:
-        """What Python code prints inside the container."""
+        """Runs Python code inside the container and returns its output."""
         return docker("exec", self.id, "python3", "-c", code).strip()
 
     def wait_exit(self, deadline_s: float) -> int:
@@ -101,7 +101,7 @@ class Container:
 
 @contextlib.contextmanager
 def running(image: str, *flags: str, options: tuple[str, ...] = ()) -> Iterator[Container]:
-    """A container that is ready; nothing of it stays."""
+    """Yields a ready container and removes it afterwards."""
     container = Container(image, options, flags)
     try:
         yield container.wait_ready()

@@ -1,6 +1,6 @@
-"""The CPU image, run for real: locked down as the chart runs it, answering, drained, and small.
+"""Runs the CPU image with the chart's restrictions: answers, drain, files, size.
 
-Needs a Docker engine. `make proof ARGS=tests/image` builds the image first.
+The tests need a Docker engine. `make proof ARGS=tests/image` builds the image first.
 """
 
 import json
@@ -19,8 +19,8 @@ from tests.process.harness import wait_for
 pytestmark = pytest.mark.proof
 
 MB = 1_000_000
-MAX_ADDED_MB = 1_050  # what the Dockerfile adds to its base image
-MAX_PACKAGE_MB = 20  # what a new version of minisgl alone makes nodes pull
+MAX_ADDED_MB = 1_050  # size that the Dockerfile adds to its base image
+MAX_PACKAGE_MB = 20  # size that nodes pull for a new version of minisgl alone
 MEMORY = "3g"
 READ_ONLY = ("--read-only", "--tmpfs", "/tmp", "--tmpfs", "/cache", "--memory", MEMORY)
 HEALTH = ("--health-interval", "1s")
@@ -44,7 +44,7 @@ COMPILERS = (
 
 @pytest.fixture(scope="module")
 def locked(image: str) -> Iterator[Container]:
-    """Read-only root, no capabilities, limited memory, the image's own command."""
+    """A container with read-only root, no capabilities, limited memory, and the default command."""
     with running(image, options=(*READ_ONLY, *HEALTH)) as container:
         print(f"ready {container.ready_s:.1f} s after docker run")
         yield container
@@ -55,7 +55,7 @@ def test_answers_over_http(locked: Container) -> None:
     assert inspect(locked.id)["HostConfig"]["ReadonlyRootfs"]
 
 
-def test_runs_as_a_numeric_user_that_has_a_name(locked: Container, image: str) -> None:
+def test_the_user_is_numeric_and_has_a_name(locked: Container, image: str) -> None:
     assert inspect(image)["Config"]["User"] == "10001:10001"
     code = "import os, pwd; print(os.getuid(), os.getgid(), pwd.getpwuid(os.getuid()).pw_name)"
     assert locked.execute(code) == "10001 10001 minisgl"
@@ -63,14 +63,14 @@ def test_runs_as_a_numeric_user_that_has_a_name(locked: Container, image: str) -
     assert {line.split()[0] for line in users} == {"10001"}
 
 
-def test_no_capability_is_left(locked: Container) -> None:
+def test_the_server_has_no_capabilities(locked: Container) -> None:
     status = locked.execute("print(open('/proc/1/status').read())")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
     assert fields["NoNewPrivs"] == "1"
 
 
-def test_only_tmp_and_cache_can_be_written(locked: Container) -> None:
+def test_only_tmp_and_cache_are_writable(locked: Container) -> None:
     code = (
         "import os\n"
         "for root, folders, files in os.walk('/'):\n"
@@ -94,7 +94,7 @@ def test_healthcheck_turns_healthy(locked: Container) -> None:
 
 
 def test_sigterm_to_pid_1_drains_and_exits_0(image: str) -> None:
-    """The stream that runs ends as it should, late calls are served, then it is over in time."""
+    """The running stream completes, a late request is served, and the container exits in time."""
     flags = ("--host", "0.0.0.0", "--drain-grace", "15")
     grace_s = 15 + CHART_DRAIN["timeoutSeconds"] + CHART_DRAIN["teardownSeconds"]
     with running(image, *flags, options=READ_ONLY) as container:
@@ -117,8 +117,8 @@ def test_sigterm_to_pid_1_drains_and_exits_0(image: str) -> None:
         assert "Traceback" not in container.logs
 
 
-def test_a_writable_root_is_left_as_it_was(image: str) -> None:
-    """Read-only mounts would hide an attempt that fails quietly; docker diff shows it."""
+def test_a_writable_root_does_not_change(image: str) -> None:
+    """On a read-only root a failed write may stay unnoticed; here docker diff shows each write."""
     with running(image, options=("--memory", MEMORY)) as container:
         assert container.ask(QUESTION) == ANSWER
         changed = [line.split(maxsplit=1)[1] for line in docker("diff", container.id).splitlines()]
@@ -126,8 +126,8 @@ def test_a_writable_root_is_left_as_it_was(image: str) -> None:
         assert elsewhere == []
 
 
-def test_runs_with_what_the_chart_gives_it(image: str) -> None:
-    """Flags, environment, user, mounts and memory of the rendered pod."""
+def test_runs_with_the_settings_of_the_chart(image: str) -> None:
+    """Uses flags, environment, user, mounts and memory of the rendered pod."""
     helm = find_helm()
     if helm is None:
         pytest.skip("no helm on PATH and no helm-python-sdk: pip install '.[chart]'")
@@ -147,7 +147,7 @@ def test_runs_with_what_the_chart_gives_it(image: str) -> None:
         assert container.ask(QUESTION) == ANSWER
 
 
-def test_starts_without_a_shell_and_says_what_it_is(image: str) -> None:
+def test_entry_point_needs_no_shell_and_labels_are_set(image: str) -> None:
     config = inspect(image)["Config"]
     assert config["Entrypoint"] == ["minisgl"]
     assert config["Cmd"] == ["--host", "0.0.0.0"]
@@ -184,8 +184,8 @@ def test_size_of_the_layers(image: str) -> None:
     assert sizes[0][0] < MAX_PACKAGE_MB * MB
 
 
-def test_ends_with_one_sentence_where_it_cannot_start(image: str) -> None:
-    """What becomes the pod's termination message."""
+def test_a_failed_start_ends_with_one_sentence(image: str) -> None:
+    """Kubernetes shows the end of the output as the termination message."""
     words = ["docker", "run", "--rm", "--read-only", "--network", "none", image, "--no-such-flag"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode not in (0, 126, 127)

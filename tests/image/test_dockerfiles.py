@@ -1,4 +1,4 @@
-"""What both Dockerfiles promise to the chart and to whoever builds them; no engine is needed."""
+"""Both Dockerfiles agree with the chart, the Makefile and the documentation. Needs no engine."""
 
 import json
 import re
@@ -16,7 +16,7 @@ VALUES = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """Instruction and argument, continued lines joined, comments left out."""
+    """Instructions with their arguments, with continued lines joined and without comments."""
     lines = (ROOT / name).read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith("#")).replace("\\\n", " ")
     return [(word, rest) for word, _, rest in (s.partition(" ") for s in text.splitlines() if s)]
@@ -40,8 +40,8 @@ def test_base_image_is_an_argument_and_all_stages_use_it(name: str) -> None:
     assert bases == ["${PYTHON_IMAGE}"] * (2 if name.endswith(".cpu") else 3)
 
 
-def test_kernels_are_compiled_in_a_stage_that_stays_behind() -> None:
-    """What has the compilers, and what only the build stage's layer nvcc brings, is not shipped."""
+def test_kernels_are_compiled_in_a_stage_that_is_not_shipped() -> None:
+    """The image contains neither compilers nor the layer nvcc of the build stage."""
     built = " ".join(rest for _, rest in instructions("docker/Dockerfile"))
     assert "minisgl compile" in built
     assert "--arch $CUDA_ARCHS" in built
@@ -54,8 +54,44 @@ def test_kernels_are_compiled_in_a_stage_that_stays_behind() -> None:
     assert f"--kernel-cache /kernels{settings['MINISGL_KERNEL_CACHE']} " in built
 
 
+def pins(name: str) -> dict[str, str]:
+    """Version by package of a constraints file; names in pip's normal form."""
+    lines = [line for line in (ROOT / name).read_text().split() if "==" in line]
+    return {re.sub(r"[-_.]+", "-", p).lower(): v for p, v in (line.split("==") for line in lines)}
+
+
+def test_the_cuda_image_has_the_versions_that_the_benchmarks_ran_with() -> None:
+    """docs/benchmarks.md names the software of every GPU run; the image ships no other version."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    (row,) = re.findall(r"^\| software \| (.+) \|$", text, re.M)
+    ran = dict(re.findall(r"([A-Za-z]+) (\d[\w.]*\w)", row))
+    image = pins("constraints.txt") | pins("docker/constraints-gpu.txt")
+    base = instructions("docker/Dockerfile")[0][1]
+    shipped = {
+        "Python": re.findall(r":(\d+\.\d+)-", base)[0],
+        "CUDA": ".".join(image["cuda-toolkit"].split(".")[:2]),
+        "torch": image["torch"],
+        "Triton": image["triton"],
+        "FlashInfer": image["flashinfer-python"],
+        "uvicorn": image["uvicorn"],
+    }
+    assert shipped == ran
+
+
+def test_a_pin_of_the_cuda_image_replaces_the_common_one(tmp_path: Path) -> None:
+    """The awk command of the Dockerfile gives each package one version."""
+    (script,) = (rest for _, rest in instructions("docker/Dockerfile") if rest.startswith("awk"))
+    for name in ("constraints.txt", "docker/constraints-gpu.txt"):
+        (tmp_path / Path(name).name).write_text((ROOT / name).read_text())
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True)
+    lines = [line for line in (tmp_path / "pins.txt").read_text().split() if "==" in line]
+    merged = pins("constraints.txt") | pins("docker/constraints-gpu.txt")
+    assert pins(str(tmp_path / "pins.txt")) == merged
+    assert len(lines) == len(merged)
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_settings_of_pip_stay_out_of_the_image(name: str) -> None:
+def test_the_image_contains_no_settings_of_pip(name: str) -> None:
     assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"} <= {
         rest for word, rest in instructions(name) if word == "ARG"
     }
@@ -63,7 +99,7 @@ def test_settings_of_pip_stay_out_of_the_image(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_user_and_entry_point_are_what_the_chart_expects(name: str) -> None:
+def test_user_and_entry_point_agree_with_the_chart(name: str) -> None:
     stage = last_stage(name)
     user = VALUES["podSecurityContext"]
     assert stage["USER"] == [f"{user['runAsUser']}:{user['runAsGroup']}"]
@@ -78,7 +114,7 @@ def test_user_and_entry_point_are_what_the_chart_expects(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_caches_are_where_the_chart_puts_them(name: str) -> None:
+def test_cache_folders_agree_with_the_chart(name: str) -> None:
     template = (ROOT / "helm" / "templates" / "_args.tpl").read_text()
     folders = re.search(r"dict ((?:\"\w+\" \"[/\w]*\" ?)+)\}\}", template)
     assert folders
@@ -90,7 +126,7 @@ def test_caches_are_where_the_chart_puts_them(name: str) -> None:
     assert name.endswith(".cpu") or image == chart
 
 
-def test_only_what_the_build_needs_is_sent_to_it() -> None:
+def test_only_needed_files_are_sent_to_the_build() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     sent = {line[1:] for line in lines if line.startswith("!")}
@@ -102,7 +138,7 @@ def test_only_what_the_build_needs_is_sent_to_it() -> None:
 
 
 @pytest.mark.parametrize(("target", "suffix"), [("image", ""), ("image-cpu", "-cpu")])
-def test_make_gives_the_images_the_names_that_the_chart_asks_for(target: str, suffix: str) -> None:
+def test_make_gives_the_images_the_names_of_the_chart(target: str, suffix: str) -> None:
     shown = subprocess.run(
         ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout

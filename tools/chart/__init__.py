@@ -1,1 +1,1 @@
-"""The chart's generated parts: `python -m tools.chart` writes them, `--check` compares."""
+"""Generates parts of the chart: `python -m tools.chart` writes them, `--check` compares them."""

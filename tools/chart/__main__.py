@@ -1,4 +1,4 @@
-"""Write the chart's generated files, or with --check say which of them are not as generated."""
+"""Writes the chart's generated files. With --check, only reports which files are out of date."""
 
 import sys
 
@@ -7,7 +7,7 @@ from tools.chart.schema import write_schema
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: 1 when --check found a difference."""
+    """Returns the exit code: 1 if --check found a difference."""
     stale = 0
     for path, text in {**write_schema(), **write_dashboards()}.items():
         if path.is_file() and path.read_text() == text:

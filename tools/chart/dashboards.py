@@ -1,6 +1,6 @@
-"""The Grafana dashboards of the chart: what operators watch, and what engineers tune by.
+"""Generates the Grafana dashboards of the chart: one about the service, one about the engine.
 
-They name only metrics of the table in docs/operations.md, which a test checks.
+A test checks that they use only metrics of the table in docs/operations.md.
 """
 
 import json
@@ -32,7 +32,7 @@ def _variable(name: str, query: str) -> builders.QueryVariable:
 
 
 def _new(title: str, uid: str, about: str) -> builders.Dashboard:
-    """An empty dashboard with the four variables that all queries use."""
+    """An empty dashboard with the variables that all queries use."""
     chosen = 'namespace=~"$namespace",model_name=~"$model"'
     return (
         builders.Dashboard(title)
@@ -68,18 +68,26 @@ def _new(title: str, uid: str, about: str) -> builders.Dashboard:
 def _summary() -> list[Panel]:
     return [
         number("Ready pods", "sum(minisgl_ready{p})", "none", "Pods that accept requests."),
-        number("Draining", "sum(minisgl_draining{p})", "none", "Pods that finish and leave."),
         number(
-            "Requests", "sum(rate(minisgl_requests_total{m}[r]))", "reqps", "Ended, per second."
+            "Draining",
+            "sum(minisgl_draining{p})",
+            "none",
+            "Pods that complete their requests and then stop.",
+        ),
+        number(
+            "Requests",
+            "sum(rate(minisgl_requests_total{m}[r]))",
+            "reqps",
+            "Completed requests per second.",
         ),
         number(
             "Failed",
             'sum(rate(minisgl_requests_total{m,outcome="error"}[r]))'
             " / sum(rate(minisgl_requests_total{m}[r]))",
             "percentunit",
-            "Share of requests that the server failed.",
+            "Share of requests that ended with an error of the server.",
         ),
-        number("Running", "sum(minisgl_requests_running{m})", "none", "Requests in the batch."),
+        number("Running", "sum(minisgl_requests_running{m})", "none", "Requests that are running."),
         number("Waiting", "sum(minisgl_requests_waiting{m})", "none", "Requests in the queue."),
     ]
 
@@ -90,7 +98,7 @@ def _traffic() -> list[Panel]:
             "Requests by outcome",
             {"{{outcome}}": "sum by (outcome) (rate(minisgl_requests_total{m}[r]))"},
             "reqps",
-            "How requests ended.",
+            "Completed requests per second by outcome.",
             stacked=True,
         ),
         graph(
@@ -100,16 +108,16 @@ def _traffic() -> list[Panel]:
                 "over {{limit}}": "sum by (limit) (rate(minisgl_limits_exceeded_total{m}[r]))",
             },
             "reqps",
-            "Requests refused before they entered the queue, and what went over which limit.",
+            "Requests per second that the server refused, by reason, and exceeded limits by name.",
         ),
         graph(
-            "HTTP answers",
+            "HTTP responses",
             {
                 "{{route}} {{code}}": "sum by (route, code) "
                 "(rate(minisgl_http_requests_total{p}[r]))"
             },
             "reqps",
-            "Every HTTP request, scrapes and probes too.",
+            "All HTTP responses per second, including scrapes and probes.",
         ),
         graph(
             "Tokens per second",
@@ -118,7 +126,7 @@ def _traffic() -> list[Panel]:
                 "generated": "sum(rate(minisgl_generation_tokens_total{m}[r]))",
             },
             "none",
-            "Prompt tokens accepted and tokens generated.",
+            "Prompt tokens of admitted requests, and generated tokens.",
         ),
         graph(
             "Running and waiting",
@@ -127,13 +135,13 @@ def _traffic() -> list[Panel]:
                 "waiting": "sum(minisgl_requests_waiting{m})",
             },
             "none",
-            "What autoscaling and the endpoint picker look at.",
+            "The metrics that the autoscaler and the endpoint picker use.",
         ),
         graph(
             "HTTP requests in flight",
             {"{{pod}}": "sum by (pod) (minisgl_http_requests_in_flight{p})"},
             "none",
-            "Goes to 0 while a pod drains.",
+            "HTTP requests without a complete response. Falls to 0 while a pod drains.",
         ),
     ]
 
@@ -144,16 +152,34 @@ def _latency() -> list[Panel]:
     mean = "minisgl_time_per_output_token_seconds"
     whole = "minisgl_request_duration_seconds"
     return [
-        percentiles("Time to first token", first, "From arrival to the first text."),
+        percentiles(
+            "Time to first token", first, "From the arrival of a request to its first output."
+        ),
         percentiles("Inter-token latency", between, "Between two outputs of a request."),
-        percentiles("Time per output token", mean, "Mean of a request after its first token."),
-        percentiles("End to end", whole, "From arrival to the last token."),
-        percentiles("In the queue", "minisgl_request_queue_seconds", "Arrival to admission."),
-        percentiles("Prefill", "minisgl_request_prefill_seconds", "Admission to first token."),
-        percentiles("Decode", "minisgl_request_decode_seconds", "First to last token."),
-        heat("Time to first token, spread", first, "All requests."),
-        heat("Inter-token latency, spread", between, "All outputs."),
-        heat("End to end, spread", whole, "Requests that ended by stop or length."),
+        percentiles(
+            "Time per output token", mean, "Mean time per token of a request after its first token."
+        ),
+        percentiles("End to end", whole, "From the arrival of a request to its last output."),
+        percentiles(
+            "In the queue",
+            "minisgl_request_queue_seconds",
+            "From the arrival of a request to its admission.",
+        ),
+        percentiles(
+            "Prefill",
+            "minisgl_request_prefill_seconds",
+            "From the admission of a request to its first output.",
+        ),
+        percentiles(
+            "Decode",
+            "minisgl_request_decode_seconds",
+            "From the first to the last output of a request.",
+        ),
+        heat("Time to first token, distribution", first, "Requests by time to first token."),
+        heat("Inter-token latency, distribution", between, "Outputs by inter-token latency."),
+        heat(
+            "End to end, distribution", whole, "Requests with outcome stop or length, by duration."
+        ),
     ]
 
 
@@ -166,29 +192,34 @@ def _batches() -> list[Panel]:
                 " / sum by (phase) (rate(minisgl_batch_size_count{m}[r]))"
             },
             "none",
-            "Requests in one forward pass.",
+            "Mean number of requests in a forward pass.",
         ),
-        heat("Batch size, spread", "minisgl_batch_size", "Forward passes by size.", "none"),
+        heat(
+            "Batch size, distribution",
+            "minisgl_batch_size",
+            "Forward passes by batch size.",
+            "none",
+        ),
         graph(
-            "Mean tokens in a pass",
+            "Mean tokens in a forward pass",
             {
                 "{{phase}}": "sum by (phase) (rate(minisgl_batch_tokens_sum{m}[r]))"
                 " / sum by (phase) (rate(minisgl_batch_tokens_count{m}[r]))"
             },
             "none",
-            "Tokens that one forward pass computes.",
+            "Mean number of tokens that a forward pass computes.",
         ),
         graph(
             "Forward passes per second",
             {"{{phase}}": "sum by (phase) (rate(minisgl_forward_passes_total{m}[r]))"},
             "none",
-            "Steps of the scheduler that ran the model.",
+            "Forward passes of the model per second, by phase.",
         ),
         graph(
             "Time in forward passes",
             {"{{pod}}": "sum by (pod) (rate(minisgl_forward_seconds_total{m}[r]))"},
             "percentunit",
-            "Share of the time that the device computes.",
+            "Share of time in which a forward pass runs.",
         ),
         graph(
             "CUDA graph coverage",
@@ -198,7 +229,7 @@ def _batches() -> list[Panel]:
                 " / sum by (phase) (rate(minisgl_forward_passes_total{m}[r]))"
             },
             "percentunit",
-            "Share of passes that one graph ran whole; those with prompts run in pieces.",
+            "Share of passes that are one CUDA graph. Passes with prompts use several graphs.",
         ),
     ]
 
@@ -209,24 +240,24 @@ def _memory() -> list[Panel]:
             "KV memory by state",
             {"{{state}}": "sum by (state) (minisgl_kv_cache_tokens{m})"},
             "none",
-            "Tokens: used by requests, evictable in the prefix cache, free.",
+            "Tokens that requests use, that the prefix cache can evict, and that are free.",
             stacked=True,
         ),
         graph(
             "KV memory in use",
             {"{{pod}}": "max by (pod) (minisgl_kv_cache_usage_ratio{m})"},
             "percentunit",
-            "Used by requests; what could be evicted does not count.",
+            "Share of KV memory that requests use. Evictable tokens do not count.",
         ),
         graph(
             "Prefix cache hit rate",
             {
-                "now": "sum(rate(minisgl_prefix_cache_hit_tokens_total{m}[r]))"
+                "current": "sum(rate(minisgl_prefix_cache_hit_tokens_total{m}[r]))"
                 " / sum(rate(minisgl_prefix_cache_query_tokens_total{m}[r]))",
                 "recent requests": "avg(minisgl_prefix_cache_hit_ratio{m})",
             },
             "percentunit",
-            "Share of prompt tokens that were not computed again.",
+            "Share of prompt tokens that the prefix cache contained.",
         ),
         graph(
             "Evicted and preempted",
@@ -235,10 +266,20 @@ def _memory() -> list[Panel]:
                 "preempted requests": "sum(rate(minisgl_preemptions_total{m}[r]))",
             },
             "none",
-            "Per second. Preemptions for minutes: too little KV memory.",
+            "Per second. Preemptions over minutes mean that KV memory is too small.",
         ),
-        heat("Prompt length", "minisgl_request_prompt_tokens", "Tokens.", "none"),
-        heat("Answer length", "minisgl_request_generation_tokens", "Tokens.", "none"),
+        heat(
+            "Prompt length",
+            "minisgl_request_prompt_tokens",
+            "Requests by prompt tokens.",
+            "none",
+        ),
+        heat(
+            "Output length",
+            "minisgl_request_generation_tokens",
+            "Requests by generated tokens.",
+            "none",
+        ),
     ]
 
 
@@ -249,26 +290,28 @@ def _health() -> list[Panel]:
             "Start-up phases",
             {"{{pod}} {{phase}}": "max by (pod, phase) (minisgl_startup_seconds{p})"},
             "s",
-            "What a start consisted of; tune startup.budgetSeconds by it.",
+            "Duration of each phase of the start. startup.budgetSeconds must exceed the total.",
         ),
         graph(
-            "Since the last step",
+            "Time since the last step",
             {"{{pod}}": f"time() - {last_step}"},
             "s",
-            "Grows while idle; with requests running it is a hang.",
+            "Grows while the server is idle. If it grows while requests run, the server hangs.",
         ),
         graph(
             "Non-finite rows",
             {"{{pod}}": "sum by (pod) (rate(minisgl_nonfinite_rows_total{m}[r]))"},
             "none",
-            "Rows of logits that are not finite: the weights or the device are broken.",
+            "Rows of logits with NaN or infinity per second. The weights or the device are broken.",
         ),
     ]
 
 
 def _service_board() -> builders.Dashboard:
     board = _new(
-        "minisgl / service", "minisgl-service", "Is it up, how much, how fast, what fails."
+        "minisgl / service",
+        "minisgl-service",
+        "Readiness, traffic, errors and latency of the service.",
     )
     _add(board, _summary())
     _add(board.with_row(builders.Row("Traffic and errors")), _traffic())
@@ -276,10 +319,14 @@ def _service_board() -> builders.Dashboard:
 
 
 def _engine_board() -> builders.Dashboard:
-    board = _new("minisgl / engine", "minisgl-engine", "Batches, caches, graphs and start-up.")
+    board = _new(
+        "minisgl / engine",
+        "minisgl-engine",
+        "Batches, CUDA graphs, KV memory, prefix cache and start of the engine.",
+    )
     _add(board.with_row(builders.Row("Batches")), _batches())
     _add(board.with_row(builders.Row("Memory and prefix cache")), _memory())
-    return _add(board.with_row(builders.Row("Health and start-up")), _health())
+    return _add(board.with_row(builders.Row("Health and start")), _health())
 
 
 def _add(board: builders.Dashboard, panels: list[Panel]) -> builders.Dashboard:
@@ -289,7 +336,7 @@ def _add(board: builders.Dashboard, panels: list[Panel]) -> builders.Dashboard:
 
 
 def write_dashboards() -> dict[Path, str]:
-    """Each file and its text, one panel a line."""
+    """The path and the text of each dashboard file, with one panel per line."""
     boards = {"minisgl-service.json": _service_board(), "minisgl-engine.json": _engine_board()}
     return {FOLDER / name: _dump(board.build()) for name, board in boards.items()}
 

@@ -1,6 +1,7 @@
-"""Panels as the minisgl dashboards draw them: one function for each form, PromQL in, builder out.
+"""Builders for the panels of the dashboards, with one function for each kind of panel.
 
-Every query is limited to what the variables at the top of the dashboard choose.
+The functions take PromQL expressions with placeholders. Each query selects only the series that the
+variables at the top of the dashboard choose.
 """
 
 from collections.abc import Mapping
@@ -16,14 +17,14 @@ __all__ = ["DATASOURCE", "Panel", "Series", "graph", "heat", "number", "percenti
 
 DATASOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _ENGINE = 'namespace=~"$namespace",pod=~"$pod",model_name=~"$model"'
-_PROCESS = 'namespace=~"$namespace",pod=~"$pod"'  # metrics of the process carry no model
+_PROCESS = 'namespace=~"$namespace",pod=~"$pod"'  # metrics of the process have no model label
 
-Series = Mapping[str, str]  # legend -> PromQL; placeholders are written out by _fill
+Series = Mapping[str, str]  # PromQL by legend; _fill replaces the placeholders
 Panel = timeseries.Panel | heatmap_builders.Panel | stat_builders.Panel
 
 
 def _fill(expr: str) -> str:
-    """Write the placeholders out: {m} or {m,...}, {p}, [r]."""
+    """Replaces the placeholders {m} or {m,...} (model), {p} (process) and [r] (rate interval)."""
     filled = expr.replace("{m", "{" + _ENGINE).replace("{p", "{" + _PROCESS)
     return filled.replace("[r]", "[$__rate_interval]")
 
@@ -42,7 +43,7 @@ def _query(expr: str, legend: str, ref: str) -> Dataquery:
 def graph(
     title: str, series: Series, unit: str, about: str, span: int = 8, stacked: bool = False
 ) -> timeseries.Panel:
-    """Lines over time."""
+    """A panel with lines over time."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -74,7 +75,7 @@ def graph(
 
 
 def percentiles(title: str, metric: str, about: str, span: int = 8) -> timeseries.Panel:
-    """p50, p95 and p99 of a histogram in seconds, over all chosen pods."""
+    """A panel with p50, p95 and p99 of a histogram in seconds, over all chosen pods."""
     rate = "sum by (le) (rate(" + metric + "_bucket{m}[r]))"
     shares = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
     series = {name: f"histogram_quantile({share}, {rate})" for name, share in shares.items()}
@@ -84,7 +85,7 @@ def percentiles(title: str, metric: str, about: str, span: int = 8) -> timeserie
 def heat(
     title: str, metric: str, about: str, unit: str = "s", span: int = 8
 ) -> heatmap_builders.Panel:
-    """How a histogram's samples spread over its buckets, over time."""
+    """A heat map of a histogram: samples per bucket over time."""
     expr = "sum by (le) (increase(" + metric + "_bucket{m}[r]))"
     query = _query(expr, "{{le}}", "A")
     return (
@@ -107,7 +108,7 @@ def heat(
 
 
 def number(title: str, expr: str, unit: str, about: str, span: int = 4) -> stat_builders.Panel:
-    """One value, large, with its recent course behind it."""
+    """A panel with the last value as a number, and its recent course behind it."""
     return (
         stat_builders.Panel()
         .title(title)

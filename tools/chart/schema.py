@@ -1,6 +1,7 @@
-"""values.schema.json from values.yaml: types from the defaults, meaning from the `# --` comments.
+"""Generates values.schema.json from values.yaml.
 
-What a default cannot say (bounds, the few allowed words, the shape of list items) is in RULES.
+Types come from the defaults and descriptions from the `# --` comments. RULES contains the rest:
+bounds, allowed words, and the form of list items.
 """
 
 import json
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-
-from minisgl.server.declared import HISTOGRAMS
 
 __all__ = [
     "NULLABLE",
@@ -42,6 +41,11 @@ _COUNT_OR_SHARE: Json = {
 _DURATION: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))+$"}
 _DURATION_OR_EMPTY: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))*$"}
 _STRING: Json = {"type": "string"}
+# `--set` passes a fraction as a string. The templates check the bounds of both spellings.
+_FRACTION: Json = {
+    "type": ["number", "string"],
+    "pattern": r"^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$",
+}
 _PATH: Json = {"type": "string", "pattern": "^/"}
 
 
@@ -63,7 +67,7 @@ def _or_null(rule: Json) -> Json:
 
 
 def _as_flag(name: str) -> Json:
-    """The bounds that the server itself has for this flag."""
+    """The type and the bounds of the server's own flag."""
     sections = tomllib.loads((ROOT / "minisgl" / "server" / "flags.toml").read_text()).values()
     flags = {
         one: flag
@@ -72,20 +76,15 @@ def _as_flag(name: str) -> Json:
         for one in names.split()
     }
     flag = flags[name]
-    kind = {"int": "integer", "float": "number"}[flag["type"]]
+    assert flag["type"] == "int", f"{name} is not an integer flag: its value is a _FRACTION"
     highest = {"maximum": flag["high"]} if "high" in flag else {}
-    return {"type": kind, "minimum": flag["low"], **highest}
+    return {"type": "integer", "minimum": flag["low"], **highest}
 
 
-def _objective(histogram: str) -> Json:
-    """Below the last bucket, over which Prometheus sees no quantile."""
-    last_s = HISTOGRAMS[histogram][1][-1]
-    return {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": last_s}
-
-
-# Objects that are Kubernetes' own: the API server knows their fields.
-OPEN = ("resources", "podSecurityContext", "securityContext", "affinity")
-# Values that null takes away. Of any other Helm leaves nothing, which templates print as 0 or nil.
+# Values that are Kubernetes objects. The API server checks their fields.
+OPEN = ("resources", "podSecurityContext", "securityContext", "affinity", "tests.resources")
+# Values that may be null. Helm deletes any other value that is null, and templates would print 0 or
+# nothing.
 NULLABLE = (*OPEN, "podDisruptionBudget.maxUnavailable", "tolerations")
 
 RULES: dict[str, Json] = {
@@ -107,7 +106,8 @@ RULES: dict[str, Json] = {
     "drain.preStopSleepSeconds": _SECONDS,
     "drain.teardownSeconds": {"type": "integer", "minimum": 18},
     "drain.timeoutSeconds": _POSITIVE,
-    "extraArgs": _STRINGS,
+    # `--set extraArgs[1]=5` passes a number.
+    "extraArgs": {"type": "array", "items": {"type": ["string", "number"], "minLength": 1}},
     "extraContainers": _NAMED,
     "extraEnv": _list_of(value=_STRING),
     "extraEnvFrom": _OBJECTS,
@@ -147,9 +147,9 @@ RULES: dict[str, Json] = {
     "podDisruptionBudget.maxUnavailable": _or_null(_COUNT_OR_SHARE),
     "podDisruptionBudget.minAvailable": _or_null(_COUNT_OR_SHARE),
     "podDisruptionBudget.unhealthyPodEvictionPolicy": {"enum": ["AlwaysAllow", "IfHealthyBudget"]},
-    "prometheusRule.errorRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "prometheusRule.itlSeconds": _objective("inter_token_latency_seconds"),
-    "prometheusRule.ttftSeconds": _objective("time_to_first_token_seconds"),
+    "prometheusRule.errorRatio": _FRACTION,
+    "prometheusRule.itlSeconds": _FRACTION,
+    "prometheusRule.ttftSeconds": _FRACTION,
     "prometheusRule.waiting": _POSITIVE,
     "readiness.failureThreshold": _POSITIVE,
     "readiness.periodSeconds": _POSITIVE,
@@ -161,7 +161,7 @@ RULES: dict[str, Json] = {
     "server.maxQueuedRequests": _as_flag("--max-queued-requests"),
     "server.maxRunningRequests": _as_flag("--max-running-requests"),
     "server.maxSeqLen": _or_null(_as_flag("--max-seq-len-override")),
-    "server.memoryRatio": _as_flag("--memory-ratio"),
+    "server.memoryRatio": _FRACTION,
     "server.tokenizers": _as_flag("--num-tokenizer"),
     "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
@@ -182,12 +182,12 @@ RULES: dict[str, Json] = {
 class _Key(NamedTuple):
     path: str
     value: yaml.Node
-    comment: str  # the "# --" text above the key, empty where there is none
+    comment: str  # the "# --" text above the key, empty if there is none
 
 
 def _walk(node: yaml.Node, lines: list[str], prefix: str = "") -> Iterator[_Key]:
-    """Every key, parents first. What is inside an OPEN object is not the chart's to describe."""
-    assert isinstance(node, yaml.MappingNode), f"values.yaml: {prefix} is no map"
+    """Yields every key, parents first, except the keys inside OPEN objects."""
+    assert isinstance(node, yaml.MappingNode), f"values.yaml: {prefix} is not a map"
     for key, value in node.value:
         path = f"{prefix}{key.value}"
         above = lines[key.start_mark.line - 1].strip() if key.start_mark.line else ""
@@ -209,12 +209,12 @@ def _is_group(key: _Key) -> bool:
 
 
 def documented_keys(values: str) -> list[str]:
-    """The dotted paths of all values but the groups."""
+    """The dotted paths of all values, without groups."""
     return [key.path for key in _keys(values) if not _is_group(key)]
 
 
 def undocumented(values: str) -> list[str]:
-    """Values without a `# --` comment."""
+    """The paths of values without a `# --` comment."""
     return [key.path for key in _keys(values) if not _is_group(key) and not key.comment]
 
 
@@ -236,13 +236,18 @@ def _rule(key: _Key) -> Json:
             return {**_STRING, "minLength": 1}
         case {}:
             return _MAP
-    raise ValueError(f"values.yaml: the type of {key.path} cannot be told from its default: RULES")
+    raise ValueError(
+        f"values.yaml: the default of {key.path} does not show its type: add it to RULES"
+    )
 
 
 def make_schema(values: str) -> Json:
-    """The whole schema; raises ValueError for a value whose type nothing says."""
+    """The whole schema. Raises ValueError for a value whose type is unknown."""
     root: Json = {"$schema": _DRAFT, **_group()}
-    root["properties"]["global"] = {"type": "object", "description": "Where this is a subchart."}
+    root["properties"]["global"] = {
+        "type": "object",
+        "description": "Values of the parent chart, if this is a subchart.",
+    }
     for key in _keys(values):
         *parents, name = key.path.split(".")
         place = root
@@ -254,7 +259,7 @@ def make_schema(values: str) -> Json:
             place.setdefault("required", []).append(name)
     unused = RULES.keys() - set(documented_keys(values))
     if unused:
-        raise ValueError(f"RULES has values that values.yaml has not: {sorted(unused)}")
+        raise ValueError(f"RULES contains values that values.yaml lacks: {sorted(unused)}")
     return root
 
 
@@ -263,13 +268,13 @@ def _group() -> Json:
 
 
 def write_schema() -> dict[Path, str]:
-    """The file and its text, one value a line."""
+    """The path and the text of the schema file, with one value per line."""
     schema = make_schema((CHART / "values.yaml").read_text())
     return {CHART / "values.schema.json": _dump(schema) + "\n"}
 
 
 def _dump(schema: Json, indent: str = "") -> str:
-    """JSON with a line for each value, so that a change of one is a change of one line."""
+    """JSON with one line per value, so that a changed value changes one line."""
     if "properties" not in schema or "additionalProperties" not in schema:
         return json.dumps(schema)
     head = {name: part for name, part in schema.items() if name != "properties"}

@@ -1,7 +1,7 @@
-"""A stand-in for the hub that has one model: the demo model of the image that it runs in.
+"""A substitute for the Hugging Face hub that serves one model: the demo model of its image.
 
-argv[1]: the port, which is printed; 0: a free one. GET /fetched says which files were downloaded;
-nothing leaves the cluster.
+argv[1]: the port; 0: a free port. The script prints the port. GET /fetched lists the downloaded
+files. The script connects to no other server.
 """
 
 import json
@@ -16,7 +16,7 @@ FETCHED: list[str] = []
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The three routes of the hub's protocol that a download uses."""
+    """The three routes of the hub that a download uses."""
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)

@@ -1,8 +1,8 @@
-"""Streams of completions, from inside the cluster; standard library only, no retries.
+"""Streams completions from inside the cluster, with the standard library and without retries.
 
 argv[1]: JSON {"url", "key", "repeat", "streams": [{"tokens", "keep_alive"}, ...]}. Each stream has
-a thread; with `repeat` the next one starts as soon as it has ended, until stdin has a line or ends.
-stdout: one JSON line for the first text of a call, and one for its end.
+a thread. With `repeat`, a thread starts the next call when a call ends, until stdin has a line or
+ends. stdout: one JSON line for the first text of a call, and one for its end.
 """
 
 import http.client
@@ -13,12 +13,12 @@ import threading
 import urllib.parse
 from typing import Any
 
-PATIENCE_S = 300.0  # without a byte
+PATIENCE_S = 300.0  # timeout of one read
 Event = dict[str, Any]
 
 
 class Caller:
-    """One thread's calls, over one connection where `keep_alive` says so."""
+    """The calls of one thread. With `keep_alive` they share one connection."""
 
     def __init__(self, worker: int, config: Event, write: "Writer") -> None:
         self._worker = worker
@@ -30,7 +30,7 @@ class Caller:
         self.calls = 0
 
     def call(self) -> None:
-        """One stream from start to end; whatever happens ends up in its line."""
+        """Runs one stream and writes one line about its end, also after an error."""
         seen: Event = {"status": 0, "pieces": 0, "tokens": 0, "usage": None, "finish": None}
         seen |= {"done": False, "error": None, "asked": self._stream["tokens"]}
         name = {"worker": self._worker, "call": self.calls}
@@ -80,7 +80,8 @@ class Caller:
             seen["usage"] = usage["completion_tokens"]
 
     def _body(self) -> Event:
-        first = 5 + (self._worker * 7919 + self.calls * 31) % 1000  # no two prompts share a prefix
+        # The first token differs from call to call, so that no prompts share a prefix.
+        first = 5 + (self._worker * 7919 + self.calls * 31) % 1000
         return {
             "model": "minisgl-demo",
             "prompt": [first, *range(5, 25)],
@@ -93,7 +94,7 @@ class Caller:
         }
 
     def _connected(self) -> http.client.HTTPConnection:
-        """The open connection, unless the server has closed it meanwhile, as any pool looks."""
+        """The open connection, or a new one if the server has closed it, as connection pools do."""
         open_one = self._connection
         if open_one is not None and open_one.sock is not None:
             if not select.select([open_one.sock], [], [], 0)[0]:
@@ -110,7 +111,7 @@ class Caller:
 
 
 class Writer:
-    """Whole lines, whichever thread writes."""
+    """Writes whole lines from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

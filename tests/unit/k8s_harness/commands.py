@@ -1,4 +1,4 @@
-"""Stands at the command line's door: notes what is run, and answers what was recorded."""
+"""A substitute for `run` that records commands and returns prepared output."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,10 @@ from k8s_harness.shell import CommandFailed
 
 
 class Recorder:
-    """answers: stdout by the beginning of the command; an exception is raised.
+    """Records each command line and returns the output prepared for it, or "".
 
-    on_run: called with each line, for what a command leaves in the file system.
+    answers: output by the beginning of the command line; an exception is raised.
+    on_run: called with each command line, to make the files that a command would make.
     """
 
     def __init__(self, answers: dict[str, str | Exception] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""An API server that replays: each request takes the next recorded answer of its path."""
+"""A substitute for the API server: each request gets the next prepared answer of its path."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ PODS = "/api/v1/namespaces/default/pods"
 
 
 def group(name: str | None, version: str, **plurals: str) -> dict[str, Any]:
-    """One group of the aggregated discovery; plurals: by kind, all of them namespaced."""
+    """One group of the aggregated discovery. plurals: resource name by kind, all namespaced."""
     resources = [
         {"resource": plural, "responseKind": {"kind": kind}, "scope": "Namespaced", "verbs": VERBS}
         for kind, plural in plurals.items()
@@ -51,7 +51,10 @@ def event(kind: str, item: dict[str, Any], version: str = "2") -> dict[str, Any]
 
 
 class Replay(ThreadingHTTPServer):
-    """answers: by "METHOD PATH", or "WATCH PATH"; a list is used up, its last answer stays."""
+    """answers: by "METHOD PATH" or "WATCH PATH".
+
+    A list gives one answer per request; its last answer repeats, except for a watch.
+    """
 
     daemon_threads = True
 
@@ -100,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def replayed(folder: Path, answers: dict[str, Any]) -> Iterator[tuple[Kube, Replay]]:
-    """A Kube whose API server is a replay."""
+    """Yields a Kube and the substitute API server that it uses."""
     with Replay(answers) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
@@ -108,8 +111,8 @@ def replayed(folder: Path, answers: dict[str, Any]) -> Iterator[tuple[Kube, Repl
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "replay", "cluster": {"server": url}}],
-            "users": [{"name": "nobody", "user": {}}],
-            "contexts": [{"name": "replay", "context": {"cluster": "replay", "user": "nobody"}}],
+            "users": [{"name": "user", "user": {}}],
+            "contexts": [{"name": "replay", "context": {"cluster": "replay", "user": "user"}}],
         }
         path = folder / "kubeconfig"
         path.write_text(yaml.safe_dump(config))

@@ -1,4 +1,4 @@
-"""What a cluster can do is looked up, and what it lacks is said."""
+"""The checks of a cluster's features report what it lacks."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def test_metrics_need_their_api(tmp_path: Path) -> None:
         assert metrics(kube) is None
 
 
-def test_a_load_balancer_is_tried(tmp_path: Path) -> None:
+def test_a_load_balancer_is_checked_with_a_service(tmp_path: Path) -> None:
     ingress = {"loadBalancer": {"ingress": [{"ip": "192.0.2.1"}]}}
     service = {"metadata": {"name": "probe"}, "status": ingress}
     answers = {f"POST {NS}/services": service, f"GET {NS}/services": listing(service)}

@@ -1,4 +1,4 @@
-"""The load that runs inside the cluster: which calls are whole, and what is said of the others."""
+"""The load inside the cluster: whole calls count, and all others are reported with a reason."""
 
 import json
 import subprocess
@@ -28,14 +28,14 @@ WHOLE |= {"tokens": 5, "usage": 5, "asked": 5}
         {"tokens": 6, "usage": 6},
     ],
 )
-def test_what_is_not_whole_is_a_fault(change: dict[str, Any]) -> None:
+def test_an_incomplete_call_is_a_fault(change: dict[str, Any]) -> None:
     bad = {**WHOLE, **change}
     assert faults([WHOLE, bad]) == [bad]
-    with pytest.raises(AssertionError, match="1 of 2 calls"):
+    with pytest.raises(AssertionError, match="1 of 2 calls failed"):
         require_whole([WHOLE, bad])
 
 
-def test_as_many_calls_as_were_made_have_to_end() -> None:
+def test_every_call_must_end() -> None:
     require_whole([WHOLE], 1)
     with pytest.raises(AssertionError, match="1 calls ended"):
         require_whole([WHOLE], 2)
@@ -51,7 +51,7 @@ def test_pods_of_scripts_are_restricted() -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """Streams as minisgl does; max_tokens says how a call goes wrong, if it does."""
+    """Streams as minisgl does. Special values of max_tokens select a failure."""
 
     daemon_threads = True
 
@@ -111,9 +111,9 @@ def server() -> Iterator[Server]:
 
 
 def stream(server: Server, *tokens: int, repeat: bool = False, **more: Any) -> list[dict[str, Any]]:
-    """The script's lines about calls of so many tokens, every second one on a kept connection.
+    """Runs the script with one stream per number of tokens and returns its events.
 
-    repeat: until each caller has ended four calls.
+    Every second stream keeps its connection. repeat: until each thread has ended four calls.
     """
     url = f"http://127.0.0.1:{server.server_port}"
     streams = [{"tokens": n, "keep_alive": bool(i % 2)} for i, n in enumerate(tokens)]
@@ -149,14 +149,14 @@ def test_whole_streams_are_counted_token_by_token(server: Server) -> None:
     [(503, "full"), (17, "shutting down"), (13, "ended early")],
     ids=["refused", "error-event", "cut"],
 )
-def test_a_call_that_goes_wrong_is_not_tried_again(server: Server, count: int, words: str) -> None:
+def test_a_failed_call_is_not_repeated(server: Server, count: int, words: str) -> None:
     (end,) = (line for line in stream(server, count) if line["event"] == "end")
     assert words in end["error"]
     assert faults([end]) == [end]
     assert len(server.peers) == 1
 
 
-def test_callers_repeat_until_they_are_told_and_every_second_keeps_its_connection(
+def test_threads_repeat_until_stopped_and_every_second_one_keeps_its_connection(
     server: Server,
 ) -> None:
     ends = [line for line in stream(server, 5, 6, repeat=True) if line["event"] == "end"]

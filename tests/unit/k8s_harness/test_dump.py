@@ -1,4 +1,4 @@
-"""What a failure leaves behind: everything but secrets."""
+"""The dump of a namespace contains everything except secrets."""
 
 import base64
 import json
@@ -9,7 +9,7 @@ from k8s_harness.dump import HIDDEN, dump_namespace, event_lines, secrets_of, wi
 
 from tests.unit.k8s_harness.replies import PODS, RECORDED, listing, replayed
 
-KEY = "a-key-that-nobody-may-read"
+KEY = "a-key-that-must-not-appear"
 NS = "/api/v1/namespaces/default"
 
 
@@ -17,12 +17,12 @@ def encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def test_values_of_secrets_are_known_in_both_forms_and_the_longest_first() -> None:
+def test_secret_values_are_found_plain_and_in_base64_the_longest_first() -> None:
     found = secrets_of([{"data": {"k": encoded(KEY), "short": encoded("no")}}, {"data": None}])
     assert found == [encoded(KEY), KEY]
 
 
-def test_variables_that_sound_secret_are_hidden_and_noise_is_dropped() -> None:
+def test_secret_variables_are_hidden_and_long_fields_are_dropped() -> None:
     env = [
         {"name": "HF_TOKEN", "value": "hf_x"},
         {"name": "admin_password", "value": "p"},
@@ -34,10 +34,10 @@ def test_variables_that_sound_secret_are_hidden_and_noise_is_dropped() -> None:
     shown = without_secrets(thing)
     assert shown["metadata"] == {"name": "p"}
     assert [v.get("value") for v in shown["spec"]["env"]] == [HIDDEN, HIDDEN, "/cache", None]
-    assert json.dumps(thing) == before, "the original is left as it was"
+    assert json.dumps(thing) == before, "the original must not change"
 
 
-def test_events_are_a_line_each_and_the_oldest_comes_first() -> None:
+def test_each_event_is_one_line_and_the_oldest_comes_first() -> None:
     about = {"kind": "Pod", "name": "p"}
     late = {"lastTimestamp": "2026-11-21T02:00:00Z", "involvedObject": about, "count": 3}
     early = {"eventTime": "2026-11-21T01:00:00Z", "involvedObject": about, "lastTimestamp": None}
@@ -48,8 +48,8 @@ def test_events_are_a_line_each_and_the_oldest_comes_first() -> None:
     assert lines[1] == "2026-11-21T02:00:00Z Warning Pod/p BackOff x3: again"
 
 
-def test_a_namespace_is_written_down_without_its_secrets(tmp_path: Path) -> None:
-    """Objects, events and both logs of a container; the key was in all of them, and now in none."""
+def test_a_namespace_is_dumped_without_its_secrets(tmp_path: Path) -> None:
+    """The key is in the objects, the events and both logs, and in none of the files."""
     container = {"name": "minisgl", "args": [f"--api-key={KEY}"]}
     pod = {**RECORDED["crash"], "spec": {"containers": [container]}}
     secret = {"metadata": {"name": "clients"}, "data": {"api-key": encoded(KEY)}}
@@ -79,4 +79,4 @@ def test_a_namespace_is_written_down_without_its_secrets(tmp_path: Path) -> None
         assert text, name
         assert KEY not in text, name
         assert encoded(KEY) not in text, name
-        assert "api-key:" not in text, "the Secret itself is not there"
+        assert "api-key:" not in text, "the Secret itself must not be there"

@@ -1,4 +1,4 @@
-"""How the helm program is called, version 3 and 4; its library is called in tests/chart."""
+"""Command lines of Helm 3 and Helm 4. tests/chart covers helm-python-sdk."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def program(version: str, **answers: str) -> tuple[HelmBinary, Recorder]:
     return HelmBinary(Access("k", "lab"), "ns", run), run
 
 
-def test_values_go_in_a_file_that_is_gone_afterwards() -> None:
+def test_values_are_passed_in_a_temporary_file() -> None:
     helm, run = program("v3.6.2+gee407bd")
     seen: list[object] = []
     run.on_run = lambda line: seen.append(json.loads(Path(line.split()[-1]).read_text()))
@@ -31,13 +31,13 @@ def test_values_go_in_a_file_that_is_gone_afterwards() -> None:
 @pytest.mark.parametrize(
     ("version", "flag"), [("v3.6.2+gee407bd", "--atomic"), ("v4.2.3", "--rollback-on-failure")]
 )
-def test_an_upgrade_may_roll_itself_back(version: str, flag: str) -> None:
+def test_an_atomic_upgrade_has_the_flag_of_its_helm_version(version: str, flag: str) -> None:
     helm, run = program(version)
     helm.upgrade("minisgl", {}, atomic_s=60)
     assert run.lines[-1].startswith(f"helm upgrade minisgl {CHART} {flag} --timeout 60s {AT}")
 
 
-def test_the_other_verbs() -> None:
+def test_the_other_commands() -> None:
     helm, run = program("v3.6.2", **{"helm history": '[{"revision": 1, "status": "deployed"}]'})
     helm.upgrade("minisgl", {})
     helm.rollback("minisgl")
@@ -53,7 +53,7 @@ def test_the_other_verbs() -> None:
     ]
 
 
-def test_its_words_are_kept_when_it_fails() -> None:
+def test_a_failure_contains_the_output_of_helm() -> None:
     run = Recorder({"helm version": "v4.2.3", "helm rollback": FAILED})
     with pytest.raises(HelmFailed, match=str(FAILED)):
         HelmBinary(Access(None, "lab"), "ns", run).rollback("minisgl")

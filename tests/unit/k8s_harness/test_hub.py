@@ -1,4 +1,4 @@
-"""The stand-in for the hub, by the hub's own client."""
+"""The substitute for the hub serves the hub's own client."""
 
 import json
 import os

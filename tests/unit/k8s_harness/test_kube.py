@@ -1,18 +1,41 @@
-"""What is asked of an API server, and what becomes of its answers."""
+"""Requests to the API server and the interpretation of its responses."""
 
 import itertools
 import json
 from pathlib import Path
 
 import pytest
-from k8s_harness.kube import ApiException
+from k8s_harness.kube import ApiException, Kube
+from k8s_harness.providers import Access, ProviderError
 
 from tests.unit.k8s_harness.replies import PODS, RECORDED, event, listing, replayed
 
 ALIVE, ASKED, ENDED, REMOVED = RECORDED["deletion"]
 
 
-def test_kinds_are_found_in_their_groups(tmp_path: Path) -> None:
+def test_an_unknown_context_is_refused_in_one_line(tmp_path: Path) -> None:
+    with replayed(tmp_path, {"GET /version": {"gitVersion": "v1.36.2"}}) as (kube, _):
+        kubeconfig = kube.access.kubeconfig
+        assert Kube.connect(kube.access).version == "v1.36.2"
+        with pytest.raises(
+            ProviderError, match=r"no usable context 'lab' .*get-contexts"
+        ) as refused:
+            Kube.connect(Access(kubeconfig, "lab"))
+    assert "\n" not in str(refused.value)
+
+
+def test_an_api_server_that_refuses_or_does_not_answer_gives_one_line(tmp_path: Path) -> None:
+    with (
+        replayed(tmp_path, {"GET /version": 401}) as (kube, _),
+        pytest.raises(ProviderError, match="context 'replay' refuses requests: 401") as refused,
+    ):
+        Kube.connect(kube.access)
+    with pytest.raises(ProviderError, match="context 'replay' does not answer") as silent:
+        Kube.connect(kube.access)
+    assert "\n" not in str(refused.value) + str(silent.value)
+
+
+def test_discovery_finds_kinds_in_their_groups(tmp_path: Path) -> None:
     with replayed(tmp_path, {}) as (kube, _):
         assert kube.serves("apps/v1", "Deployment")
         assert kube.serves("events.k8s.io/v1", "Event")
@@ -20,7 +43,7 @@ def test_kinds_are_found_in_their_groups(tmp_path: Path) -> None:
         assert kube.resources["Event"].root == "/api/v1", "the core group comes first"
 
 
-def test_requests_name_namespace_selector_and_name(tmp_path: Path) -> None:
+def test_a_list_request_has_namespace_selector_and_name(tmp_path: Path) -> None:
     answers = {f"GET {PODS}": listing(), "GET /api/v1/namespaces/other/pods": listing()}
     with replayed(tmp_path, answers) as (kube, server):
         kube.all("Pod", "a=b", "one")
@@ -30,13 +53,13 @@ def test_requests_name_namespace_selector_and_name(tmp_path: Path) -> None:
     assert asked == [f"GET {PODS}?{query}", "GET /api/v1/namespaces/other/pods"]
 
 
-def test_items_of_a_list_know_their_kind(tmp_path: Path) -> None:
+def test_items_of_a_list_have_kind_and_version(tmp_path: Path) -> None:
     with replayed(tmp_path, {f"GET {PODS}": listing(ALIVE)}) as (kube, _):
         (pod,) = kube.all("Pod")
     assert (pod["kind"], pod["apiVersion"]) == ("Pod", "v1")
 
 
-def test_what_is_not_there_is_none_and_other_errors_are_raised(tmp_path: Path) -> None:
+def test_a_missing_object_is_none_and_other_errors_are_raised(tmp_path: Path) -> None:
     answers = {f"GET {PODS}/hidden": 403, f"DELETE {PODS}/hidden": 403}
     with replayed(tmp_path, answers) as (kube, _):
         assert kube.get("Pod", "none") is None
@@ -48,7 +71,7 @@ def test_what_is_not_there_is_none_and_other_errors_are_raised(tmp_path: Path) -
             kube.need("Pod", "none")
 
 
-def test_an_eviction_gives_its_status(tmp_path: Path) -> None:
+def test_an_eviction_returns_its_status(tmp_path: Path) -> None:
     answers = {f"POST {PODS}/a/eviction": {}, f"POST {PODS}/b/eviction": 429}
     with replayed(tmp_path, answers) as (kube, server):
         assert (kube.evict("a"), kube.evict("b")) == (201, 429)
@@ -66,7 +89,7 @@ def test_a_patch_and_a_grace_period_are_sent(tmp_path: Path) -> None:
     assert server.asked[-1].startswith(f"DELETE {PODS}/a?gracePeriodSeconds=1")
 
 
-def test_a_watch_follows_changes_and_keeps_what_went(tmp_path: Path) -> None:
+def test_a_watch_keeps_the_last_state_of_deleted_objects(tmp_path: Path) -> None:
     changes = [[event("MODIFIED", ASKED), event("MODIFIED", ENDED)], [event("DELETED", REMOVED)]]
     answers = {f"GET {PODS}": listing(ALIVE), f"WATCH {PODS}": changes}
     with replayed(tmp_path, answers) as (kube, server):
@@ -75,11 +98,11 @@ def test_a_watch_follows_changes_and_keeps_what_went(tmp_path: Path) -> None:
                 break
         watches = [line for line in server.asked if line.startswith("WATCH")]
     assert seen.objects == {}
-    # The kubelet's own deletion at the end shortened the grace; the first one is what counted.
+    # The kubelet sets an earlier deletionTimestamp at the end; the watch keeps the first one.
     assert REMOVED["metadata"]["deletionTimestamp"] == "2026-11-21T02:27:22Z"
     assert seen.gone["good"]["metadata"]["deletionTimestamp"] == "2026-11-21T02:27:44Z"
     assert "resourceVersion=1&" in watches[0]
-    assert "resourceVersion=2&" in watches[1], "it goes on where it was"
+    assert "resourceVersion=2&" in watches[1], "the next watch continues at the last version"
 
 
 def test_a_watch_that_is_too_old_lists_again(tmp_path: Path) -> None:
@@ -101,7 +124,7 @@ def test_a_watch_that_fails_raises(tmp_path: Path) -> None:
             pass
 
 
-def test_a_probe_tells_the_pod_s_answer_from_the_api_server_s(tmp_path: Path) -> None:
-    """A pod that does not answer yet is 0, whatever the proxy says of it."""
+def test_a_probe_returns_0_for_an_answer_of_the_api_server(tmp_path: Path) -> None:
+    """The API server itself answers 503 for a pod that does not answer yet."""
     with replayed(tmp_path, {f"GET {PODS}/a:1919/proxy/readyz": 503}) as (kube, _):
         assert kube.probe("a", "/readyz")[0] == 0

@@ -1,4 +1,4 @@
-"""The tests of a cluster are there to be collected, and refuse a cluster that was not named."""
+"""Command-line options of the cluster tests; no cluster is needed."""
 
 import subprocess
 import sys
@@ -22,14 +22,29 @@ def test_all_are_collected_without_a_cluster() -> None:
         assert f"{file.name}::" in done.stdout
 
 
+def test_an_unknown_context_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    """No test may report the reason again as a traceback of its own."""
+    config = tmp_path / "kubeconfig"
+    config.write_text("{apiVersion: v1, kind: Config, clusters: [], users: [], contexts: []}")
+    command = [sys.executable, "-m", "pytest", "k8s-tests", "-p", "no:cacheprovider"]
+    command += ["--provider", "existing", "--context", "lab", "--kubeconfig", str(config)]
+    command += ["--skip-build"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    output = done.stdout + done.stderr
+    assert sum("no usable context 'lab'" in line for line in output.splitlines()) == 1
+    assert "Traceback" not in output
+    assert "Error" not in output
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (("--provider", "existing"), "--provider existing needs --context NAME"),
-        (("--context", "lab"), "--context: only with --provider existing"),
+        (("--context", "lab"), "--context: only allowed with --provider existing"),
     ],
 )
-def test_no_cluster_is_taken_by_luck(words: tuple[str, ...], why: str) -> None:
+def test_a_cluster_is_used_only_if_it_is_named(words: tuple[str, ...], why: str) -> None:
     done = collected(*words)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert why in done.stderr

@@ -1,4 +1,4 @@
-"""Which commands a provider runs: it creates, loads and deletes what it should and nothing else."""
+"""Commands of the providers that create, load and delete."""
 
 import re
 from pathlib import Path
@@ -25,15 +25,15 @@ def existing(run: Recorder, folder: Path, **more: object) -> Existing:
     return Existing(settings, folder, run)
 
 
-def test_the_node_image_is_pinned_and_the_config_is_kind_s() -> None:
+def test_the_node_image_is_pinned_and_the_config_is_for_kind() -> None:
     assert re.fullmatch(r"kindest/node:v1\.\d+\.\d+@sha256:[0-9a-f]{64}", NODE_IMAGE)
     config = yaml.safe_load(CONFIG.read_text())
     assert (config["kind"], config["apiVersion"]) == ("Cluster", "kind.x-k8s.io/v1alpha4")
     assert [node["role"] for node in config["nodes"]] == ["control-plane"]
 
 
-def test_kind_creates_with_pin_config_and_its_own_kubeconfig(tmp_path: Path) -> None:
-    run = Recorder({"kind get clusters": "someone-elses\n"})
+def test_kind_creates_with_pinned_image_and_separate_kubeconfig(tmp_path: Path) -> None:
+    run = Recorder({"kind get clusters": "other\n"})
     assert kind(run, tmp_path).ensure() == Access(f"{tmp_path}/kubeconfig", f"kind-{NAME}")
     assert run.lines == [
         "kind get clusters",
@@ -42,7 +42,7 @@ def test_kind_creates_with_pin_config_and_its_own_kubeconfig(tmp_path: Path) -> 
     ]
 
 
-def test_kind_leaves_a_foreign_cluster_of_its_name_alone(tmp_path: Path) -> None:
+def test_kind_does_not_touch_an_existing_cluster_of_its_name(tmp_path: Path) -> None:
     run = Recorder({"kind get clusters": f"a\n{NAME}\n"})
     provider = kind(run, tmp_path)
     with pytest.raises(ProviderError, match="--reuse"):
@@ -51,7 +51,7 @@ def test_kind_leaves_a_foreign_cluster_of_its_name_alone(tmp_path: Path) -> None
     assert not [line for line in run.lines if "create" in line or "delete" in line]
 
 
-def test_kind_takes_a_cluster_again_and_leaves_it(tmp_path: Path) -> None:
+def test_reuse_keeps_the_cluster(tmp_path: Path) -> None:
     run = Recorder({"kind get clusters": f"{NAME}\n"})
     provider = kind(run, tmp_path, reuse=True)
     provider.ensure()
@@ -70,7 +70,7 @@ def test_kind_takes_a_cluster_again_and_leaves_it(tmp_path: Path) -> None:
         (False, {"reuse": True}, False),
     ],
 )
-def test_kind_deletes_what_it_created(
+def test_kind_deletes_only_a_cluster_that_it_created(
     tmp_path: Path, failed: bool, more: dict[str, object], is_deleted: bool
 ) -> None:
     run = Recorder()
@@ -83,7 +83,9 @@ def test_kind_deletes_what_it_created(
     assert run.lines == [export] * failed + [delete] * is_deleted
 
 
-def test_half_a_cluster_is_deleted_though_its_logs_cannot_be_had(tmp_path: Path) -> None:
+def test_an_incomplete_cluster_is_deleted_even_if_its_logs_cannot_be_exported(
+    tmp_path: Path,
+) -> None:
     run = Recorder({"kind create": FAILED, "kind export logs": FAILED})
     provider = kind(run, tmp_path)
     with pytest.raises(CommandFailed):
@@ -93,7 +95,7 @@ def test_half_a_cluster_is_deleted_though_its_logs_cannot_be_had(tmp_path: Path)
     assert (tmp_path / "artifacts/kind/export-failed.txt").read_text() == str(FAILED)
 
 
-def test_kind_loads_by_archive(tmp_path: Path) -> None:
+def test_kind_loads_an_archive(tmp_path: Path) -> None:
     run = Recorder()
     assert kind(run, tmp_path).load_image("minisgl:1") == "minisgl:1"
     assert run.lines == [
@@ -102,7 +104,7 @@ def test_kind_loads_by_archive(tmp_path: Path) -> None:
     ]
 
 
-def test_existing_runs_nothing_but_the_load_command(tmp_path: Path) -> None:
+def test_existing_runs_no_command_without_load_command(tmp_path: Path) -> None:
     run = Recorder()
     provider = existing(run, tmp_path, kubeconfig="k")
     assert provider.ensure() == Access("k", "lab")
@@ -111,7 +113,7 @@ def test_existing_runs_nothing_but_the_load_command(tmp_path: Path) -> None:
     assert run.lines == []
 
 
-def test_existing_loads_by_a_given_command(tmp_path: Path) -> None:
+def test_existing_runs_the_given_load_command(tmp_path: Path) -> None:
     run = Recorder()
     existing(run, tmp_path, load_command="minikube image load {image}").load_image("minisgl:1")
     ctr = "ssh node 'ctr -n k8s.io images import {archive}'"
@@ -130,7 +132,7 @@ def test_existing_pushes_to_a_registry_and_pulls_from_there(tmp_path: Path) -> N
     assert run.lines == [f"docker tag ghcr.io/m/minisgl:1 {there}", f"docker push {there}"]
 
 
-def test_the_provider_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+def test_the_settings_choose_the_provider(tmp_path: Path) -> None:
     lab = Settings(provider="existing", context="lab", skip_build=True)
     assert isinstance(provider_for(lab, tmp_path, CONFIG, Recorder()), Existing)
     assert isinstance(provider_for(Settings(), tmp_path, CONFIG, Recorder()), Kind)

@@ -1,9 +1,9 @@
-"""Which pods get new connections."""
+"""Endpoints of a Service."""
 
 from k8s_harness.release import ready_endpoints
 
 
-def test_only_ready_endpoints_count() -> None:
+def test_only_ready_endpoints_receive_connections() -> None:
     def endpoint(name: str, ready: bool) -> dict[str, object]:
         return {"targetRef": {"name": name}, "conditions": {"ready": ready, "serving": True}}
 

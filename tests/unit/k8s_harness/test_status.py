@@ -1,4 +1,4 @@
-"""Statuses as a Kubernetes 1.36 gave them: who is ready, who is hopeless and why, how it ended."""
+"""Statuses that Kubernetes 1.36 returned: readiness, reasons of failures, ends of containers."""
 
 import copy
 from datetime import datetime
@@ -23,7 +23,7 @@ FLAG = "minisgl: error: unknown argument --no-such-flag; see --help"
 
 
 def waiting(name: str, reason: str) -> dict[str, Any]:
-    """A recorded pod with another reason to wait."""
+    """A recorded pod whose container waits for another reason."""
     pod = copy.deepcopy(RECORDED[name])
     (container,) = pod["status"]["containerStatuses"]
     container["state"] = {"waiting": {"reason": reason, "message": "back-off 40s"}}
@@ -41,7 +41,7 @@ def waiting(name: str, reason: str) -> dict[str, Any]:
     ],
     ids=["crash", "crash-backoff", "oom", "oom-backoff", "pull-backoff"],
 )
-def test_a_hopeless_pod_says_why(pod: dict[str, Any], words: str) -> None:
+def test_a_pod_that_cannot_become_ready_has_a_reason(pod: dict[str, Any], words: str) -> None:
     assert trouble(pod, NOW_S) == words
 
 
@@ -53,7 +53,7 @@ def test_a_hopeless_pod_says_why(pod: dict[str, Any], words: str) -> None:
         ("nogpu", "nogpu: Unschedulable: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu"),
     ],
 )
-def test_recorded_reasons_are_passed_on(name: str, words: str) -> None:
+def test_recorded_reasons_are_returned(name: str, words: str) -> None:
     assert (trouble(RECORDED[name], NOW_S) or "").startswith(words)
 
 
@@ -61,7 +61,7 @@ def test_a_pod_that_may_become_ready_is_no_trouble() -> None:
     assert trouble(RECORDED["good"], NOW_S) is None
     assert trouble(waiting("nopull", "ContainerCreating"), NOW_S) is None
     began_s = datetime.fromisoformat("2026-11-21T02:25:58Z").timestamp()
-    assert trouble(RECORDED["nogpu"], began_s + 19) is None, "a place may come free"
+    assert trouble(RECORDED["nogpu"], began_s + 19) is None, "a node may still get room"
     once = copy.deepcopy(RECORDED["crash"])
     once["status"]["containerStatuses"][0]["restartCount"] = 1
     assert trouble(once, NOW_S) is None
@@ -69,7 +69,7 @@ def test_a_pod_that_may_become_ready_is_no_trouble() -> None:
     assert trouble(once, NOW_S) is None, "it runs again"
 
 
-def test_a_pod_that_goes_is_no_trouble() -> None:
+def test_a_pod_that_is_being_deleted_is_no_trouble() -> None:
     pod = copy.deepcopy(RECORDED["crash"])
     pod["metadata"]["deletionTimestamp"] = "2026-11-21T02:28:30Z"
     assert trouble(pod, NOW_S) is None
@@ -81,14 +81,14 @@ def test_a_failed_pod_is_trouble() -> None:
     assert trouble(pod, NOW_S) == "p: Failed: Evicted"
 
 
-def test_readiness_restarts_and_whether_it_ran() -> None:
+def test_readiness_restarts_and_has_run() -> None:
     assert [n for n in RECORDED if n != "deletion" and is_ready(RECORDED[n])] == ["good"]
     assert (restarts(RECORDED["crash"]), restarts(RECORDED["good"])) == (4, 0)
     assert [has_run(RECORDED[name]) for name in ("good", "crash", "nopull")] == [True, True, False]
 
 
 def test_the_end_of_a_deleted_pod() -> None:
-    """It ended 23 s before the kubelet would have killed it."""
+    """The container ended 23 s before the end of its grace period."""
     alive, asked, ended, _ = RECORDED["deletion"]
     assert [is_leaving(pod) for pod in (alive, asked)] == [False, True]
     assert exit_of(asked, "minisgl") is None
@@ -106,7 +106,7 @@ def test_the_end_of_a_deleted_pod() -> None:
         ({"replicas": 3}, False),
     ],
 )
-def test_a_rollout_is_done_when_every_count_is(change: dict[str, int], is_done: bool) -> None:
+def test_a_rollout_is_done_when_every_count_matches(change: dict[str, int], is_done: bool) -> None:
     counts = dict.fromkeys(("replicas", "updatedReplicas", "availableReplicas"), 2)
     status = {"observedGeneration": 4, **counts, **change}
     meta = {"generation": 4}

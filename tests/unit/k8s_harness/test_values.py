@@ -1,4 +1,4 @@
-"""Values are changed as far as a CPU cluster needs it, and no further."""
+"""Changes of the values files for a CPU cluster."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_every_file_renders_a_pod_for_cpus(path: Path) -> None:
     assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
 
-def test_changes_of_a_test_win() -> None:
+def test_changes_of_a_test_take_precedence() -> None:
     values = cpu(IMAGE, replicas=2, drain={"graceSeconds": 1})
     assert values["replicas"] == 2
     assert values["drain"] == {"timeoutSeconds": 90, "graceSeconds": 1}

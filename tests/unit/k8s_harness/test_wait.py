@@ -1,4 +1,4 @@
-"""Waits end with an event, with the reason of a hopeless pod, or with the time."""
+"""A wait ends with an event, with the reason of a pod that cannot become ready, or by timeout."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_an_event_ends_the_wait(tmp_path: Path) -> None:
         assert wait_for(kube, "Pod", lambda seen: sorted(seen.objects), "a pod") == ["good"]
 
 
-def test_a_hopeless_pod_ends_the_wait_with_its_reason(tmp_path: Path) -> None:
+def test_a_pod_that_cannot_become_ready_ends_the_wait_with_its_reason(tmp_path: Path) -> None:
     answers = {f"GET {PODS}": listing(RECORDED["crash"])}
     with (
         replayed(tmp_path, answers) as (kube, _),
@@ -27,7 +27,7 @@ def test_a_hopeless_pod_ends_the_wait_with_its_reason(tmp_path: Path) -> None:
         wait_for(kube, "Pod", lambda _: False, "nothing", pods="app=minisgl")
 
 
-def test_the_time_ends_the_wait(tmp_path: Path) -> None:
+def test_the_timeout_ends_the_wait(tmp_path: Path) -> None:
     with (
         replayed(tmp_path, {f"GET {PODS}": listing()}) as (kube, _),
         pytest.raises(NotInTime, match="waiting for a pod in default after 0 s"),
@@ -35,7 +35,7 @@ def test_the_time_ends_the_wait(tmp_path: Path) -> None:
         wait_for(kube, "Pod", lambda seen: seen.objects, "a pod", timeout_s=0)
 
 
-def test_a_recorder_has_the_last_state_of_what_went(tmp_path: Path) -> None:
+def test_a_recorder_has_the_last_state_of_deleted_objects(tmp_path: Path) -> None:
     changes = [[event("MODIFIED", ASKED)], [event("MODIFIED", ENDED), event("DELETED", REMOVED)]]
     answers = {f"GET {PODS}": listing(ALIVE), f"WATCH {PODS}": changes}
     with replayed(tmp_path, answers) as (kube, _), recorded(kube, "Pod", "") as recorder:
@@ -44,7 +44,7 @@ def test_a_recorder_has_the_last_state_of_what_went(tmp_path: Path) -> None:
     assert container["state"]["terminated"]["exitCode"] == 0
 
 
-def test_a_recorder_raises_what_its_watch_raised(tmp_path: Path) -> None:
+def test_a_recorder_raises_the_error_of_its_watch(tmp_path: Path) -> None:
     broken = {"type": "ERROR", "object": {"code": 500}}
     answers = {f"GET {PODS}": listing(), f"WATCH {PODS}": [[], [broken]]}
 
@@ -53,7 +53,7 @@ def test_a_recorder_raises_what_its_watch_raised(tmp_path: Path) -> None:
 
     with (
         replayed(tmp_path, answers) as (kube, _),
-        pytest.raises(ApiException),  # from the wait below, or already from that for the listing
+        pytest.raises(ApiException),  # raised by the wait below or by the first listing
         recorded(kube, "Pod", "") as recorder,
     ):
         recorder.wait(never, "nothing")
