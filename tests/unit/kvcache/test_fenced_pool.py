@@ -43,6 +43,6 @@ def test_asking_for_more_than_there_is_is_a_bug() -> None:
 def test_integrity_sees_a_lost_page() -> None:
     pool = FencedPool(3)
     pool.allocate(1)
-    pool.out[np.array([2])] = True
+    pool.allocated[np.array([2])] = True
     with pytest.raises(InvariantBroken):
         pool.check_integrity()

@@ -12,7 +12,7 @@ from minisgl.engine import Engine
 from minisgl.engine.pending import LaunchedStep
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
-from minisgl.scheduler.kv_manager import KVMemory
+from minisgl.scheduler.kv_manager import KVManager
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SPELL = [{"role": "user", "content": "Spell the word planet."}]
@@ -271,7 +271,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("max_tokens", [1, 30])
 @pytest.mark.parametrize(
-    "where", [(Engine, "launch"), (LaunchedStep, "wait"), (KVMemory, "publish")]
+    "where", [(Engine, "launch"), (LaunchedStep, "wait"), (KVManager, "publish")]
 )
 def test_a_keyboard_interrupt_leaves_it_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], max_tokens: int

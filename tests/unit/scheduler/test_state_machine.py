@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost
 from minisgl.message.messages import FlushCache
-from minisgl.scheduler import policy
+from minisgl.scheduler import budget, policy
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 
@@ -129,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.harness.run()
         scheduler = self.harness.scheduler
-        pool, cache = scheduler.memory.pool, scheduler.memory.cache
+        pool, cache = scheduler.kv_manager.pool, scheduler.kv_manager.cache
         assert pool.num_free + cache.evictable_pages == pool.size
         for uid, answer in self.harness.answers.items():
             assert len(answer.finishes) == 1, "exactly one terminal message"
@@ -145,5 +145,9 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
     settings = settings(max_examples=150, stateful_step_count=40, deadline=None, print_blob=True)
 
     def setUp(self) -> None:
-        any_size = {"EVEN_TOKENS": 1, "step_sizes": lambda largest: list(range(1, largest + 1))}
-        self.enterContext(patch.multiple(policy, MIN_SHARED_TOKENS=4, **any_size))
+        any_size = {
+            "EVEN_STEP_TOKENS": 1,
+            "step_sizes": lambda largest: list(range(1, largest + 1)),
+        }
+        self.enterContext(patch.multiple(budget, **any_size))
+        self.enterContext(patch.object(policy, "MIN_SHARED_TOKENS", 4))

@@ -78,8 +78,8 @@ def test_the_time_left_is_that_of_the_shorter_decode_step() -> None:
         meter.launched()
     for step in (batch(1), batch(1), batch(1), batch(1, (100,))):
         meter.resolved(step, False)
-    assert meter.left_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0
-    assert meter.left_s(predicted_s=4.0) == 60.0 + 4.0 - 61.0
+    assert meter.remaining_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0
+    assert meter.remaining_s(predicted_s=4.0) == 60.0 + 4.0 - 61.0
 
 
 def test_scheduler_stats_hold_every_step_and_every_token() -> None:

@@ -80,7 +80,7 @@ def test_what_waits_counts_what_older_reqs_compute_once(cache_type: str) -> None
     harness.add(first, cache_salt="other")
     harness.add(first, prompt_logprobs=0)
     harness.step()
-    counted = [req.to_compute for req in harness.scheduler.planner.waiting]
+    counted = [req.uncached_tokens for req in harness.scheduler.planner.waiting]
     shared = 196 if cache_type == "radix" else 0
     assert counted == [200, 200 - shared, 163 - min(shared, 160), 61, 200, 200]
 
