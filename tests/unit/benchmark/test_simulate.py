@@ -91,9 +91,11 @@ def test_the_device_does_not_wait_for_slow_launches() -> None:
 
 @pytest.mark.parametrize("cold", [False, True], ids=["cached", "cold"])
 def test_prompts_with_a_shared_prefix_hardly_slow_down_streams(cold: bool) -> None:
-    """A shared prefix, cached or computed for the first prompt, is not part of the queue. Before, it
-    counted once for each of the 20 prompts, as a queue of 4 s, and the streams had gaps of
-    86 ms."""
+    """A shared prefix, cached or computed for the first prompt, is not part of the queue.
+
+    Before, it counted once for each of the 20 prompts, as a queue of 4 s, and the streams had gaps
+    of 86 ms.
+    """
     streams = load_of(*[(0.0, 820, 800)] * 64)
     [shared] = load_of((0.0, 8192, 1)).prompts
     own = load_of(*[(0.0, 200, 1)] * 20).prompts

@@ -47,7 +47,7 @@ def test_a_locked_prefix_survives_any_eviction() -> None:
 
 
 def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
-    """W25: the head of a split edge kept its old last_use, so shared prefixes were evicted first."""
+    """W25: the head of a split edge kept its old last_use, so shared prefixes went first."""
     cache = RadixCache(1)
     fill(cache, ids(1, 2, 3, 4), 0, 1)
     fill(cache, ids(9, 8), 10, 1)
@@ -134,7 +134,7 @@ def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, in
 
 
 def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
-    """When every prompt is matched again, no eviction removes entries from the heap of new leaves."""
+    """When every prompt is matched again, evictions never take entries from the other heap."""
     cache = RadixCache(1)
     fill(cache, ids(10_000), 10_000, 1)
     for key in range(1000):
