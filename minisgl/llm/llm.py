@@ -117,10 +117,7 @@ class LLM:
         for the template. The rest is as for `generate`.
         """
         single, listed = _as_list(conversations, dict, "a conversation is a list of messages")
-        prompts = [
-            self.tokenizer.encode_chat(list(conversation), template_options)
-            for conversation in listed
-        ]
+        prompts = [self.tokenizer.encode_chat(list(each), template_options) for each in listed]
         return self._run(single, prompts, sampling, stop, progress)
 
     def stream(

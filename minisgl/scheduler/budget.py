@@ -27,37 +27,35 @@ class PrefillBudget:
       output tokens are then spread evenly over the decode steps: `_even`.
     """
 
-    def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        table: RequestTable,
+        prefilling: Sequence[Req],
+        waiting: Sequence[Req],
+    ) -> None:
+        """prefilling, waiting: the planner's queues, in the order in which prompts are computed.
+        The budget reads them at each call, and the planner goes on changing them."""
         self._config = config
         self._table = table
+        self._prefilling = prefilling
+        self._waiting = waiting
         self._sizes = step_sizes(config.prefill_budget_tokens + table.rows.size + 1024)
 
-    def tokens(
-        self,
-        decode_rows: Int32Array,
-        prefilling: Sequence[Req],
-        waiting: Sequence[Req],
-        cost: StepCost | None,
-    ) -> int:
+    def tokens(self, decode_rows: Int32Array, cost: StepCost | None) -> int:
         """Return the largest number of prompt tokens that the next step may contain.
 
-        decode_rows: int32, the rows that decode in this step. prefilling, waiting: requests in the
-        order in which their prompts are computed. cost: predicts step times, None when unknown.
+        decode_rows: int32, the rows that decode in this step. cost: predicts step times; None when
+        they are unknown.
         """
         budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
-        if not len(decode_rows) or cost is None or not (prefilling or waiting):
+        if not len(decode_rows) or cost is None or not (self._prefilling or self._waiting):
             return budget
         if target_ms is None:
-            return min(self._even(decode_rows, prefilling, waiting, cost), budget)
-        return min(self._timed(decode_rows, prefilling, waiting, cost, target_ms / 1000), budget)
+            return min(self._even(decode_rows, cost), budget)
+        return min(self._timed(decode_rows, cost, target_ms / 1000), budget)
 
-    def _even(
-        self,
-        decode_rows: Int32Array,
-        prefilling: Sequence[Req],
-        waiting: Sequence[Req],
-        cost: StepCost,
-    ) -> int:
+    def _even(self, decode_rows: Int32Array, cost: StepCost) -> int:
         """Spread prompts over the decode steps, in steps of even size.
 
         A decode step with few requests reads all weights for few tokens, so prompt tokens in the
@@ -71,17 +69,22 @@ class PrefillBudget:
         models).
         """
         budget, table = self._config.prefill_budget_tokens, self._table
-        if len(waiting) > table.rows.num_free:
+        if len(self._waiting) > table.rows.num_free:
             return budget
-        rows = np.array([req.row for req in prefilling], dtype=np.int32)
-        waiting_uncached = np.array([req.uncached_tokens for req in waiting], dtype=np.int64)
-        waiting_outputs = np.array(
-            [req.max_total_tokens - len(req.tokens) for req in waiting], dtype=np.int64
-        )
+        rows = np.array([req.row for req in self._prefilling], dtype=np.int32)
+        waiting = self._waiting
         uncached = np.concatenate(
-            [table.prefill_end[rows] - table.computed[rows], waiting_uncached]
+            [
+                table.prefill_end[rows] - table.computed[rows],
+                np.array([req.uncached_tokens for req in waiting], dtype=np.int64),
+            ]
         )
-        outputs = np.concatenate([table.limit[rows] - table.prefill_end[rows], waiting_outputs])
+        outputs = np.concatenate(
+            [
+                table.limit[rows] - table.prefill_end[rows],
+                np.array([req.max_total_tokens - len(req.tokens) for req in waiting], np.int64),
+            ]
+        )
         decode_steps = (table.limit[decode_rows] - table.computed[decode_rows]).max()
         steps_until_start = np.maximum(max(decode_steps, outputs.max()) - outputs, 1)
         needed = min(int((uncached.cumsum() // steps_until_start).max()) + 1, budget)
@@ -94,14 +97,7 @@ class PrefillBudget:
         separate_s = cost.predict_s(budget, 0, 0) * chunk / budget
         return chunk if mixed_s < separate_s else budget
 
-    def _timed(
-        self,
-        decode_rows: Int32Array,
-        prefilling: Sequence[Req],
-        waiting: Sequence[Req],
-        cost: StepCost,
-        target_s: float,
-    ) -> int:
+    def _timed(self, decode_rows: Int32Array, cost: StepCost, target_s: float) -> int:
         """Keep the predicted step time below a limit.
 
         The limit is the larger of the step-time target and MAX_SLOWDOWN times the predicted
@@ -113,12 +109,12 @@ class PrefillBudget:
         num_decode = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())
         limit_s = max(target_s, MAX_SLOWDOWN * cost.predict_s(num_decode, keys, 0))
-        queue_s = cost.predict_s(sum(req.uncached_tokens for req in waiting), 0, 0)
+        queue_s = cost.predict_s(sum(req.uncached_tokens for req in self._waiting), 0, 0)
         limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), MAX_QUEUE_FACTOR)
-        if prefilling:
-            start = int(self._table.computed[prefilling[0].row])
+        if self._prefilling:
+            start = int(self._table.computed[self._prefilling[0].row])
         else:  # the cached part of the prompt that is admitted next
-            start = len(waiting[0].tokens) - waiting[0].uncached_tokens
+            start = len(self._waiting[0].tokens) - self._waiting[0].uncached_tokens
 
         def step_s(tokens: int) -> float:
             chunk = tokens - num_decode

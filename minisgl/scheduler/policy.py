@@ -72,10 +72,10 @@ class Planner:
         self._eos = eos_token_ids
         self._kv_manager = kv_manager
         self._table = table
-        self._budget = PrefillBudget(config, table)
         self.cost: StepCost | None = None
         self.waiting: deque[Req] = deque()
         self.prefilling: list[Req] = []
+        self._budget = PrefillBudget(config, table, self.prefilling, self.waiting)
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -177,7 +177,7 @@ class Planner:
 
     def _choose_chunks(self, decode_rows: Int32Array, admit: bool) -> dict[int, int]:
         """Return the prompt tokens of this step by row. admit: waiting requests may start."""
-        budget = self._budget.tokens(decode_rows, self.prefilling, self.waiting, self.cost)
+        budget = self._budget.tokens(decode_rows, self.cost)
         chunks: dict[int, int] = {}
         for req in self.prefilling:
             if budget > 0:

@@ -137,7 +137,7 @@ class Scheduler:
             locked_pages=pool.size - free_pages - cache.evictable_pages,
             total_pages=pool.size,
             evicted_pages_total=self.kv_manager.evicted_pages_total,
-            phases=self._meter.stats(),
+            phases=self._meter.phases,
         )
 
     def check_integrity(self) -> None:

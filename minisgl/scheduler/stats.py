@@ -5,8 +5,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from minisgl.core import Batch
 from minisgl.message import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
 
@@ -17,12 +15,14 @@ class StepMeter:
     A step's time runs from its launch to its result, or from the end of the step before where the
     two overlap. So the sum of all steps is the time in which the device had work. Metering a step
     takes the host less than 1 us.
+
+    phases  the totals by phase (STEP_PHASES). They go on counting: encode them to keep the values.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: returns seconds."""
         self.clock = clock
-        self._phases = {phase: PhaseStats() for phase in STEP_PHASES}
+        self.phases = {phase: PhaseStats() for phase in STEP_PHASES}
         self._launched_s: deque[float] = deque()
         self._ended_s = 0.0
         self._decode_s: deque[float] = deque([0.0], maxlen=2)
@@ -39,10 +39,10 @@ class StepMeter:
         chunk_tokens = batch.num_prefill_tokens
         tokens = batch.num_decode + chunk_tokens
         if not chunk_tokens:
-            phase = self._phases["decode"]
+            phase = self.phases["decode"]
             self._decode_s.append(duration_s)
         else:
-            phase = self._phases["mixed" if batch.num_decode else "prefill"]
+            phase = self.phases["mixed" if batch.num_decode else "prefill"]
         phase.graph_steps += by_graph
         phase.eager_steps += not by_graph
         phase.seconds += duration_s
@@ -59,12 +59,3 @@ class StepMeter:
         one may measure too long: the host may notice its end late.
         """
         return self._ended_s + min(predicted_s, *self._decode_s) - self.clock()
-
-    def stats(self) -> dict[str, PhaseStats]:
-        """A copy of the totals as of now, by phase."""
-        return {
-            name: msgspec.structs.replace(
-                phase, reqs_counts=[*phase.reqs_counts], tokens_counts=[*phase.tokens_counts]
-            )
-            for name, phase in self._phases.items()
-        }

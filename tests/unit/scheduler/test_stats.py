@@ -39,7 +39,7 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
     for step, by_graph in steps:
         meter.launched()
         meter.resolved(step, by_graph)
-    prefill, decode, mixed = (meter.stats()[name] for name in ("prefill", "decode", "mixed"))
+    prefill, decode, mixed = (meter.phases[name] for name in ("prefill", "decode", "mixed"))
     assert (prefill.eager_steps, prefill.graph_steps) == (1, 0)
     assert (prefill.reqs, prefill.tokens) == (2, 25)
     assert (mixed.eager_steps, mixed.reqs, mixed.tokens) == (1, 4, 10)
@@ -53,7 +53,7 @@ def test_a_step_above_all_bounds_is_in_the_last_bucket() -> None:
     meter = StepMeter()
     meter.launched()
     meter.resolved(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), False)
-    assert meter.stats()["prefill"].tokens_counts[-1] == 1
+    assert meter.phases["prefill"].tokens_counts[-1] == 1
 
 
 def test_overlapped_time_counts_once() -> None:
@@ -64,10 +64,10 @@ def test_overlapped_time_counts_once() -> None:
     meter.launched()
     for _ in range(2):
         meter.resolved(batch(1), False)
-    assert meter.stats()["decode"].seconds == 9.0
+    assert meter.phases["decode"].seconds == 9.0
     meter.launched()
     meter.resolved(batch(1), False)
-    assert meter.stats()["decode"].seconds == 10.0
+    assert meter.phases["decode"].seconds == 10.0
 
 
 def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
