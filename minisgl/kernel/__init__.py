@@ -4,7 +4,7 @@ What is exported runs the reference on CPU tensors and Triton on others (dispatc
 references themselves: elementwise.py, gather.py, rotary.py, sampling.py, random.py, step.py.
 """
 
-from minisgl.kernel.cache import compiling, filling, use_kernel_cache
+from minisgl.kernel.cache import use_kernel_cache
 from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
@@ -29,13 +29,14 @@ from minisgl.kernel.dispatch import (
     update_pages,
 )
 from minisgl.kernel.elementwise import PendingNorm, rope, store_kv
-from minisgl.kernel.flashinfer_ahead import compile_flashinfer
+from minisgl.kernel.flashinfer_jit import AttentionKernel
 from minisgl.kernel.logits import EditTensors, TopLogprobs, edit_logits, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 from minisgl.kernel.step import StepLayout, StepViews
 
 __all__ = [
+    "AttentionKernel",
     "ContextCopy",
     "DecodeScratch",
     "EditTensors",
@@ -50,13 +51,10 @@ __all__ = [
     "balanced_decode",
     "best_of_part",
     "best_of_parts",
-    "compile_flashinfer",
-    "compiling",
     "context_slots",
     "count_blocks",
     "decode_scratch",
     "edit_logits",
-    "filling",
     "gated_linear",
     "gather_embedding",
     "gather_kv",
