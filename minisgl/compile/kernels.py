@@ -22,6 +22,7 @@ from minisgl.compile.triton_driver import compiling, require_triton
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed import TPInfo
 from minisgl.engine.settings import resolve_dtype
+from minisgl.kernel import CompileLog
 from minisgl.kernel.cache import TRITON_FOLDER
 from minisgl.models import load_model_config
 
@@ -51,11 +52,14 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     attention = attention_kernels(config.attention_backend, dtype, model.head_dim, archs)
     # Checked before the manifest is removed: a folder that is complete stays complete.
     require_triton()
+    log = CompileLog()
     with filling(folder, archs, [str(kernel) for kernel in attention]):
         for arch in archs:
             for rank in range(config.tp_size):
                 with compiling(folder / TRITON_FOLDER, arch):
+                    log.watch()
                     dry_run(config, TPInfo(rank, config.tp_size), max_chunk_tokens)
+        log.finish()
         compile_attention_kernels(folder, attention, archs)
     logger.info(
         "kernels compiled folder=%s archs=%s s=%.0f", folder, archs, time.monotonic() - began_s

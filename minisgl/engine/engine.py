@@ -32,7 +32,9 @@ from minisgl.engine.settings import (
     resolve_num_pages,
 )
 from minisgl.kernel import (
+    CompileLog,
     StepViews,
+    compile_missing,
     update_pages,
     use_kernel_cache,
 )
@@ -78,11 +80,11 @@ class Engine:
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._compile_log = CompileLog()
         began_s = time.monotonic()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            if config.kernel_cache is not None:
-                self._use_kernel_cache(Path(config.kernel_cache))
+            self._prepare_kernels()
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
@@ -238,6 +240,7 @@ class Engine:
                 step_timing.every_size(self, dummy_page, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:
                 step_timing.largest_step(self, dummy_page, self._max_chunk_tokens)
+        self._compile_log.finish()
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:
@@ -264,12 +267,22 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _use_kernel_cache(self, folder: Path) -> None:
-        """Search the kernel cache before a kernel is compiled."""
+    def _prepare_kernels(self) -> None:
+        """Search the kernel cache first, and compile the attention kernels that no cache holds.
+
+        Only rank 0 compiles here and logs it; FlashInfer lets the other ranks wait for a module
+        that is being compiled.
+        """
+        config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
-        arch, name = 10 * major + minor, self._config.attention_backend
-        needed = attention_kernels(name, self._dtype, self._model_config.head_dim, [arch])
-        use_kernel_cache(folder, arch, [str(kernel) for kernel in needed])
+        arch = 10 * major + minor
+        head_dim = self._model_config.head_dim
+        needed = attention_kernels(config.attention_backend, self._dtype, head_dim, [arch])
+        if config.kernel_cache is not None:
+            use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
+        if self._show_progress:
+            self._compile_log.watch()
+            compile_missing(needed)
 
     def _assemble(self, num_pages: int) -> DeviceState:
         """Everything on the device but the graphs, over a pool of so many pages."""

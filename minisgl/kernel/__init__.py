@@ -5,6 +5,7 @@ references themselves: elementwise.py, gather.py, rotary.py, sampling.py, random
 """
 
 from minisgl.kernel.cache import use_kernel_cache
+from minisgl.kernel.compile_log import CompileLog
 from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
@@ -29,7 +30,7 @@ from minisgl.kernel.dispatch import (
     update_pages,
 )
 from minisgl.kernel.elementwise import PendingNorm, rope, store_kv
-from minisgl.kernel.flashinfer_jit import AttentionKernel
+from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
 from minisgl.kernel.logits import EditTensors, TopLogprobs, edit_logits, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
@@ -37,6 +38,7 @@ from minisgl.kernel.step import StepLayout, StepViews
 
 __all__ = [
     "AttentionKernel",
+    "CompileLog",
     "ContextCopy",
     "DecodeScratch",
     "EditTensors",
@@ -51,6 +53,7 @@ __all__ = [
     "balanced_decode",
     "best_of_part",
     "best_of_parts",
+    "compile_missing",
     "context_slots",
     "count_blocks",
     "decode_scratch",

@@ -1,13 +1,21 @@
-"""The FlashInfer modules that attention runs, and how to compile them.
+"""Compiles the FlashInfer modules that attention needs, and logs the progress.
+
+FlashInfer compiles a module when a wrapper first plans with it, one to two minutes without any
+output. A starting engine therefore compiles its missing modules here first. FlashInfer then finds
+them in its cache.
 
 flashinfer is imported by the functions and not by this file: it is optional, and the environment
 variables that it reads must be set before its import.
 """
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 class AttentionKernel(NamedTuple):
@@ -52,10 +60,38 @@ def jit_spec(kernel: AttentionKernel) -> Any:
     )
 
 
+def compile_missing(kernels: Iterable[AttentionKernel]) -> None:
+    """Compile the modules that are in no cache: neither in a package of compiled modules
+    (flashinfer_jit_cache) nor in FlashInfer's own cache folder.
+
+    Needs nvcc, a C++ compiler and ninja when a module is missing; raises RuntimeError, as
+    FlashInfer does, when one of them fails. Blocks while another process compiles the same module.
+    """
+    kernels = list(kernels)
+    if kernels:  # without them FlashInfer need not be installed
+        compile_modules([spec for spec in map(jit_spec, kernels) if not spec.is_compiled])
+
+
 def compile_modules(specs: Sequence[Any]) -> None:
-    """Compile the modules one by one.
+    """Compile the modules one by one, and log before and after each which one it is.
 
     specs: FlashInfer's JitSpec of each module. Raises RuntimeError when a compiler fails.
     """
-    for spec in specs:
+    from flashinfer.jit import env
+
+    for number, spec in enumerate(specs, 1):
+        logger.info(
+            "compiling attention kernel %d of %d name=%s cache=%s",
+            number,
+            len(specs),
+            spec.name,
+            env.FLASHINFER_JIT_DIR,
+        )
+        began_s = time.monotonic()
         spec.build(verbose=False)
+        logger.info(
+            "compiled attention kernel %d of %d s=%.0f",
+            number,
+            len(specs),
+            time.monotonic() - began_s,
+        )
