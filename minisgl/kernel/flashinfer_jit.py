@@ -1,8 +1,8 @@
 """Compiles the FlashInfer modules that attention needs, and logs the progress.
 
-FlashInfer compiles a module when a wrapper first plans with it, one to two minutes without any
-output. A starting engine therefore compiles its missing modules here first. FlashInfer then finds
-them in its cache.
+FlashInfer compiles a module when a wrapper first plans with it: about 17 s for fa2 and 73 s for fa3
+on 16 cores, without any output. A starting engine therefore compiles its missing modules here
+first. FlashInfer then finds them in its cache.
 
 flashinfer is imported by the functions and not by this file: it is optional, and the environment
 variables that it reads must be set before its import.
