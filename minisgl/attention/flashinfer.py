@@ -28,14 +28,14 @@ _WAVES, _MOST_REQS, _SMALL_GROUP = 2, 176, 2
 _FEW_TOKENS = 128  # fa3 has one block for so many, fa2 also splits their context
 
 
-def why_not_flashinfer(pool: KVPool) -> str | None:
-    """What keeps FlashInfer from working on this pool; None when nothing does."""
-    if pool.device.type not in ("cuda", "meta"):
-        return f"it needs a CUDA device, not {pool.device.type}"
-    if pool.dtype not in (torch.bfloat16, torch.float16):
-        return f"it supports bfloat16 and float16, not {str(pool.dtype).removeprefix('torch.')}"
-    if pool.head_dim not in _HEAD_DIMS:
-        return f"it supports head_dim {_HEAD_DIMS}, not {pool.head_dim}"
+def why_not_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why FlashInfer cannot serve a KV pool of this device, dtype and head size; None if it can."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it supports bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim not in _HEAD_DIMS:
+        return f"it supports head_dim {_HEAD_DIMS}, not {head_dim}"
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer is not installed (pip install minisgl[gpu])"
     return None
@@ -108,11 +108,12 @@ class FlashInferAttention:
             copy = self._copy = self._copy or ContextCopy(step.page_table, self._pool.layer(0)[0])
             pays = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
             if pays and copy.fits(*prompts):
-                copied = CopiedContexts(self._pool, step, copy, self._contiguous.wrapper)
-                self._contiguous.plan(*copied.indptrs, *self._shape[:3], causal=True, **self._types)
-                return copied
+                contexts = CopiedContexts(self._pool, step, copy)
+                indptrs = contexts.indptrs
+                self._contiguous.plan(*indptrs, *self._shape[:3], causal=True, **self._types)
+                return ContiguousAttention(contexts, self._contiguous.wrapper)
         planner = self._few if few else self._many
-        where = (_cumulated(step.lengths), *_pages(self._pool, step))
+        where = (_cumulated(step.lengths), *pages_of(self._pool, step))
         planner.plan(*where, *self._shape, causal=True, **self._types)
         return _Planned(self._pool, planner.wrapper)
 
@@ -130,7 +131,7 @@ class FlashInferAttention:
 
     def _scratch_of(self, step: AttentionStep) -> DecodeScratch:
         if self._scratch is None:
-            self._scratch = _scratch(step, *self._shape[:3])
+            self._scratch = scratch_for(step, *self._shape[:3])
         return self._scratch
 
 
@@ -146,49 +147,43 @@ class _Planned:
 
 
 class CopiedContexts:
-    """Implements StepAttention. wrapper: to be planned for `indptrs`; None on the device meta."""
+    """A contiguous copy of the keys and values of a prefill step's contexts, layer by layer.
 
-    def __init__(self, pool: KVPool, step: AttentionStep, copy: ContextCopy, wrapper: Any) -> None:
-        self._pool, self._wrapper = pool, wrapper
+    indptrs  where each request's queries and keys begin, as the ragged wrapper plans with them.
+    """
+
+    def __init__(self, pool: KVPool, step: AttentionStep, copy: ContextCopy) -> None:
+        self._pool = pool
         self.indptrs = copy.layout(step.start, step.lengths)
         where = (step.device_rows, step.device_start, step.device_lengths, step.page_table)
         self._copy = copy.find(*where, pool.page_size, int(self.indptrs[1][-1]))
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Copy this layer's keys and values. The next call overwrites the tensors it returns."""
         slots, keys, values = self._copy
         gather_kv(*self._pool.layer(layer), slots, keys, values)
-        if self._wrapper is not None:
-            self._wrapper.run(q, keys, values, out=out)
+        return keys, values
 
 
-class MetaAttention:
-    """What the device meta has for FlashInfer, so that our own kernels compile without a GPU: the
-    launches beside FlashInfer's, and no attention. Implements AttentionBackend."""
+class ContiguousAttention:
+    """Implements StepAttention by a ragged wrapper that was planned for the contexts' indptrs."""
 
-    def __init__(self, pool: KVPool, q_heads: int) -> None:
-        self._pool = pool
-        self._shape = (q_heads, pool.kv_heads, pool.head_dim)
+    def __init__(self, contexts: CopiedContexts, wrapper: Any) -> None:
+        self._contexts = contexts
+        self._wrapper = wrapper
 
-    def prepare(self, step: AttentionStep) -> StepAttention:
-        _pages(self._pool, step)
-        if not step.num_decode:
-            copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
-            return CopiedContexts(self._pool, step, copy, None)
-        decode = BalancedDecode(self._pool, step, _scratch(step, *self._shape))
-        decode.describe()
-        return decode
-
-    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        return None
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        keys, values = self._contexts.gather(layer)
+        self._wrapper.run(q, keys, values, out=out)
 
 
-def _scratch(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
-    """For all reqs that the page table has rows for."""
+def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
+    """Decode scratch for as many requests as the page table has rows, without the padding row."""
     rows = len(step.page_table) - 1
     return decode_scratch(rows, q_heads, kv_heads, head_dim, step.page_table.device)
 
 
-def _pages(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
+def pages_of(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
     """Where the contexts of n reqs lie: kv_indptr [n + 1] on the host, the page ids of all of them
     on the device, last_page_len [n] on the host."""
     contexts, size = step.start + step.lengths, pool.page_size
