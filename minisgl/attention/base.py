@@ -1,22 +1,54 @@
-"""The seam between a model and how attention over the paged KV pool is computed."""
+"""The interface between a model and the computation of attention over the paged KV pool."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from enum import StrEnum
+from typing import ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array
+from minisgl.kvcache.pool import KVPool
+
+
+class LayerKind(StrEnum):
+    """How a layer attends."""
+
+    # Each token attends to all earlier tokens of its request and to itself.
+    FULL = "full_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an attention backend can compute.
+
+    devices      torch device types. Empty: all.
+    dtypes       of queries, keys and values. A backend for FP8 KV lists the FP8 dtype. Empty: all.
+    head_dims    sizes of a head. Empty: all.
+    layer_kinds  kinds of layers. Windows and sinks become kinds when the models have them.
+    graphs       whether decode steps can run inside a CUDA graph (AttentionBackend.decode_graph).
+    """
+
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    layer_kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
+    graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionStep:
-    """What a backend may use to plan one step: B reqs, the first num_decode of them decode reqs.
+    """The metadata from which a backend plans one step of B requests. Decode requests come first.
 
-    start, lengths   int32 [B] on the host, as in core.Batch; contexts are start + lengths.
-    device_rows, device_start, device_lengths
-                     int32 [B] on the device: the req's line in the page table, and the same two.
-    page_table       int32 [rows, max_pages] on the device, this step's updates applied; entries
-                     past a req's last page mean nothing.
+    num_decode       the number of decode requests.
+    start, lengths   int32 [B] on the host, as in core.Batch. A context has start + lengths tokens.
+    device_rows      int32 [B] on the device: each request's row in the page table.
+    device_start, device_lengths
+                     start and lengths on the device.
+    page_table       int32 [rows, max_pages] on the device, with this step's updates applied.
+                     Entries past the last page of a request are undefined.
     """
 
     num_decode: int
@@ -28,7 +60,7 @@ class AttentionStep:
     page_table: Tensor
 
     def part(self, first: int, end: int) -> "AttentionStep":
-        """The step of reqs first..end alone."""
+        """The step of the requests first..end-1 alone."""
         return AttentionStep(
             num_decode=min(self.num_decode, end) - min(self.num_decode, first),
             start=self.start[first:end],
@@ -41,25 +73,26 @@ class AttentionStep:
 
 
 class StepAttention(Protocol):
-    """Attention of one prepared step: its metadata, ready on the device, and the way to use it."""
+    """Attention of one prepared step, with its metadata on the device."""
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend causally over each req's whole context; this step's KV is in the pool already.
+        """Attend causally over the whole context of each request.
 
-        q: [T, Hq, D] of the pool's dtype. out: [T, Hq, D], overwritten. No host sync.
+        The keys and values of this step's tokens are in the pool already. q: [T, Hq, D] of the
+        pool's dtype; out: [T, Hq, D], overwritten; layer: LayerSpec.kv_layer. No host sync.
         """
 
 
 class DecodeGraphAttention(StepAttention, Protocol):
-    """Attention of a decode step of fixed size over fixed tensors, to be captured in a graph."""
+    """Attention of a decode step of fixed size over fixed tensors, for capture in a CUDA graph."""
 
     def describe(self) -> None:
-        """Compute the metadata on the device; the first operation of the captured part."""
+        """Compute the metadata on the device. It is the first operation of the captured graph."""
 
 
 @runtime_checkable
 class FusedAttention(Protocol):
-    """Attention that can take what the qkv projection gives."""
+    """A StepAttention that takes the output of the qkv projection directly."""
 
     def attend(
         self,
@@ -71,17 +104,63 @@ class FusedAttention(Protocol):
         cos_sin: Tensor,
         out: Tensor,
     ) -> None:
-        """Norm and rotate heads, store keys and values, and attend: see kernel.decode.decode."""
+        """Normalise and rotate the heads, store keys and values, and attend.
+
+        For shapes and dtypes see kernel.decode.decode.
+        """
 
 
-class AttentionBackend(Protocol):
-    """One way to compute attention over the KV pool it was made for."""
+class AttentionBackend(ABC):
+    """One way to compute attention over the KV pool.
 
+    A subclass sets `name` and `capabilities`, is created from the pool and the number of query
+    heads of this rank, and implements `prepare`. A class of our own stands in
+    registry.ATTENTION_BACKENDS; a class from outside is passed in models.Extensions.
+
+    name          the name that users give to --attention-backend.
+    decode_with   None, or the name of the backend for decode requests when users name this one
+                  alone. A backend with decode_with runs prefill chunks only.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    decode_with: ClassVar[str | None] = None
+
+    @abstractmethod
+    def __init__(self, pool: KVPool, q_heads: int) -> None: ...
+
+    @classmethod
+    def missing_requirement(cls) -> str | None:
+        """The reason why this machine cannot run the backend; None if it can.
+
+        The registry compares the capabilities; this method checks the rest, such as a package.
+        """
+        return None
+
+    @classmethod
+    def create(cls, pool: KVPool, q_heads: int) -> "AttentionBackend":
+        """Make the backend for this pool. q_heads: query heads of this rank."""
+        return cls(pool, q_heads)
+
+    @classmethod
+    def kernel_variants(cls, decode: bool, archs: Sequence[int]) -> frozenset[str]:
+        """Names of the FlashInfer kernels that one phase runs on GPUs of `archs`.
+
+        decode: whether the phase is decode or prefill. archs: 90 for compute capability 9.0.
+        """
+        return frozenset()
+
+    @abstractmethod
     def prepare(self, step: AttentionStep) -> StepAttention:
-        """Plan a step, once for all layers. The result refers to the device until it is done."""
+        """Plan a step once for all layers. All requests of the step are in the same phase.
+
+        The caller keeps the result until the device has completed the step.
+        """
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        """Attention for decode steps of `size` reqs over the tensors of `step`, which stay.
+        """Return attention for decode steps of `size` requests over the fixed tensors of `step`.
 
-        None where this backend cannot run inside a CUDA graph.
+        A backend with capabilities.graphs implements it. The engine asks for the largest size
+        first, so that all sizes can share buffers. None: no graph.
         """
+        return None

@@ -1,6 +1,7 @@
-"""Attention in plain torch: right on every device and dtype, fast enough on CPU, the GPU's oracle.
+"""Attention in plain torch. It runs on every device and dtype, and serves CPUs.
 
-Decode reqs run as one padded batch, prefill chunks one after the other in blocks of queries.
+Tests of the GPU kernels compare with it. Decode requests run as one padded batch; prefill chunks
+run one after the other, in blocks of queries.
 """
 
 from dataclasses import dataclass
@@ -10,15 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
+from minisgl.attention.base import AttentionBackend, AttentionStep, Capabilities, StepAttention
 from minisgl.kvcache.pool import KVPool
 
-_QUERY_BLOCK = 1024  # bounds a chunk's mask, and scores where torch has no fused kernel
+# Queries of one call. It bounds the memory of the mask, and of the scores if torch has no fused
+# kernel.
+_QUERY_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decode:
-    """slots: [n, C] context of each req, padded with the dummy slot; mask: bool [n, 1, 1, C]."""
+    """The decode requests of a step.
+
+    slots: [n, C], the slots of each context, padded with the dummy slot. mask: bool [n, 1, 1, C].
+    """
 
     slots: Tensor
     mask: Tensor
@@ -26,7 +32,10 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """Queries first..last of the step at positions start..; slots: [start + last - first]."""
+    """One prefill chunk: the step's tokens first..last-1, which begin at position `start`.
+
+    slots: [start + last - first], the slots of the context.
+    """
 
     first: int
     last: int
@@ -34,10 +43,16 @@ class _Chunk:
     slots: Tensor
 
 
-class TorchAttention:
-    """Backend over `pool`, with softmax(q k / sqrt(D)) v computed by torch's SDPA."""
+class TorchAttention(AttentionBackend):
+    """Computes softmax(q k / sqrt(D)) v by torch's scaled_dot_product_attention.
 
-    def __init__(self, pool: KVPool) -> None:
+    The sizes of its tensors follow the longest context, so that no CUDA graph can hold it.
+    """
+
+    name = "torch"
+    capabilities = Capabilities()
+
+    def __init__(self, pool: KVPool, q_heads: int) -> None:
         self._pool = pool
 
     def prepare(self, step: AttentionStep) -> StepAttention:
@@ -53,21 +68,18 @@ class TorchAttention:
             chunks.append(_Chunk(first, int(ends[i]), int(step.start[i]), slots))
         return _TorchStep(self._pool, decode, tuple(chunks))
 
-    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        """None: the sizes of its tensors follow the longest context."""
-        return None
-
     def _prepare_decode(self, step: AttentionStep, contexts: np.ndarray) -> _Decode:
         n, longest = step.num_decode, int(contexts.max())
         ends = (step.device_start[:n] + step.device_lengths[:n]).unsqueeze(1)
         mask = torch.arange(longest, device=ends.device) < ends
         slots = self._slots(step.page_table[step.device_rows[:n]], longest)
-        # Masking alone would not do: zero weight times another req's NaN is NaN.
+        # The mask alone is not enough: a masked key has weight zero, and zero times a NaN that
+        # another request left in the page is NaN.
         slots = torch.where(mask, slots, self._pool.dummy_slot)
         return _Decode(slots, mask[:, None, None, :])
 
     def _slots(self, pages: Tensor, length: int) -> Tensor:
-        """Slots of token positions 0..length-1. pages: [..., max_pages]; returns [..., length]."""
+        """Return the slots [..., length] of positions 0..length-1. pages: [..., max_pages]."""
         size = self._pool.page_size
         used = pages[..., : -(-length // size)].unsqueeze(-1) * size
         offsets = torch.arange(size, device=pages.device, dtype=pages.dtype)
@@ -76,6 +88,8 @@ class TorchAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TorchStep:
+    """Implements StepAttention."""
+
     pool: KVPool
     decode: _Decode | None
     chunks: tuple[_Chunk, ...]
@@ -92,7 +106,10 @@ class _TorchStep:
 
 
 def _attend_decode(q: Tensor, k_flat: Tensor, v_flat: Tensor, decode: _Decode) -> Tensor:
-    """q: [n, Hq, D]. The query heads of one KV head act as its queries, so nothing is repeated."""
+    """Attention of one query for each of n requests. q: [n, Hq, D]; returns [n, Hq, D].
+
+    The query heads of a KV head run as queries of that head, so that no key or value is repeated.
+    """
     n, q_heads, head_dim = q.shape
     kv_heads = k_flat.shape[1]
     grouped = q.view(n, kv_heads, q_heads // kv_heads, head_dim)
@@ -103,12 +120,15 @@ def _attend_decode(q: Tensor, k_flat: Tensor, v_flat: Tensor, decode: _Decode) -
 
 
 def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """q: [n, Hq, D] at positions start..; k, v: [start + n, Hkv, D]. Returns [n, Hq, D]."""
+    """Causal attention of one chunk. q: [n, Hq, D], at positions from `start`; returns [n, Hq, D].
+
+    k, v: [start + n, Hkv, D], the whole context.
+    """
     queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     blocks = []
     for first in range(0, q.shape[0], _QUERY_BLOCK):
         last = min(first + _QUERY_BLOCK, q.shape[0])
-        end = start + last  # keys after the block's last query are never seen
+        end = start + last  # no query of the block sees a later key
         causal = torch.ones(last - first, end, dtype=torch.bool, device=q.device)
         block = scaled_dot_product_attention(
             queries[:, :, first:last],

@@ -35,7 +35,7 @@ from minisgl.engine.settings import (
 from minisgl.kernel import StepViews, update_pages, use_kernel_cache
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers import rope_table
-from minisgl.models import build_model, load_model_config, local_kv_heads
+from minisgl.models import Extensions, build_model, load_model_config, local_kv_spec
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +52,21 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, comm: Communicator, max_chunk_tokens: int = 8192
+        self,
+        config: EngineConfig,
+        comm: Communicator,
+        max_chunk_tokens: int = 8192,
+        extensions: Extensions | None = None,
     ) -> None:
         """Load the model and allocate everything. Raises ConfigError or OutOfMemory.
+
+        extensions: backends and linear methods from outside minisgl.
 
         max_chunk_tokens: prompt tokens of one step at most; the memory left to KV depends on it.
         """
         self._config = config
         self._comm = comm
+        self._extensions = extensions or Extensions()
         self._model_config = load_model_config(config.model_path)
         self._device = resolve_device(config, comm.tp)
         self._dtype = resolve_dtype(config, self._model_config, self._device)
@@ -89,6 +96,7 @@ class Engine:
                 moe_backend=config.moe_backend,
                 dummy_weight=config.dummy_weight,
                 show_progress=self._show_progress,
+                extensions=self._extensions,
             )
             self.num_pages = resolve_num_pages(
                 config,
@@ -180,9 +188,9 @@ class Engine:
             return None, None
         model, last = state.model, views.first + views.lengths - 1
         if every:
-            hidden = model.model.finish(attended)
-            return hidden, model.head.logits(hidden[last]) if samples else None
-        attended = model.model.take(attended, last)
+            hidden = model.model.finish_last_layer(attended)
+            return hidden, model.lm_head.logits(hidden[last]) if samples else None
+        attended = model.model.take_rows(attended, last)
         logits = None if self._graphs is None else self._graphs.finish(attended)
         return None, model.logits(attended) if logits is None else logits
 
@@ -199,7 +207,7 @@ class Engine:
         state, reqs = self._state, batch.num_reqs
         chosen = tokens = None
         if logits is not None:
-            logits = state.model.head.whole(logits).float()
+            logits = state.model.lm_head.all_gather_logits(logits).float()
             changed = edited(logits, batch, inputs, state.token_pool)
             chosen = state.choose(changed, views, *_kinds(batch), whole=True)
             logits, tokens = logits[:reqs], chosen[0, :reqs]
@@ -267,12 +275,10 @@ class Engine:
         """Everything on the device but the graphs, over a pool of so many pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
-            num_layers=model.num_layers,
+            local_kv_spec(model, self._comm, self._dtype),
+            num_layers=model.num_kv_layers,
             num_pages=num_pages,
             page_size=config.page_size,
-            kv_heads=local_kv_heads(model, self._comm),
-            head_dim=model.head_dim,
-            dtype=self._dtype,
             device=self._device,
         )
         rows, max_pages = config.max_running_reqs + 1, -(-self.max_seq_len // config.page_size)
@@ -280,7 +286,11 @@ class Engine:
             model=self._model,
             pool=pool,
             attention=create_attention_backend(
-                config.attention_backend, pool, model.q_heads // self._comm.tp.size
+                config.attention_backend,
+                pool,
+                model.q_heads // self._comm.tp.size,
+                kinds={layer.kind for layer in model.layers},
+                added=self._extensions.attention_backends,
             ),
             cos_sin=rope_table(
                 model.rope_theta, model.head_dim, model.rope_scaling, self.max_seq_len, self._device

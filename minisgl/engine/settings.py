@@ -9,8 +9,8 @@ import torch
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.distributed import Communicator, TPInfo
-from minisgl.kvcache.pool import KVPool, kv_page_bytes
-from minisgl.models import ModelConfig, local_kv_heads
+from minisgl.kvcache.pool import KVPool, KVSpec, kv_page_bytes
+from minisgl.models import ModelConfig, local_kv_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,12 +43,10 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
 def pool_without_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> KVPool:
     """What attention backends go by before there is a pool: dtype, page and head size."""
     return KVPool(
+        KVSpec(kv_heads=1, head_dim=model.head_dim, dtype=dtype),
         num_layers=1,
         num_pages=1,
         page_size=config.page_size,
-        kv_heads=1,
-        head_dim=model.head_dim,
-        dtype=dtype,
         device=torch.device("meta"),
     )
 
@@ -89,8 +87,8 @@ def resolve_num_pages(
     """
     if config.num_pages is not None:
         return config.num_pages
-    size, kv_heads = config.page_size, local_kv_heads(model, comm)
-    page_bytes = kv_page_bytes(model.num_layers, size, kv_heads, model.head_dim, dtype)
+    size = config.page_size
+    page_bytes = kv_page_bytes(local_kv_spec(model, comm, dtype), model.num_kv_layers, size)
     useful = config.max_running_reqs * -(-max_seq_len // size)
     pages = comm.agree_min(min(available_bytes // page_bytes, useful))
     if pages < 1:

@@ -1,34 +1,53 @@
-"""Building blocks of models that know about tensor parallelism."""
+"""Building blocks of tensor-parallel models: linears, norms, embedding, rotary tables."""
 
-from minisgl.layers.embedding import VocabMatrix
+from minisgl.layers.embedding import LMHead, ParallelEmbedding
 from minisgl.layers.linear import (
     ColumnParallelLinear,
+    LinearBuild,
+    LinearMethod,
+    LinearMethodFactory,
     MergedGateUpLinear,
+    QuantizationFactory,
     RowParallelLinear,
-    share_counters,
+    UnquantizedLinear,
+    share_split_k_semaphores,
 )
-from minisgl.layers.norm import Normed, RMSNorm, Stream, StreamNorm
+from minisgl.layers.norm import BlockInput, ResidualNorm, ResidualStream, RMSNorm
 from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope, rope_table
-from minisgl.layers.shards import Placement, Shard, Sharded, split_evenly, split_heads
+from minisgl.layers.shards import (
+    LinearShards,
+    Placement,
+    Shard,
+    Sharded,
+    split_evenly,
+    split_heads,
+)
 
 __all__ = [
+    "BlockInput",
     "ColumnParallelLinear",
+    "LMHead",
+    "LinearBuild",
+    "LinearMethod",
+    "LinearMethodFactory",
     "LinearRope",
+    "LinearShards",
     "Llama3Rope",
     "MergedGateUpLinear",
-    "Normed",
+    "ParallelEmbedding",
     "Placement",
+    "QuantizationFactory",
     "RMSNorm",
+    "ResidualNorm",
+    "ResidualStream",
     "RopeScaling",
     "RowParallelLinear",
     "Shard",
     "Sharded",
-    "Stream",
-    "StreamNorm",
-    "VocabMatrix",
+    "UnquantizedLinear",
     "YarnRope",
     "rope_table",
-    "share_counters",
+    "share_split_k_semaphores",
     "split_evenly",
     "split_heads",
 ]

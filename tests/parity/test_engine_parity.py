@@ -38,13 +38,13 @@ def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> N
     if folded:
         engine._state.model.fold_norms()
     seen: list[torch.Tensor] = []
-    compute = engine._state.model.head.logits
+    compute = engine._state.model.lm_head.logits
 
     def spy(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         seen.append(compute(hidden, out))
         return seen[-1]
 
-    engine._state.model.head.logits = spy  # type: ignore[method-assign]
+    engine._state.model.lm_head.logits = spy  # type: ignore[method-assign]
     Driver(engine).generate(0, prompt, 1)
     expected = transformers_logits(path, prompt)[-1]
     torch.testing.assert_close(seen[0][0], expected, atol=2e-4, rtol=2e-4)
