@@ -2,6 +2,7 @@
 
 from minisgl.attention.base import (
     AttentionBackend,
+    AttentionNeeds,
     AttentionStep,
     Capabilities,
     DecodeGraphAttention,
@@ -10,24 +11,21 @@ from minisgl.attention.base import (
     StepAttention,
 )
 from minisgl.attention.registry import (
-    ATTENTION_BACKENDS,
     attention_kernels,
-    compile_attention,
     create_attention_backend,
+    resolve_phases,
 )
-from minisgl.attention.torch import TorchAttention
 
 __all__ = [
-    "ATTENTION_BACKENDS",
     "AttentionBackend",
+    "AttentionNeeds",
     "AttentionStep",
     "Capabilities",
     "DecodeGraphAttention",
     "FusedAttention",
     "LayerKind",
     "StepAttention",
-    "TorchAttention",
     "attention_kernels",
-    "compile_attention",
     "create_attention_backend",
+    "resolve_phases",
 ]

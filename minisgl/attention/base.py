@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,21 +20,29 @@ class LayerKind(StrEnum):
     FULL = "full_attention"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What an attention backend can compute.
+class AttentionNeeds(NamedTuple):
+    """What a model asks of an attention backend. dtype: of the keys and values in the pool."""
 
-    devices      torch device types. Empty: all.
-    dtypes       of queries, keys and values. A backend for FP8 KV lists the FP8 dtype. Empty: all.
-    head_dims    sizes of a head. Empty: all.
-    layer_kinds  kinds of layers. Windows and sinks become kinds when the models have them.
-    graphs       whether decode steps can run inside a CUDA graph (AttentionBackend.decode_graph).
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
+
+
+class Capabilities(NamedTuple):
+    """What an attention backend can compute. An empty tuple means no restriction.
+
+    devices    torch device types.
+    dtypes     of keys and values. A backend for an FP8 KV cache lists the FP8 dtype.
+    head_dims  sizes of a head.
+    kinds      kinds of layers. Windows and sinks become kinds when a model needs them.
+    graphs     whether decode steps can run inside a CUDA graph (AttentionBackend.decode_graph).
     """
 
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
-    layer_kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
+    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
     graphs: bool = False
 
 
@@ -130,17 +138,22 @@ class AttentionBackend(ABC):
     def __init__(self, pool: KVPool, q_heads: int) -> None: ...
 
     @classmethod
-    def missing_requirement(cls) -> str | None:
-        """The reason why this machine cannot run the backend; None if it can.
+    def obstacle(cls, needs: AttentionNeeds) -> str | None:
+        """The reason why the backend cannot run here; None if it can.
 
-        The registry compares the capabilities; this method checks the rest, such as a package.
+        It compares the capabilities. A subclass adds what else it requires, such as a package.
         """
+        able, device, dtype = cls.capabilities, needs.device.type, needs.dtype
+        if able.devices and device not in able.devices:
+            return f"it needs a {able.devices[0].upper()} device, not {device}"
+        if able.dtypes and dtype not in able.dtypes:
+            supported = " and ".join(map(_dtype_name, able.dtypes))
+            return f"it supports {supported}, not {_dtype_name(dtype)}"
+        if able.head_dims and needs.head_dim not in able.head_dims:
+            return f"it supports head_dim {able.head_dims}, not {needs.head_dim}"
+        if unsupported := needs.kinds - able.kinds:
+            return f"it does not support {min(unsupported)} layers"
         return None
-
-    @classmethod
-    def create(cls, pool: KVPool, q_heads: int) -> "AttentionBackend":
-        """Make the backend for this pool. q_heads: query heads of this rank."""
-        return cls(pool, q_heads)
 
     @classmethod
     def kernel_variants(cls, decode: bool, archs: Sequence[int]) -> frozenset[str]:
@@ -164,3 +177,7 @@ class AttentionBackend(ABC):
         first, so that all sizes can share buffers. None: no graph.
         """
         return None
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minisgl.attention.base import (
     AttentionBackend,
+    AttentionNeeds,
     AttentionStep,
     Capabilities,
     DecodeGraphAttention,
@@ -62,9 +63,8 @@ class FlashInferAttention(AttentionBackend):
     """
 
     name = "flashinfer"
-    # The device meta stands for a CUDA device while kernels are compiled ahead of time.
     capabilities = Capabilities(
-        devices=("cuda", "meta"),
+        devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
         head_dims=(64, 128, 256),
         graphs=True,
@@ -72,14 +72,11 @@ class FlashInferAttention(AttentionBackend):
     variant: ClassVar[str | None] = None
 
     @classmethod
-    def missing_requirement(cls) -> str | None:
-        if importlib.util.find_spec("flashinfer") is None:
+    def obstacle(cls, needs: AttentionNeeds) -> str | None:
+        found = super().obstacle(needs)
+        if found is None and importlib.util.find_spec("flashinfer") is None:
             return "the package flashinfer is not installed (pip install minisgl[gpu])"
-        return None
-
-    @classmethod
-    def create(cls, pool: KVPool, q_heads: int) -> AttentionBackend:
-        return MetaAttention(pool, q_heads) if pool.device.type == "meta" else cls(pool, q_heads)
+        return found
 
     @classmethod
     def kernel_variants(cls, decode: bool, archs: Sequence[int]) -> frozenset[str]:
@@ -133,11 +130,12 @@ class FlashInferAttention(AttentionBackend):
             copy = self._copy = self._copy or ContextCopy(step.page_table, self._pool.layer(0)[0])
             pays = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
             if pays and copy.fits(*prompts):
-                copied = CopiedContexts(self._pool, step, copy, self._contiguous.wrapper)
-                self._contiguous.plan(*copied.indptrs, *self._shape[:3], causal=True, **self._types)
-                return copied
+                contexts = CopiedContexts(self._pool, step, copy)
+                indptrs = contexts.indptrs
+                self._contiguous.plan(*indptrs, *self._shape[:3], causal=True, **self._types)
+                return ContiguousAttention(contexts, self._contiguous.wrapper)
         planner = self._few if few else self._many
-        where = (_cumulated(step.lengths), *_pages(self._pool, step))
+        where = (_cumulated(step.lengths), *pages_of(self._pool, step))
         planner.plan(*where, *self._shape, causal=True, **self._types)
         return _Planned(self._pool, planner.wrapper)
 
@@ -154,7 +152,7 @@ class FlashInferAttention(AttentionBackend):
 
     def _scratch_of(self, step: AttentionStep) -> DecodeScratch:
         if self._scratch is None:
-            self._scratch = _scratch(step, *self._shape[:3])
+            self._scratch = scratch_for(step, *self._shape[:3])
         return self._scratch
 
 
@@ -186,55 +184,43 @@ class _Planned:
 
 
 class CopiedContexts:
-    """Implements StepAttention for prefill: copies the contexts of each layer, then attends.
+    """A contiguous copy of the keys and values of a prefill step's contexts, layer by layer.
 
-    wrapper: FlashInfer's ragged prefill, which the caller plans for `indptrs`. None on the device
-    meta.
+    indptrs  where each request's queries and keys begin, as the ragged wrapper plans with them.
     """
 
-    def __init__(self, pool: KVPool, step: AttentionStep, copy: ContextCopy, wrapper: Any) -> None:
-        self._pool, self._wrapper = pool, wrapper
+    def __init__(self, pool: KVPool, step: AttentionStep, copy: ContextCopy) -> None:
+        self._pool = pool
         self.indptrs = copy.layout(step.start, step.lengths)
         where = (step.device_rows, step.device_start, step.device_lengths, step.page_table)
         self._copy = copy.find(*where, pool.page_size, int(self.indptrs[1][-1]))
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Copy this layer's keys and values. The next call overwrites the tensors it returns."""
         slots, keys, values = self._copy
         gather_kv(*self._pool.layer(layer), slots, keys, values)
-        if self._wrapper is not None:
-            self._wrapper.run(q, keys, values, out=out)
+        return keys, values
 
 
-class MetaAttention(AttentionBackend):
-    """Stands for FlashInferAttention on the device meta while kernels are compiled without a GPU.
+class ContiguousAttention:
+    """Implements StepAttention by a ragged wrapper that was planned for the contexts' indptrs."""
 
-    It launches minisgl's own kernels, which only compiles them there, and none of FlashInfer's.
-    """
+    def __init__(self, contexts: CopiedContexts, wrapper: Any) -> None:
+        self._contexts = contexts
+        self._wrapper = wrapper
 
-    name = "flashinfer"
-    capabilities = Capabilities(devices=("meta",))
-
-    def __init__(self, pool: KVPool, q_heads: int) -> None:
-        self._pool = pool
-        self._shape = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
-
-    def prepare(self, step: AttentionStep) -> StepAttention:
-        _pages(self._pool, step)
-        if not step.num_decode:
-            copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
-            return CopiedContexts(self._pool, step, copy, None)
-        decode = BalancedDecode(self._pool, step, _scratch(step, *self._shape))
-        decode.describe()
-        return decode
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        keys, values = self._contexts.gather(layer)
+        self._wrapper.run(q, keys, values, out=out)
 
 
-def _scratch(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
-    """The scratch of the own decode kernel, for as many requests as the page table has rows."""
+def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
+    """Decode scratch for as many requests as the page table has rows, without the padding row."""
     rows = len(step.page_table) - 1
     return decode_scratch(rows, q_heads, kv_heads, head_dim, step.page_table.device)
 
 
-def _pages(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
+def pages_of(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
     """Return FlashInfer's description of the contexts of n requests.
 
     kv_indptr int32 [n + 1] on the host: where each request's page ids begin.

@@ -90,25 +90,6 @@ class SingleCommunicator:
         return None
 
 
-class MetaCommunicator(SingleCommunicator):
-    """One rank of several on the device meta: launches what any of them may, and none is there."""
-
-    def __init__(self, tp: TPInfo) -> None:
-        self.tp = tp
-        several = tp.size > 1 and tp.size & (tp.size - 1) == 0
-        self.peers = PeerMemory(tp.rank, tp.size, torch.device("meta")) if several else None
-
-    def reduce_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        if self.peers is not None and self.peers.takes(x):
-            self.peers.reduce_norm(x, residual, weight, eps)
-        return _add_norm(x, residual, weight, eps)
-
-    def gather(self, x: Tensor) -> Tensor:
-        return x.new_empty((self.tp.size, *x.shape))
-
-
 def _add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

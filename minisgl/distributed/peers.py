@@ -23,9 +23,9 @@ _ONE_SHOT_ELSE = 8 * 10240
 
 
 class PeerMemory:
-    """This rank's memory for sums, and where it sees that of the others.
+    """This rank's memory for sums, and the addresses of the other ranks' memory.
 
-    To be used after `allocate` and `meet`; on the device meta, where kernels only compile, at once.
+    Sums work after `allocate` and `meet`. Before, the memory has a size and no bytes.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:

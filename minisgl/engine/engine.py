@@ -26,13 +26,18 @@ from minisgl.engine.piecewise_graph import PieceGraphs, piece_sizes
 from minisgl.engine.settings import (
     cpu_threads,
     memory_of,
-    pool_without_memory,
     resolve_device,
     resolve_dtype,
     resolve_max_seq_len,
     resolve_num_pages,
 )
-from minisgl.kernel import StepViews, update_pages, use_kernel_cache
+from minisgl.kernel import (
+    CompileLog,
+    StepViews,
+    compile_missing,
+    update_pages,
+    use_kernel_cache,
+)
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers import rope_table
 from minisgl.models import Extensions, build_model, load_model_config, local_kv_spec
@@ -51,6 +56,11 @@ class Engine:
     copies of the step before last. startup_s: how long which phase of the construction took.
     """
 
+    # A subclass replaces these to run on a device that they do not know (minisgl.compile.dry_run).
+    _resolve_device = staticmethod(resolve_device)
+    _build_model = staticmethod(build_model)
+    _create_attention = staticmethod(create_attention_backend)
+
     def __init__(
         self,
         config: EngineConfig,
@@ -68,7 +78,7 @@ class Engine:
         self._comm = comm
         self._extensions = extensions or Extensions()
         self._model_config = load_model_config(config.model_path)
-        self._device = resolve_device(config, comm.tp)
+        self._device = self._resolve_device(config, comm.tp)
         self._dtype = resolve_dtype(config, self._model_config, self._device)
         self.max_seq_len = resolve_max_seq_len(config, self._model_config)
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
@@ -77,17 +87,17 @@ class Engine:
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._compile_log = CompileLog()
+        began_s = time.monotonic()
         if self._device.type == "cuda":
-            if config.kernel_cache is not None:
-                self._use_kernel_cache(Path(config.kernel_cache))
             torch.cuda.set_device(self._device)
+            self._prepare_kernels()
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
-        began_s = time.monotonic()
         with memory_of(self._device), self._on_stream():
             free_before = self._free_bytes()
-            self._model = build_model(
+            self._model = self._build_model(
                 self._model_config,
                 config.model_path,
                 device=self._device,
@@ -238,6 +248,7 @@ class Engine:
                 step_timing.every_size(self, dummy_page, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:
                 step_timing.largest_step(self, dummy_page, self._max_chunk_tokens)
+        self._compile_log.finish()
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:
@@ -264,12 +275,23 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _use_kernel_cache(self, folder: Path) -> None:
+    def _prepare_kernels(self) -> None:
+        """Search the kernel cache first, and compile the attention kernels that no cache holds.
+
+        Only rank 0 compiles here and logs it; FlashInfer lets the other ranks wait for a module
+        that is being compiled.
+        """
+        config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor
-        pool = pool_without_memory(self._config, self._model_config, self._dtype)
-        needed = attention_kernels(self._config.attention_backend, pool, [arch])
-        use_kernel_cache(folder, arch, needed)
+        head_dim = self._model_config.head_dim
+        added = self._extensions.attention_backends
+        needed = attention_kernels(config.attention_backend, self._dtype, head_dim, [arch], added)
+        if config.kernel_cache is not None:
+            use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
+        if self._show_progress:
+            self._compile_log.watch()
+            compile_missing(needed)
 
     def _assemble(self, num_pages: int) -> DeviceState:
         """Everything on the device but the graphs, over a pool of so many pages."""
@@ -285,12 +307,12 @@ class Engine:
         return DeviceState(
             model=self._model,
             pool=pool,
-            attention=create_attention_backend(
+            attention=self._create_attention(
                 config.attention_backend,
                 pool,
                 model.q_heads // self._comm.tp.size,
-                kinds={layer.kind for layer in model.layers},
-                added=self._extensions.attention_backends,
+                frozenset(layer.kind for layer in model.layers),
+                self._extensions.attention_backends,
             ),
             cos_sin=rope_table(
                 model.rope_theta, model.head_dim, model.rope_scaling, self.max_seq_len, self._device

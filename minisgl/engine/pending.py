@@ -32,7 +32,7 @@ class LaunchedStep:
         self._logprobs = logprobs
         self._by_graph = by_graph
         self._host: Tensor | None = None
-        if chosen is not None and not chosen.is_meta:
+        if chosen is not None:
             self._host = chosen.to("cpu", non_blocking=True)
         self._done: torch.cuda.Event | None = None
         if inputs.packed.is_pinned():

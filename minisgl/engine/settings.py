@@ -9,7 +9,7 @@ import torch
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.distributed import Communicator, TPInfo
-from minisgl.kvcache.pool import KVPool, KVSpec, kv_page_bytes
+from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models import ModelConfig, local_kv_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,7 +21,7 @@ def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
     name = config.device
     if name == "auto":
         name = "cuda" if gpus else "cpu"
-    if name in ("cpu", "meta"):
+    if name == "cpu":
         return torch.device(name)
     if name != "cuda":
         raise ConfigError(f"device {name!r} is not supported; supported: auto, cpu, cuda")
@@ -38,17 +38,6 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
     if name not in _DTYPES:
         raise ConfigError(f"dtype {name!r} is not supported; supported: auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def pool_without_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> KVPool:
-    """What attention backends go by before there is a pool: dtype, page and head size."""
-    return KVPool(
-        KVSpec(kv_heads=1, head_dim=model.head_dim, dtype=dtype),
-        num_layers=1,
-        num_pages=1,
-        page_size=config.page_size,
-        device=torch.device("meta"),
-    )
 
 
 def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:

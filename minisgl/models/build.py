@@ -39,12 +39,14 @@ def build_model(
     moe_backend: str = "auto",
     dummy_weight: bool = False,
     show_progress: bool = False,
+    fill: bool = True,
     extensions: Extensions | None = None,
 ) -> CausalLM:
     """Build this rank's share of the model on the meta device, then allocate and fill it.
 
     dtype: of activations and unquantised weights. dummy_weight: fill with seeded random values
-    instead of the checkpoint's tensors. Raises ConfigError.
+    instead of the checkpoint's tensors. fill=False: leave the parameters as they are allocated, for
+    a device without memory. Raises ConfigError.
     """
     extensions = extensions or Extensions()
     moe = create_moe_backend(moe_backend, device, extensions.moe_backends)
@@ -53,10 +55,10 @@ def build_model(
         model = CausalLM(ModelParts(config, comm, linear, moe))
     materialise(model, device, dtype)
     share_split_k_semaphores(model, device)
-    if not dummy_weight:
-        load_weights(model, folder, show_progress=show_progress)
-    elif device.type != "meta":
+    if fill and dummy_weight:
         fill_random(model)
+    elif fill:
+        load_weights(model, folder, show_progress=show_progress)
     # Only the bfloat16 kernels of one rank fuse the norm; elsewhere folding would gain nothing.
     if comm.tp.size == 1 and dtype is torch.bfloat16:
         model.fold_norms()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minisgl.attention import AttentionStep, FusedAttention, create_attention_backend
-from minisgl.attention.flashinfer import CopiedContexts
+from minisgl.attention.flashinfer import ContiguousAttention
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 pytestmark = [
@@ -120,7 +120,7 @@ def test_long_chunks(
     step = scene.step(num_decode, start, lengths)
     scene.backend.prepare(step.part(num_decode, len(start)))  # which is copied where it fits
     prompts = scene.backend.prepare(step.part(num_decode, len(start)))
-    assert isinstance(prompts, CopiedContexts) == copied
+    assert isinstance(prompts, ContiguousAttention) == copied
     for _ in range(2):
         out = torch.full_like(q, torch.nan)
         scene.backend.prepare(step).forward(1, q, out)
