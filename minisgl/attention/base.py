@@ -141,7 +141,7 @@ class AttentionBackend(ABC):
     def obstacle(cls, needs: AttentionNeeds) -> str | None:
         """The reason why the backend cannot run here; None if it can.
 
-        It compares the capabilities. A subclass adds what else it requires, such as a package.
+        It compares the capabilities. A subclass adds further requirements, such as a package.
         """
         able, device, dtype = cls.capabilities, needs.device.type, needs.dtype
         if able.devices and device not in able.devices:

@@ -5,6 +5,7 @@ run one after the other, in blocks of queries.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,30 +18,6 @@ from minisgl.kvcache.pool import KVPool
 # Queries of one call. It bounds the memory of the mask, and of the scores if torch has no fused
 # kernel.
 _QUERY_BLOCK = 1024
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Decode:
-    """The decode requests of a step.
-
-    slots: [n, C], the slots of each context, padded with the dummy slot. mask: bool [n, 1, 1, C].
-    """
-
-    slots: Tensor
-    mask: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    """One prefill chunk: the step's tokens first..last-1, which begin at position `start`.
-
-    slots: [start + last - first], the slots of the context.
-    """
-
-    first: int
-    last: int
-    start: int
-    slots: Tensor
 
 
 class TorchAttention(AttentionBackend):
@@ -56,27 +33,26 @@ class TorchAttention(AttentionBackend):
         self._pool = pool
 
     def prepare(self, step: AttentionStep) -> StepAttention:
-        n = step.num_decode
         contexts = step.start + step.lengths
-        decode = self._prepare_decode(step, contexts[:n]) if n else None
+        if step.num_decode:
+            return self._prepare_decode(step, int(contexts.max()))
         ends = np.cumsum(step.lengths)
         chunks = []
-        for i in range(n, len(step.start)):
+        for i in range(len(step.start)):
             pages = step.page_table.index_select(0, step.device_rows[i : i + 1])[0]
             slots = self._slots(pages, int(contexts[i]))
             first = int(ends[i] - step.lengths[i])
             chunks.append(_Chunk(first, int(ends[i]), int(step.start[i]), slots))
-        return _TorchStep(self._pool, decode, tuple(chunks))
+        return _PrefillStep(self._pool, tuple(chunks))
 
-    def _prepare_decode(self, step: AttentionStep, contexts: np.ndarray) -> _Decode:
-        n, longest = step.num_decode, int(contexts.max())
-        ends = (step.device_start[:n] + step.device_lengths[:n]).unsqueeze(1)
+    def _prepare_decode(self, step: AttentionStep, longest: int) -> StepAttention:
+        ends = (step.device_start + step.device_lengths).unsqueeze(1)
         mask = torch.arange(longest, device=ends.device) < ends
-        slots = self._slots(step.page_table[step.device_rows[:n]], longest)
+        slots = self._slots(step.page_table[step.device_rows], longest)
         # The mask alone is not enough: a masked key has weight zero, and zero times a NaN that
         # another request left in the page is NaN.
         slots = torch.where(mask, slots, self._pool.dummy_slot)
-        return _Decode(slots, mask[:, None, None, :])
+        return _DecodeStep(self._pool, slots, mask[:, None, None, :])
 
     def _slots(self, pages: Tensor, length: int) -> Tensor:
         """Return the slots [..., length] of positions 0..length-1. pages: [..., max_pages]."""
@@ -87,36 +63,48 @@ class TorchAttention(AttentionBackend):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _TorchStep:
-    """Implements StepAttention."""
+class _DecodeStep:
+    """Implements StepAttention for n decode requests with contexts of C tokens or less.
+
+    slots: [n, C], padded with the dummy slot. mask: bool [n, 1, 1, C], False for padding.
+    """
 
     pool: KVPool
-    decode: _Decode | None
+    slots: Tensor
+    mask: Tensor
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        keys, values = (part.flatten(0, 1)[self.slots] for part in self.pool.layer(layer))
+        # The query heads of a KV head run as queries of that head: no key or value is repeated.
+        grouped = q.view(len(q), keys.shape[2], -1, q.shape[2])
+        k, v = keys.transpose(1, 2), values.transpose(1, 2)
+        attended = scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask)
+        out[:] = attended.reshape(q.shape)
+
+
+class _Chunk(NamedTuple):
+    """One prefill chunk: the step's tokens first..last-1, which begin at position `start`.
+
+    slots: [start + last - first], the slots of the context.
+    """
+
+    first: int
+    last: int
+    start: int
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PrefillStep:
+    """Implements StepAttention for prefill chunks."""
+
+    pool: KVPool
     chunks: tuple[_Chunk, ...]
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        k_flat, v_flat = (pool.flatten(0, 1) for pool in self.pool.layer(layer))
-        if self.decode is not None:
-            n = len(self.decode.slots)
-            out[:n] = _attend_decode(q[:n], k_flat, v_flat, self.decode)
-        for chunk in self.chunks:
-            out[chunk.first : chunk.last] = _attend_chunk(
-                q[chunk.first : chunk.last], k_flat[chunk.slots], v_flat[chunk.slots], chunk.start
-            )
-
-
-def _attend_decode(q: Tensor, k_flat: Tensor, v_flat: Tensor, decode: _Decode) -> Tensor:
-    """Attention of one query for each of n requests. q: [n, Hq, D]; returns [n, Hq, D].
-
-    The query heads of a KV head run as queries of that head, so that no key or value is repeated.
-    """
-    n, q_heads, head_dim = q.shape
-    kv_heads = k_flat.shape[1]
-    grouped = q.view(n, kv_heads, q_heads // kv_heads, head_dim)
-    k = k_flat[decode.slots].transpose(1, 2)
-    v = v_flat[decode.slots].transpose(1, 2)
-    out = scaled_dot_product_attention(grouped, k, v, attn_mask=decode.mask)
-    return out.reshape(n, q_heads, head_dim)
+        keys, values = (part.flatten(0, 1) for part in self.pool.layer(layer))
+        for first, last, start, slots in self.chunks:
+            out[first:last] = _attend_chunk(q[first:last], keys[slots], values[slots], start)
 
 
 def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:

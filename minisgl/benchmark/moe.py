@@ -34,7 +34,7 @@ def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
     """Ours and torch's for each number of tokens, with the bytes of the experts they take: what
     a Case of minisgl.benchmark.kernels is made of."""
     device = torch.device("cuda")
-    backends = (("ours", create_moe_backend("triton", device)), (GroupedMm.name, GroupedMm()))
+    backends = (("ours", create_moe_backend("triton", device)), (GroupedMm.name, GroupedMm(device)))
     weights: list[ExpertWeights] = []
     for count in tokens:
         taken = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)

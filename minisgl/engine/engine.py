@@ -39,7 +39,7 @@ from minisgl.kernel import (
     use_kernel_cache,
 )
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers import rope_table
+from minisgl.layers.rotary import rope_table
 from minisgl.models import Extensions, build_model, load_model_config, local_kv_spec
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Engine:
         if every:
             hidden = model.model.finish_last_layer(attended)
             return hidden, model.lm_head.logits(hidden[last]) if samples else None
-        attended = model.model.take_rows(attended, last)
+        attended = attended.take_rows(last, self._comm)
         logits = None if self._graphs is None else self._graphs.finish(attended)
         return None, model.logits(attended) if logits is None else logits
 

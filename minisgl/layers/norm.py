@@ -1,7 +1,7 @@
 """RMSNorm, and the residual stream between the blocks of a decoder layer."""
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,6 @@ class BlockInput(NamedTuple):
     norm: PendingNorm | None = None
 
 
-class FoldsNorm(Protocol):
-    """The part of LinearMethod that a norm uses."""
-
-    def fold(self, norm_weight: Tensor) -> bool: ...
-
-
 class RMSNorm(nn.Module):
     """The parameters of a norm. weight: [size], the same on every rank.
 
@@ -59,7 +53,7 @@ class RMSNorm(nn.Module):
 class ResidualNorm(RMSNorm):
     """The norm in front of a block: adds up the residual stream and normalises it.
 
-    folded: the weight has moved into the next linear (`fold_into`) and is all ones here.
+    folded: the weight has moved into the next linear (`fold_with`) and is all ones here.
     """
 
     def __init__(self, size: int, eps: float, comm: Communicator) -> None:
@@ -79,12 +73,12 @@ class ResidualNorm(RMSNorm):
         normed, total = self.comm.reduce_norm(x, residual, self.weight, self.eps)
         return BlockInput(normed), total
 
-    def fold_into(self, method: FoldsNorm) -> None:
+    def fold_with(self, fold: Callable[[Tensor], bool]) -> None:
         """Move the weight into the linear that reads this norm's output, if its method can.
 
-        That linear must be the only reader, and there must be one rank: with several, the norm's
-        kernel also adds up the parts of all ranks.
+        fold: LinearMethod.fold of that linear, which must be the only reader. For one rank only:
+        with several, the norm's kernel also adds up the parts of all ranks.
         """
-        if method.fold(self.weight):
+        if fold(self.weight):
             self.weight.fill_(1.0)
             self.folded = True

@@ -8,7 +8,7 @@ import torch
 from minisgl.attention import AttentionBackend
 from minisgl.core import ConfigError
 from minisgl.distributed import Communicator
-from minisgl.layers import LinearBuild, QuantizationFactory, share_split_k_semaphores
+from minisgl.layers.linear import LinearBuild, QuantizationFactory, share_split_k_semaphores
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.loader import fill_random, load_weights, materialise
@@ -72,11 +72,10 @@ def _linear_build(
     known: Mapping[str, QuantizationFactory],
 ) -> LinearBuild:
     """Choose the linear method for the checkpoint's quantization_config. Raises ConfigError."""
-    settings = config.quantization
-    if settings is None:
+    if config.quantization is None:
         return LinearBuild(comm.tp, dtype)
-    name = str(settings.get("quant_method", "unknown"))
+    name = str(config.quantization.get("quant_method", "unknown"))
     if name not in known:
         supported = ", ".join(["unquantised weights", *known])
         raise ConfigError(f"quantization_config ({name}) is not supported; supported: {supported}")
-    return LinearBuild(comm.tp, dtype, known[name](settings))
+    return LinearBuild(comm.tp, dtype, known[name](config.quantization))

@@ -15,7 +15,7 @@ from minisgl.attention import LayerKind
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.kvcache.pool import KVSpec
-from minisgl.layers import RopeScaling
+from minisgl.layers.rotary import RopeScaling
 from minisgl.models.hf_config import HfConfig, HfGeneration, HfMoeConfig, read_fields
 from minisgl.models.registry import Family, family_of
 from minisgl.models.rope import rope_from
@@ -54,7 +54,7 @@ class ModelConfig:
     """One decoder-only model.
 
     layers          one LayerSpec for each of the num_layers decoder layers.
-    max_position    the context length in tokens, including what YaRN adds to it.
+    max_position    the context length in tokens, after an extension by YaRN.
     sliding_window  the smallest window of any layer in tokens, or None if no layer has a window
                     shorter than the context. Windows are not implemented, so the engine serves
                     contexts up to this length only.

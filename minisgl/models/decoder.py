@@ -11,20 +11,15 @@ from minisgl.core import ConfigError
 from minisgl.distributed import Communicator
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
-from minisgl.layers import (
-    BlockInput,
+from minisgl.layers.embedding import LMHead, ParallelEmbedding
+from minisgl.layers.linear import (
     ColumnParallelLinear,
     LinearBuild,
-    LMHead,
     MergedGateUpLinear,
-    ParallelEmbedding,
-    ResidualNorm,
-    ResidualStream,
-    RMSNorm,
     RowParallelLinear,
-    split_evenly,
-    split_heads,
 )
+from minisgl.layers.norm import BlockInput, ResidualNorm, ResidualStream, RMSNorm
+from minisgl.layers.shards import split_evenly, split_heads
 from minisgl.models.config import ModelConfig
 from minisgl.models.moe import MoeBlock
 from minisgl.moe import MoeBackend
@@ -71,6 +66,10 @@ class Attended(NamedTuple):
     heads: Tensor
     residual: Tensor
 
+    def take_rows(self, rows: Tensor, comm: Communicator) -> "Attended":
+        """Return a copy of the tokens `rows`, integers [B], complete on every rank."""
+        return Attended(self.heads[rows], comm.take_rows(self.residual, rows))
+
 
 class Attention(nn.Module):
     """Self-attention over this rank's heads. The decoder layer applies o_proj."""
@@ -105,7 +104,7 @@ class Attention(nn.Module):
             0.0 if q_norm is None else q_norm.eps,
             context.cos_sin,
         )
-        qkv: Tensor = self.qkv_proj(block_input)
+        qkv = self.qkv_proj.forward(block_input)
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
         if isinstance(attention, FusedAttention):
             attention.attend(self.kv_layer, qkv, *norms, attended)
@@ -130,8 +129,7 @@ class GatedMlp(nn.Module):
         self.down_proj = RowParallelLinear(down, size, bias, parts.linear)
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
-        stream: ResidualStream = self.down_proj(self.gate_up_proj(block_input), residual)
-        return stream
+        return self.down_proj.forward(self.gate_up_proj.forward(block_input), residual)
 
 
 class DecoderLayer(nn.Module):
@@ -155,18 +153,13 @@ class DecoderLayer(nn.Module):
         """Return the stream behind this layer: of all T tokens, or of the tokens `rows` alone."""
         attended = self.attend(stream, context)
         if rows is not None:
-            attended = self.take_rows(attended, rows)
+            attended = attended.take_rows(rows, self.input_layernorm.comm)
         return self.project(attended)
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
         """The first half of the layer: the norm and attention."""
         block_input, residual = self.input_layernorm(stream)
         return Attended(self.self_attn(block_input, context), residual)
-
-    def take_rows(self, attended: Attended, rows: Tensor) -> Attended:
-        """Return a copy of the tokens `rows`, integers [B]."""
-        residual = self.input_layernorm.comm.take_rows(attended.residual, rows)
-        return Attended(attended.heads[rows], residual)
 
     def project(self, attended: Attended) -> ResidualStream:
         """The second half of the layer: o_proj, the norm and the MLP. Overwrites the residual."""
@@ -177,9 +170,9 @@ class DecoderLayer(nn.Module):
 
     def fold_norms(self) -> None:
         """Move the norms' weights into the linears that read them, if their methods can."""
-        self.input_layernorm.fold_into(self.self_attn.qkv_proj.method)
+        self.input_layernorm.fold_with(self.self_attn.qkv_proj.method.fold)
         if isinstance(self.mlp, GatedMlp):
-            self.post_attention_layernorm.fold_into(self.mlp.gate_up_proj.method)
+            self.post_attention_layernorm.fold_with(self.mlp.gate_up_proj.method.fold)
 
 
 class Decoder(nn.Module):
@@ -187,7 +180,7 @@ class Decoder(nn.Module):
 
     `forward` is the whole computation. Behind the attention of the last layer, only the tokens
     that are sampled from need to be computed. CUDA graphs cut the forward there, into
-    `forward_to_last_attention`, `take_rows` and `finish_last_layer`.
+    `forward_to_last_attention`, Attended.take_rows and `finish_last_layer`.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -207,7 +200,7 @@ class Decoder(nn.Module):
         for layer in layers:
             stream = layer(stream, context)
         stream = last(stream, context, rows)
-        return self._normalise(stream)
+        return self.norm.forward(stream)[0].x
 
     # The parts of forward, for CUDA graphs.
 
@@ -219,13 +212,9 @@ class Decoder(nn.Module):
             stream = layer(stream, context)
         return last.attend(stream, context)
 
-    def take_rows(self, attended: Attended, rows: Tensor) -> Attended:
-        """Return a copy of the tokens `rows`, integers [B], complete on every rank."""
-        return self._layers[-1].take_rows(attended, rows)
-
     def finish_last_layer(self, attended: Attended) -> Tensor:
         """Return the hidden states [T, H] after the final norm. Overwrites attended.residual."""
-        return self._normalise(self._layers[-1].project(attended))
+        return self.norm.forward(self._layers[-1].project(attended))[0].x
 
     def empty_attended(self, rows: int) -> Attended:
         """Return zeros for `rows` tokens: the fixed input of a graph of finish_last_layer."""
@@ -237,10 +226,6 @@ class Decoder(nn.Module):
     @property
     def _layers(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.layers))
-
-    def _normalise(self, stream: ResidualStream) -> Tensor:
-        hidden: BlockInput = self.norm(stream)[0]
-        return hidden.x
 
 
 class CausalLM(nn.Module):

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
-from minisgl.layers import LinearMethod, Placement, Sharded
+from minisgl.layers.linear import LinearMethod
+from minisgl.layers.shards import Placement, Sharded
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ def fill_random(model: nn.Module, seed: int = 0) -> None:
         elif not placement.source.endswith(".bias"):
             generator = torch.Generator(target.device)
             generator.manual_seed(seed + zlib.crc32(placement.source.encode()))
-            whole = target.new_empty(placement.shape)
+            # torch draws no random numbers in 8-bit types; copy_ converts them.
+            drawn = target.dtype if target.dtype.itemsize > 1 else torch.float32
+            whole = target.new_empty(placement.shape, dtype=drawn)
             whole.normal_(0.0, _DUMMY_STD, generator=generator)
             part = _cut(placement, whole)
             _part(target, placement, part).copy_(part)

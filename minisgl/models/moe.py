@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed import Communicator
-from minisgl.layers import BlockInput, Placement, ResidualStream, split_evenly
+from minisgl.layers.norm import BlockInput, ResidualStream
+from minisgl.layers.shards import Placement, split_evenly
 from minisgl.models.config import MoeConfig
 from minisgl.moe import ExpertWeights, MoeBackend
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from minisgl.core import ConfigError
 
@@ -30,17 +29,15 @@ class Family:
     moe: bool = False
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "LlamaForCausalLM": Family(reads_attention_bias=True, reads_mlp_bias=True),
-        "MistralForCausalLM": Family(default_window=4096),
-        "Qwen2ForCausalLM": Family(always_qkv_bias=True),
-        "Qwen3ForCausalLM": Family(qk_norm=True, reads_attention_bias=True),
-        "Qwen3MoeForCausalLM": Family(
-            qk_norm=True, reads_attention_bias=True, window_skips_layers=False, moe=True
-        ),
-    }
-)
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(reads_attention_bias=True, reads_mlp_bias=True),
+    "MistralForCausalLM": Family(default_window=4096),
+    "Qwen2ForCausalLM": Family(always_qkv_bias=True),
+    "Qwen3ForCausalLM": Family(qk_norm=True, reads_attention_bias=True),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm=True, reads_attention_bias=True, window_skips_layers=False, moe=True
+    ),
+}
 
 
 def family_of(architectures: object) -> Family:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from minisgl.core import ConfigError
-from minisgl.layers import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope
 from minisgl.models.hf_config import HfConfig, HfRope, read_fields
 
 

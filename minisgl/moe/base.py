@@ -35,21 +35,20 @@ class MoeBackend(ABC):
     """One way to route tokens and to compute the gated MLPs of their experts.
 
     A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
+    device: of the weights and the inputs.
     A class of our own stands in registry.MOE_BACKENDS; a class from outside is passed in
     models.Extensions.
     """
 
     name: ClassVar[str]
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     @classmethod
     def obstacle(cls, device: torch.device) -> str | None:
         """The reason why the backend cannot run on `device`; None if it can."""
         return None
-
-    @classmethod
-    def create(cls, device: torch.device) -> "MoeBackend":
-        """Make the backend for weights on `device`."""
-        return cls()
 
     @abstractmethod
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:

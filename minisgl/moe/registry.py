@@ -26,7 +26,7 @@ def create_moe_backend(
         if name in ("auto", backend.name):
             obstacle = backend.obstacle(device)
             if obstacle is None:
-                return backend.create(device)
+                return backend(device)
             if name == backend.name:
                 raise ConfigError(f"MoE backend {name!r} {obstacle}")
     names = ", ".join(backend.name for backend in known)

@@ -23,6 +23,7 @@ class TritonMoe(MoeBackend):
         # Triton is imported here, because machines without a GPU may not have it.
         from minisgl.kernel.triton import moe_few, moe_grouped, moe_routing
 
+        super().__init__(device)
         self._experts_of_few = moe_few.experts_of_few
         self._experts_of_many = moe_grouped.experts_of_many
         self._route = moe_routing.route
@@ -31,10 +32,6 @@ class TritonMoe(MoeBackend):
     @classmethod
     def obstacle(cls, device: torch.device) -> str | None:
         return "needs a GPU" if device.type == "cpu" else None
-
-    @classmethod
-    def create(cls, device: torch.device) -> MoeBackend:
-        return cls(device)
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         if len(x) <= _FEW_TOKENS:

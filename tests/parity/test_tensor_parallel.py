@@ -13,7 +13,7 @@ import torch
 from minisgl.core import StepCost
 from minisgl.distributed import Communicator, SingleCommunicator
 from minisgl.kernel import SamplingTensors, sample
-from minisgl.layers import LMHead
+from minisgl.layers.embedding import LMHead
 from tests.parity.driver import make_engine
 from tests.parity.models import transformers_greedy
 from tests.parity.rank_cases import OUTPUT_TOKENS, Outcome, RankCase, prompts, prove, run_cases

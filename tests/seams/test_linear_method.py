@@ -17,7 +17,8 @@ from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.kernel import PendingNorm
-from minisgl.layers import LinearMethod, LinearShards, Placement
+from minisgl.layers.linear import LinearMethod
+from minisgl.layers.shards import LinearShards, Placement
 from minisgl.models import Extensions
 from tests.parity.driver import Driver
 from tests.parity.models import build_model

@@ -94,7 +94,7 @@ def test_equals_attention_written_out(
 
 
 def test_long_chunk_is_cut_into_blocks() -> None:
-    """More queries than one block, after a prefix: the blocks' masks fit together."""
+    """A chunk with more queries than one block, after a prefix. Each block has its own mask."""
     generator = torch.Generator().manual_seed(2)
     pool = make_pool(16, num_pages=1600)
     first, length = 40, 1100

@@ -6,14 +6,9 @@ from torch import Tensor
 
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.kernel import PendingNorm, gated_linear, rms_norm
-from minisgl.layers import (
-    ColumnParallelLinear,
-    LinearBuild,
-    ResidualNorm,
-    ResidualStream,
-    RowParallelLinear,
-    Shard,
-)
+from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallelLinear
+from minisgl.layers.norm import ResidualNorm, ResidualStream
+from minisgl.layers.shards import Shard
 
 
 @pytest.fixture
@@ -40,7 +35,7 @@ def test_a_folded_norm_gives_the_same_product(generator: torch.Generator) -> Non
     norm, linear = norm_and_linear(generator)
     x = torch.randn(3, 16, generator=generator)
     expected = linear(norm(ResidualStream(x))[0])
-    norm.fold_into(linear.method)
+    norm.fold_with(linear.method.fold)
     block_input, residual = norm(ResidualStream(x))
     assert block_input.norm is not None
     assert block_input.x is residual is x
@@ -52,7 +47,7 @@ def test_a_folded_norm_adds_up_a_stream_in_two_parts(generator: torch.Generator)
     norm, linear = norm_and_linear(generator)
     x, residual = torch.randn(2, 3, 16, generator=generator)
     expected = linear(norm(ResidualStream(x.clone(), residual.clone()))[0])
-    norm.fold_into(linear.method)
+    norm.fold_with(linear.method.fold)
     block_input, total = norm(ResidualStream(x.clone(), residual.clone()))
     assert block_input.norm is None
     assert torch.equal(total, x + residual)

@@ -10,7 +10,7 @@ import transformers
 
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.engine.settings import resolve_max_seq_len
-from minisgl.layers import LinearRope, Llama3Rope, YarnRope, rope_table
+from minisgl.layers.rotary import LinearRope, Llama3Rope, YarnRope, rope_table
 from minisgl.models import ModelConfig, load_model_config, model_config_from
 
 LLAMA: dict[str, Any] = {

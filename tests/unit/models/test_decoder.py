@@ -9,7 +9,7 @@ import torch
 from minisgl.attention import AttentionStep, create_attention_backend
 from minisgl.distributed import SingleCommunicator
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers import rope_table
+from minisgl.layers.rotary import rope_table
 from minisgl.models import (
     CausalLM,
     ForwardContext,
@@ -63,7 +63,7 @@ def test_the_parts_of_a_forward_give_the_same(tmp_path: Path) -> None:
     model, context = load(save_random_model("qwen3", tmp_path))
     ids, rows = torch.tensor(PROMPT), torch.tensor([0, 7, 7])
     attended = model.model.forward_to_last_attention(ids, context)
-    taken = model.model.take_rows(attended, rows)
+    taken = attended.take_rows(rows, SingleCommunicator())
     assert [part.shape for part in model.model.empty_attended(3)] == [part.shape for part in taken]
     found = model.model.finish_last_layer(taken)
     assert torch.equal(found, model.model(ids, context, rows))
