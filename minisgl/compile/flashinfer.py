@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_modules, jit_spec
+from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_modules
 
 _PACKAGE = """from pathlib import Path
 
@@ -36,8 +36,7 @@ def compile_attention_kernels(
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(f"{a // 10}.{a % 10}" for a in sorted(archs))
     import flashinfer
 
-    specs = [jit_spec(kernel) for kernel in kernels]
-    compile_modules(specs)
+    specs = compile_modules(kernels)
     package = folder / "flashinfer_jit_cache"
     for spec in specs:
         (package / "modules" / spec.name).mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
 """Fills a kernel cache with all kernels that one configuration of a server runs.
 
-Our Triton kernels: a dry run takes the same steps as a starting server and compiles what they
-launch (dry_run.py, triton_driver.py). A kernel's variants depend on shapes, dtypes and alignments
-that the engine's code decides, so a list of them would have to repeat that code.
+Our Triton kernels: a dry run takes the same steps as a starting server and compiles each kernel
+that they launch (dry_run.py, triton_driver.py). The variants of a kernel depend on shapes, dtypes
+and alignments, which the engine's code decides. A list of them would have to repeat that code.
 
-FlashInfer's kernels: attention names the modules that its backends run (flashinfer.py builds them).
+FlashInfer's kernels: attention names the modules that its backends run, and flashinfer.py builds
+them.
 """
 
 import logging
@@ -36,9 +37,9 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     archs             GPU architectures, 90 for compute capability 9.0; empty: those of the GPUs of
                       this machine.
 
-    Needs a C compiler, nvcc, ninja and room in the folder; no GPU. Reads the model's config and no
-    weights. To be called once in a process, which cannot launch kernels afterwards. Raises
-    ConfigError when an argument is wrong, Triton is missing or the folder cannot be written.
+    Needs a C and a C++ compiler, nvcc and ninja; needs no GPU. Reads the model's config and no
+    weights. Call it once in a process, which cannot run kernels afterwards. Raises ConfigError when
+    an argument is wrong, Triton is missing or the folder cannot be written.
     """
     if config.kernel_cache is None:
         raise ConfigError("minisgl compile needs --kernel-cache, the folder to fill")

@@ -61,5 +61,5 @@ class CompileLog:
     def _log(self, event: str) -> None:
         self._logged_s = self._clock_s()
         logger.info(
-            "%s done=%d s=%.0f cache=%s", event, self._kernels, self._compile_s, self._cache
+            "%s done=%d compile_s=%.0f cache=%s", event, self._kernels, self._compile_s, self._cache
         )

@@ -42,11 +42,13 @@ _TILES: Final = (
     (Tiling(64, 128, 128, 1, 4, 8, 0), 1_400_000),
     (Tiling(128, 128, 64, 1, 6, 8, 0), 1_400_000),
 )
-# Half of the multiprocessors are enough where a program reads at most so many bytes: with at most
-# FEW_ROWS rows, and with the first of _TILES.
+# Half of the multiprocessors are enough where a program reads at most so many bytes. The first
+# limit is for at most FEW_ROWS rows of x, the second for the first entry of _TILES.
 _SHORT_BYTES: Final = 200_000
 _SHORT_TILE_BYTES: Final = 1_100_000
-_EVEN: Final = 0.7  # least share of multiprocessors with a program, as an average over all rounds
+# In a round every multiprocessor runs one program. At least this share of them must have a program,
+# as an average over all rounds.
+_EVEN: Final = 0.7
 
 
 def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:

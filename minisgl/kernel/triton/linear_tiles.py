@@ -102,7 +102,8 @@ def linear(
     row_tiles = (num_rows + BM - 1) // BM  # neighbouring programs read the same weights
     tile = program // row_tiles
     first = program % row_tiles * BM
-    row = max(min(first, num_rows - BM), 0)  # the last tile overlaps: rows past x are slow
+    # The last tile is moved back to end with x, because copies of rows past the end take time.
+    row = max(min(first, num_rows - BM), 0)
     steps = K // (BK * SPLITS)
     begin = gl.program_id(1) * steps * BK
     weights = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], x.layout)

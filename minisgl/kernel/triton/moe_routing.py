@@ -41,7 +41,7 @@ def choose(
     """
     ids = tl.arange(0, WIDTH)[None, :]
     place = tl.arange(0, PLACES)[None, :]
-    value = tl.where(inside & (value == value), value, float("-inf"))  # a NaN sorts last
+    value = tl.where(inside & (value == value), value, float("-inf"))  # NaN counts as -inf
     # Integer keys, all different, in the order of (value, then lower id first).
     bits = value.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)

@@ -53,12 +53,14 @@ def test_progress_is_logged_at_first_and_then_every_ten_seconds(
         compiled(log, 4.0)
         clock.now_s += 4.0
     assert caplog.messages == [
-        "compiling Triton kernels done=1 s=4 cache=/cache/triton",
-        "compiling Triton kernels done=4 s=16 cache=/cache/triton",
-        "compiling Triton kernels done=7 s=28 cache=/cache/triton",
+        "compiling Triton kernels done=1 compile_s=4 cache=/cache/triton",
+        "compiling Triton kernels done=4 compile_s=16 cache=/cache/triton",
+        "compiling Triton kernels done=7 compile_s=28 cache=/cache/triton",
     ]
     log.finish()
-    assert caplog.messages[3:] == ["compiled Triton kernels done=9 s=36 cache=/cache/triton"]
+    assert caplog.messages[3:] == [
+        "compiled Triton kernels done=9 compile_s=36 cache=/cache/triton"
+    ]
     log.finish()
     assert len(caplog.messages) == 4
 
@@ -78,7 +80,9 @@ def test_a_kernel_that_is_compiled_after_the_start_is_logged(
     log.finish()
     clock.now_s += 3600.0
     compiled(log, 2.0)
-    assert caplog.messages[2:] == ["compiling Triton kernels done=2 s=3 cache=/cache/triton"]
+    assert caplog.messages[2:] == [
+        "compiling Triton kernels done=2 compile_s=3 cache=/cache/triton"
+    ]
 
 
 def test_without_triton_there_is_nothing_to_log(caplog: pytest.LogCaptureFixture) -> None:
