@@ -1,10 +1,13 @@
-"""Attention over the paged KV pool behind one small interface."""
+"""Attention over the paged KV pool: the interface, the backends and the choice between them."""
 
 from minisgl.attention.base import (
     AttentionBackend,
+    AttentionNeeds,
     AttentionStep,
+    Capabilities,
     DecodeGraphAttention,
     FusedAttention,
+    LayerKind,
     StepAttention,
 )
 from minisgl.attention.registry import (
@@ -12,15 +15,16 @@ from minisgl.attention.registry import (
     create_attention_backend,
     resolve_phases,
 )
-from minisgl.attention.torch import TorchAttention
 
 __all__ = [
     "AttentionBackend",
+    "AttentionNeeds",
     "AttentionStep",
+    "Capabilities",
     "DecodeGraphAttention",
     "FusedAttention",
+    "LayerKind",
     "StepAttention",
-    "TorchAttention",
     "attention_kernels",
     "create_attention_backend",
     "resolve_phases",

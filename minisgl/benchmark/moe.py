@@ -14,8 +14,10 @@ _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
 Make = Callable[[], Callable[[], object]]
 
 
-class GroupedMm:
-    """Implements MoeBackend with torch's grouped matrix product, for comparison."""
+class GroupedMm(MoeBackend):
+    """Experts by torch's grouped matrix product, for comparison."""
+
+    name = "torch grouped_mm"
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         scales, experts = route(linear(x, weights.router), top_k, renormalise)
@@ -33,12 +35,13 @@ def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
 
     The bytes are those of the experts to which at least one token is routed.
     """
-    ours = create_moe_backend("triton", torch.device("cuda"))
+    device = torch.device("cuda")
+    backends = (("ours", create_moe_backend("triton", device)), (GroupedMm.name, GroupedMm(device)))
     weights: list[ExpertWeights] = []
     for count in tokens:
         used_experts = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)
         moved = int(6 * _HIDDEN * _INNER * used_experts) + 2 * _HIDDEN * (_EXPERTS + 2 * count)
-        for name, backend in (("ours", ours), ("torch grouped_mm", GroupedMm())):
+        for name, backend in backends:
             yield f"experts {count} tokens, {name}", moved, _maker(backend, count, weights)
 
 

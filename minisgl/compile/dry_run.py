@@ -6,6 +6,7 @@ are replaced here, at the engine's seams: the weights stay unfilled, FlashInfer'
 out, and a copy to the host gives zeros.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,15 +17,20 @@ from torch.overrides import TorchFunctionMode
 
 from minisgl.attention import (
     AttentionBackend,
+    AttentionNeeds,
     AttentionStep,
-    DecodeGraphAttention,
+    LayerKind,
     StepAttention,
-    TorchAttention,
     resolve_phases,
 )
 from minisgl.attention.decode import BalancedDecode
-from minisgl.attention.flashinfer import CopiedContexts, pages_of, scratch_for
-from minisgl.attention.phased import PhasedAttention
+from minisgl.attention.flashinfer import (
+    CopiedContexts,
+    FlashInferAttention,
+    pages_of,
+    scratch_for,
+)
+from minisgl.attention.registry import PhasedAttention
 from minisgl.core import EngineConfig
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
@@ -84,16 +90,16 @@ class MetaCommunicator(SingleCommunicator):
         return x.new_empty((self.tp.size, *x.shape))
 
 
-class MetaAttention:
+class MetaAttention(AttentionBackend):
     """Our own kernels that run beside FlashInfer's, without FlashInfer's.
 
-    Implements AttentionBackend. FlashInfer's modules are compiled from their names
-    (attention_kernels) and cannot take meta tensors.
+    FlashInfer's modules are compiled from their names (attention_kernels) and cannot take meta
+    tensors.
     """
 
     def __init__(self, pool: KVPool, q_heads: int) -> None:
         self._pool = pool
-        self._heads = (q_heads, pool.kv_heads, pool.head_dim)
+        self._heads = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """A step of one phase only: PhasedAttention splits a mixed step."""
@@ -104,9 +110,6 @@ class MetaAttention:
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
         decode.describe()
         return decode
-
-    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        return None
 
 
 class _GatherOnly:
@@ -119,13 +122,20 @@ class _GatherOnly:
         self._contexts.gather(layer)
 
 
-def _create_attention(name: str, pool: KVPool, q_heads: int) -> AttentionBackend:
+def _create_attention(
+    name: str,
+    pool: KVPool,
+    q_heads: int,
+    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL}),
+    added: Sequence[type[AttentionBackend]] = (),
+) -> AttentionBackend:
     """The backends that create_attention_backend makes on a GPU, with MetaAttention for
     FlashInfer."""
-    phases = resolve_phases(name, torch.device("cuda"), pool.dtype, pool.head_dim)
+    spec = pool.spec
+    needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim, kinds)
     prefill, decode = (
-        TorchAttention(pool) if phase == "torch" else MetaAttention(pool, q_heads)
-        for phase in phases
+        (MetaAttention if issubclass(phase, FlashInferAttention) else phase)(pool, q_heads)
+        for phase in resolve_phases(name, needs, added)
     )
     return PhasedAttention(prefill, decode)
 

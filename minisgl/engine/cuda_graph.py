@@ -37,7 +37,7 @@ class DecodeGraph:
     """A decode step of `size` reqs over fixed tensors. What it reads lies in DecodeGraphs.buffer.
 
     attention  held because its tensors are read too.
-    forward    writes `logits` [size, n], as VocabMatrix.logits.
+    forward    writes `logits` [size, n], as LMHead.logits.
     finish     for any step: `logits` of the first tokens of DecodeGraphs.attended.
     plain, filtered   write `chosen` int32 [2, size], as DeviceState.choose, of `logits`.
     """
@@ -68,10 +68,10 @@ class DecodeGraphs:
         capacity = StepLayout(largest, _MOST_PAGE_UPDATES, 0).size
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=device)
-        width, dtype = state.model.head.part.local, state.pool.dtype
+        width, dtype = state.model.lm_head.shard.local, state.model.lm_head.weight.dtype
         self._logits = torch.zeros((largest, width), dtype=dtype, device=device)
         self._chosen = torch.zeros(2 * largest, dtype=torch.int32, device=device)
-        self.attended = state.model.model.room_for(largest)
+        self.attended = state.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[DecodeGraph] = []
         bar = tqdm(

@@ -39,8 +39,8 @@ from minisgl.kernel import (
     use_kernel_cache,
 )
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers import rope_table
-from minisgl.models import build_model, load_model_config, local_kv_heads
+from minisgl.layers.rotary import rope_table
+from minisgl.models import Extensions, build_model, load_model_config, local_kv_spec
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,21 @@ class Engine:
     _create_attention = staticmethod(create_attention_backend)
 
     def __init__(
-        self, config: EngineConfig, comm: Communicator, max_chunk_tokens: int = 8192
+        self,
+        config: EngineConfig,
+        comm: Communicator,
+        max_chunk_tokens: int = 8192,
+        extensions: Extensions | None = None,
     ) -> None:
         """Load the model and allocate everything. Raises ConfigError or OutOfMemory.
+
+        extensions: backends and linear methods from outside minisgl.
 
         max_chunk_tokens: prompt tokens of one step at most; the memory left to KV depends on it.
         """
         self._config = config
         self._comm = comm
+        self._extensions = extensions or Extensions()
         self._model_config = load_model_config(config.model_path)
         self._device = self._resolve_device(config, comm.tp)
         self._dtype = resolve_dtype(config, self._model_config, self._device)
@@ -99,6 +106,7 @@ class Engine:
                 moe_backend=config.moe_backend,
                 dummy_weight=config.dummy_weight,
                 show_progress=self._show_progress,
+                extensions=self._extensions,
             )
             self.num_pages = resolve_num_pages(
                 config,
@@ -190,9 +198,9 @@ class Engine:
             return None, None
         model, last = state.model, views.first + views.lengths - 1
         if every:
-            hidden = model.model.finish(attended)
-            return hidden, model.head.logits(hidden[last]) if samples else None
-        attended = model.model.take(attended, last)
+            hidden = model.model.finish_last_layer(attended)
+            return hidden, model.lm_head.logits(hidden[last]) if samples else None
+        attended = attended.take_rows(last, self._comm)
         logits = None if self._graphs is None else self._graphs.finish(attended)
         return None, model.logits(attended) if logits is None else logits
 
@@ -209,7 +217,7 @@ class Engine:
         state, reqs = self._state, batch.num_reqs
         chosen = tokens = None
         if logits is not None:
-            logits = state.model.head.whole(logits).float()
+            logits = state.model.lm_head.all_gather_logits(logits).float()
             changed = edited(logits, batch, inputs, state.token_pool)
             chosen = state.choose(changed, views, *_kinds(batch), whole=True)
             logits, tokens = logits[:reqs], chosen[0, :reqs]
@@ -277,7 +285,8 @@ class Engine:
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor
         head_dim = self._model_config.head_dim
-        needed = attention_kernels(config.attention_backend, self._dtype, head_dim, [arch])
+        added = self._extensions.attention_backends
+        needed = attention_kernels(config.attention_backend, self._dtype, head_dim, [arch], added)
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
         if self._show_progress:
@@ -288,12 +297,10 @@ class Engine:
         """Everything on the device but the graphs, over a pool of so many pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
-            num_layers=model.num_layers,
+            local_kv_spec(model, self._comm, self._dtype),
+            num_layers=model.num_kv_layers,
             num_pages=num_pages,
             page_size=config.page_size,
-            kv_heads=local_kv_heads(model, self._comm),
-            head_dim=model.head_dim,
-            dtype=self._dtype,
             device=self._device,
         )
         rows, max_pages = config.max_running_reqs + 1, -(-self.max_seq_len // config.page_size)
@@ -301,7 +308,11 @@ class Engine:
             model=self._model,
             pool=pool,
             attention=self._create_attention(
-                config.attention_backend, pool, model.q_heads // self._comm.tp.size
+                config.attention_backend,
+                pool,
+                model.q_heads // self._comm.tp.size,
+                frozenset(layer.kind for layer in model.layers),
+                self._extensions.attention_backends,
             ),
             cos_sin=rope_table(
                 model.rope_theta, model.head_dim, model.rope_scaling, self.max_seq_len, self._device

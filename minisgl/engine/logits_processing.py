@@ -133,7 +133,7 @@ def _start_prompts(
         for offset in range(0, length, _PROMPT_ROWS):
             rows = slice(begin + offset, begin + min(offset + _PROMPT_ROWS, length))
             chosen = on_device[offset : offset + _PROMPT_ROWS]
-            logits = model.head.whole(model.head.logits(hidden[rows])).float()
+            logits = model.lm_head.all_gather_logits(model.lm_head.logits(hidden[rows])).float()
             pending[index].append(_to_host(top_logprobs(logits, chosen, count)))
     return pending
 

@@ -83,15 +83,14 @@ class DeviceState:
         """The second half: the model over what stands in `tokens`."""
         ids, positions, slots = tokens.unbind(0)
         context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)
-        attended: Attended = self.model.model(ids, context)
-        return attended
+        return self.model.model.forward_to_last_attention(ids, context)
 
     def choose(
         self, logits: Tensor, views: StepViews, draws: bool, filters: bool, whole: bool = False
     ) -> Tensor:
         """Sample a token for each of the N rows, and put it where the next step reads it.
 
-        logits: as VocabMatrix.logits, or as VocabMatrix.whole. Returns int32 [2, N]: tokens, and
+        logits: as LMHead.logits, or as LMHead.all_gather_logits. Returns int32 [2, N]: tokens, and
         whether the row was finite.
         """
         params = SamplingTensors(
@@ -104,7 +103,7 @@ class DeviceState:
             draws=draws,
             filters=filters,
         )
-        choose = sample if whole else self.model.head.sample
+        choose = sample if whole else self.model.lm_head.sample
         sampled = choose(logits.float() if logits.is_cpu else logits, params)
         put_tokens(
             self.token_pool, views.rows, views.start, views.lengths, views.samples, sampled.tokens

@@ -27,9 +27,10 @@ def piece_sizes(largest: int) -> list[int]:
 
 
 class _Piece(NamedTuple):
-    """A graph, and the q and out [size, Hq, D] of the attention that follows it."""
+    """A graph, and the layer, q and out [size, Hq, D] of the attention that follows it."""
 
     graph: torch.cuda.CUDAGraph
+    layer: int
     q: Tensor
     out: Tensor
 
@@ -48,7 +49,7 @@ class _Cutter:
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         self.graph.capture_end()
-        self.pieces.append(_Piece(self.graph, _alias(q), _alias(out)))
+        self.pieces.append(_Piece(self.graph, layer, _alias(q), _alias(out)))
         if len(self.pieces) < self._layers:
             self.begin()
 
@@ -109,9 +110,9 @@ class PieceGraphs:
         if num_tokens < chosen.size:
             chosen.tokens[:, num_tokens:] = self._padding
         self._state.stage(views, num_decode, tokens)
-        for layer, piece in enumerate(chosen.pieces):
+        for piece in chosen.pieces:
             piece.graph.replay()
-            attention.forward(layer, piece.q[:num_tokens], piece.out[:num_tokens])
+            attention.forward(piece.layer, piece.q[:num_tokens], piece.out[:num_tokens])
         return chosen.attended
 
     def _capture(self, size: int, memory: Any) -> _Forward:

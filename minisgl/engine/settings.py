@@ -10,7 +10,7 @@ import torch
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.distributed import Communicator, TPInfo
 from minisgl.kvcache.pool import kv_page_bytes
-from minisgl.models import ModelConfig, local_kv_heads
+from minisgl.models import ModelConfig, local_kv_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -76,8 +76,8 @@ def resolve_num_pages(
     """
     if config.num_pages is not None:
         return config.num_pages
-    size, kv_heads = config.page_size, local_kv_heads(model, comm)
-    page_bytes = kv_page_bytes(model.num_layers, size, kv_heads, model.head_dim, dtype)
+    size = config.page_size
+    page_bytes = kv_page_bytes(local_kv_spec(model, comm, dtype), model.num_kv_layers, size)
     useful = config.max_running_reqs * -(-max_seq_len // size)
     pages = comm.agree_min(min(available_bytes // page_bytes, useful))
     if pages < 1:

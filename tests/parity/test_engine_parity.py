@@ -1,4 +1,4 @@
-"""Engine.launch against transformers: logits close, greedy tokens equal, however work is cut."""
+"""Engine.launch against transformers: close logits and equal greedy tokens, for all chunkings."""
 
 from collections.abc import Callable
 
@@ -28,9 +28,9 @@ def test_whole_prompt_gives_the_same_tokens(family: str, model_path: ModelPath) 
 @pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> None:
-    """Past position 300, so that rotary scaling matters, and with the largest error in view.
+    """At a position past 300, so that rotary scaling has an effect.
 
-    folded: norms as in bfloat16, where the products that follow hold their weights.
+    folded: the norms' weights are folded into the linears, as the engine does in bfloat16.
     """
     path = model_path(family)
     prompt = prompt_of(330)
@@ -38,13 +38,13 @@ def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> N
     if folded:
         engine._state.model.fold_norms()
     seen: list[torch.Tensor] = []
-    compute = engine._state.model.head.logits
+    compute = engine._state.model.lm_head.logits
 
     def spy(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         seen.append(compute(hidden, out))
         return seen[-1]
 
-    engine._state.model.head.logits = spy  # type: ignore[method-assign]
+    engine._state.model.lm_head.logits = spy  # type: ignore[method-assign]
     Driver(engine).generate(0, prompt, 1)
     expected = transformers_logits(path, prompt)[-1]
     torch.testing.assert_close(seen[0][0], expected, atol=2e-4, rtol=2e-4)
@@ -75,7 +75,7 @@ def test_prefix_in_shared_pages_changes_nothing(page_size: int, model_path: Mode
     driver.share(0, 1, shared)
     result = driver.step(Work(1, shared, tail))
     assert [int(result.tokens[0])] == transformers_greedy(path, second, 1)
-    # The first one goes on undisturbed by its sharer.
+    # The first request goes on undisturbed by the request that shares its pages.
     result = driver.step(Work(0, len(first) + 2), Work(1, len(second)))
     assert int(result.tokens[0]) == transformers_greedy(path, first, 4)[-1]
     assert int(result.tokens[1]) == transformers_greedy(path, second, 2)[-1]
@@ -83,7 +83,7 @@ def test_prefix_in_shared_pages_changes_nothing(page_size: int, model_path: Mode
 
 @pytest.mark.parametrize("family", ["llama-linear-biases", "qwen3-moe"])
 def test_mixed_batches_change_nothing(family: str, model_path: ModelPath) -> None:
-    """Decode reqs of different lengths, a chunk that samples, one that does not, in one step."""
+    """One step with decode requests, a chunk that samples and a chunk that does not."""
     path = model_path(family)
     prompts = [prompt_of(5, 1), prompt_of(30, 2), prompt_of(17, 3), prompt_of(12, 4)]
     expected = [transformers_greedy(path, prompt, 3) for prompt in prompts]
@@ -122,7 +122,7 @@ def test_seeded_draws_do_not_depend_on_the_batch(model_path: ModelPath) -> None:
 
 
 def test_nan_of_one_req_reaches_no_other(model_path: ModelPath) -> None:
-    """Its pages, and a padded read past another req's end, hold NaN; only its own row is bad."""
+    """A request's own NaN, and a NaN behind another request's end, make only its own row bad."""
     path = model_path("llama")
     prompt = prompt_of(30)
     expected = transformers_greedy(path, prompt[:6], 3)
@@ -134,7 +134,7 @@ def test_nan_of_one_req_reaches_no_other(model_path: ModelPath) -> None:
         engine._state.pool.layer(layer)[1][bad_page] = torch.nan
         engine._state.pool.layer(layer)[1][driver.pages[0][0], 10:] = (
             torch.nan
-        )  # a former owner's leftovers
+        )  # left behind by a former owner of the page
     result = driver.step(Work(0, 6), Work(1, 30))
     assert result.finite.tolist() == [True, False]
     assert int(result.tokens[0]) == expected[1]

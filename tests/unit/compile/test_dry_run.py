@@ -7,7 +7,7 @@ from minisgl.compile.dry_run import DryRunEngine, HostCopies, MetaAttention, Met
 from minisgl.core import EngineConfig
 from minisgl.demo import model_path
 from minisgl.distributed import TPInfo
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.pool import KVPool, KVSpec
 
 META = torch.device("meta")
 
@@ -46,15 +46,8 @@ def test_a_dry_run_replaces_flashinfer_alone(
     name: str, kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
-    pool = KVPool(
-        num_layers=1,
-        num_pages=1,
-        page_size=16,
-        kv_heads=2,
-        head_dim=64,
-        dtype=torch.bfloat16,
-        device=META,
-    )
+    spec = KVSpec(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    pool = KVPool(spec, num_layers=1, num_pages=1, page_size=16, device=META)
     backend = DryRunEngine._create_attention(name, pool, 4)
     assert (type(backend.prefill).__name__, type(backend.decode).__name__) == kinds
     assert MetaAttention(pool, 4).decode_graph(1, step=None) is None
