@@ -175,12 +175,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--server-log", type=output_file, help="file for the log of the started server"
     )
-    parser.add_argument("--api-key")
+    parser.add_argument("--api-key", help="API key of the server")
     parser.add_argument("--served-name", help="`model` of the requests (the first model served)")
     parser.add_argument(
         "--chat", action="store_true", help="send chats of words instead of prompts of ids"
     )
-    parser.add_argument("--temperature", type=amount, default=0.6)
+    parser.add_argument(
+        "--temperature", type=amount, default=0.6, help="sampling temperature (0.6)"
+    )
     parser.add_argument("--obey-eos", action="store_true", help="let requests end at an EOS token")
     parser.add_argument(
         "--json", type=output_file, help="write settings, summary and requests to this file"

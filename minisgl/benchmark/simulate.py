@@ -177,10 +177,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--num-pages", type=whole, default=49_000, help="KV pages of 16 tokens (49000)"
     )
-    parser.add_argument("--max-running-requests", type=whole, default=256)
-    parser.add_argument("--max-seq-len", type=whole, default=40_960)
-    parser.add_argument("--target-step-ms", type=amount, default=SchedulerConfig().target_step_ms)
-    parser.add_argument("--cache-type", choices=("radix", "naive"), default="radix")
+    parser.add_argument(
+        "--max-running-requests", type=whole, default=256, help="requests in a batch (256)"
+    )
+    parser.add_argument(
+        "--max-seq-len", type=whole, default=40_960, help="context length in tokens (40960)"
+    )
+    parser.add_argument(
+        "--target-step-ms",
+        type=amount,
+        default=SchedulerConfig().target_step_ms,
+        help="step-time target; 0: none, as in the offline LLM (that of the server)",
+    )
+    parser.add_argument(
+        "--cache-type", choices=("radix", "naive"), default="radix", help="prefix cache (radix)"
+    )
     add_load_flags(parser)
     options = parser.parse_args(argv)
     cost = read_cost(options.cost)
