@@ -17,7 +17,8 @@ def arrivals(count: int, rate: float, poisson: bool, seed: int) -> list[float]:
     The gaps are 1 / rate, or exponential with that mean. With rate inf all requests arrive at 0.
     """
     source = random.Random(seed)
-    times, now_s = [], 0.0
+    times: list[float] = []
+    now_s = 0.0
     for _ in range(count):
         times.append(now_s)
         now_s += source.expovariate(rate) if poisson else 1 / rate
@@ -57,11 +58,22 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         help="arrivals per second, independent of open requests; inf: all at once",
     )
-    load.add_argument("--arrival", choices=("poisson", "uniform"), default="poisson")
+    load.add_argument(
+        "--arrival",
+        choices=("poisson", "uniform"),
+        default="poisson",
+        help="gaps between arrivals: exponential or equal (poisson)",
+    )
     load.add_argument("--trace", type=Path, help="replay the first --requests lines of a file")
-    load.add_argument("--time-scale", type=amount, default=1.0, help="factor for its arrival times")
-    load.add_argument("--length-scale", type=amount, default=1.0, help="factor for its lengths")
-    load.add_argument("--max-prompt", type=whole, help="cut its prompts to this many tokens")
+    load.add_argument(
+        "--time-scale", type=amount, default=1.0, help="factor for the trace's arrival times"
+    )
+    load.add_argument(
+        "--length-scale", type=amount, default=1.0, help="factor for the trace's lengths"
+    )
+    load.add_argument(
+        "--max-prompt", type=whole, help="cut the trace's prompts to this many tokens"
+    )
     load.add_argument(
         "--beside",
         type=int,

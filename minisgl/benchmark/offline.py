@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
     )
     add_workload_flags(parser)
     group = parser.add_argument_group("engine")
-    group.add_argument("--temperature", type=amount, default=0.6)
-    group.add_argument("--page-size", type=whole, default=16)
-    group.add_argument("--attention-backend", default="auto")
+    group.add_argument("--temperature", type=amount, default=0.6, help="sampling temperature (0.6)")
+    group.add_argument("--page-size", type=whole, default=16, help="tokens per KV page (16)")
+    group.add_argument("--attention-backend", default="auto", help="as in the server (auto)")
     group.add_argument(
         "--max-prefill-length", type=whole, default=8192, help="prompt tokens per step (8192)"
     )

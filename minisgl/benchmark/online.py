@@ -125,7 +125,8 @@ async def _run(
 ) -> tuple[list[Answer], list[Answer]]:
     """Return the answers to the load, and the background streams as they were at its end."""
     path = "/v1/chat/completions" if options.chat else "/v1/completions"
-    client, bodies = StreamingClient(url, path, options.api_key), _bodies(load, options)
+    client = StreamingClient(url, path, options.api_key)
+    bodies = _bodies(load, options)
     gc.collect()
     gc.disable()  # a garbage collection would add to the latencies
     async with background_streams(client, _bodies(background, options)) as streams:
@@ -175,12 +176,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--server-log", type=output_file, help="file for the log of the started server"
     )
-    parser.add_argument("--api-key")
+    parser.add_argument("--api-key", help="API key of the server")
     parser.add_argument("--served-name", help="`model` of the requests (the first model served)")
     parser.add_argument(
         "--chat", action="store_true", help="send chats of words instead of prompts of ids"
     )
-    parser.add_argument("--temperature", type=amount, default=0.6)
+    parser.add_argument(
+        "--temperature", type=amount, default=0.6, help="sampling temperature (0.6)"
+    )
     parser.add_argument("--obey-eos", action="store_true", help="let requests end at an EOS token")
     parser.add_argument(
         "--json", type=output_file, help="write settings, summary and requests to this file"

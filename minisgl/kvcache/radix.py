@@ -191,7 +191,7 @@ class RadixCache:
             node.in_heap = False
             if node.lock_count or node.children:
                 continue
-            if last_use != node.last_use:
+            if last_use != node.last_use:  # used since it was pushed
                 self._push_if_evictable(node)
                 continue
             taken = min(count, len(node.pages))
@@ -251,13 +251,17 @@ class RadixCache:
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Move the first `num_pages` pages of `node` to a new node above it, which is returned."""
-        parent, cut = node.parent, num_pages * self._page_size
+        parent = node.parent
+        cut = num_pages * self._page_size
         assert parent is not None, "the root has no edge to split: this is a bug"
         pages = node.pages[:num_pages].copy()
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
-        upper.lock_count, upper.fence, upper.reused = node.lock_count, node.fence, node.reused
+        upper.lock_count = node.lock_count
+        upper.fence = node.fence
+        upper.reused = node.reused
         parent.children[upper.key] = upper
-        node.tokens, node.pages = node.tokens[cut:].copy(), node.pages[num_pages:].copy()
+        node.tokens = node.tokens[cut:].copy()
+        node.pages = node.pages[num_pages:].copy()
         node.parent = upper
         node.key = self._key(upper, node.tokens, "")
         upper.children[node.key] = node
@@ -270,7 +274,8 @@ class RadixCache:
         self.evictable_pages -= num_pages
         self._reused_pages -= num_pages if node.reused else 0
         if kept:
-            node.pages, node.tokens = node.pages[:kept], node.tokens[: kept * self._page_size]
+            node.pages = node.pages[:kept]
+            node.tokens = node.tokens[: kept * self._page_size]
             self._push_if_evictable(node)
             return taken
         parent = node.parent

@@ -1,6 +1,6 @@
 """`Planner`: decides which requests the next step contains and how many tokens of each.
 
-It is a pure function of the scheduler's state, without clock, randomness or I/O, so that all
+A plan depends only on the scheduler's state, not on a clock, randomness or I/O, so that all
 tensor-parallel ranks plan the same steps.
 """
 
@@ -35,11 +35,13 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Holds the queues, and plans a step in three parts.
+    """Chooses the requests and the tokens of each step, and holds the queues for it.
 
         waiting  --admit-->  prefilling  --last chunk launched-->  decoding
            ^                     |                                    |
            +----------------- preempt --------------------------------+
+
+    A plan has three parts:
 
     1. Every decoding request gets its next token. When pages run short, the oldest requests get
        them and the newest running request is preempted.
@@ -80,7 +82,10 @@ class Planner:
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
     def predict_decode_s(self, batch: Batch) -> float:
-        """Predict the seconds of a batch in which all requests decode; 0.0 without known costs."""
+        """Predict the seconds of a batch in which all requests decode.
+
+        The result is 0.0 without known costs, and too low for a batch with a chunk.
+        """
         keys = int(batch.start.sum())
         return 0.0 if self.cost is None else self.cost.predict_s(batch.num_reqs, keys, 0)
 
@@ -94,8 +99,11 @@ class Planner:
         return Plan(self._build(step_id, rows, chunks), victim)
 
     def launched(self, batch: Batch) -> None:
-        """Advance the lengths of a launched batch and move the requests that have reached the end
-        of their prompt, or their last token."""
+        """Advance the lengths of a launched batch.
+
+        Requests whose last chunk it contains begin to decode. Requests whose last token it samples
+        need no further step and leave decode_rows.
+        """
         table = self._table
         table.computed[batch.rows] = batch.start + batch.lengths
         table.last_step[batch.rows] = batch.step_id
@@ -152,7 +160,8 @@ class Planner:
         self, rows: Int32Array, growing: Int32Array, in_flight: bool
     ) -> tuple[Int32Array, Req | None]:
         """When pages run short, give them to the oldest requests and preempt the newest one."""
-        req_at, pool = self._table.req_at, self._kv_manager.pool
+        req_at = self._table.req_at
+        pool = self._kv_manager.pool
         oldest_first = sorted(growing.tolist(), key=lambda row: req_at(row).arrival_index)
         served, starved = np.split(np.array(oldest_first, dtype=np.int32), [pool.num_free])
         self._append_pages(served, pool.allocate(len(served)))
