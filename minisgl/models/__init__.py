@@ -1,7 +1,7 @@
 """Models: configuration, the registry of architectures, the decoder, weight loading."""
 
 from minisgl.models.build import Extensions, build_model
-from minisgl.models.config import LayerSpec, ModelConfig, load_model_config, model_config_from
+from minisgl.models.config import ModelConfig, load_model_config, model_config_from
 from minisgl.models.decoder import Attended, CausalLM, ForwardContext, local_kv_spec
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "CausalLM",
     "Extensions",
     "ForwardContext",
-    "LayerSpec",
     "ModelConfig",
     "build_model",
     "load_model_config",

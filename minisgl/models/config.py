@@ -115,8 +115,8 @@ def model_config_from(
     if q_heads % kv_heads:
         raise ConfigError(f"{q_heads} attention heads do not divide over {kv_heads} KV heads")
     head_dim = fields.head_dim or fields.hidden_size // q_heads
-    if head_dim % 2:
-        raise ConfigError(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
+    if head_dim < 2 or head_dim % 2:
+        raise ConfigError(f"head_dim {head_dim} is not even; rotary embedding needs pairs")
     theta, scaling, max_position = rope_from(fields)
     dtype = fields.dtype or fields.torch_dtype or "float32"
     if dtype not in _DTYPES:
