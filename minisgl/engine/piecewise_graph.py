@@ -100,7 +100,7 @@ class PieceGraphs:
         enough. The result is overwritten by the next graph that runs.
 
         Nothing is cut off here: which rows of a sum a rank has follows from their number, so that
-        the next sum takes as many, or Decoder.take makes them whole.
+        the next sum takes as many, or Attended.take_rows completes them.
         """
         index = bisect_left(self._forwards, num_tokens, key=lambda forward: forward.size)
         if index == len(self._forwards):
