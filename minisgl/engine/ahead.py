@@ -16,7 +16,7 @@ from minisgl.attention import attention_kernels, compile_attention
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed import MetaCommunicator, TPInfo
 from minisgl.engine.engine import Engine
-from minisgl.engine.settings import pool_without_memory, resolve_dtype
+from minisgl.engine.memory import pool_without_memory, resolve_dtype
 from minisgl.kernel import compiling, filling
 from minisgl.models import load_model_config
 
