@@ -55,7 +55,7 @@ def _compile(arguments: Sequence[str]) -> int:
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")
     config = resolve(flags, os.environ, partial(resolve_model, weights=False), _demo_path)
-    from minisgl.engine import compile_kernels
+    from minisgl.compile import compile_kernels
 
     compile_kernels(config.engine, config.scheduler.prefill_budget_tokens, options.arch)
     return 0

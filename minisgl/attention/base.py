@@ -1,22 +1,62 @@
-"""The seam between a model and how attention over the paged KV pool is computed."""
+"""The interface between a model and the computation of attention over the paged KV pool."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from enum import StrEnum
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array
+from minisgl.kvcache.pool import KVPool
+
+
+class LayerKind(StrEnum):
+    """How a layer attends."""
+
+    # Each token attends to all earlier tokens of its request and to itself.
+    FULL = "full_attention"
+
+
+class AttentionNeeds(NamedTuple):
+    """What a model asks of an attention backend. dtype: of the keys and values in the pool."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
+
+
+class Capabilities(NamedTuple):
+    """What an attention backend can compute. An empty tuple means no restriction.
+
+    devices    torch device types.
+    dtypes     of keys and values. A backend for an FP8 KV cache lists the FP8 dtype.
+    head_dims  sizes of a head.
+    kinds      kinds of layers. Windows and sinks become kinds when a model needs them.
+    graphs     whether decode steps can run inside a CUDA graph (AttentionBackend.decode_graph).
+    """
+
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
+    graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionStep:
-    """What a backend may use to plan one step: B reqs, the first num_decode of them decode reqs.
+    """The metadata from which a backend plans one step of B requests. Decode requests come first.
 
-    start, lengths   int32 [B] on the host, as in core.Batch; contexts are start + lengths.
-    device_rows, device_start, device_lengths
-                     int32 [B] on the device: the req's line in the page table, and the same two.
-    page_table       int32 [rows, max_pages] on the device, this step's updates applied; entries
-                     past a req's last page mean nothing.
+    num_decode       the number of decode requests.
+    start, lengths   int32 [B] on the host, as in core.Batch. A context has start + lengths tokens.
+    device_rows      int32 [B] on the device: each request's row in the page table.
+    device_start, device_lengths
+                     start and lengths on the device.
+    page_table       int32 [rows, max_pages] on the device, with this step's updates applied.
+                     Entries past the last page of a request are undefined.
     """
 
     num_decode: int
@@ -28,7 +68,7 @@ class AttentionStep:
     page_table: Tensor
 
     def part(self, first: int, end: int) -> "AttentionStep":
-        """The step of reqs first..end alone."""
+        """The step of the requests first..end-1 alone."""
         return AttentionStep(
             num_decode=min(self.num_decode, end) - min(self.num_decode, first),
             start=self.start[first:end],
@@ -41,25 +81,26 @@ class AttentionStep:
 
 
 class StepAttention(Protocol):
-    """Attention of one prepared step: its metadata, ready on the device, and the way to use it."""
+    """Attention of one prepared step, with its metadata on the device."""
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend causally over each req's whole context; this step's KV is in the pool already.
+        """Attend causally over the whole context of each request.
 
-        q: [T, Hq, D] of the pool's dtype. out: [T, Hq, D], overwritten. No host sync.
+        The keys and values of this step's tokens are in the pool already. q: [T, Hq, D] of the
+        pool's dtype; out: [T, Hq, D], overwritten; layer: LayerSpec.kv_layer. No host sync.
         """
 
 
 class DecodeGraphAttention(StepAttention, Protocol):
-    """Attention of a decode step of fixed size over fixed tensors, to be captured in a graph."""
+    """Attention of a decode step of fixed size over fixed tensors, for capture in a CUDA graph."""
 
     def describe(self) -> None:
-        """Compute the metadata on the device; the first operation of the captured part."""
+        """Compute the metadata on the device. It is the first operation of the captured graph."""
 
 
 @runtime_checkable
 class FusedAttention(Protocol):
-    """Attention that can take what the qkv projection gives."""
+    """A StepAttention that takes the output of the qkv projection directly."""
 
     def attend(
         self,
@@ -71,17 +112,72 @@ class FusedAttention(Protocol):
         cos_sin: Tensor,
         out: Tensor,
     ) -> None:
-        """Norm and rotate heads, store keys and values, and attend: see kernel.decode.decode."""
+        """Normalise and rotate the heads, store keys and values, and attend.
+
+        For shapes and dtypes see kernel.decode.decode.
+        """
 
 
-class AttentionBackend(Protocol):
-    """One way to compute attention over the KV pool it was made for."""
+class AttentionBackend(ABC):
+    """One way to compute attention over the KV pool.
 
+    A subclass sets `name` and `capabilities`, is created from the pool and the number of query
+    heads of this rank, and implements `prepare`. A class of our own stands in
+    registry.ATTENTION_BACKENDS; a class from outside is passed in engine.Extensions.
+
+    name          the name that users give to --attention-backend.
+    decode_with   None, or the name of the backend for decode requests when users name this one
+                  alone. A backend with decode_with runs prefill chunks only.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    decode_with: ClassVar[str | None] = None
+
+    @abstractmethod
+    def __init__(self, pool: KVPool, q_heads: int) -> None: ...
+
+    @classmethod
+    def obstacle(cls, needs: AttentionNeeds) -> str | None:
+        """The reason why the backend cannot run here; None if it can.
+
+        It compares the capabilities. A subclass adds further requirements, such as a package.
+        """
+        able, device, dtype = cls.capabilities, needs.device.type, needs.dtype
+        if able.devices and device not in able.devices:
+            return f"it needs a {able.devices[0].upper()} device, not {device}"
+        if able.dtypes and dtype not in able.dtypes:
+            supported = " and ".join(map(_dtype_name, able.dtypes))
+            return f"it supports {supported}, not {_dtype_name(dtype)}"
+        if able.head_dims and needs.head_dim not in able.head_dims:
+            return f"it supports head_dim {able.head_dims}, not {needs.head_dim}"
+        if unsupported := needs.kinds - able.kinds:
+            return f"it does not support {min(unsupported)} layers"
+        return None
+
+    @classmethod
+    def kernel_variants(cls, decode: bool, archs: Sequence[int]) -> frozenset[str]:
+        """Names of the FlashInfer kernels that one phase runs on GPUs of `archs`.
+
+        decode: whether the phase is decode or prefill. archs: 90 for compute capability 9.0.
+        """
+        return frozenset()
+
+    @abstractmethod
     def prepare(self, step: AttentionStep) -> StepAttention:
-        """Plan a step, once for all layers. The result refers to the device until it is done."""
+        """Plan a step once for all layers. All requests of the step are in the same phase.
+
+        The caller keeps the result until the device has completed the step.
+        """
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        """Attention for decode steps of `size` reqs over the tensors of `step`, which stay.
+        """Return attention for decode steps of `size` requests over the fixed tensors of `step`.
 
-        None where this backend cannot run inside a CUDA graph.
+        A backend with capabilities.graphs implements it. The engine asks for the largest size
+        first, so that all sizes can share buffers. None: no graph.
         """
+        return None
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

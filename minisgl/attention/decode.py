@@ -1,8 +1,9 @@
-"""Decode attention that plans nothing on the host, so that graphs can hold it: two kinds.
+"""Decode attention that plans nothing on the host, so that CUDA graphs can capture it.
 
-Our own kernel gives every multiprocessor the same amount of work, and norms, rotates and stores as
-well. FlashInfer with one block for each req and KV head, by a plan that does not depend on the
-contexts, has no parts to merge: faster where the blocks fill the GPU more than once.
+There are two kinds. BalancedDecode runs minisgl's own kernel: it gives every multiprocessor the
+same amount of work, and also normalises, rotates and stores the new token. UnsplitDecode runs
+FlashInfer with one block for each request and KV head. Its plan does not depend on the contexts,
+and it has no partial results to merge, which is faster if the blocks fill the GPU more than once.
 """
 
 from typing import Any
@@ -14,13 +15,15 @@ from minisgl.attention.base import AttentionStep
 from minisgl.kernel import DecodeScratch, balanced_decode, count_blocks, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
-_INT_WORKSPACE_BYTES = 2**20  # a plan holds a few int32 for each of some thousand blocks
+# Room for a plan: a few int32 values for each of some thousand blocks.
+_INT_WORKSPACE_BYTES = 2**20
 
 
 class BalancedDecode:
-    """Implements DecodeGraphAttention and FusedAttention, for steps with prompt tokens as well.
+    """Implements DecodeGraphAttention and FusedAttention.
 
-    All may share a scratch that is large enough: steps run one after the other.
+    scratch: temporary device memory, large enough for all requests. Steps run one after the other,
+    so that all instances may share one scratch.
     """
 
     def __init__(self, pool: KVPool, step: AttentionStep, scratch: DecodeScratch) -> None:
@@ -49,10 +52,11 @@ class BalancedDecode:
         balanced_decode(qkv, *norms, *pools, out, self._table, *self._reqs, self._scratch)
 
 
-class WholeDecode:
-    """Implements DecodeGraphAttention for many reqs.
+class UnsplitDecode:
+    """Implements DecodeGraphAttention for many requests, by FlashInfer without split contexts.
 
-    indices: int32, room for the pages of all reqs; shared by the graphs of all sizes.
+    indices: int32, room for the page ids of all requests. Graphs of all sizes share it.
+    shape: query heads, KV heads, head size and page size.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class WholeDecode:
         shape: tuple[int, int, int, int],
         types: dict[str, torch.dtype],
     ) -> None:
-        """Plans for good, and blocks the host."""
+        """Plan once for all steps. Blocks the host."""
         self._pool = pool
         self._step = step
         size = len(step.device_rows)

@@ -1,60 +1,49 @@
-"""Attention on CUDA by FlashInfer's wrappers, over the pool as it lies (NHD).
+"""Attention on CUDA by FlashInfer's wrappers, over the KV pool in its layout (NHD).
 
-Prefill runs the fa3 kernels on Hopper, over a copy of contexts that many queries read; the fa2
-kernels elsewhere and for few tokens; decode our own kernel or fa2. flashinfer is imported here
-alone, and only when one of these backends is made.
+Prefill runs FlashInfer's fa3 kernels on Hopper, over a contiguous copy of contexts that many
+queries read. It runs the fa2 kernels on other GPUs and for few tokens. Decode runs minisgl's own
+kernel or fa2. Only this module imports flashinfer, when it creates a backend.
 """
 
 import importlib.util
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionStep, DecodeGraphAttention, StepAttention
-from minisgl.attention.decode import BalancedDecode, WholeDecode
+from minisgl.attention.base import (
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionStep,
+    Capabilities,
+    DecodeGraphAttention,
+    StepAttention,
+)
+from minisgl.attention.decode import BalancedDecode, UnsplitDecode
 from minisgl.core import Int32Array
 from minisgl.kernel import ContextCopy, DecodeScratch, decode_scratch, gather_kv, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
-_HEAD_DIMS = (64, 128, 256)
-_MIN_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
-_MOST_QUERY_ROWS = 128  # of one block of the fa2 kernels
-_BLOCKS_PER_MULTIPROCESSOR = 2  # for which FlashInfer plans
-# Our decode kernel is faster than FlashInfer's for up to so many waves of blocks (one for each req
-# and KV head) and so many reqs; with so few query heads for a KV head always.
-_WAVES, _MOST_REQS, _SMALL_GROUP = 2, 176, 2
-_FEW_TOKENS = 128  # fa3 has one block for so many, fa2 also splits their context
-
-
-def why_not_flashinfer(pool: KVPool) -> str | None:
-    """What keeps FlashInfer from working on this pool; None when nothing does."""
-    if pool.device.type not in ("cuda", "meta"):
-        return f"it needs a CUDA device, not {pool.device.type}"
-    if pool.dtype not in (torch.bfloat16, torch.float16):
-        return f"it supports bfloat16 and float16, not {str(pool.dtype).removeprefix('torch.')}"
-    if pool.head_dim not in _HEAD_DIMS:
-        return f"it supports head_dim {_HEAD_DIMS}, not {pool.head_dim}"
-    if importlib.util.find_spec("flashinfer") is None:
-        return "the package flashinfer is not installed (pip install minisgl[gpu])"
-    return None
-
-
-def prefill_variants(name: str, arch: int) -> tuple[str, str]:
-    """For few tokens and for many: what the backend's name says, if it does, for both; otherwise
-    fa3 for many on Hopper, and fa2. arch: 90 for compute capability 9.0."""
-    _, _, variant = name.partition("-")
-    if variant:
-        return variant, variant
-    return "fa2", "fa3" if arch // 10 == 9 else "fa2"
+_MIN_WORKSPACE_BYTES = 128 * 2**20  # the size that FlashInfer's documentation recommends
+_MAX_QUERY_ROWS = 128  # query rows of one block of the fa2 kernels
+_BLOCKS_PER_MULTIPROCESSOR = 2  # the number for which FlashInfer plans
+# The own decode kernel is faster than FlashInfer's up to this many waves of blocks, with one block
+# for each request and KV head, and up to this many requests.
+_MAX_WAVES, _MAX_REQS = 2, 176
+# It is always faster with at most this many query heads for each KV head.
+_SMALL_GROUP = 2
+# fa3 runs this many tokens in one block; fa2 also splits their context over blocks.
+_FEW_TOKENS = 128
 
 
 class _Planner:
-    """One wrapper that is planned anew for each step.
+    """One FlashInfer wrapper, planned anew for each step.
 
-    I1  A plan writes into pinned memory, which is copied to the device behind earlier steps. So
-        the next plan waits for that copy: at most for the step before the one planned last.
+    I1  A plan writes into pinned host memory. The GPU copies it to the device after the steps that
+        were launched earlier, so that the next plan waits for that copy. It waits at most for the
+        step before the one that was planned last.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -67,23 +56,56 @@ class _Planner:
         self._copied.record()
 
 
-class FlashInferAttention:
-    """Both phases; they share the float workspace, since a step's kernels run one by one."""
+class FlashInferAttention(AttentionBackend):
+    """Attention of both phases. A step's kernels run one by one, so they share a float workspace.
 
-    def __init__(self, pool: KVPool, q_heads: int, variants: tuple[str, str]) -> None:
-        """variants: as prefill_variants."""
+    variant: the FlashInfer kernels for prefill, fa2 or fa3. None: chosen by GPU and step.
+    """
+
+    name = "flashinfer"
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims=(64, 128, 256),
+        graphs=True,
+    )
+    variant: ClassVar[str | None] = None
+
+    @classmethod
+    def obstacle(cls, needs: AttentionNeeds) -> str | None:
+        found = super().obstacle(needs)
+        if found is None and importlib.util.find_spec("flashinfer") is None:
+            return "the package flashinfer is not installed (pip install minisgl[gpu])"
+        return found
+
+    @classmethod
+    def kernel_variants(cls, decode: bool, archs: Sequence[int]) -> frozenset[str]:
+        if decode:
+            return frozenset({"fa2"})
+        return frozenset(variant for arch in archs for variant in cls._prefill_variants(arch))
+
+    @classmethod
+    def _prefill_variants(cls, arch: int) -> tuple[str, str]:
+        """The kernels for prefill chunks of few and of many tokens. arch: 90 for Hopper."""
+        return cls.variant or "fa2", cls.variant or ("fa3" if arch // 10 == 9 else "fa2")
+
+    def __init__(self, pool: KVPool, q_heads: int) -> None:
         import flashinfer
 
         self._flashinfer: Any = flashinfer
         self._pool = pool
-        self._shape = (q_heads, pool.kv_heads, pool.head_dim, pool.page_size)
-        self._types = {"q_data_type": pool.dtype, "kv_data_type": pool.dtype}
+        spec = pool.spec
+        self._shape = (q_heads, spec.kv_heads, spec.head_dim, pool.page_size)
+        self._types = {"q_data_type": spec.dtype, "kv_data_type": spec.dtype}
         properties = torch.cuda.get_device_properties(pool.device)
         self._blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
-        # parts of split contexts: no more than `blocks` over the KV heads, in float32
-        parts = self._blocks * (q_heads // pool.kv_heads) * _MOST_QUERY_ROWS
-        size = max(_MIN_WORKSPACE_BYTES, parts * (pool.head_dim + 1) * 4)
+        # The workspace holds the float32 results of split contexts: over all KV heads, at most
+        # one part for each of the blocks.
+        parts = self._blocks * (q_heads // spec.kv_heads) * _MAX_QUERY_ROWS
+        size = max(_MIN_WORKSPACE_BYTES, parts * (spec.head_dim + 1) * 4)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
+        major, minor = torch.cuda.get_device_capability(pool.device)
+        variants = self._prefill_variants(10 * major + minor)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._few, self._many = (
             _Planner(wrapper(self._workspace, "NHD", backend=variant)) for variant in variants
@@ -97,45 +119,61 @@ class FlashInferAttention:
         self._graph_indices: Tensor | None = None
 
     def prepare(self, step: AttentionStep) -> StepAttention:
-        """A step of one phase only (PhasedAttention splits)."""
         if step.num_decode:
             decode = BalancedDecode(self._pool, step, self._scratch_of(step))
             decode.describe()
             return decode
         few, prompts = int(step.lengths.sum()) <= _FEW_TOKENS, (step.start, step.lengths)
         if self._contiguous is not None:
-            first = self._copy is None  # a warm-up's, which loads the kernels of this way too
+            # The first step, in the warm-up, takes this way so that its kernels are loaded.
+            first = self._copy is None
             copy = self._copy = self._copy or ContextCopy(step.page_table, self._pool.layer(0)[0])
             pays = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
             if pays and copy.fits(*prompts):
-                copied = CopiedContexts(self._pool, step, copy, self._contiguous.wrapper)
-                self._contiguous.plan(*copied.indptrs, *self._shape[:3], causal=True, **self._types)
-                return copied
+                contexts = CopiedContexts(self._pool, step, copy)
+                indptrs = contexts.indptrs
+                self._contiguous.plan(*indptrs, *self._shape[:3], causal=True, **self._types)
+                return ContiguousAttention(contexts, self._contiguous.wrapper)
         planner = self._few if few else self._many
-        where = (_cumulated(step.lengths), *_pages(self._pool, step))
+        where = (_cumulated(step.lengths), *pages_of(self._pool, step))
         planner.plan(*where, *self._shape, causal=True, **self._types)
         return _Planned(self._pool, planner.wrapper)
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        """Of several sizes the largest is to be asked for first: they share buffers."""
         pool, (q_heads, kv_heads) = self._pool, self._shape[:2]
-        few = size <= _MOST_REQS and size * kv_heads <= _WAVES * self._blocks
+        few = size <= _MAX_REQS and size * kv_heads <= _MAX_WAVES * self._blocks
         if few or q_heads <= _SMALL_GROUP * kv_heads:
             return BalancedDecode(pool, step, self._scratch_of(step))
         if self._graph_indices is None:
             entries = size * step.page_table.shape[1]
             self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=pool.device)
         arguments = (self._flashinfer, pool, self._workspace, self._graph_indices)
-        return WholeDecode(*arguments, step, self._shape, self._types)
+        return UnsplitDecode(*arguments, step, self._shape, self._types)
 
     def _scratch_of(self, step: AttentionStep) -> DecodeScratch:
         if self._scratch is None:
-            self._scratch = _scratch(step, *self._shape[:3])
+            self._scratch = scratch_for(step, *self._shape[:3])
         return self._scratch
 
 
+class FlashInferFa2(FlashInferAttention):
+    """Prefill by the fa2 kernels on every GPU."""
+
+    name = "flashinfer-fa2"
+    decode_with = "flashinfer"
+    variant = "fa2"
+
+
+class FlashInferFa3(FlashInferAttention):
+    """Prefill by the fa3 kernels for any number of tokens."""
+
+    name = "flashinfer-fa3"
+    decode_with = "flashinfer"
+    variant = "fa3"
+
+
 class _Planned:
-    """Implements StepAttention by a planned wrapper."""
+    """Implements StepAttention by a wrapper that is planned for the step."""
 
     def __init__(self, pool: KVPool, wrapper: Any) -> None:
         self._pool = pool
@@ -146,51 +184,49 @@ class _Planned:
 
 
 class CopiedContexts:
-    """Implements StepAttention. wrapper: to be planned for `indptrs`; None on the device meta."""
+    """A contiguous copy of the keys and values of a prefill step's contexts, layer by layer.
 
-    def __init__(self, pool: KVPool, step: AttentionStep, copy: ContextCopy, wrapper: Any) -> None:
-        self._pool, self._wrapper = pool, wrapper
+    indptrs  where each request's queries and keys begin, as the ragged wrapper plans with them.
+    """
+
+    def __init__(self, pool: KVPool, step: AttentionStep, copy: ContextCopy) -> None:
+        self._pool = pool
         self.indptrs = copy.layout(step.start, step.lengths)
         where = (step.device_rows, step.device_start, step.device_lengths, step.page_table)
         self._copy = copy.find(*where, pool.page_size, int(self.indptrs[1][-1]))
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Copy this layer's keys and values. The next call overwrites the tensors it returns."""
         slots, keys, values = self._copy
         gather_kv(*self._pool.layer(layer), slots, keys, values)
-        if self._wrapper is not None:
-            self._wrapper.run(q, keys, values, out=out)
+        return keys, values
 
 
-class MetaAttention:
-    """What the device meta has for FlashInfer, so that our own kernels compile without a GPU: the
-    launches beside FlashInfer's, and no attention. Implements AttentionBackend."""
+class ContiguousAttention:
+    """Implements StepAttention by a ragged wrapper that was planned for the contexts' indptrs."""
 
-    def __init__(self, pool: KVPool, q_heads: int) -> None:
-        self._pool = pool
-        self._shape = (q_heads, pool.kv_heads, pool.head_dim)
+    def __init__(self, contexts: CopiedContexts, wrapper: Any) -> None:
+        self._contexts = contexts
+        self._wrapper = wrapper
 
-    def prepare(self, step: AttentionStep) -> StepAttention:
-        _pages(self._pool, step)
-        if not step.num_decode:
-            copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
-            return CopiedContexts(self._pool, step, copy, None)
-        decode = BalancedDecode(self._pool, step, _scratch(step, *self._shape))
-        decode.describe()
-        return decode
-
-    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        return None
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        keys, values = self._contexts.gather(layer)
+        self._wrapper.run(q, keys, values, out=out)
 
 
-def _scratch(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
-    """For all reqs that the page table has rows for."""
+def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
+    """Decode scratch for as many requests as the page table has rows, without the padding row."""
     rows = len(step.page_table) - 1
     return decode_scratch(rows, q_heads, kv_heads, head_dim, step.page_table.device)
 
 
-def _pages(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the contexts of n reqs lie: kv_indptr [n + 1] on the host, the page ids of all of them
-    on the device, last_page_len [n] on the host."""
+def pages_of(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
+    """Return FlashInfer's description of the contexts of n requests.
+
+    kv_indptr int32 [n + 1] on the host: where each request's page ids begin.
+    kv_indices int32 on the device: the page ids of all requests.
+    last_page_len int32 [n] on the host: tokens in each request's last page.
+    """
     contexts, size = step.start + step.lengths, pool.page_size
     pages = (contexts + (size - 1)) // size
     indptr = _cumulated(pages)
@@ -203,7 +239,7 @@ def _pages(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cumulated(counts: Int32Array) -> Tensor:
-    """int32 [n + 1] on the host: the exclusive sum, and the total."""
+    """Return the prefix sums of `counts` [n], from 0 to the total: int32 [n + 1] on the host."""
     sums = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=sums[1:])
     return torch.from_numpy(sums)

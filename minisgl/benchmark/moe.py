@@ -14,8 +14,10 @@ _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
 Make = Callable[[], Callable[[], object]]
 
 
-class GroupedMm:
-    """Implements MoeBackend by torch's grouped matrix product; to compare with."""
+class GroupedMm(MoeBackend):
+    """Experts by torch's grouped matrix product, for comparison."""
+
+    name = "torch grouped_mm"
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         scales, experts = route(linear(x, weights.router), top_k, renormalise)
@@ -31,12 +33,13 @@ class GroupedMm:
 def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
     """Ours and torch's for each number of tokens, with the bytes of the experts they take: what
     a Case of minisgl.benchmark.kernels is made of."""
-    ours = create_moe_backend("triton", torch.device("cuda"))
+    device = torch.device("cuda")
+    backends = (("ours", create_moe_backend("triton", device)), (GroupedMm.name, GroupedMm(device)))
     weights: list[ExpertWeights] = []
     for count in tokens:
         taken = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)
         moved = int(6 * _HIDDEN * _INNER * taken) + 2 * _HIDDEN * (_EXPERTS + 2 * count)
-        for name, backend in (("ours", ours), ("torch grouped_mm", GroupedMm())):
+        for name, backend in backends:
             yield f"experts {count} tokens, {name}", moved, _maker(backend, count, weights)
 
 

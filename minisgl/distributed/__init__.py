@@ -3,7 +3,6 @@
 from minisgl.distributed.comm import (
     Communicator,
     GroupCommunicator,
-    MetaCommunicator,
     SingleCommunicator,
     TPInfo,
     connect,
@@ -12,7 +11,6 @@ from minisgl.distributed.comm import (
 __all__ = [
     "Communicator",
     "GroupCommunicator",
-    "MetaCommunicator",
     "SingleCommunicator",
     "TPInfo",
     "connect",

@@ -1,8 +1,9 @@
 """Collectives between the tensor-parallel ranks of one host.
 
-On CPU a communicator owns its process group object; on CUDA it is torch's default group, which
-symmetric memory asks for, so that a process has one. Ranks find each other through a file, and gloo
-and NCCL talk over loopback or shared memory: nothing listens outside the host.
+On CPU a communicator owns its process group object. On CUDA it uses torch's default group, which
+symmetric memory requires, so that a process has at most one communicator. Ranks find each other
+through a file. Gloo and NCCL talk over loopback or shared memory: no socket listens outside the
+host.
 """
 
 import logging
@@ -24,12 +25,13 @@ from minisgl.kernel import add_rms_norm, rms_norm
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "lo"
-_MEET_TIMEOUT = timedelta(seconds=30)  # for ranks that have all come to exchange addresses
+# All ranks have joined when they exchange addresses, so that a short timeout suffices.
+_EXCHANGE_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
 class TPInfo:
-    """This rank's place among the tensor-parallel ranks."""
+    """The number of this rank, and the number of tensor-parallel ranks."""
 
     rank: int
     size: int
@@ -40,7 +42,7 @@ class TPInfo:
 
 
 class Communicator(Protocol):
-    """What layers need of the other ranks. All ranks make the same calls in the same order."""
+    """The collectives of the layers. All ranks make the same calls in the same order."""
 
     @property
     def tp(self) -> TPInfo: ...
@@ -48,27 +50,30 @@ class Communicator(Protocol):
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """RMSNorm of the sum of all ranks' x, plus residual where there is one: (normed, sum).
+        """Add up all ranks' x, plus residual if given, and return (RMSNorm of the sum, sum).
 
-        x, residual: contiguous [T, H], given up by the caller; weight: [H]. normed is the same on
-        every rank and good until the next call; the sum is for the next call's residual and for
-        take_rows only (a rank may have written no more than what it needs there).
+        x, residual: contiguous [T, H]; both may be overwritten. weight: [H]. The normalised tensor
+        is equal on every rank and valid until the next call. The sum may be incomplete on a rank:
+        use it only as the residual of the next call and in take_rows.
         """
 
     def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
-        """total[rows] of a sum by reduce_norm, whole on every rank. rows: integers [B]."""
+        """Return total[rows], complete on every rank. total: a sum of reduce_norm; rows: [B]."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """The x of all ranks, contiguous and of one shape and dtype, in rank order: [ranks, *]."""
+        """Return the x of all ranks in rank order, [ranks, *].
+
+        x: contiguous, of the same shape and dtype on every rank.
+        """
 
     def agree_min(self, value: int) -> int:
-        """The smallest `value` of all ranks. Blocks the host; for start-up only."""
+        """Return the smallest `value` of all ranks. Blocks the host; for start-up only."""
 
     def close(self) -> None: ...
 
 
 class SingleCommunicator:
-    """One rank: nothing to exchange."""
+    """The communicator of a single rank, which exchanges nothing."""
 
     tp = TPInfo(0, 1)
 
@@ -90,25 +95,6 @@ class SingleCommunicator:
         return None
 
 
-class MetaCommunicator(SingleCommunicator):
-    """One rank of several on the device meta: launches what any of them may, and none is there."""
-
-    def __init__(self, tp: TPInfo) -> None:
-        self.tp = tp
-        several = tp.size > 1 and tp.size & (tp.size - 1) == 0
-        self.peers = PeerMemory(tp.rank, tp.size, torch.device("meta")) if several else None
-
-    def reduce_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        if self.peers is not None and self.peers.takes(x):
-            self.peers.reduce_norm(x, residual, weight, eps)
-        return _add_norm(x, residual, weight, eps)
-
-    def gather(self, x: Tensor) -> Tensor:
-        return x.new_empty((self.tp.size, *x.shape))
-
-
 def _add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -118,7 +104,7 @@ def _add_norm(
 
 
 class ProcessGroup(Protocol):
-    """The part of torch's process group objects that is used (their stubs leave it out)."""
+    """The methods of torch's process groups that this module uses. torch's stubs lack them."""
 
     def allreduce(self, tensors: list[Tensor], options: Any = ...) -> Any: ...
 
@@ -128,10 +114,10 @@ class ProcessGroup(Protocol):
 
 
 class GroupCommunicator:
-    """Several ranks over a torch process group (gloo on CPU, NCCL on CUDA).
+    """Several ranks over a torch process group: gloo on CPU, NCCL on CUDA.
 
-    peers: memory that all ranks reach, for small sums without the process group; None: without.
-    Raises WorkerDied where the process group finds that another rank has gone.
+    peers: memory that all ranks can read, for small sums without the process group; None: not used.
+    A collective raises WorkerDied if the process group finds that another rank has ended.
     """
 
     def __init__(self, tp: TPInfo, group: ProcessGroup, device: torch.device) -> None:
@@ -141,9 +127,10 @@ class GroupCommunicator:
         self.peers: PeerMemory | None = None
 
     def share_memory(self) -> None:
-        """Sum over peer memory from now on; not where one rank, with a warning, cannot.
+        """Use peer memory for small sums from now on.
 
-        A collective on CUDA. Ranks agree after each step: none waits for one that has failed.
+        A collective on CUDA. If a rank cannot, it logs a warning and all ranks keep to NCCL. The
+        ranks agree after each step, so that no rank waits for one that has failed.
         """
         tp = self.tp
         if tp.size & (tp.size - 1):
@@ -155,7 +142,7 @@ class GroupCommunicator:
                 step()
             except RuntimeError as error:
                 works = False
-                logger.warning("no peer memory, all sums go through NCCL error=%s", error)
+                logger.warning("peer memory is not available, NCCL does all sums error=%s", error)
             if not self.agree_min(int(works)):
                 return
         self.peers = peers
@@ -169,7 +156,8 @@ class GroupCommunicator:
         return _add_norm(x, residual, weight, eps)
 
     def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
-        elsewhere = rows % self.tp.size != self.tp.rank  # where peer memory may leave them
+        # Peer memory may complete row r of a sum on rank r % size only.
+        elsewhere = rows % self.tp.size != self.tp.rank
         taken = total[rows].masked_fill_(elsewhere.unsqueeze(1), 0)
         self.all_reduce(taken)
         return taken
@@ -187,7 +175,7 @@ class GroupCommunicator:
         return int(box.item())
 
     def close(self) -> None:
-        """Leave the group. Not a collective: works when other ranks are gone."""
+        """Leave the group. It is not a collective: it works after other ranks have ended."""
         self.peers = None
         if self.device.type == "cuda":
             dist.destroy_process_group()
@@ -195,10 +183,10 @@ class GroupCommunicator:
             self.group.shutdown()
 
     def all_reduce(self, x: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        """In place, by the process group. x: contiguous."""
+        """Reduce x over all ranks in place, by the process group. x: contiguous."""
         options: Any = AllreduceOptions()
         options.reduceOp = operation
-        options.asyncOp = False  # on the current stream, so that graphs hold nothing else
+        options.asyncOp = False  # runs on the current stream, so that CUDA graphs capture it
         _finish(lambda: self.group.allreduce([x], options))
 
 
@@ -208,16 +196,16 @@ def _finish(collective: Callable[[], Any]) -> None:
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise WorkerDied(f"a collective failed, another rank has gone: {error}") from error
+        raise WorkerDied(f"a collective failed, another rank has ended: {error}") from error
 
 
 def connect(
     tp: TPInfo, device: torch.device, rendezvous_file: str, timeout_s: float = 600.0
 ) -> Communicator:
-    """Join the other ranks; blocks until all have come or timeout_s has passed.
+    """Join the other ranks. Blocks until all have joined or timeout_s seconds have passed.
 
-    rendezvous_file: a path all ranks share, in a private directory, not used before. `device` is
-    the one whose tensors will be exchanged; it chooses gloo or NCCL.
+    rendezvous_file: a path that all ranks share, in a private directory, not used before.
+    device: of the tensors that the ranks exchange. A CPU takes gloo, a GPU takes NCCL.
     """
     if tp.size == 1:
         return SingleCommunicator()
@@ -226,9 +214,9 @@ def connect(
     store.set_timeout(timeout)
     meet = _nccl if device.type == "cuda" else _gloo
     comm = GroupCommunicator(tp, meet(store, tp, device, timeout), device)
-    comm.agree_min(0)  # connects all pairs now, so that a missing rank is noticed here
+    comm.agree_min(0)  # connects all pairs, so that a missing rank is found here
     if device.type == "cuda":
-        store.set_timeout(_MEET_TIMEOUT)
+        store.set_timeout(_EXCHANGE_TIMEOUT)
         comm.share_memory()
     return comm
 
@@ -243,7 +231,7 @@ def _gloo(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) ->
 
 
 def _nccl(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> ProcessGroup:
-    # NCCL takes its bootstrap interface from the environment alone; a user's choice is kept.
+    # NCCL reads its bootstrap interface from the environment only. A user's choice is kept.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
     torch.cuda.set_device(device)
     dist.init_process_group(

@@ -1,7 +1,7 @@
-"""Memory of each rank that all ranks of the host reach over NVLink, for small sums.
+"""Memory of each rank that all ranks of the host can read and write over NVLink, for small sums.
 
-torch's symmetric memory allocates it and maps the others' into this process; the kernel that works
-on it is minisgl.kernel.triton.reduce. No multicast.
+torch's symmetric memory allocates it and maps the other ranks' memory into this process. The kernel
+that sums over it is minisgl.kernel.triton.reduce. It does not use NVLink multicast.
 """
 
 import os
@@ -14,29 +14,30 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from minisgl.kernel.peers import BLOCKS, PeerLayout
 
-_MOST_BYTES = 8192 * 10240  # of one sum; NCCL takes larger ones
-# Of a sum, up to which one shot is as fast as two, by the number of ranks. On H200s of one host, µs
-# with one and two shots, rows of 10 KiB: 4 ranks, 16: 7.7 and 8.9, 32: 9.3 and 8.8; 2 ranks, 256:
-# 15.3 and 17.3, 512: 24.8 and 23.2.
+_MAX_BYTES = 8192 * 10240  # of one sum; NCCL does larger sums
+# The largest sum, in bytes by the number of ranks, for which one shot is as fast as two. Measured
+# on H200s of one host with rows of 10 KiB, in µs with one shot and with two:
+# 4 ranks: 16 rows 7.7 and 8.9, 32 rows 9.3 and 8.8. 2 ranks: 256 rows 15.3 and 17.3, 512 rows 24.8
+# and 23.2.
 _ONE_SHOT_BYTES = MappingProxyType({2: 384 * 10240, 4: 24 * 10240})
-_ONE_SHOT_ELSE = 8 * 10240
+_ONE_SHOT_BYTES_OTHER = 8 * 10240  # for other numbers of ranks
 
 
 class PeerMemory:
-    """This rank's memory for sums, and where it sees that of the others.
+    """This rank's memory for sums, and the addresses of the other ranks' memory.
 
-    To be used after `allocate` and `meet`; on the device meta, where kernels only compile, at once.
+    Sums work after `allocate` and `meet`. Before, the memory has a size and no bytes.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self._rank, self._size, self._device = rank, size, device
-        self.layout = PeerLayout(slot_bytes=_MOST_BYTES, row_bytes=_MOST_BYTES)
+        self.layout = PeerLayout(slot_bytes=_MAX_BYTES, row_bytes=_MAX_BYTES)
         self.memory = torch.empty(self.layout.size(size), dtype=torch.uint8, device="meta")
         self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
 
     def allocate(self) -> None:
-        """Raises RuntimeError where there is no such memory, or not enough."""
+        """Allocate this rank's memory. Raises RuntimeError if the machine cannot provide it."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         world = dist.group.WORLD
         assert world is not None, "the process group comes first: this is a bug"
@@ -47,9 +48,9 @@ class PeerMemory:
         torch.cuda.synchronize(self._device)
 
     def meet(self) -> None:
-        """Find where each rank's memory lies in this process, once all have allocated theirs.
+        """Find the address of each rank's memory in this process, after all ranks have allocated.
 
-        A collective. Raises RuntimeError where the GPUs do not reach one another.
+        A collective. Raises RuntimeError if the GPUs cannot access each other's memory.
         """
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -62,20 +63,20 @@ class PeerMemory:
         self._addresses.copy_(torch.tensor(addresses, dtype=torch.int64))
 
     def takes(self, x: Tensor) -> bool:
-        """Whether reduce_norm can sum x; depends on shape and dtype alone. x: [T, H]."""
+        """Whether reduce_norm can sum x [T, H]. Shape and dtype decide, so that all ranks agree."""
         rows, width = x.shape
         padded = -(-rows // self._size) * self._size
         row_bytes = width * x.element_size()
-        return rows > 0 and row_bytes % 16 == 0 and padded * row_bytes <= _MOST_BYTES
+        return rows > 0 and row_bytes % 16 == 0 and padded * row_bytes <= _MAX_BYTES
 
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """See minisgl.kernel.triton.reduce.reduce_norm. x: [T, H] that this takes."""
+        """As minisgl.kernel.triton.reduce.reduce_norm. x: [T, H] for which `takes` is true."""
         from minisgl.kernel.triton.reduce import reduce_norm  # needs Triton
 
         rows = None
-        limit = _ONE_SHOT_BYTES.get(self._size, _ONE_SHOT_ELSE)
+        limit = _ONE_SHOT_BYTES.get(self._size, _ONE_SHOT_BYTES_OTHER)
         if x.numel() * x.element_size() > limit:
             begin = 2 * self.layout.slot_bytes
             rows = self.memory[begin : begin + self.layout.row_bytes].view(x.dtype)

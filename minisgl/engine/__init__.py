@@ -1,8 +1,7 @@
 """The engine: one tensor-parallel worker that runs the forward steps planned by the scheduler."""
 
-from minisgl.engine.ahead import compile_kernels
 from minisgl.engine.engine import Engine
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.memory import resolve_device
 
-__all__ = ["DEFAULT_EXTENSIONS", "Engine", "Extensions", "compile_kernels", "resolve_device"]
+__all__ = ["DEFAULT_EXTENSIONS", "Engine", "Extensions", "resolve_device"]

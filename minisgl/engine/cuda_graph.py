@@ -78,10 +78,10 @@ class DecodeGraphs:
         capacity = StepLayout(largest, _MAX_PAGE_UPDATES, 0, runner.columns).size
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=device)
-        width, dtype = runner.model.head.part.local, runner.pool.dtype
+        width, dtype = runner.model.lm_head.shard.local, runner.model.lm_head.weight.dtype
         self._logits = torch.zeros((largest, width), dtype=dtype, device=device)
         self._next_tokens = torch.zeros(2 * largest, dtype=torch.int32, device=device)
-        self.attended = runner.model.model.room_for(largest)
+        self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[DecodeGraph] = []
         bar = tqdm(

@@ -25,7 +25,6 @@ from minisgl.engine.memory import (
     free_bytes,
     measure_graph_bytes,
     memory_of,
-    pool_without_memory,
     resolve_device,
     resolve_dtype,
     resolve_max_seq_len,
@@ -34,10 +33,16 @@ from minisgl.engine.memory import (
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner, StepInputs, pack
 from minisgl.engine.piecewise_graph import PieceGraphs, piece_sizes
 from minisgl.engine.sampler import sample_tokens, sampling_kind
-from minisgl.kernel import StepViews, update_pages, use_kernel_cache
+from minisgl.kernel import (
+    CompileLog,
+    StepViews,
+    compile_missing,
+    update_pages,
+    use_kernel_cache,
+)
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers import rope_table
-from minisgl.models import build_model, load_model_config, local_kv_heads
+from minisgl.layers.rotary import rope_table
+from minisgl.models import build_model, load_model_config, local_kv_spec
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,11 @@ class Engine:
     startup_s   seconds of each phase of the construction, by its name.
     """
 
+    # A subclass replaces these to run on a device that they do not know (minisgl.compile.dry_run).
+    _resolve_device = staticmethod(resolve_device)
+    _build_model = staticmethod(build_model)
+    _create_attention = staticmethod(create_attention_backend)
+
     def __init__(
         self,
         config: EngineConfig,
@@ -78,7 +88,7 @@ class Engine:
         self._comm = comm
         self.extensions = extensions
         self._model_config = load_model_config(config.model_path)
-        self._device = resolve_device(config, comm.tp)
+        self._device = self._resolve_device(config, comm.tp)
         self._dtype = resolve_dtype(config, self._model_config, self._device)
         self.max_seq_len = resolve_max_seq_len(config, self._model_config)
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
@@ -87,17 +97,17 @@ class Engine:
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._compile_log = CompileLog()
+        began_s = time.monotonic()
         if self._device.type == "cuda":
-            if config.kernel_cache is not None:
-                self._use_kernel_cache(Path(config.kernel_cache))
             torch.cuda.set_device(self._device)
+            self._prepare_kernels()
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
-        began_s = time.monotonic()
         with memory_of(self._device), self._on_stream():
             free_before = free_bytes(self._device)
-            self._model = build_model(
+            self._model = self._build_model(
                 self._model_config,
                 config.model_path,
                 device=self._device,
@@ -106,6 +116,7 @@ class Engine:
                 moe_backend=config.moe_backend,
                 dummy_weight=config.dummy_weight,
                 show_progress=self._show_progress,
+                extensions=extensions,
             )
             self.num_pages = resolve_num_pages(
                 config,
@@ -216,9 +227,9 @@ class Engine:
             return None, None
         model, last = runner.model, views.first + views.lengths - 1
         if of_prompts:
-            hidden = model.model.finish(attended)
-            return hidden, model.head.logits(hidden[last]) if samples else None
-        attended = model.model.take(attended, last)
+            hidden = model.model.finish_last_layer(attended)
+            return hidden, model.lm_head.logits(hidden[last]) if samples else None
+        attended = attended.take_rows(last, self._comm)
         logits = None if self._graphs is None else self._graphs.finish(attended)
         return None, model.logits(attended) if logits is None else logits
 
@@ -236,7 +247,7 @@ class Engine:
         runner, reqs = self._runner, batch.num_reqs
         next_tokens = tokens = logprobs = None
         if logits is not None:
-            logits = runner.model.head.whole(logits).float()
+            logits = runner.model.lm_head.all_gather_logits(logits).float()
             edited = logits.clone() if edits else logits
             for edit in edits:
                 edit(edited)
@@ -277,6 +288,7 @@ class Engine:
                 warmup.run_every_size(self, dummy_page, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:
                 warmup.run_largest(self, dummy_page, self._max_chunk_tokens)
+        self._compile_log.finish()
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:
@@ -303,31 +315,44 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _use_kernel_cache(self, folder: Path) -> None:
+    def _prepare_kernels(self) -> None:
+        """Search the kernel cache first, and compile the attention kernels that no cache holds.
+
+        Only rank 0 compiles here and logs it; FlashInfer lets the other ranks wait for a module
+        that is being compiled.
+        """
+        config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor
-        pool = pool_without_memory(self._config, self._model_config, self._dtype)
-        needed = attention_kernels(self._config.attention_backend, pool, [arch])
-        use_kernel_cache(folder, arch, needed)
+        head_dim = self._model_config.head_dim
+        added = self.extensions.attention_backends
+        needed = attention_kernels(config.attention_backend, self._dtype, head_dim, [arch], added)
+        if config.kernel_cache is not None:
+            use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
+        if self._show_progress:
+            self._compile_log.watch()
+            compile_missing(needed)
 
     def _assemble(self, num_pages: int) -> ModelRunner:
         """Allocate everything on the device but the graphs, with a KV pool of num_pages pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
-            num_layers=model.num_layers,
+            local_kv_spec(model, self._comm, self._dtype),
+            num_layers=model.num_kv_layers,
             num_pages=num_pages,
             page_size=config.page_size,
-            kv_heads=local_kv_heads(model, self._comm),
-            head_dim=model.head_dim,
-            dtype=self._dtype,
             device=self._device,
         )
         rows, max_pages = config.max_running_reqs + 1, -(-self.max_seq_len // config.page_size)
         return ModelRunner(
             model=self._model,
             pool=pool,
-            attention=create_attention_backend(
-                config.attention_backend, pool, model.q_heads // self._comm.tp.size
+            attention=self._create_attention(
+                config.attention_backend,
+                pool,
+                model.q_heads // self._comm.tp.size,
+                frozenset(layer.kind for layer in model.layers),
+                self.extensions.attention_backends,
             ),
             columns=self.extensions.sampling_columns,
             cos_sin=rope_table(

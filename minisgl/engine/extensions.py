@@ -5,11 +5,14 @@ from typing import Any
 
 from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
 from minisgl.engine.logits_processing import LogitBias, LogitsProcessor, MinTokens, Penalties
+from minisgl.models import ModelExtensions
 
 
-@dataclass(frozen=True, slots=True)
-class Extensions:
-    """Parts of an engine and its scheduler. Both must get the same record.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extensions(ModelExtensions):
+    """Parts of an engine and its scheduler, beside those of ModelExtensions.
+
+    An entry point passes one record to both.
 
         mine = BoostProcessor()
         Extensions(

@@ -75,13 +75,13 @@ def _start_prompts(
     pending: dict[int, list[Logprobs[Tensor]]] = {}
     first_token = np.cumsum(batch.lengths) - batch.lengths
     targets = upload({"targets": np.maximum(wanted.prompt_targets, 0)}, hidden.device)["targets"]
-    taken = 0
+    head, taken = model.lm_head, 0
     for index in np.flatnonzero(wanted.prompt >= 0).tolist():
         length, count = int(batch.lengths[index]), int(wanted.prompt[index])
         positions = torch.split(hidden[int(first_token[index]) :][:length], _PROMPT_ROWS)
         chosen = torch.split(targets[taken : taken + length], _PROMPT_ROWS)
         pending[index] = [
-            _to_host(top_logprobs(model.head.whole(model.head.logits(rows)).float(), ids, count))
+            _to_host(top_logprobs(head.all_gather_logits(head.logits(rows)).float(), ids, count))
             for rows, ids in zip(positions, chosen, strict=True)
         ]
         taken += length

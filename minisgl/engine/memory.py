@@ -12,8 +12,8 @@ import torch
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.distributed import Communicator, TPInfo
-from minisgl.kvcache.pool import KVPool, kv_page_bytes
-from minisgl.models import ModelConfig, local_kv_heads
+from minisgl.kvcache.pool import kv_page_bytes
+from minisgl.models import ModelConfig, local_kv_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DRIVER_BLOCK_BYTES = 2 * 2**20  # the driver's unit: a measured difference is off by one at most
@@ -28,7 +28,7 @@ def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
     name = config.device
     if name == "auto":
         name = "cuda" if gpus else "cpu"
-    if name in ("cpu", "meta"):
+    if name == "cpu":
         return torch.device(name)
     if name != "cuda":
         raise ConfigError(f"device {name!r} is not supported; supported: auto, cpu, cuda")
@@ -48,19 +48,6 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
     if name not in _DTYPES:
         raise ConfigError(f"dtype {name!r} is not supported; supported: auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def pool_without_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> KVPool:
-    """Return a pool without memory, for attention backends to read dtype, page and head size."""
-    return KVPool(
-        num_layers=1,
-        num_pages=1,
-        page_size=config.page_size,
-        kv_heads=1,
-        head_dim=model.head_dim,
-        dtype=dtype,
-        device=torch.device("meta"),
-    )
 
 
 def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -100,8 +87,8 @@ def resolve_num_pages(
     """
     if config.num_pages is not None:
         return config.num_pages
-    size, kv_heads = config.page_size, local_kv_heads(model, comm)
-    page_bytes = kv_page_bytes(model.num_layers, size, kv_heads, model.head_dim, dtype)
+    size = config.page_size
+    page_bytes = kv_page_bytes(local_kv_spec(model, comm, dtype), model.num_kv_layers, size)
     useful = config.max_running_reqs * -(-max_seq_len // size)
     pages = comm.agree_min(min(available_bytes // page_bytes, useful))
     if pages < 1:

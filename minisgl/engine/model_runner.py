@@ -94,8 +94,7 @@ class ModelRunner:
         """Run the model over `tokens` as `stage` fills them: the second half of `forward`."""
         ids, positions, slots = tokens.unbind(0)
         context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)
-        attended: Attended = self.model.model(ids, context)
-        return attended
+        return self.model.model.forward_to_last_attention(ids, context)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +186,7 @@ class LaunchedStep:
         self._logprobs = logprobs
         self._by_graph = by_graph
         self._host: Tensor | None = None
-        if next_tokens is not None and not next_tokens.is_meta:
+        if next_tokens is not None:
             self._host = next_tokens.to("cpu", non_blocking=True)
         self._done: torch.cuda.Event | None = None
         if inputs.packed.is_pinned():

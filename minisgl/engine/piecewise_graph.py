@@ -28,9 +28,10 @@ def piece_sizes(largest: int) -> list[int]:
 
 
 class _Piece(NamedTuple):
-    """A graph, and q and out, [size, Hq, D], of the attention that follows it."""
+    """A graph, and layer, q and out, [size, Hq, D], of the attention that follows it."""
 
     graph: torch.cuda.CUDAGraph
+    layer: int
     q: Tensor
     out: Tensor
 
@@ -49,7 +50,7 @@ class _Cutter:
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         self.graph.capture_end()
-        self.pieces.append(_Piece(self.graph, _alias(q), _alias(out)))
+        self.pieces.append(_Piece(self.graph, layer, _alias(q), _alias(out)))
         if len(self.pieces) < self._layers:
             self.begin()
 
@@ -114,9 +115,9 @@ class PieceGraphs:
         if num_tokens < picked.size:
             picked.tokens[:, num_tokens:] = self._padding
         self._runner.stage(views, num_decode_tokens, tokens)
-        for layer, piece in enumerate(picked.pieces):
+        for piece in picked.pieces:
             piece.graph.replay()
-            attention.forward(layer, piece.q[:num_tokens], piece.out[:num_tokens])
+            attention.forward(piece.layer, piece.q[:num_tokens], piece.out[:num_tokens])
         return picked.attended
 
     def _capture(self, size: int, memory: Any) -> _Forward:

@@ -50,7 +50,7 @@ def sample_tokens(
     )
     if logits.is_cpu:
         logits = logits.float()
-    sampled = sample(logits, params) if gathered else runner.model.head.sample(logits, params)
+    sampled = sample(logits, params) if gathered else runner.model.lm_head.sample(logits, params)
     where = views.rows, views.start, views.lengths, views.samples
     put_tokens(runner.token_pool, *where, sampled.tokens)
     return torch.stack((sampled.tokens, sampled.finite.int()))

@@ -1,10 +1,12 @@
 """Kernels, each beside a plain torch reference with the same signature.
 
-What is exported runs the reference on CPU tensors and Triton on others (dispatch.py). The
-references themselves: elementwise.py, gather.py, rotary.py, sampling.py, random.py, step.py.
+The exported functions run the reference on CPU tensors and a Triton kernel on all others
+(dispatch.py). The references are in decode.py, elementwise.py, gather.py, logits.py, random.py,
+rotary.py, sampling.py and step.py; the Triton kernels are in the package triton.
 """
 
-from minisgl.kernel.cache import compiling, filling, use_kernel_cache
+from minisgl.kernel.cache import use_kernel_cache
+from minisgl.kernel.compile_log import CompileLog
 from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
@@ -29,13 +31,15 @@ from minisgl.kernel.dispatch import (
     update_pages,
 )
 from minisgl.kernel.elementwise import PendingNorm, rope, store_kv
-from minisgl.kernel.flashinfer_ahead import compile_flashinfer
+from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
 from minisgl.kernel.logits import PenaltyTensors, add_bias, apply_penalties, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 from minisgl.kernel.step import StepLayout, StepViews
 
 __all__ = [
+    "AttentionKernel",
+    "CompileLog",
     "ContextCopy",
     "DecodeScratch",
     "PenaltyTensors",
@@ -51,12 +55,10 @@ __all__ = [
     "balanced_decode",
     "best_of_part",
     "best_of_parts",
-    "compile_flashinfer",
-    "compiling",
+    "compile_missing",
     "context_slots",
     "count_blocks",
     "decode_scratch",
-    "filling",
     "gated_linear",
     "gather_embedding",
     "gather_kv",

@@ -1,50 +1,53 @@
-"""A folder of kernels compiled ahead: how it is filled, and how a process comes to use it.
+"""The kernel cache: a folder of compiled kernels that a starting engine searches first.
 
-    triton/                our own kernels (minisgl.kernel.triton.ahead)
-    flashinfer_jit_cache/  FlashInfer's (minisgl.kernel.flashinfer_ahead)
-    manifest.json          what all of it fits; written last, so that what is interrupted has none
+`minisgl compile` (minisgl.compile) fills it:
 
-It may be read-only and may be moved. Whoever uses it still needs a folder of their own for
-FlashInfer, which writes down the sources of its kernels before it looks for compiled ones
-(FLASHINFER_WORKSPACE_BASE), and for kernels that are not in there (TRITON_CACHE_DIR).
+    triton/                our Triton kernels, one subfolder each, as in Triton's own cache
+    flashinfer_jit_cache/  a Python package of compiled FlashInfer modules
+    manifest.json          the versions and GPUs that the kernels fit; written last, so that a
+                           folder left by an interrupted compilation has none
+
+The folder may be read-only, and it may be moved. A process that uses it still needs two writable
+folders: FlashInfer writes the sources of its kernels before it looks for compiled ones
+(FLASHINFER_WORKSPACE_BASE), and Triton stores kernels that the cache lacks (TRITON_CACHE_DIR).
 """
 
 import importlib.metadata
-import importlib.util
 import logging
 import os
-import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 import minisgl
 from minisgl.core import ConfigError
+from minisgl.kernel.toolchain import find_c_compiler, find_nvcc
 
 logger = logging.getLogger(__name__)
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+TRITON_FOLDER = "triton"
+
 _PACKAGES = ("triton", "flashinfer-python")
 
 
-class _Manifest(msgspec.Struct, frozen=True):
-    """What the kernels of a folder fit.
+class Manifest(msgspec.Struct, frozen=True):
+    """The versions and GPUs that the kernels of a folder fit.
 
-    versions   of all that kernels are made by, and looked for by.
-    archs      of our own kernels, 90 for compute capability 9.0.
-    attention  the archs of FlashInfer's, by the names that attention_kernels gives.
+    versions   the version of each package that compiles the kernels or finds them by name.
+    archs      GPU architectures of our Triton kernels; 90 means compute capability 9.0.
+    attention  GPU architectures of each FlashInfer module, by str(AttentionKernel).
     """
 
     versions: dict[str, str]
     archs: list[int] = []
     attention: dict[str, list[int]] = {}
 
-    def lacks(self, arch: int, attention: Collection[str]) -> str | None:
-        """Why a GPU of `arch` cannot run by this folder alone; None when it can."""
-        for name, version in _versions().items():
+    def lack(self, arch: int, attention: Collection[str]) -> str | None:
+        """What a GPU of `arch` that runs these FlashInfer modules misses; None when nothing."""
+        for name, version in current_versions().items():
             found = self.versions.get(name, "none")
             if found != version:
                 return f"was made by {name} {found}, this is {name} {version}"
@@ -55,104 +58,64 @@ class _Manifest(msgspec.Struct, frozen=True):
         return f"lacks attention kernels ({', '.join(missing)})" if missing else None
 
 
-@contextmanager
-def filling(folder: Path, archs: Sequence[int], attention: Collection[str]) -> Iterator[None]:
-    """Around a compilation into `folder`, which counts as done when the block has ended well.
-
-    What is in there already for the same versions stays; an attention kernel of the same name is
-    replaced with its archs. Raises ConfigError where nothing can be written.
-    """
-    path, versions = folder / _MANIFEST, _versions()
-    before = _read(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be filled: {error.strerror}") from None
-    yield
-    if before is None or before.versions != versions:
-        before = _Manifest(versions)
-    now = _Manifest(
-        versions,
-        sorted({*before.archs, *archs}),
-        before.attention | {name: sorted(archs) for name in attention},
-    )
-    path.with_suffix(".new").write_bytes(msgspec.json.encode(now))
-    path.with_suffix(".new").replace(path)
-
-
 def use_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> None:
-    """Find kernels in `folder` first. Before the first launch and the import of flashinfer.
+    """Let this process search `folder` before it compiles a kernel.
 
-    arch, attention: of this GPU, and what it needs of FlashInfer. What the folder lacks is compiled
-    where there are compilers. Raises ConfigError as check_kernel_cache.
+    To be called before the first launch of a kernel and before the import of flashinfer. Kernels
+    that the folder lacks are compiled, with a warning, where this machine has the compilers.
+
+    arch       architecture of this GPU; 90 means compute capability 9.0.
+    attention  the FlashInfer modules that it will run, by str(AttentionKernel).
+
+    Raises ConfigError as check_kernel_cache does.
     """
     lack = check_kernel_cache(folder, arch, attention)
     if lack is not None:
         logger.warning("kernels are compiled at this start: the kernel cache %s %s", folder, lack)
-    from minisgl.kernel.triton import ahead
+    from minisgl.kernel.triton import folder_cache
 
-    ahead.read_first(folder / "triton")
-    if lack is None:  # FlashInfer takes what it finds by name, whatever GPU it was compiled for
+    folder_cache.search_first(folder / TRITON_FOLDER)
+    if lack is None:
+        # FlashInfer takes a module from there by its name, even if it is for another GPU.
         sys.path.append(str(folder))
-    if _nvcc() is None:
-        # FlashInfer then says which of its modules is missing, and not that there is no nvcc
+    if find_nvcc() is None:
+        # With this, FlashInfer's error names the missing module; otherwise it names nvcc.
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 
 
 def check_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> str | None:
-    """What a GPU of `arch` misses in a complete folder, None when nothing.
+    """What a GPU of `arch` misses in `folder`, as a phrase; None when nothing.
 
-    Raises ConfigError where that cannot be compiled here, or no compilation was ever completed.
+    Raises ConfigError when no compilation into the folder was ever completed, or when this machine
+    has no compiler for the kernels that it lacks.
     """
-    manifest = _read(folder / _MANIFEST)
+    manifest = read_manifest(folder)
     if manifest is None:
         raise ConfigError(
             f"{folder} holds no complete set of kernels: fill it with minisgl compile "
-            "(one that was interrupted starts anew)"
+            "(a compilation that was interrupted must be run again)"
         )
-    lack = manifest.lacks(arch, attention)
-    if lack is not None and (find_compiler() is None or (attention and _nvcc() is None)):
+    lack = manifest.lack(arch, attention)
+    if lack is not None and (find_c_compiler() is None or (attention and find_nvcc() is None)):
         raise ConfigError(
-            f"the kernel cache {folder} {lack}: run minisgl compile again, with this server's "
-            "flags and versions, or install nvcc, g++ and ninja"
+            f"the kernel cache {folder} {lack}: run minisgl compile again, with the flags and "
+            "versions of this server, or install nvcc, g++ and ninja"
         )
     return lack
 
 
-def compiling(folder: Path, arch: int) -> AbstractContextManager[None]:
-    """See minisgl.kernel.triton.ahead.compiling; kernels go where use_kernel_cache finds them.
-
-    Raises ConfigError when Triton is not installed.
-    """
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError("triton is not installed (pip install minisgl[gpu])")
-    from minisgl.kernel.triton import ahead
-
-    return ahead.compiling(folder / "triton", arch)
-
-
-def find_compiler() -> str | None:
-    """The C compiler that Triton takes for what calls its kernels."""
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    return next(filter(None, map(shutil.which, names)), None)
-
-
-def _nvcc() -> str | None:
-    usual = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
-    return shutil.which("nvcc") or (str(usual) if usual.exists() else None)
-
-
-def _read(path: Path) -> _Manifest | None:
-    """None where there is none that can be read."""
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder; None when it has none that can be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Manifest)
+        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def _versions() -> dict[str, str]:
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"  # what C modules are bound to
+def current_versions() -> dict[str, str]:
+    """Versions of the packages that compiled kernels depend on, as a manifest holds them."""
+    # Triton's launchers are C modules, which fit one minor version of Python.
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
     versions = {"minisgl": minisgl.__version__, "Python": python}
     for name in _PACKAGES:
         try:

@@ -1,7 +1,7 @@
-"""A copy of the contexts of a step's prompts, for FlashInfer's kernel that reads contiguous keys.
+"""Copies the contexts of a step's prompts out of their pages, for FlashInfer's ragged fa3 kernel.
 
-Its paged fa3 kernel gathers keys by its threads' own loads, 96 at once; the one for contiguous keys
-leaves that to the tensor memory accelerator, 128 at once, and takes 14 % less for the same queries.
+FlashInfer's paged fa3 kernel loads keys with its threads, 96 at once. Its kernel for contiguous
+keys loads them with TMA, 128 at once, and needs 14 % less time for the same queries.
 """
 
 from typing import Final
@@ -14,22 +14,28 @@ from minisgl.core import Int32Array
 from minisgl.kernel.dispatch import context_slots
 from minisgl.kernel.gather import TILE
 
-_FEWEST_KEYS: Final = 16_384  # where no context can be so long: those of a chunk of many prompts
-_LEAST_HEADS: Final = 1_700  # query heads that read a key, on average
-_LEAST_READS: Final = 50_000_000  # of a key by a query head: 46 us
+# Least room of a copy, in keys. It serves chunks of many prompts where contexts are short.
+_FEWEST_KEYS: Final = 16_384
+# A copy pays if two numbers are large enough: the queries (heads of all tokens) that read a key, on
+# average, and the reads of a key by a query in all. The kernel takes 46 us for the second.
+_LEAST_HEADS: Final = 1_700
+_LEAST_READS: Final = 50_000_000
 
 
 class ContextCopy:
-    """Room for the keys and values of one layer at a time; calls in flight must not share it.
+    """Contiguous keys and values of one layer at a time.
 
-    I1  The kernel reads up to TILE - 1 keys behind a context's end, with weights of 0. So there are
-        zeros: 0 times what another req has there may be NaN.
+    Steps that may run at the same time need one each.
+
+    I1  The kernel reads up to TILE - 1 keys behind a context's end and multiplies them by 0. The
+        copy holds zeros there, because 0 times another request's value may be NaN.
     """
 
     def __init__(self, page_table: Tensor, pool: Tensor) -> None:
-        """Room for a context as long as page_table (int32 [rows, max_pages]) has columns, at least.
+        """Allocate room for at least the longest context that a row of page_table can hold.
 
-        pool: the keys of one layer, [P, S, Hkv, D], whose dtype and device the copy has.
+        page_table: int32 [rows, max_pages]. pool: the keys of one layer, [P, S, Hkv, D]; the copy
+        has the same dtype and device.
         """
         longest = max(page_table.shape[1] * pool.shape[1], _FEWEST_KEYS)
         keys = -(-longest // TILE) * TILE
@@ -37,14 +43,17 @@ class ContextCopy:
         self._keys, self._values = (pool.new_empty(keys, *pool.shape[2:]) for _ in range(2))
 
     def fits(self, start: Int32Array, lengths: Int32Array) -> bool:
-        """Whether there is room for n prompts' contexts: int32 [n] each, as in core.Batch."""
+        """Whether the contexts of n prompts fit. start, lengths: int32 [n], as in core.Batch."""
         return int(_filled(start + lengths).sum()) <= len(self._slots)
 
     def pays(self, start: Int32Array, lengths: Int32Array, group: int) -> bool:
-        """Whether attention by a copy is faster. group: query heads for each KV head.
+        """Whether copying the contexts first makes attention faster.
 
-        On one H200 a key of a KV head is copied in 0.24 ns, and a query head reads it from the copy
-        0.14 to 0.18 ps sooner. Where attention is short, the host's 30 us more a layer would show.
+        start, lengths: int32 [n], as in core.Batch. group: query heads per KV head.
+
+        On one H200 the copy of a key of one KV head takes 0.24 ns, and each query head that reads
+        it from the copy saves 0.14 to 0.18 ps. The copy also costs the host 30 us per layer, which
+        a short attention kernel does not hide.
         Source: docs/measurements.md, "Prompts: over a copy of their contexts".
         """
         reads = int((lengths.astype(np.int64) * (start + lengths // 2)).sum()) * group
@@ -52,9 +61,9 @@ class ContextCopy:
         return enough and reads >= _LEAST_HEADS * int((start + lengths).sum())
 
     def layout(self, start: Int32Array, lengths: Int32Array) -> tuple[Tensor, Tensor]:
-        """Where queries and keys of n prompts begin: each int32 [2 n + 1] on the host.
+        """The indptrs of queries and of keys for the ragged kernel: int32 [2 n + 1] on the host.
 
-        Every other one is the room behind a context, which has no queries.
+        After each prompt comes an entry without queries for the zeros behind its context.
         """
         contexts = start + lengths
         room = _filled(contexts) - contexts
@@ -72,15 +81,17 @@ class ContextCopy:
         page_size: int,
         keys: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Look up on the device where the n contexts lie: see gather.context_slots.
+        """Compute on the device the pool slots of n contexts; once per step.
 
-        keys: the last of `layout`. Returns what gather.gather_kv takes beside a layer's pool: the
-        slots, and room for so many keys and values, [keys, Hkv, D].
+        rows, start, lengths, page_table: as in gather.context_slots. keys: the last entry of the
+        keys' indptr from `layout`. Returns the arguments of gather.gather_kv after the pools: slots
+        int32 [keys], and keys and values [keys, Hkv, D].
         """
         context_slots(rows, start, lengths, page_table, page_size, self._slots)
         return self._slots[:keys], self._keys[:keys], self._values[:keys]
 
 
 def _filled(contexts: Int32Array) -> Int32Array:
+    """Lengths of contexts, rounded up to a multiple of TILE."""
     filled: Int32Array = -(-contexts // TILE) * TILE
     return filled

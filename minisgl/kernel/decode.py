@@ -1,4 +1,7 @@
-"""Attention of one new token per req over its paged context."""
+"""Decode attention: one new token per request attends over the request's paged context.
+
+This file has the torch reference and the scratch memory of the Triton kernel.
+"""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -8,41 +11,49 @@ from torch import Tensor
 
 from minisgl.kernel.rotary import qk_norm_rope_store
 
-_WARPS_PER_MULTIPROCESSOR = 8  # with 255 registers a thread: all there are
+# A thread of the decode kernel uses 255 registers, so eight warps use all of a multiprocessor's.
+_WARPS_PER_MULTIPROCESSOR = 8
 
 
 class DecodeScratch(NamedTuple):
-    """Memory of decode attention for up to N reqs; layers share it, calls in flight must not.
+    """Device memory of the decode attention kernel, for up to N requests and G programs.
 
-    first    int32 [N + 1]; what the reqs before come to, by count_blocks.
-    parts    float32 [2 G, Hq / Hkv, D] and
-    stats    float32 [2 G, 2, Hq / Hkv]: two parts of contexts for each of up to G programs,
-             unnormalised, and their largest scores and sums.
-    arrived  int32 [N * Hkv]; zeros between calls.
-    kernels  compiled, by what of a call they depend on.
+    All layers of a step share one scratch. Two calls that may run at the same time need two.
+
+    first            int32 [N + 1]: the exclusive sum of the requests' blocks, by count_blocks.
+    partial_outputs  float32 [2 G, Hq / Hkv, D]: outputs over parts of contexts, before they are
+                     divided by the sum of their weights. A program leaves at most two parts.
+    softmax_stats    float32 [2 G, 2, Hq / Hkv]: the largest score of each part, and the sum of its
+                     weights.
+    semaphores       int32 [N * Hkv]: blocks of each request and KV head that are done; zeros
+                     between calls.
+    kernels          compiled kernels, by the properties of a call that they depend on.
     """
 
     first: Tensor
-    parts: Tensor
-    stats: Tensor
-    arrived: Tensor
+    partial_outputs: Tensor
+    softmax_stats: Tensor
+    semaphores: Tensor
     kernels: dict[Hashable, Any]
 
 
 def decode_scratch(
     reqs: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeScratch:
-    """Scratch for up to `reqs` reqs on a CUDA device, or on the device meta."""
+    """Scratch for up to `reqs` requests with these numbers of heads per rank.
+
+    A device that is not a GPU counts as one multiprocessor.
+    """
     multiprocessors = 1
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     group = q_heads // kv_heads
-    programs = multiprocessors * _WARPS_PER_MULTIPROCESSOR  # of one warp; of several, fewer
+    programs = multiprocessors * _WARPS_PER_MULTIPROCESSOR  # of one warp each
     return DecodeScratch(
         first=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
-        parts=torch.zeros((2 * programs, group, head_dim), device=device),
-        stats=torch.zeros((2 * programs, 2, group), device=device),
-        arrived=torch.zeros(reqs * kv_heads, dtype=torch.int32, device=device),
+        partial_outputs=torch.zeros((2 * programs, group, head_dim), device=device),
+        softmax_stats=torch.zeros((2 * programs, 2, group), device=device),
+        semaphores=torch.zeros(reqs * kv_heads, dtype=torch.int32, device=device),
         kernels={},
     )
 
@@ -62,13 +73,19 @@ def decode(
     lengths: Tensor,
     scratch: DecodeScratch,
 ) -> None:
-    """Put the new key and value into the pool, and attend over contexts of start + lengths tokens.
+    """Store the new keys and values in the pool, and attend over contexts of start + lengths
+    tokens, of which the new token is the last.
 
-    qkv .. cos_sin, k_pool, v_pool: as in rotary.qk_norm_rope_store; the new token is a context's
-    last. out: [N, Hq, D], overwritten; S is a power of two. page_table: int32 [rows, pages], its
-    last row for padded reqs, which get zeros and put nothing; rows, start, lengths: int32 [N].
-    scratch: see count_blocks. Without cos_sin the pool has the new keys and values, and qkv is q,
-    [N, Hq D], normed and rotated.
+    qkv, q_weight, k_weight, eps, cos_sin, k_pool, v_pool: as in rotary.qk_norm_rope_store, with
+    T = N. The page size is a power of two.
+    out: [N, Hq, D] of qkv's dtype, overwritten.
+    page_table: int32 [rows, pages]. Its last row belongs to padded requests, which get zeros and
+    store nothing.
+    rows, start, lengths: int32 [N].
+    scratch: used by the Triton kernel alone; see count_blocks.
+
+    With cos_sin=None the pool holds the new keys and values already, and qkv is the normalised and
+    rotated queries, [N, Hq D].
     """
     page_size, kv_heads, head_dim = k_pool.shape[1:]
     out.zero_()

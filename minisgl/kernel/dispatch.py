@@ -1,7 +1,7 @@
 """The kernels as the rest of minisgl calls them: plain torch for CPU tensors, Triton otherwise.
 
-Triton is imported with the first other tensor, so that machines without it never need it. Tensors
-of the device meta compile kernels without running them (kernel.triton.ahead).
+Triton is imported when the first tensor that is not on the CPU arrives, so a machine without GPUs
+does not need it.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,11 @@ _Result = TypeVar("_Result")
 def _by_device(
     reference: Callable[Concatenate[Tensor, _Rest], _Result], module: str
 ) -> Callable[Concatenate[Tensor, _Rest], _Result]:
-    """`reference`, and for tensors that are not on a CPU its namesake in kernel.triton.`module`.
+    """A function that calls `reference` if its first tensor is on the CPU, and otherwise the
+    function of the same name in minisgl.kernel.triton.`module`.
 
-    The namesake's docstring says where it takes, or may overwrite, more than the reference.
+    The docstring of the Triton function says where its inputs differ from the reference's, and
+    which tensors it overwrites.
     """
 
     @wraps(reference)
@@ -61,7 +63,7 @@ balanced_decode = _by_device(decode.decode, "decode")
 def count_blocks(
     rows: Tensor, start: Tensor, lengths: Tensor, dummy_row: int, scratch: DecodeScratch
 ) -> None:
-    """See minisgl.kernel.triton.decode.count_blocks. Not for CPU tensors."""
+    """See minisgl.kernel.triton.decode.count_blocks. There is no version for CPU tensors."""
     from minisgl.kernel.triton import decode as kernels
 
     kernels.count_blocks(rows, start, lengths, dummy_row, scratch)
@@ -71,44 +73,49 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    arrived: Tensor | None = None,
+    semaphores: Tensor | None = None,
     norm: PendingNorm | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias, of a normed x where norm is given.
+    """x @ weight.T + bias. If `norm` is given, x is normalised first.
 
-    x: [..., K]; weight: [N, K]; bias: [N]. Returns [..., N]. Small bfloat16 steps on Hopper take a
-    kernel of ours. arrived: int32 zeros [N / 8] or more, which calls in flight together must not
-    share; without it torch is used. Graph-capturable.
+    x: [..., K]; weight: [N, K]; bias: [N]. Returns [..., N]. A bfloat16 x of few rows runs our own
+    kernel on Hopper; every other product runs torch's. Graph-capturable.
+
+    semaphores: split-K semaphores of our kernel, int32 zeros [N / 8] or more. Two calls that may
+    run at the same time need different ones. None means torch's product.
     """
-    return _linear(x, weight, bias, arrived, norm, gated=False)
+    return _linear(x, weight, bias, semaphores, norm, gated=False)
 
 
 def gated_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    arrived: Tensor | None = None,
+    semaphores: Tensor | None = None,
     norm: PendingNorm | None = None,
 ) -> Tensor:
-    """silu_and_mul of `linear`. weight: [2I, K], rows of the gate first. Returns [..., I]."""
-    return _linear(x, weight, bias, arrived, norm, gated=True)
+    """silu_and_mul of `linear`. weight: [2I, K], the rows of gate before those of up.
+
+    Returns [..., I].
+    """
+    return _linear(x, weight, bias, semaphores, norm, gated=True)
 
 
 def _linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    arrived: Tensor | None,
+    semaphores: Tensor | None,
     norm: PendingNorm | None,
     gated: bool,
 ) -> Tensor:
     tiling = _tiling(x, weight)
-    if norm is not None and (tiling is None or arrived is None or norm.squares is None):
+    if norm is not None and (tiling is None or semaphores is None or norm.squares is None):
         x, norm = rms_norm(x, None, norm.eps), None
-    if tiling is not None and arrived is not None:
+    if tiling is not None and semaphores is not None:
         from minisgl.kernel.triton import linear as kernels
 
-        return kernels.linear(x, weight, bias, arrived, tiling, norm, gated)
+        return kernels.linear(x, weight, bias, semaphores, tiling, norm, gated)
     out = functional.linear(x, weight, bias)
     return silu_and_mul(out) if gated else out
 
@@ -118,19 +125,19 @@ def add_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    arrived: Tensor | None = None,
+    semaphores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See minisgl.kernel.elementwise.add_linear, and `linear` for `arrived`."""
+    """See minisgl.kernel.elementwise.add_linear; semaphores are as in `linear`."""
     tiling = _tiling(x, weight)
-    if tiling is not None and arrived is not None:
+    if tiling is not None and semaphores is not None:
         from minisgl.kernel.triton import linear as kernels
 
-        return kernels.add_linear(residual, x, weight, bias, arrived, tiling)
+        return kernels.add_linear(residual, x, weight, bias, semaphores, tiling)
     return elementwise.add_linear(residual, x, weight, bias)
 
 
 def _tiling(x: Tensor, weight: Tensor) -> Tiling | None:
-    """For a product that our kernel takes."""
+    """How our kernel cuts this product into tiles; None if the product is left to torch."""
     if (
         x.is_cpu
         or x.dim() != 2
@@ -139,7 +146,7 @@ def _tiling(x: Tensor, weight: Tensor) -> Tiling | None:
     ):
         return None
     tiling = tiling_for(len(x), *weight.shape)
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0  # as the copy engine needs it
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0  # as TMA needs it
     if tiling is None or not (aligned or tiling.rows <= FEW_ROWS):
         return None
     from minisgl.kernel.triton.overlap import is_hopper

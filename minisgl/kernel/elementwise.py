@@ -1,7 +1,7 @@
 """Torch references of the layers' kernels: norms, sums, activation, rotation, embedding.
 
-Each function fixes the signature and the meaning that its GPU kernel must have. They run on any
-device and in any float dtype; reductions are in float32. Nothing here synchronises with the host.
+Each function defines the signature and the result of its Triton kernel. The references run on any
+device and in any float dtype, and reduce in float32. None of them synchronises with the host.
 """
 
 from typing import NamedTuple
@@ -12,9 +12,10 @@ from torch.nn import functional
 
 
 class PendingNorm(NamedTuple):
-    """An RMSNorm, without weight, that is still to be applied to some x [T, H].
+    """An RMSNorm without weight that a following product applies to its input x [T, H].
 
-    squares: float32 [parts, T], which add up to the sum of squares of each row; None: not known.
+    squares: float32 [parts, T]. The parts of a row add up to the sum of the row's squares. None if
+    no earlier product computed them.
     """
 
     eps: float
@@ -22,10 +23,11 @@ class PendingNorm(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Scale x by the inverse root mean square of its last dimension, then by `weight`.
+    """Divide x by the root mean square of its last dimension, then multiply by `weight`.
 
-    x: [..., H]; weight: [H], the dtype of x; None: ones. Returns a new [..., H] of x's dtype.
-    Source: Zhang and Sennrich 2019; squared and averaged in float32, rounded before `weight`.
+    x: [..., H]; weight: [H], the dtype of x; None means ones. Returns a new [..., H] of x's dtype.
+    Squares and their mean are in float32; the quotient is rounded before it is multiplied.
+    Source: Zhang and Sennrich 2019.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
@@ -35,7 +37,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual).
 
-    x, residual: [T, H] of one dtype. Both are given up by the caller: a kernel may write in place.
+    x, residual: [T, H] of one dtype. The caller must not use them afterwards, since a kernel may
+    write into both.
     """
     total = x + residual
     return rms_norm(total, weight, eps), total
@@ -44,23 +47,27 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_linear(
     residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """residual + x @ weight.T + bias, rounded once without a bias; residual is overwritten.
+    """Add x @ weight.T + bias to residual, in place. Without a bias the result is rounded once.
 
     residual: [T, N]; x: [T, K]; weight: [N, K]; bias: [N]. Returns residual and its squares, as in
-    PendingNorm, if they came about.
+    PendingNorm; None for the squares if the product did not compute them, as this reference.
     """
     residual.addmm_(x, weight.t())
     return (residual if bias is None else residual.add_(bias)), None
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up for x = [gate | up]. x: [..., 2I]; returns [..., I]."""
+    """silu(gate) * up, where gate is the first half of x and up the second.
+
+    x: [..., 2I]. Returns [..., I].
+    """
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions; the halves of a head are the rotated pairs.
+    """Rotate queries and keys by their positions (RoPE). Element i of a head rotates with element
+    i + D / 2.
 
     q: [T, Hq, D]; k: [T, Hkv, D]; positions: integers [T] below M; cos_sin: float32 [M, D], the
     D/2 cosines and then the D/2 sines of each position. Returns new tensors of q's and k's dtype.
@@ -79,8 +86,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def store_kv(k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write this step's keys and values into one layer's pool, in place.
 
-    k_pool, v_pool: [P, S, Hkv, D]; k, v: [T, Hkv, D] of the pool's dtype, same device.
-    slots: integers [T] in [0, P * S), distinct except for padding; a slot is page * S + offset.
+    k_pool, v_pool: [P, S, Hkv, D]; k, v: [T, Hkv, D] of the pool's dtype and device.
+    slots: integers [T] in [0, P * S), distinct except for padding. A slot is page * S + offset.
     """
     k_pool.flatten(0, 1)[slots] = k
     v_pool.flatten(0, 1)[slots] = v
@@ -89,8 +96,8 @@ def store_kv(k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, slots: Tensor
 def gather_embedding(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
     """Look up `ids` in the part of the vocabulary that this rank holds.
 
-    ids: integers [T]; weight: [rows, H], row i is token first_id + i. Returns [T, H]; ids of
-    other ranks give zeros, so that the sum over ranks is the full look-up.
+    ids: integers [T]; weight: [rows, H], whose row i belongs to token first_id + i. Returns
+    [T, H]. An id of another rank gives zeros, so the sum over ranks is the whole look-up.
     """
     local = ids - first_id
     mine = (local >= 0) & (local < weight.shape[0])

@@ -1,21 +1,21 @@
-"""Contexts copied out of their pages, one after the other, for attention that reads them so."""
+"""Torch references: contexts of several requests copied out of their pages, one after another."""
 
 from typing import Final
 
 import torch
 from torch import Tensor
 
-TILE: Final = 128  # each begins at a multiple of so many keys
+TILE: Final = 128  # each context begins at a multiple of so many keys
 
 
 def context_slots(
     rows: Tensor, start: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, slots: Tensor
 ) -> None:
-    """Fill where the keys of n contexts lie in the pool, start + lengths tokens each.
+    """Compute the pool slots of the keys of n contexts, of start + lengths tokens each.
 
-    rows, start, lengths: int32 [n], n at most 8192. page_table: int32 [rows, max_pages]. slots:
-    int32; its beginning is overwritten: the slots of each context in its order, then -1 up to a
-    multiple of TILE. On CUDA no host sync; graph-capturable.
+    rows, start, lengths: int32 [n], n at most 8192. page_table: int32 [rows, max_pages].
+    slots: int32. Its beginning is overwritten with the slots of the first context, -1 up to a
+    multiple of TILE, then the next context. On CUDA no host sync; graph-capturable.
     """
     begin = 0
     for row, context in zip(rows.tolist(), (start + lengths).tolist(), strict=True):
@@ -28,10 +28,10 @@ def context_slots(
 
 
 def gather_kv(k_pool: Tensor, v_pool: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """keys[i], values[i] = what is in the pool's slot slots[i], or zeros where that is -1.
+    """Copy the key and value of slot slots[i] to keys[i] and values[i]; zeros if slots[i] is -1.
 
-    k_pool, v_pool: [P, S, Hkv, D], contiguous. slots: int32 [N], N a multiple of TILE; keys,
-    values: [N, Hkv, D], overwritten. No host sync; graph-capturable.
+    k_pool, v_pool: [P, S, Hkv, D], contiguous. slots: int32 [N], N a multiple of TILE.
+    keys, values: [N, Hkv, D], overwritten. No host sync; graph-capturable.
     """
     real = (slots >= 0)[:, None, None]
     for pool, out in ((k_pool, keys), (v_pool, values)):

@@ -1,4 +1,4 @@
-"""Torch reference of what happens between the qkv projection and attention, as one operation."""
+"""Torch reference of the operations between the qkv projection and attention, in one function."""
 
 from torch import Tensor
 
@@ -19,13 +19,15 @@ def qk_norm_rope_store(
     kv_heads: int,
     head_dim: int,
 ) -> Tensor:
-    """Normalise (where weights are given), rotate, store k and v; return the rotated queries.
+    """Normalise and rotate queries and keys, and store keys and values; return the queries.
 
-    qkv:       [T, (Hq + 2 Hkv) D], rows of queries, keys, values; not changed.
-    q_weight, k_weight: [D] of qkv's dtype, both or neither; RMSNorm of each head with `eps`.
-    cos_sin:   float32 [M, D], cosines and then sines. positions: integers [T] below M.
-    slots:     integers [T] in [0, P * S), distinct except for padding.
-    k_pool, v_pool: [P, S, Hkv, D] of qkv's dtype; rows `slots` are written in place.
+    qkv                 [T, (Hq + 2 Hkv) D]: queries, keys and values of a token; not changed.
+    q_weight, k_weight  [D] of qkv's dtype: RMSNorm of each head with `eps`; both None: no norm.
+    cos_sin             float32 [M, D]: D / 2 cosines, then D / 2 sines of each position.
+    positions           integers [T] below M.
+    slots               integers [T] in [0, P * S), distinct except for padding.
+    k_pool, v_pool      [P, S, Hkv, D] of qkv's dtype; the rows `slots` are overwritten.
+
     Returns a new contiguous [T, Hq, D]. No host sync; graph-capturable.
     """
     heads = qkv.view(len(qkv), -1, head_dim)

@@ -1,19 +1,26 @@
-"""How our kernels for products of few rows cut them, and which they leave to cuBLAS.
+"""The tile sizes of our matrix products of few rows, and the products that cuBLAS computes faster.
 
-By whole chains of layers on one H200 (docs/measurements.md, "Products of a layer"). Up to 32 rows
-all that counts is that memory is read without a pause. From there on each program's rows of x weigh
-as much as its weights: half of the multiprocessors do as well as all of them, and better than a sum
-of parts, until a program has too much to read.
+The rules were measured with whole chains of layers on one H200 (docs/measurements.md, "Products of
+a layer"). Up to 32 rows, the only thing that counts is that the GPU reads the weights without a
+pause. With more rows, a program reads about as many bytes of x as of the weight. Half of the
+multiprocessors are then as fast as all of them, and faster than all of them with split-K, until a
+program has too many bytes to read.
 """
 
 from typing import Final, NamedTuple
 
 
 class Tiling(NamedTuple):
-    """A program's rows of x, rows and columns of the weight, parts of K; loads in flight, warps.
+    """How a product x [M, K] @ weight [N, K].T is cut into programs.
 
-    ahead: columns of the weight that are asked for before the kernel may start. With more than
-    FEW_ROWS rows that is what all loads in flight have, whatever is said here.
+    rows     rows of x that a program multiplies.
+    height   rows of the weight that a program multiplies.
+    columns  columns of both that a program loads at once.
+    splits   parts of K, each of which is a program of its own.
+    stages   loads in flight.
+    warps    warps of a program.
+    ahead    columns of the weight that a program prefetches while the kernel before it still runs.
+             Used up to FEW_ROWS rows; with more, a program fills all its stages with weights then.
     """
 
     rows: int
@@ -25,22 +32,30 @@ class Tiling(NamedTuple):
     ahead: int
 
 
-FEW_ROWS: Final = 32  # up to which one tile of rows holds them all
-LOWEST_TILE: Final = 64  # rows of the weight: how many parts a row's squares come in, at most
+FEW_ROWS: Final = 32  # up to this many rows of x fit into one tile
+LOWEST_TILE: Final = 64  # smallest height; a row of N outputs has at most N / 64 partial squares
 _MULTIPROCESSORS: Final = 132
 _MOST_ROWS: Final = 256
-_TILES: Final = (  # and bytes that a program may read beyond 64 rows: with more, cuBLAS wins
+# With more than 64 rows of x, cuBLAS is faster where a program would read more than these bytes.
+_TILES: Final = (
     (Tiling(64, 64, 128, 1, 6, 4, 0), 3_200_000),
     (Tiling(64, 128, 128, 1, 4, 8, 0), 1_400_000),
     (Tiling(128, 128, 64, 1, 6, 8, 0), 1_400_000),
 )
-_SHORT_BYTES: Final = 200_000  # with no more, half of the multiprocessors are enough
-_SHORT_TILE_BYTES: Final = 1_100_000  # the same, for the first of _TILES
-_EVEN: Final = 0.7  # of the multiprocessors' time that the longest takes, at least
+# Half of the multiprocessors are enough where a program reads at most so many bytes. The first
+# limit is for at most FEW_ROWS rows of x, the second for the first entry of _TILES.
+_SHORT_BYTES: Final = 200_000
+_SHORT_TILE_BYTES: Final = 1_100_000
+# In a round every multiprocessor runs one program. At least this share of them must have a program,
+# as an average over all rounds.
+_EVEN: Final = 0.7
 
 
 def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
-    """For x [num_rows, width] and a weight [height, width] on Hopper; None: cuBLAS is faster."""
+    """The tiling for x [num_rows, width] and a weight [height, width] on Hopper.
+
+    None if cuBLAS is faster or the sizes do not divide into tiles.
+    """
     if not 0 < num_rows <= _MOST_ROWS or height % 64 or width % 128:
         return None
     if num_rows <= FEW_ROWS:
@@ -58,12 +73,13 @@ def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
         if num_rows <= 64:
             rounds = -(-programs // _MULTIPROCESSORS)
             even = programs >= _EVEN * _MULTIPROCESSORS * rounds
-            return Tiling(64, 64, 64, 1, 4, 4, 0) if even else None  # three share a multiprocessor
+            return Tiling(64, 64, 64, 1, 4, 4, 0) if even else None  # 3 per multiprocessor
     return None
 
 
 def _few_rows(rows: int, height: int, width: int) -> Tiling:
-    """Deep, or several programs on a multiprocessor where that takes all of them at once."""
+    """The tiling for up to FEW_ROWS rows: many stages for one program on a multiprocessor, fewer
+    where several programs share one."""
     programs = height // 64
     splits, short = 1, False
     if programs <= _MULTIPROCESSORS:
@@ -81,10 +97,11 @@ def _few_rows(rows: int, height: int, width: int) -> Tiling:
 def _splits(
     programs: int, lines: int, columns: int, width: int, short_bytes: int
 ) -> tuple[int, bool]:
-    """Parts of K for one round of programs, and whether each is short.
+    """The number of parts of K, such that all programs run at once, and whether a part is short.
 
-    lines: rows of x and of the weight that a program reads; short_bytes: with no more of them, half
-    of the multiprocessors are enough.
+    lines: rows of x and of the weight, together, that a program reads.
+    short_bytes: a part is short if a program reads no more than this; half of the multiprocessors
+    are then enough.
     """
     splits = 1
     for more in (1, 2, 3, 4, 6, 8):

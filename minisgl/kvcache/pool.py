@@ -1,56 +1,74 @@
-"""The tensors that hold keys and values. Which page belongs to whom is not known here."""
+"""The tensors that hold keys and values. The pool does not know which request owns a page."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def kv_page_bytes(
-    num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Bytes of one page over all layers, keys and values together, on one rank."""
-    return 2 * num_layers * page_size * kv_heads * head_dim * dtype.itemsize
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The state that one attention layer keeps for each token: a key and a value.
+
+    kv_heads   the number of KV heads: of the whole model, or of one rank.
+    head_dim   the elements of one head.
+    dtype      of the stored keys and values.
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def kv_page_bytes(spec: KVSpec, num_layers: int, page_size: int) -> int:
+    """Bytes of one page of `page_size` tokens over all layers, keys and values together."""
+    return 2 * num_layers * page_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
 
 
 class KVPool:
-    """Keys and values of all layers in one allocation, zeroed once. kv_heads: of this rank.
+    """Keys and values of all layers in one allocation, zeroed once.
 
-    Pages 0..num_pages-1 are for requests. One more page, the dummy, stays unowned: padded queries
-    and key positions past a request's end point there, so that what a former owner left behind
-    (a NaN, say) can never reach another request.
+    spec: the state of each layer, with the KV heads of this rank.
+    num_layers: how many layers have keys and values of their own.
+
+    Pages 0..num_pages-1 are for requests. One further page, the dummy page, belongs to no request.
+    Padded queries write there, and key positions past the end of a request read there. Therefore a
+    value that a former owner left in a page, such as a NaN, never reaches another request.
     """
 
     def __init__(
         self,
+        spec: KVSpec,
         *,
         num_layers: int,
         num_pages: int,
         page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.spec = spec
         self.num_pages = num_pages
         self.page_size = page_size
-        self.kv_heads, self.head_dim = kv_heads, head_dim
-        self.dtype, self.device = dtype, device
+        self.device = device
         self.dummy_page = num_pages
         self.dummy_slot = num_pages * page_size
-        shape = (num_layers, 2, num_pages + 1, page_size, kv_heads, head_dim)
-        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (num_layers, 2, num_pages + 1, page_size, spec.kv_heads, spec.head_dim)
+        self._storage = torch.zeros(shape, dtype=spec.dtype, device=device)
         self.num_bytes = self._storage.nbytes
         self._layers: list[tuple[Tensor, Tensor]] = [
             (self._storage[layer, 0], self._storage[layer, 1]) for layer in range(num_layers)
         ]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Views of one layer's keys and values, each [P + 1, S, Hkv, D] and contiguous."""
+        """Views of one layer's keys and values, each [P + 1, S, Hkv, D] and contiguous.
+
+        layer: an index below num_layers (LayerSpec.kv_layer). Layers may share an index.
+        """
         return self._layers[layer]
 
     def fill_noise(self, num_pages: int) -> None:
-        """Let the first pages hold what differs, as keys and values do: for steps to be timed."""
+        """Fill the first pages with random keys and values, so that timed steps read real data."""
         self._storage[:, :, : min(num_pages, self.num_pages)].normal_()
 
     def clear_dummy(self) -> None:
-        """Zero the dummy page again, after steps that wrote to it on purpose."""
+        """Zero the dummy page again after steps of the warm-up, which write to it."""
         self._storage[:, :, self.dummy_page] = 0

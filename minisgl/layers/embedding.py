@@ -1,4 +1,4 @@
-"""The vocabulary matrix, cut by token id: looks ids up and, as output head, scores them."""
+"""The vocabulary, divided over the ranks by token id: token embedding and language-model head."""
 
 from collections.abc import Iterator
 
@@ -19,50 +19,65 @@ from minisgl.kernel.sampling import GROUP
 from minisgl.layers.shards import Placement, split_evenly
 
 
-class VocabMatrix(nn.Module):
-    """weight: [n, H], the rows of this rank's ids; those past the vocabulary are zero.
+class ParallelEmbedding(nn.Module):
+    """The token embedding. weight: [n, H], the rows of this rank's n token ids.
 
-    Ranks hold whole groups of ids, of which one is drawn together. Tied models use one instance
-    for both directions. Raises ConfigError where ranks would be left without ids.
+    Rows past the vocabulary are padding and stay zero. Each rank holds whole groups of ids, because
+    the sampler draws random numbers for a group at a time.
+    Raises ConfigError if some rank would hold no token id.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, comm: Communicator) -> None:
         super().__init__()
         self.comm = comm
         rank, size = comm.tp.rank, comm.tp.size
-        self.part = split_evenly("", vocab_size, rank, size, GROUP if size > 1 else 1)
-        if self.part.local * (size - 1) >= vocab_size:
-            raise ConfigError(f"{vocab_size} token ids cannot be split over tensor-parallel {size}")
-        self.weight = nn.Parameter(torch.empty(self.part.local, hidden_size))
+        self.shard = split_evenly("", vocab_size, rank, size, GROUP if size > 1 else 1)
+        if self.shard.local * (size - 1) >= vocab_size:
+            raise ConfigError(
+                f"{vocab_size} token ids cannot be split over tensor-parallel {size}: ranks hold "
+                f"multiples of {GROUP} ids, and the last would hold none; use fewer ranks"
+            )
+        self.weight = nn.Parameter(torch.empty(self.shard.local, hidden_size))
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """ids: integers [T] below V. Returns [T, H], zeros for ids of other ranks."""
-        return gather_embedding(ids, self.weight, self.part.begin)
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up `ids`, integers [T]. Returns [T, H], zeros for the ids of other ranks."""
+        return gather_embedding(ids, self.weight, self.shard.begin)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        shard = self.shard
+        shape = (shard.full, self.weight.shape[1])
+        yield Placement(f"{name}.weight", shape, f"{name}.weight", 0, shard.begin, shard.end)
+
+
+class LMHead(ParallelEmbedding):
+    """The language-model head: logits of this rank's token ids, and sampling over all ranks.
+
+    A matrix of the embedding's form. With tied embeddings, the two share one weight.
+    """
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [N, H]. Returns [N, n] of its dtype, for the ids of this rank and its padding.
+        """Return the logits [N, n] of this rank's ids and padding. hidden: [N, H].
 
-        out: [N, n] to be overwritten and returned.
+        out: [N, n], overwritten and returned if given.
         """
         return torch.mm(hidden, self.weight.t(), out=out)
 
-    def whole(self, logits: Tensor) -> Tensor:
-        """[N, n] of each rank, as `logits` returns it, to [N, V]: the same on every rank."""
+    def all_gather_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits [N, V] of the whole vocabulary, equal on every rank.
+
+        logits: [N, n] from `logits` of each rank.
+        """
         parts = self.comm.gather(logits)
-        return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self.part.full]
+        return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self.shard.full]
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> SampledTokens:
-        """Choose a token for each row of `logits`, float32 on CPU; the same on every rank.
+        """Sample a token for each row of `logits` [N, n], equal on every rank. float32 on CPU.
 
-        Without filters each rank offers the best of its ids; with them all gather all logits.
+        Without filters (top_k, top_p, min_p) each rank sends only its best candidate of each row.
+        Filters need the whole distribution, so that all logits are gathered.
         """
         if self.comm.tp.size == 1 or params.filters:
-            return sample(self.whole(logits), params)
-        begin, end = self.part.begin, self.part.end
-        offer = best_of_part(logits[:, : end - begin], params, begin)
-        return best_of_parts(self.comm.gather(offer), params)
-
-    def placements(self, name: str) -> Iterator[Placement]:
-        part = self.part
-        shape = (part.full, self.weight.shape[1])
-        yield Placement(f"{name}.weight", shape, f"{name}.weight", 0, part.begin, part.end)
+            return sample(self.all_gather_logits(logits), params)
+        begin, end = self.shard.begin, self.shard.end
+        candidate = best_of_part(logits[:, : end - begin], params, begin)
+        return best_of_parts(self.comm.gather(candidate), params)

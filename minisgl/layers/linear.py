@@ -1,101 +1,199 @@
-"""Linear layers cut over the tensor-parallel ranks: by output (column) or by input (row)."""
+"""Linear layers of tensor-parallel models, and the methods that store and multiply their weights.
 
-from collections.abc import Iterator, Sequence
+A layer says which part of a matrix its rank holds (LinearShards) and where its result goes. Its
+LinearMethod says how that matrix is stored and multiplied, so that a quantised format is one
+subclass of LinearMethod and no layer changes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.distributed import TPInfo
-from minisgl.kernel import add_linear, gated_linear, linear
-from minisgl.layers.norm import Normed, Stream
-from minisgl.layers.shards import Placement, Shard
+from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, silu_and_mul
+from minisgl.layers.norm import BlockInput, ResidualStream
+from minisgl.layers.shards import LinearShards, Placement, Shard
+
+# The kernels of split products count the finished splits of each tile of at least 8 weight rows.
+_ROWS_PER_SEMAPHORE = 8
 
 
-def _sibling(name: str, part: str) -> str:
-    """layers.0.self_attn.qkv_proj, q_proj -> layers.0.self_attn.q_proj"""
-    return f"{name.rpartition('.')[0]}.{part}"
+class LinearMethod(nn.Module, ABC):
+    """How one linear layer stores its matrix and multiplies with it.
 
+    A subclass creates its parameters, yields their placements and computes `product`. For example,
+    weights stored as int8 with one scale for each output feature:
 
-_ROWS_PER_COUNTER = 8
+        class Int8Linear(LinearMethod):
+            def __init__(self, shards, dtype):
+                super().__init__(shards, dtype)
+                weight = torch.empty(shards.rows, shards.inputs.local, dtype=torch.int8)
+                self.weight = nn.Parameter(weight, requires_grad=False)
+                self.scale = nn.Parameter(torch.empty(shards.rows, dtype=dtype))
 
+            def placements(self, name):
+                yield from self.shards.placements(name, "weight", stored=("I8",))
+                yield from self.shards.placements(name, "scale", per_row=True)
+                yield from super().placements(name)
 
-def share_counters(model: nn.Module, device: torch.device) -> None:
-    """Give all linears of a model one set of counters for split products.
+            def product(self, x, norm=None):
+                return functional.linear(x, self.weight * self.scale[:, None], self.bias)
 
-    Their kernels must then follow one another: all forwards of the model run on one stream.
+    The model is built on the meta device; the loader then gives each parameter zeroed memory of
+    the shape and dtype that the subclass chose. `fold`, `gated` and `add` are optional: their
+    defaults here run the plain kernels.
+
+    dtype: of the model's activations.
+    bias: [rows] of that dtype, or None.
     """
-    linears = [module for module in model.modules() if isinstance(module, _Linear)]
-    most = max((module.weight.shape[0] for module in linears), default=0)
-    counters = torch.zeros(-(-most // _ROWS_PER_COUNTER), dtype=torch.int32, device=device)
-    for module in linears:
-        module.counters = counters
 
-
-class _Linear(nn.Module):
-    """weight: [rows, columns]; bias: [rows] or None; counters: from share_counters."""
-
-    def __init__(self, rows: int, columns: int, bias: bool) -> None:
+    def __init__(self, shards: LinearShards, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, columns))
-        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-        self.counters: Tensor | None = None
+        self.shards = shards
+        bias = torch.empty(shards.rows if shards.bias else 0, dtype=dtype)
+        self.bias = nn.Parameter(bias) if shards.bias else None
+
+    @abstractmethod
+    def placements(self, name: str) -> Iterator[Placement]:
+        """Yield where each parameter comes from; here, the bias. `name`: the method's full name."""
+        if self.bias is not None:
+            for placement in self.shards.placements(name, "bias", per_row=True):
+                yield placement if self.shards.owns_bias else placement._replace(end=0)
+
+    @abstractmethod
+    def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
+        """Return x @ matrix.T + bias, a new [T, rows] of x's dtype. x: [T, inputs.local].
+
+        norm: an RMSNorm without weight to apply to x first. Only a method whose `fold` returned
+        True is given one.
+        """
+
+    def fold(self, norm_weight: Tensor) -> bool:
+        """Multiply the columns of the matrix by `norm_weight` [inputs.local], if the method can.
+
+        Returns whether it did. If it did, later calls get x without the norm applied.
+        """
+        return False
+
+    def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
+        """Return silu(gate) * up of the product, [T, rows / 2]. The gate's rows come first."""
+        return silu_and_mul(self.product(x, norm))
+
+    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Add the product to `residual` [T, rows], in place.
+
+        Returns residual, and the squares of its rows as in PendingNorm if the kernel computed them.
+        """
+        return residual.add_(self.product(x)), None
 
 
-class ColumnParallelLinear(_Linear):
-    """Several linears of one input merged into one matrix, each cut by output rows.
+# Creates the method of one linear layer for activations of the given dtype.
+LinearMethodFactory = Callable[[LinearShards, torch.dtype], LinearMethod]
+# Creates a factory from the object quantization_config in a checkpoint's config.json.
+# Raises ConfigError for settings that the method does not support.
+QuantizationFactory = Callable[[Mapping[str, Any]], LinearMethodFactory]
 
-    weight: [sum of local rows, in_features]. No communication.
+
+class UnquantizedLinear(LinearMethod):
+    """A matrix of the activations' dtype. weight: [rows, inputs.local].
+
+    Small bfloat16 steps on Hopper run kernels that fuse the norm, the activation and the sum.
+    split_k_semaphores: from share_split_k_semaphores; without it torch's product runs.
     """
 
-    def __init__(self, in_features: int, parts: Sequence[Shard], bias: bool) -> None:
-        super().__init__(sum(part.local for part in parts), in_features, bias)
-        self.parts = tuple(parts)
-
-    def forward(self, normed: Normed) -> Tensor:
-        return linear(normed.x, self.weight, self.bias, self.counters, normed.norm)
+    def __init__(self, shards: LinearShards, dtype: torch.dtype) -> None:
+        super().__init__(shards, dtype)
+        self.weight = nn.Parameter(torch.empty(shards.rows, shards.inputs.local, dtype=dtype))
+        self.split_k_semaphores: Tensor | None = None
 
     def placements(self, name: str) -> Iterator[Placement]:
-        offset = 0
-        for part in self.parts:
-            source = _sibling(name, part.name)
-            cut = (0, part.begin, part.end, offset)
-            shape = (part.full, self.weight.shape[1])
-            yield Placement(f"{source}.weight", shape, f"{name}.weight", *cut)
-            if self.bias is not None:
-                yield Placement(f"{source}.bias", (part.full,), f"{name}.bias", *cut)
-            offset += part.local
+        yield from self.shards.placements(name, "weight")
+        yield from super().placements(name)
+
+    def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
+        return linear(x, self.weight, self.bias, self.split_k_semaphores, norm)
+
+    def fold(self, norm_weight: Tensor) -> bool:
+        self.weight.mul_(norm_weight)
+        return True
+
+    def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
+        return gated_linear(x, self.weight, self.bias, self.split_k_semaphores, norm)
+
+    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return add_linear(residual, x, self.weight, self.bias, self.split_k_semaphores)
+
+
+class LinearBuild(NamedTuple):
+    """The values from which all linear layers of a model are built. dtype: of the activations."""
+
+    tp: TPInfo
+    dtype: torch.dtype
+    method: LinearMethodFactory = UnquantizedLinear
+
+
+def share_split_k_semaphores(model: nn.Module, device: torch.device) -> None:
+    """Give all unquantised linears of a model one set of semaphores for products split over K.
+
+    Kernels that share semaphores must not overlap, so all forwards of the model must run on one
+    stream.
+    """
+    methods = [module for module in model.modules() if isinstance(module, UnquantizedLinear)]
+    rows = max((method.shards.rows for method in methods), default=0)
+    semaphores = torch.zeros(-(-rows // _ROWS_PER_SEMAPHORE), dtype=torch.int32, device=device)
+    for method in methods:
+        method.split_k_semaphores = semaphores
+
+
+class ColumnParallelLinear(nn.Module):
+    """Linears with the same input, merged into one matrix and divided by output features.
+
+    Each rank holds a share of the rows of every merged linear. No communication.
+    """
+
+    def __init__(
+        self, in_features: int, outputs: tuple[Shard, ...], bias: bool, build: LinearBuild
+    ) -> None:
+        super().__init__()
+        inputs = Shard("", in_features, 0, in_features)
+        self.method = build.method(LinearShards(outputs, inputs, bias), build.dtype)
+
+    def forward(self, block_input: BlockInput) -> Tensor:
+        """Return the outputs of the merged linears side by side, [T, rows]."""
+        return self.method.product(*block_input)
 
 
 class MergedGateUpLinear(ColumnParallelLinear):
-    """silu(gate) * up of two merged linears, in that order."""
+    """The gate and up linears of an MLP, merged in that order, with SiLU-and-mul."""
 
-    def forward(self, normed: Normed) -> Tensor:
-        return gated_linear(normed.x, self.weight, self.bias, self.counters, normed.norm)
+    def forward(self, block_input: BlockInput) -> Tensor:
+        """Return silu(gate) * up, [T, rows / 2]."""
+        return self.method.gated(*block_input)
 
 
-class RowParallelLinear(_Linear):
-    """A linear cut by input columns that ends a block: its output goes to the residual stream.
+class RowParallelLinear(nn.Module):
+    """A linear divided by input features. It ends a block: its output joins the residual stream.
 
-    weight: [out_features, part.local]. A bias is loaded by rank 0 alone (zero elsewhere), so that
-    the sum over ranks holds it once.
+    inputs: this rank's share of the input features. Its name is that of the checkpoint's linear.
+    Rank 0 alone loads a bias, so that the sum over the ranks contains it once.
     """
 
-    def __init__(self, part: Shard, out_features: int, bias: bool, tp: TPInfo) -> None:
-        super().__init__(out_features, part.local, bias)
-        self.part = part
-        self.tp = tp
+    def __init__(self, inputs: Shard, out_features: int, bias: bool, build: LinearBuild) -> None:
+        super().__init__()
+        self.tp = build.tp
+        outputs = (Shard(inputs.name, out_features, 0, out_features),)
+        shards = LinearShards(outputs, inputs, bias, owns_bias=self.tp.rank == 0)
+        self.method = build.method(shards, build.dtype)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Stream:
-        """residual: [T, out_features], given up."""
+    def forward(self, x: Tensor, residual: Tensor) -> ResidualStream:
+        """Return the stream with the product added. residual: [T, out_features], overwritten.
+
+        With several ranks the sum over the ranks is left to the next ResidualNorm.
+        """
         if self.tp.size == 1:
-            total, squares = add_linear(residual, x, self.weight, self.bias, self.counters)
-            return Stream(total, squares=squares)
-        return Stream(linear(x, self.weight, self.bias, self.counters), residual)
-
-    def placements(self, name: str) -> Iterator[Placement]:
-        part, out_features = self.part, self.weight.shape[0]
-        shape = (out_features, part.full)
-        yield Placement(f"{name}.weight", shape, f"{name}.weight", 1, part.begin, part.end)
-        if self.bias is not None:
-            end = out_features if self.tp.rank == 0 else 0
-            yield Placement(f"{name}.bias", (out_features,), f"{name}.bias", 0, 0, end)
+            total, squares = self.method.add(residual, x)
+            return ResidualStream(total, squares=squares)
+        return ResidualStream(self.method.product(x), residual)

@@ -1,6 +1,6 @@
-"""The residual stream, and RMSNorm as modules: the parameters, and the norm on the stream."""
+"""RMSNorm, and the residual stream between the blocks of a decoder layer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,11 +11,13 @@ from minisgl.kernel import PendingNorm
 from minisgl.layers.shards import Placement
 
 
-class Stream(NamedTuple):
-    """The residual stream between two blocks: the sum of all ranks' x, plus residual. [T, size].
+class ResidualStream(NamedTuple):
+    """The hidden states [T, H] between two blocks, before their parts are added up.
 
-    One rank's blocks add to the stream themselves: then it is x alone, and they may leave its
-    squares, as in PendingNorm.
+    Their value is the sum of x over all ranks, plus residual. On one rank, blocks add their output
+    to the stream themselves, so that residual is None.
+
+    squares: sums of squares of x's rows as in PendingNorm, if the last block computed them.
     """
 
     x: Tensor
@@ -23,15 +25,21 @@ class Stream(NamedTuple):
     squares: Tensor | None = None
 
 
-class Normed(NamedTuple):
-    """What a block reads: x, [T, size], normed; or not yet, by `norm`."""
+class BlockInput(NamedTuple):
+    """The input of an attention or MLP block: x [T, H].
+
+    norm: None if x is normalised. Otherwise the block's first linear applies this norm to x.
+    """
 
     x: Tensor
     norm: PendingNorm | None = None
 
 
 class RMSNorm(nn.Module):
-    """weight: [size], whole on every rank. Heads are normed by a kernel that does more."""
+    """The parameters of a norm. weight: [size], the same on every rank.
+
+    Attention reads the weights of its head norms here and passes them to a fused kernel.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -42,10 +50,10 @@ class RMSNorm(nn.Module):
         yield Placement(f"{name}.weight", tuple(self.weight.shape), f"{name}.weight")
 
 
-class StreamNorm(RMSNorm):
-    """Where blocks meet: makes the stream whole and norms it, or leaves that to a product.
+class ResidualNorm(RMSNorm):
+    """The norm in front of a block: adds up the residual stream and normalises it.
 
-    folded: the weight is all ones, for the products that follow hold it.
+    folded: the weight has moved into the next linear (`fold_with`) and is all ones here.
     """
 
     def __init__(self, size: int, eps: float, comm: Communicator) -> None:
@@ -53,19 +61,24 @@ class StreamNorm(RMSNorm):
         self.comm = comm
         self.folded = False
 
-    def forward(self, stream: Stream) -> tuple[Normed, Tensor]:
-        """What the next block reads, and the residual that it gives on. See reduce_norm."""
+    def forward(self, stream: ResidualStream) -> tuple[BlockInput, Tensor]:
+        """Return the input of the block that follows, and the residual to add its output to.
+
+        A folded norm of a stream that needs no sum launches nothing: the block's linear applies it.
+        For the residual see Communicator.reduce_norm.
+        """
         x, residual, squares = stream
         if self.folded and residual is None:
-            return Normed(x, PendingNorm(self.eps, squares)), x
+            return BlockInput(x, PendingNorm(self.eps, squares)), x
         normed, total = self.comm.reduce_norm(x, residual, self.weight, self.eps)
-        return Normed(normed), total
+        return BlockInput(normed), total
 
-    def fold_into(self, weight: Tensor) -> None:
-        """Move the norm's weight into that of the one linear that reads what is normed, in place.
+    def fold_with(self, fold: Callable[[Tensor], bool]) -> None:
+        """Move the weight into the linear that reads this norm's output, if its method can.
 
-        One rank only: over several the norm is where ranks meet.
+        fold: LinearMethod.fold of that linear, which must be the only reader. For one rank only:
+        with several, the norm's kernel also adds up the parts of all ranks.
         """
-        weight.mul_(self.weight)
-        self.weight.fill_(1.0)
-        self.folded = True
+        if fold(self.weight):
+            self.weight.fill_(1.0)
+            self.folded = True

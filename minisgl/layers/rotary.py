@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of cosines and sines for each way of scaling it."""
+"""Rotary position embedding: the table of cosines and sines, for each method of scaling."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    """Frequencies of long wavelengths divided by `factor`, those of short ones kept (Llama 3.1).
+
+    Between the two, a ramp interpolates.
+    """
 
     factor: float
     low_freq_factor: float
@@ -26,10 +29,10 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True)
 class YarnRope:
-    """YaRN (Peng et al. 2023): per-dimension interpolation and a factor on cos and sin.
+    """YaRN (Peng et al. 2023): interpolation per dimension, and a factor on cosines and sines.
 
-    attention_factor is already resolved from mscale and mscale_all_dim where those are given.
-    truncate rounds the ramp's ends to whole dimensions.
+    attention_factor  the factor, already computed if the config gives mscale and mscale_all_dim.
+    truncate          whether the ends of the ramp are rounded to whole dimensions.
     """
 
     factor: float
@@ -50,9 +53,9 @@ def rope_table(
     num_positions: int,
     device: torch.device,
 ) -> Tensor:
-    """float32 [num_positions, head_dim] on `device`: D/2 cosines, then D/2 sines.
+    """Return float32 [num_positions, head_dim] on `device`: D/2 cosines, then D/2 sines.
 
-    Frequencies and angles are float32 computed on CPU, so that every device gets the same table.
+    The CPU computes frequencies and angles in float32, so that every device gets the same table.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -72,7 +75,10 @@ def rope_table(
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    """Keep where the original context holds more than high_freq_factor turns, divide below low."""
+    """Keep the frequencies that turn more than high_freq_factor times in the original context.
+
+    Divide those that turn less than low_freq_factor times, and interpolate between.
+    """
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
@@ -80,7 +86,10 @@ def _llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, theta: float, head_dim: int, scaling: YarnRope) -> Tensor:
-    """Keep dimensions that turn beta_fast times in the original context, divide below beta_slow."""
+    """Keep the dimensions that turn more than beta_fast times in the original context.
+
+    Divide those that turn less than beta_slow times, and interpolate between.
+    """
 
     def dimension(turns: float) -> float:
         ratio = scaling.original_max_position / (turns * 2 * math.pi)
@@ -90,7 +99,7 @@ def _yarn(frequencies: Tensor, theta: float, head_dim: int, scaling: YarnRope) -
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low or 0.001  # as the paper's code does, where both ends meet
+    width = high - low or 0.001  # as in the paper's code, for a ramp whose ends coincide
     index = torch.arange(head_dim // 2, dtype=torch.float32)
     divided = ((index - low) / width).clamp(0, 1)
     return frequencies * (1 - divided + divided / scaling.factor)

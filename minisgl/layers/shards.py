@@ -1,18 +1,21 @@
-"""Which part of which checkpoint tensor a parameter of this rank holds, as data."""
+"""How the tensors of a checkpoint are divided over the tensor-parallel ranks, as data."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from minisgl.core import ConfigError
 
+# Names that safetensors gives to the floating-point types of unquantised weights.
+FLOATS = ("F64", "F32", "BF16", "F16")
+
 
 class Shard(NamedTuple):
-    """One of the checkpoint tensors that are merged into a parameter, and this rank's cut of it.
+    """This rank's share of one dimension of a checkpoint module.
 
-    name   the checkpoint's module name beside ours, such as q_proj.
+    name   the module's name in the checkpoint, beside the layer that holds it: q_proj.
     full   rows (or columns) in the checkpoint.
-    begin  the first one that is ours.
-    local  how many rows we keep for it; those at or past `full` stay zero (padding).
+    begin  the first row of this rank.
+    local  rows that this rank stores. Rows at or past `full` are padding and stay zero.
     """
 
     name: str
@@ -22,15 +25,19 @@ class Shard(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last row that is read; equal to begin when all of ours is padding."""
+        """One past the last row to read. Equal to begin when the whole share is padding."""
         return max(self.begin, min(self.begin + self.local, self.full))
 
 
 class Placement(NamedTuple):
-    """Copy source[..., begin:end along dim, ...] to target[expert] at `offset` along dim.
+    """One copy from a checkpoint tensor to a parameter.
 
-    shape is the whole source's, to be checked; dim None copies all of it. `expert` picks one
-    slice of a stacked parameter, None takes the parameter itself.
+    The copy reads source[..., begin:end, ...] along dimension `dim` and writes it at `offset`
+    along the same dimension of the parameter `target`. If `dim` is None, it copies the whole
+    tensor. If `expert` is given, it writes to target[expert].
+
+    shape   the expected shape of the whole source tensor.
+    stored  the types, in the spelling of safetensors, that the source tensor may have.
     """
 
     source: str
@@ -41,25 +48,71 @@ class Placement(NamedTuple):
     end: int = 0
     offset: int = 0
     expert: int | None = None
+    stored: tuple[str, ...] = FLOATS
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A module that knows where its own parameters come from."""
+    """A module that owns parameters and says where their values come from."""
 
     def placements(self, name: str) -> Iterator[Placement]:
-        """One or more placements for each parameter; `name` is the module's name in the model."""
+        """Yield one or more placements for each parameter. `name` is the module's full name."""
+
+
+class LinearShards(NamedTuple):
+    """The matrix [rows, columns] of a linear layer that this rank holds.
+
+    outputs    the checkpoint's linears that the layer merges, in the order of their rows, each
+               with this rank's share of its output features.
+    inputs     this rank's share of the input features.
+    bias       whether the checkpoint's linears have a bias.
+    owns_bias  whether this rank loads the bias. The ranks of a row-parallel layer add up their
+               outputs, so only one of them may add the bias; on the others it stays zero.
+    """
+
+    outputs: tuple[Shard, ...]
+    inputs: Shard
+    bias: bool
+    owns_bias: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Output features on this rank, all merged linears together."""
+        return sum(output.local for output in self.outputs)
+
+    def placements(
+        self, name: str, parameter: str, *, per_row: bool = False, stored: tuple[str, ...] = FLOATS
+    ) -> Iterator[Placement]:
+        """Yield where one parameter of a linear method comes from, one placement a merged linear.
+
+        name       the full name of the method: model.layers.0.self_attn.qkv_proj.method.
+        parameter  the name of the parameter in the method and in the checkpoint: weight.
+        per_row    False: the parameter has an entry for each weight, [rows, columns].
+                   True: it has one for each output feature, [rows].
+        """
+        parent, inputs = name.rsplit(".", 2)[0], self.inputs
+        cut_columns = not per_row and (inputs.begin, inputs.local) != (0, inputs.full)
+        offset = 0
+        for output in self.outputs:
+            source = f"{parent}.{output.name}.{parameter}"
+            shape = (output.full,) if per_row else (output.full, inputs.full)
+            cut = (0, output.begin, output.end, offset)
+            if cut_columns:
+                cut = (1, inputs.begin, inputs.end, 0)
+            yield Placement(source, shape, f"{name}.{parameter}", *cut, stored=stored)
+            offset += output.local
 
 
 def split_evenly(name: str, full: int, rank: int, size: int, unit: int = 1) -> Shard:
-    """Cut into `size` equal parts of whole units, the last ones padded where it does not divide."""
+    """Divide `full` rows into `size` equal shares of whole units. The last shares are padded."""
     local = -(-full // (size * unit)) * unit
     return Shard(name, full, rank * local, local)
 
 
 def split_heads(name: str, heads: int, head_dim: int, rank: int, size: int) -> Shard:
-    """Cut by whole heads; with fewer heads than ranks, neighbours share a copy of one.
+    """Divide the rows of `heads` attention heads into shares of whole heads.
 
+    With fewer heads than ranks, neighbouring ranks each store a copy of the same head.
     Raises ConfigError when neither count divides the other.
     """
     if heads % size == 0:
@@ -67,5 +120,8 @@ def split_heads(name: str, heads: int, head_dim: int, rank: int, size: int) -> S
     elif size % heads == 0:
         local, first = 1, rank // (size // heads)
     else:
-        raise ConfigError(f"{heads} heads of {name} cannot be split over tensor-parallel {size}")
+        raise ConfigError(
+            f"{heads} heads of {name} cannot be split over tensor-parallel {size}: "
+            "one of the two numbers must divide the other"
+        )
     return Shard(name, heads * head_dim, first * head_dim, local * head_dim)

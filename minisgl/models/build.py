@@ -1,13 +1,32 @@
 """From a checkpoint folder to a model that can run."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import torch
 
+from minisgl.attention import AttentionBackend
+from minisgl.core import ConfigError
 from minisgl.distributed import Communicator
-from minisgl.layers import share_counters
+from minisgl.layers.linear import LinearBuild, QuantizationFactory, share_split_k_semaphores
 from minisgl.models.config import ModelConfig
-from minisgl.models.decoder import CausalLM
+from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.loader import fill_random, load_weights, materialise
-from minisgl.moe import create_moe_backend
+from minisgl.moe import MoeBackend, create_moe_backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelExtensions:
+    """Implementations from outside this package, which an entry point passes to the engine.
+
+    attention_backends  classes to select by their names, as in --attention-backend.
+    moe_backends        classes to select by their names, as in --moe-backend.
+    quantizations       linear methods by the name that quant_method has in config.json.
+    """
+
+    attention_backends: tuple[type[AttentionBackend], ...] = ()
+    moe_backends: tuple[type[MoeBackend], ...] = ()
+    quantizations: Mapping[str, QuantizationFactory] = field(default_factory=dict)
 
 
 def build_model(
@@ -20,19 +39,43 @@ def build_model(
     moe_backend: str = "auto",
     dummy_weight: bool = False,
     show_progress: bool = False,
+    fill: bool = True,
+    extensions: ModelExtensions | None = None,
 ) -> CausalLM:
-    """Build this rank's share on the meta device, give it memory and fill it.
+    """Build this rank's share of the model on the meta device, then allocate and fill it.
 
-    dummy_weight skips the checkpoint for seeded random values. Raises ConfigError.
+    dtype: of activations and unquantised weights. dummy_weight: fill with seeded random values
+    instead of the checkpoint's tensors. fill=False: leave the parameters as they are allocated, for
+    a device without memory. Raises ConfigError.
     """
+    extensions = extensions or ModelExtensions()
+    moe = create_moe_backend(moe_backend, device, extensions.moe_backends)
+    linear = _linear_build(config, comm, dtype, extensions.quantizations)
     with torch.device("meta"):
-        model = CausalLM(config, comm, create_moe_backend(moe_backend, device))
+        model = CausalLM(ModelParts(config, comm, linear, moe))
     materialise(model, device, dtype)
-    share_counters(model, device)
-    if not dummy_weight:
-        load_weights(model, folder, show_progress=show_progress)
-    elif device.type != "meta":
+    share_split_k_semaphores(model, device)
+    if fill and dummy_weight:
         fill_random(model)
-    if comm.tp.size == 1 and dtype is torch.bfloat16:  # what our products are for
+    elif fill:
+        load_weights(model, folder, show_progress=show_progress)
+    # Only the bfloat16 kernels of one rank fuse the norm; elsewhere folding would gain nothing.
+    if comm.tp.size == 1 and dtype is torch.bfloat16:
         model.fold_norms()
     return model
+
+
+def _linear_build(
+    config: ModelConfig,
+    comm: Communicator,
+    dtype: torch.dtype,
+    known: Mapping[str, QuantizationFactory],
+) -> LinearBuild:
+    """Choose the linear method for the checkpoint's quantization_config. Raises ConfigError."""
+    if config.quantization is None:
+        return LinearBuild(comm.tp, dtype)
+    name = str(config.quantization.get("quant_method", "unknown"))
+    if name not in known:
+        supported = ", ".join(["unquantised weights", *known])
+        raise ConfigError(f"quantization_config ({name}) is not supported; supported: {supported}")
+    return LinearBuild(comm.tp, dtype, known[name](config.quantization))

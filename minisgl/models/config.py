@@ -1,26 +1,46 @@
-"""What a Hugging Face checkpoint says about its model, checked and with every default filled in.
+"""The description of a model, from the JSON files of a Hugging Face checkpoint.
 
-Read as plain JSON. Whatever would change the output and is not supported is refused by name.
+All defaults are filled in and all values are checked. A setting that would change the output and
+is not supported is refused by name.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from minisgl.attention import LayerKind
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
-from minisgl.layers import RopeScaling
-from minisgl.models.fields import Fields
+from minisgl.kvcache.pool import KVSpec
+from minisgl.layers.rotary import RopeScaling
+from minisgl.models.hf_config import HfConfig, HfGeneration, HfMoeConfig, read_fields
 from minisgl.models.registry import Family, family_of
 from minisgl.models.rope import rope_from
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class LayerSpec(NamedTuple):
+    """The attention of one decoder layer, and the state that it keeps for each token.
+
+    kind      how the layer attends.
+    kv        the state of one token: the KV heads of the whole model, in the checkpoint's dtype.
+    kv_layer  the index of the layer's keys and values in the KV pool. Layers with the same index
+              share them. Indices run from 0 without gaps.
+    """
+
+    kind: LayerKind
+    kv: KVSpec
+    kv_layer: int
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """sparse_layers: which layers have experts; the others have a dense MLP."""
+    """Mixture of experts. sparse_layers: the layers with experts; the others have a dense MLP."""
 
     num_experts: int
     experts_per_token: int
@@ -31,11 +51,15 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only model. dtype is the checkpoint's (float32, bfloat16 or float16).
+    """One decoder-only model.
 
-    max_position    the context length in tokens, with what YaRN adds to it.
-    sliding_window  tokens that some layer looks back at, where that is less than the context.
-                    Not computed here, so it bounds the context that can be served.
+    layers          one LayerSpec for each of the num_layers decoder layers.
+    max_position    the context length in tokens, after an extension by YaRN.
+    sliding_window  the smallest window of any layer in tokens, or None if no layer has a window
+                    shorter than the context. Windows are not implemented, so the engine serves
+                    contexts up to this length only.
+    dtype           of the checkpoint: float32, bfloat16 or float16.
+    quantization    the object quantization_config of the checkpoint. None: unquantised.
     """
 
     family: Family
@@ -46,6 +70,7 @@ class ModelConfig:
     q_heads: int
     kv_heads: int
     head_dim: int
+    layers: tuple[LayerSpec, ...]
     norm_eps: float
     max_position: int
     sliding_window: int | None
@@ -56,13 +81,19 @@ class ModelConfig:
     mlp_bias: bool
     tied_embeddings: bool
     dtype: str
+    quantization: Mapping[str, Any] | None
     eos_token_ids: tuple[int, ...]
     moe: MoeConfig | None
     sampling_defaults: dict[str, int | float]
 
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the KV pool: those of the model, without the ones that share."""
+        return 1 + max(layer.kv_layer for layer in self.layers)
+
 
 def load_model_config(folder: str) -> ModelConfig:
-    """Read config.json and, where there is one, generation_config.json. Raises ConfigError."""
+    """Read config.json and, if the folder has one, generation_config.json. Raises ConfigError."""
     path = Path(folder)
     config = read_json(path / "config.json")
     generation_path = path / "generation_config.json"
@@ -73,123 +104,112 @@ def load_model_config(folder: str) -> ModelConfig:
 def model_config_from(
     config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """Check and complete the JSON objects. Raises ConfigError that names what is wrong."""
+    """Check and complete the two JSON objects. Raises ConfigError that names the wrong field."""
     family = family_of(config.get("architectures"))
-    fields = Fields({"sliding_window": family.default_window, **config})
-    recommended = Fields(generation or {}, "generation_config.json")
-    _refuse_unsupported(fields)
-    vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
-    num_layers = fields.integer("num_hidden_layers")
-    q_heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", q_heads)
+    config = {"sliding_window": family.default_window, **config}
+    fields = read_fields(config, HfConfig, "config.json")
+    if fields.hidden_act != "silu":
+        raise ConfigError(f"hidden_act {fields.hidden_act!r} is not supported; supported: silu")
+    q_heads = fields.num_attention_heads
+    kv_heads = fields.num_key_value_heads or q_heads
     if q_heads % kv_heads:
         raise ConfigError(f"{q_heads} attention heads do not divide over {kv_heads} KV heads")
-    head_dim = fields.integer("head_dim", hidden_size // q_heads)
+    head_dim = fields.head_dim or fields.hidden_size // q_heads
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
     theta, scaling, max_position = rope_from(fields)
-    window = _sliding_window(fields, family)
-    attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", False)
+    dtype = fields.dtype or fields.torch_dtype or "float32"
+    if dtype not in _DTYPES:
+        raise ConfigError(
+            f"dtype {dtype!r} of the checkpoint is not supported; supported: {', '.join(_DTYPES)}"
+        )
+    kv = KVSpec(kv_heads, head_dim, getattr(torch, dtype))
+    recommended = read_fields(generation or {}, HfGeneration, "generation_config.json")
+    attention_bias = family.reads_attention_bias and fields.attention_bias
     return ModelConfig(
         family=family,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
+        vocab_size=fields.vocab_size,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        layers=tuple(LayerSpec(LayerKind.FULL, kv, i) for i in range(fields.num_hidden_layers)),
+        norm_eps=fields.rms_norm_eps,
         max_position=max_position,
-        sliding_window=window if window is not None and window < max_position else None,
+        sliding_window=_sliding_window(fields, family, max_position),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family.always_qkv_bias or attention_bias,
         output_bias=attention_bias,
-        mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", False),
-        tied_embeddings=fields.boolean("tie_word_embeddings", False),
-        dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(vocab_size, fields, recommended),
-        moe=_moe(fields, num_layers) if family.moe else None,
+        mlp_bias=family.reads_mlp_bias and fields.mlp_bias,
+        tied_embeddings=fields.tie_word_embeddings,
+        dtype=dtype,
+        quantization=fields.quantization_config,
+        eos_token_ids=_eos_token_ids(fields, recommended),
+        moe=_moe(config, fields.num_hidden_layers) if family.moe else None,
         sampling_defaults=_sampling_defaults(recommended),
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    if fields.get("quantization_config") is not None:
-        method = fields.mapping("quantization_config").get("quant_method", "unknown")
-        raise ConfigError(
-            f"quantization_config ({method}) is not supported; supported: unquantised weights"
-        )
-    activation = fields.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"hidden_act {activation!r} is not supported; supported: silu")
-    layer_types = fields.get("layer_types")
-    kinds = {str(kind) for kind in layer_types} if isinstance(layer_types, list) else set()
-    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int | None:
+    """See ModelConfig.sliding_window. Raises ConfigError for other kinds of layers."""
+    kinds = fields.layer_types if isinstance(fields.layer_types, list) else []
+    if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
         raise ConfigError(f"layer type {unknown[0]!r} is not supported; supported: full_attention")
-
-
-def _sliding_window(fields: Fields, family: Family) -> int | None:
-    """The window of the layers that slide, None when no layer does."""
-    if fields.get("sliding_window") is None:
+    window = fields.sliding_window
+    if window is None:
         return None
-    layer_types = fields.get("layer_types")
-    if isinstance(layer_types, list):
-        slides = "sliding_attention" in layer_types
+    if isinstance(fields.layer_types, list):
+        slides = "sliding_attention" in kinds
     elif family.default_window is not None:
         slides = True
     else:
-        first = fields.number("max_window_layers", 28) if family.window_skips_layers else 0
-        has_later = first < fields.integer("num_hidden_layers")
-        slides = fields.boolean("use_sliding_window", False) and has_later
-    return fields.integer("sliding_window") if slides else None
+        first = fields.max_window_layers if family.window_skips_layers else 0
+        slides = fields.use_sliding_window and first < fields.num_hidden_layers
+    if not slides:
+        return None
+    if type(window) is not int or window < 1:
+        raise ConfigError(f"config.json: sliding_window is {window!r}: expected an integer >= 1")
+    return window if window < max_position else None
 
 
-def _dtype(fields: Fields) -> str:
-    name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    if name not in ("float32", "bfloat16", "float16"):
+def _moe(config: Mapping[str, Any], num_layers: int) -> MoeConfig:
+    fields = read_fields(config, HfMoeConfig, "config.json")
+    num_experts = fields.num_experts or fields.num_local_experts
+    if fields.num_experts_per_tok > num_experts:
         raise ConfigError(
-            f"dtype {name!r} of the checkpoint is not supported; "
-            "supported: float32, bfloat16, float16"
+            f"num_experts_per_tok {fields.num_experts_per_tok} exceeds {num_experts} experts"
         )
-    return str(name)
-
-
-def _moe(fields: Fields, num_layers: int) -> MoeConfig:
-    # transformers 5 writes num_local_experts, older versions num_experts.
-    key = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
-    dense = fields.integers("mlp_only_layers")
-    step = fields.integer("decoder_sparse_step", 1)
+    dense, step = _as_list(fields.mlp_only_layers), fields.decoder_sparse_step
     sparse = (i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense)
-    moe = MoeConfig(
-        num_experts=fields.integer(key, 128),
-        experts_per_token=fields.integer("num_experts_per_tok", 8),
-        intermediate_size=fields.integer("moe_intermediate_size", 768),
-        renormalise=fields.boolean("norm_topk_prob", False),
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=fields.num_experts_per_tok,
+        intermediate_size=fields.moe_intermediate_size,
+        renormalise=fields.norm_topk_prob,
         sparse_layers=frozenset(sparse),
     )
-    if moe.experts_per_token > moe.num_experts:
-        raise ConfigError(
-            f"num_experts_per_tok {moe.experts_per_token} exceeds {moe.num_experts} experts"
-        )
-    return moe
 
 
-def _sampling_defaults(fields: Fields) -> dict[str, int | float]:
-    """Parameters for requests that do not give them, where the author did.
+def _sampling_defaults(recommended: HfGeneration) -> dict[str, int | float]:
+    """Parameters for requests that do not give them, as the model's author recommends.
 
-    An explicit do_sample false means greedy, so temperature 0.
+    do_sample false means greedy decoding, which is temperature 0.
     """
-    found: dict[str, int | float] = {
-        name: fields.number(name) for name in _SAMPLING if fields.get(name) is not None
-    }
+    values = {name: getattr(recommended, name) for name in _SAMPLING}
+    found: dict[str, int | float] = {name: x for name, x in values.items() if x is not None}
     if "top_k" in found:
         found["top_k"] = int(found["top_k"])
-    return found | ({"temperature": 0.0} if fields.get("do_sample") is False else {})
+    return found | ({"temperature": 0.0} if recommended.do_sample is False else {})
 
 
-def _eos_token_ids(vocab_size: int, *files: Fields) -> tuple[int, ...]:
-    """Of both files, sorted. An id that has no logit is never sampled: it ends nothing."""
-    found = {item for file in files for item in file.integers("eos_token_id")}
-    return tuple(sorted(item for item in found if 0 <= item < vocab_size))
+def _eos_token_ids(config: HfConfig, generation: HfGeneration) -> tuple[int, ...]:
+    """The ids of both files, sorted. An id without a logit is left out: it is never sampled."""
+    found = {*_as_list(config.eos_token_id), *_as_list(generation.eos_token_id)}
+    return tuple(sorted(item for item in found if 0 <= item < config.vocab_size))
+
+
+def _as_list(value: int | list[int]) -> list[int]:
+    return value if isinstance(value, list) else [value]

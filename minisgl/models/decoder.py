@@ -1,38 +1,53 @@
 """The decoder of every supported family. Module names follow the checkpoints' tensor names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from minisgl.attention import FusedAttention, StepAttention
 from minisgl.core import ConfigError
 from minisgl.distributed import Communicator
 from minisgl.kernel import qk_norm_rope_store
-from minisgl.kvcache.pool import KVPool
-from minisgl.layers import (
+from minisgl.kvcache.pool import KVPool, KVSpec
+from minisgl.layers.embedding import LMHead, ParallelEmbedding
+from minisgl.layers.linear import (
     ColumnParallelLinear,
+    LinearBuild,
     MergedGateUpLinear,
-    Normed,
-    RMSNorm,
     RowParallelLinear,
-    Stream,
-    StreamNorm,
-    VocabMatrix,
-    split_evenly,
-    split_heads,
 )
+from minisgl.layers.norm import BlockInput, ResidualNorm, ResidualStream, RMSNorm
+from minisgl.layers.shards import split_evenly, split_heads
 from minisgl.models.config import ModelConfig
 from minisgl.models.moe import MoeBlock
 from minisgl.moe import MoeBackend
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForwardContext:
-    """What all layers of one forward share.
+class ModelParts:
+    """The values from which all modules of a model are built.
 
-    positions, slots: int32 [T], where each token stands and where its KV goes in the pool;
-    cos_sin: float32 [max_seq_len, D]; attention: of this step, over the pool.
+    comm         to the other tensor-parallel ranks.
+    linear       of all linear layers.
+    moe_backend  computes the experts of sparse layers.
+    """
+
+    config: ModelConfig
+    comm: Communicator
+    linear: LinearBuild
+    moe_backend: MoeBackend
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardContext:
+    """The inputs that all layers of one forward share.
+
+    positions  int32 [T], the position of each token in its request.
+    slots      int32 [T], where each token's keys and values go in the pool.
+    cos_sin    float32 [max_seq_len, D], the rotary table.
+    attention  of this step, over the pool.
     """
 
     positions: Tensor
@@ -43,35 +58,45 @@ class ForwardContext:
 
 
 class Attended(NamedTuple):
-    """A layer half done. heads: [T, Hq * D], what attention gives; residual: [T, H], beside it."""
+    """The output of a layer's attention before the output projection, with the residual stream.
+
+    heads: [T, Hq * D]; residual: [T, H].
+    """
 
     heads: Tensor
     residual: Tensor
 
+    def take_rows(self, rows: Tensor, comm: Communicator) -> "Attended":
+        """Return a copy of the tokens `rows`, integers [B], complete on every rank."""
+        return Attended(self.heads[rows], comm.take_rows(self.residual, rows))
+
 
 class Attention(nn.Module):
-    """Self-attention over this rank's heads; o_proj is left to the caller."""
+    """Self-attention over this rank's heads. The decoder layer applies o_proj."""
 
-    def __init__(self, config: ModelConfig, layer: int, comm: Communicator) -> None:
+    def __init__(self, parts: ModelParts, layer: int) -> None:
         super().__init__()
-        rank, size, dim = comm.tp.rank, comm.tp.size, config.head_dim
-        if config.q_heads % size:
+        config, tp, spec = parts.config, parts.comm.tp, parts.config.layers[layer]
+        size, eps, dim = config.hidden_size, config.norm_eps, spec.kv.head_dim
+        if config.q_heads % tp.size:
             raise ConfigError(
-                f"{config.q_heads} attention heads cannot be split over tensor-parallel {size}"
+                f"{config.q_heads} attention heads cannot be split over tensor-parallel {tp.size}: "
+                "use a number of ranks that divides them"
             )
-        q = split_heads("q_proj", config.q_heads, dim, rank, size)
-        k = split_heads("k_proj", config.kv_heads, dim, rank, size)
-        self.layer = layer
+        q = split_heads("q_proj", config.q_heads, dim, tp.rank, tp.size)
+        k = split_heads("k_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
+        qkv = (q, k, k._replace(name="v_proj"))
+        output = q._replace(name="o_proj")
+        self.kv_layer = spec.kv_layer
         self.head_dim = dim
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
-        parts = (q, k, k._replace(name="v_proj"))
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, comm.tp)
-        normed = config.family.qk_norm
-        self.q_norm = RMSNorm(dim, config.norm_eps) if normed else None
-        self.k_norm = RMSNorm(dim, config.norm_eps) if normed else None
+        self.qkv_proj = ColumnParallelLinear(size, qkv, config.qkv_bias, parts.linear)
+        self.o_proj = RowParallelLinear(output, size, config.output_bias, parts.linear)
+        self.q_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
+        self.k_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
 
-    def forward(self, normed: Normed, context: ForwardContext) -> Tensor:
+    def forward(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
+        """Store keys and values of the T tokens, and attend. Returns [T, Hq * D]."""
         attention, q_norm, k_norm = context.attention, self.q_norm, self.k_norm
         norms = (
             None if q_norm is None else q_norm.weight,
@@ -79,130 +104,163 @@ class Attention(nn.Module):
             0.0 if q_norm is None else q_norm.eps,
             context.cos_sin,
         )
-        qkv: Tensor = self.qkv_proj(normed)
+        qkv = self.qkv_proj.forward(block_input)
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
         if isinstance(attention, FusedAttention):
-            attention.attend(self.layer, qkv, *norms, attended)
+            attention.attend(self.kv_layer, qkv, *norms, attended)
         else:
-            places = (context.positions, context.slots, *context.pool.layer(self.layer))
+            places = (context.positions, context.slots, *context.pool.layer(self.kv_layer))
             sizes = (self.q_heads, self.kv_heads, self.head_dim)
             q = qk_norm_rope_store(qkv, *norms, *places, *sizes)
-            attention.forward(self.layer, q, attended)
+            attention.forward(self.kv_layer, q, attended)
         return attended.flatten(1)
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate) * up); the inner size is padded where ranks do not divide it."""
+    """down(silu(gate) * up). The inner size is padded to a multiple of the number of ranks."""
 
-    def __init__(self, config: ModelConfig, comm: Communicator) -> None:
+    def __init__(self, parts: ModelParts) -> None:
         super().__init__()
-        cut = split_evenly("gate_proj", config.intermediate_size, comm.tp.rank, comm.tp.size)
-        parts = (cut, cut._replace(name="up_proj"))
-        self.gate_up_proj = MergedGateUpLinear(config.hidden_size, parts, config.mlp_bias)
-        self.down_proj = RowParallelLinear(cut, config.hidden_size, config.mlp_bias, comm.tp)
+        config, tp = parts.config, parts.comm.tp
+        size, bias = config.hidden_size, config.mlp_bias
+        gate = split_evenly("gate_proj", config.intermediate_size, tp.rank, tp.size)
+        up, down = gate._replace(name="up_proj"), gate._replace(name="down_proj")
+        self.gate_up_proj = MergedGateUpLinear(size, (gate, up), bias, parts.linear)
+        self.down_proj = RowParallelLinear(down, size, bias, parts.linear)
 
-    def forward(self, normed: Normed, residual: Tensor) -> Stream:
-        stream: Stream = self.down_proj(self.gate_up_proj(normed), residual)
-        return stream
+    def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
+        return self.down_proj.forward(self.gate_up_proj.forward(block_input), residual)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each with a norm before it, on the residual stream."""
+    """Attention and MLP on the residual stream, each with a norm in front."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, comm: Communicator, moe_backend: MoeBackend
-    ) -> None:
+    def __init__(self, parts: ModelParts, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = StreamNorm(config.hidden_size, config.norm_eps, comm)
-        self.self_attn = Attention(config, layer, comm)
-        self.post_attention_layernorm = StreamNorm(config.hidden_size, config.norm_eps, comm)
+        config, comm = parts.config, parts.comm
+        self.input_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
+        self.self_attn = Attention(parts, layer)
+        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
+        self.mlp: nn.Module
         if config.moe is not None and layer in config.moe.sparse_layers:
-            self.mlp: nn.Module = MoeBlock(config.hidden_size, config.moe, comm, moe_backend)
+            self.mlp = MoeBlock(config.hidden_size, config.moe, comm, parts.moe_backend)
         else:
-            self.mlp = GatedMlp(config, comm)
+            self.mlp = GatedMlp(parts)
 
-    def forward(self, stream: Stream, context: ForwardContext) -> Stream:
-        return self.finish(self.self_attn.o_proj(*self.attend(stream, context)))
+    def forward(
+        self, stream: ResidualStream, context: ForwardContext, rows: Tensor | None = None
+    ) -> ResidualStream:
+        """Return the stream behind this layer: of all T tokens, or of the tokens `rows` alone."""
+        attended = self.attend(stream, context)
+        if rows is not None:
+            attended = attended.take_rows(rows, self.input_layernorm.comm)
+        return self.project(attended)
 
-    def attend(self, stream: Stream, context: ForwardContext) -> Attended:
-        normed, residual = self.input_layernorm(stream)
-        return Attended(self.self_attn(normed, context), residual)
+    def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
+        """The first half of the layer: the norm and attention."""
+        block_input, residual = self.input_layernorm(stream)
+        return Attended(self.self_attn(block_input, context), residual)
 
-    def finish(self, stream: Stream) -> Stream:
-        """What follows on o_proj."""
-        end: Stream = self.mlp(*self.post_attention_layernorm(stream))
-        return end
+    def project(self, attended: Attended) -> ResidualStream:
+        """The second half of the layer: o_proj, the norm and the MLP. Overwrites the residual."""
+        stream = self.self_attn.o_proj(*attended)
+        block_input, residual = self.post_attention_layernorm(stream)
+        out: ResidualStream = self.mlp(block_input, residual)
+        return out
 
     def fold_norms(self) -> None:
-        """Let products of one rank norm what they read."""
-        self.input_layernorm.fold_into(self.self_attn.qkv_proj.weight)
+        """Move the norms' weights into the linears that read them, if their methods can."""
+        self.input_layernorm.fold_with(self.self_attn.qkv_proj.method.fold)
         if isinstance(self.mlp, GatedMlp):
-            self.post_attention_layernorm.fold_into(self.mlp.gate_up_proj.weight)
+            self.post_attention_layernorm.fold_with(self.mlp.gate_up_proj.method.fold)
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm, cut behind the last attention: by then all keys and values
-    are stored, and of few tokens more is wanted."""
+    """Token embedding, decoder layers and final norm.
 
-    def __init__(self, config: ModelConfig, comm: Communicator, moe_backend: MoeBackend) -> None:
+    `forward` is the whole computation. Behind the attention of the last layer, only the tokens
+    that are sampled from need to be computed. CUDA graphs cut the forward there, into
+    `forward_to_last_attention`, Attended.take_rows and `finish_last_layer`.
+    """
+
+    def __init__(self, parts: ModelParts) -> None:
         super().__init__()
-        self.embed_tokens = VocabMatrix(config.vocab_size, config.hidden_size, comm)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, comm, moe_backend) for layer in range(config.num_layers)
-        )
-        self.norm = StreamNorm(config.hidden_size, config.norm_eps, comm)
+        config, comm = parts.config, parts.comm
+        self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm)
+        self.layers = nn.ModuleList(DecoderLayer(parts, i) for i in range(config.num_layers))
+        self.norm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
 
-    def forward(self, ids: Tensor, context: ForwardContext) -> Attended:
-        """Up to the attention of the last layer. ids: integers [T]."""
-        stream = Stream(self.embed_tokens.embed(ids))
-        *layers, last = cast("list[DecoderLayer]", self.layers)
+    def forward(self, ids: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
+        """Return the hidden states after the final norm: [T, H], or [B, H] of the tokens `rows`.
+
+        ids: integers [T]. rows: integers [B]. Keys and values of all T tokens are stored.
+        """
+        *layers, last = self._layers
+        stream = ResidualStream(self.embed_tokens(ids))
+        for layer in layers:
+            stream = layer(stream, context)
+        stream = last(stream, context, rows)
+        return self.norm.forward(stream)[0].x
+
+    # The parts of forward, for CUDA graphs.
+
+    def forward_to_last_attention(self, ids: Tensor, context: ForwardContext) -> Attended:
+        """Compute the forward up to the attention of the last layer. ids: integers [T]."""
+        *layers, last = self._layers
+        stream = ResidualStream(self.embed_tokens(ids))
         for layer in layers:
             stream = layer(stream, context)
         return last.attend(stream, context)
 
-    def room_for(self, rows: int) -> Attended:
-        """Zeros, for the graphs that `finish`."""
-        weight = cast("DecoderLayer", self.layers[-1]).self_attn.o_proj.weight
-        size, width = weight.shape
-        return Attended(weight.new_zeros((rows, width)), weight.new_zeros((rows, size)))
+    def finish_last_layer(self, attended: Attended) -> Tensor:
+        """Return the hidden states [T, H] after the final norm. Overwrites attended.residual."""
+        return self.norm.forward(self._layers[-1].project(attended))[0].x
 
-    def take(self, attended: Attended, rows: Tensor) -> Attended:
-        """A copy of the tokens `rows`, integers [B]."""
-        return Attended(attended.heads[rows], self.norm.comm.take_rows(attended.residual, rows))
+    def empty_attended(self, rows: int) -> Attended:
+        """Return zeros for `rows` tokens: the fixed input of a graph of finish_last_layer."""
+        shards = self._layers[-1].self_attn.o_proj.method.shards
+        weight = self.norm.weight
+        heads, residual = (rows, shards.inputs.local), (rows, shards.rows)
+        return Attended(weight.new_zeros(heads), weight.new_zeros(residual))
 
-    def finish(self, attended: Attended) -> Tensor:
-        """The hidden states [T, H] after the final norm. attended.residual is given up."""
-        last = cast("DecoderLayer", self.layers[-1])
-        normed: Normed = self.norm(last.finish(last.self_attn.o_proj(*attended)))[0]
-        return normed.x
+    @property
+    def _layers(self) -> list[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.layers))
 
 
 class CausalLM(nn.Module):
-    """One rank's share of a decoder-only language model: `model`, then `logits`."""
+    """One rank's share of a decoder-only language model.
 
-    def __init__(self, config: ModelConfig, comm: Communicator, moe_backend: MoeBackend) -> None:
+    `model` computes hidden states; `lm_head` computes logits from them and samples.
+    """
+
+    def __init__(self, parts: ModelParts) -> None:
         super().__init__()
+        config = parts.config
         self.config = config
-        self.model = Decoder(config, comm, moe_backend)
-        if not config.tied_embeddings:
-            self.lm_head = VocabMatrix(config.vocab_size, config.hidden_size, comm)
+        self.model = Decoder(parts)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parts.comm)
+        if config.tied_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def logits(self, attended: Attended, out: Tensor | None = None) -> Tensor:
-        """What model.finish and head.logits give. attended.residual is given up."""
-        return self.head.logits(self.model.finish(attended), out)
+        """Finish the last layer and return this rank's logits, as LMHead.logits.
 
-    @property
-    def head(self) -> VocabMatrix:
-        """What makes logits and tokens of hidden states."""
-        return self.model.embed_tokens if self.config.tied_embeddings else self.lm_head
+        Overwrites attended.residual.
+        """
+        return self.lm_head.logits(self.model.finish_last_layer(attended), out)
 
     def fold_norms(self) -> None:
-        """Let products of one rank norm what they read; changes nothing but rounding."""
+        """Let the linears of one rank apply the norms in front. Changes rounding only."""
         for module in self.modules():
             if isinstance(module, DecoderLayer):
                 module.fold_norms()
 
 
-def local_kv_heads(config: ModelConfig, comm: Communicator) -> int:
-    """KV heads that this rank stores."""
-    return max(config.kv_heads // comm.tp.size, 1)
+def local_kv_spec(config: ModelConfig, comm: Communicator, dtype: torch.dtype) -> KVSpec:
+    """The state that each layer keeps for a token on this rank, in `dtype`.
+
+    All layers have the same spec, because all share one page table.
+    """
+    (spec,) = {layer.kv for layer in config.layers}
+    return replace(spec, kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype)

@@ -1,7 +1,7 @@
-"""Fill a model from safetensors, or with seeded random values.
+"""Fill a model from safetensors files, or with seeded random values.
 
-Each rank reads only the parts that it keeps, one tensor at a time, so that the peak above the
-weights themselves is one slice.
+Each rank reads only the parts that it keeps, one tensor at a time. The peak of memory is therefore
+one slice above the weights themselves.
 """
 
 import logging
@@ -18,27 +18,36 @@ from tqdm import tqdm
 
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
-from minisgl.layers import Placement, Sharded
+from minisgl.layers.linear import LinearMethod
+from minisgl.layers.shards import Placement, Sharded
 
 logger = logging.getLogger(__name__)
 
 _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
-_STORED_DTYPES = ("F64", "F32", "BF16", "F16")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give a model built on the meta device zeroed parameters; padding relies on the zeros."""
+    """Replace the parameters of a model built on the meta device by zeros on `device`.
+
+    Linear methods choose the dtypes of their parameters; all others get `dtype`. A parameter that
+    two modules share stays shared. Padding is never written, so that it relies on the zeros.
+    """
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            zeros = torch.zeros(parameter.shape, dtype=dtype, device=device)
-            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+            if parameter not in allocated:
+                stored = parameter.dtype if isinstance(module, LinearMethod) else dtype
+                zeros = torch.zeros(parameter.shape, dtype=stored, device=device)
+                allocated[parameter] = nn.Parameter(zeros, requires_grad=False)
+            setattr(module, name, allocated[parameter])
 
 
 def fill_random(model: nn.Module, seed: int = 0) -> None:
-    """Seeded values: norms 1, biases 0, everything else normal.
+    """Fill with seeded values: norms with 1, biases with 0, all else from a normal distribution.
 
-    Each tensor of the checkpoint is drawn whole and cut: any number of ranks holds one model.
+    Each tensor of the checkpoint is drawn whole and then cut, so that the model does not depend on
+    the number of ranks.
     """
     parameters = dict(model.named_parameters())
     for placement in placements_of(model):
@@ -48,29 +57,38 @@ def fill_random(model: nn.Module, seed: int = 0) -> None:
         elif not placement.source.endswith(".bias"):
             generator = torch.Generator(target.device)
             generator.manual_seed(seed + zlib.crc32(placement.source.encode()))
-            whole = target.new_empty(placement.shape)
+            # torch draws no random numbers in 8-bit types; copy_ converts them.
+            drawn = target.dtype if target.dtype.itemsize > 1 else torch.float32
+            whole = target.new_empty(placement.shape, dtype=drawn)
             whole.normal_(0.0, _DUMMY_STD, generator=generator)
             part = _cut(placement, whole)
             _part(target, placement, part).copy_(part)
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # sizing of the KV pool looks at what the device has left
+        # The engine sizes the KV pool by the memory that the device has left.
+        torch.cuda.empty_cache()
 
 
 def placements_of(model: nn.Module) -> list[Placement]:
-    """Where every parameter of the model comes from."""
-    found: list[Placement] = []
-    for name, module in model.named_modules(remove_duplicate=True):
-        if isinstance(module, Sharded):
-            found.extend(module.placements(name))
-    return found
+    """Return where the values of all parameters of the model come from.
+
+    A parameter that two modules share is placed once, by the first of them.
+    """
+    parameters = dict(model.named_parameters())
+    return [
+        placement
+        for name, module in model.named_modules()
+        if isinstance(module, Sharded)
+        for placement in module.placements(name)
+        if placement.target in parameters
+    ]
 
 
 def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
-    """Read this rank's part of every tensor into a materialised model, converting to its dtype.
+    """Read this rank's part of every tensor into a materialised model, in the parameters' dtypes.
 
-    Raises ConfigError that names a missing or unknown tensor, one of another shape or type, a head
-    that is not the embedding to which the config ties it, or an unreadable file.
-    The progress bar shows on a terminal only; TQDM_DISABLE=1 switches it off there too.
+    Raises ConfigError that names an unreadable file, a tensor that is missing, unknown, or of
+    another shape or type, or a head that differs from the embedding to which the config ties it.
+    The progress bar appears on a terminal only; TQDM_DISABLE=1 switches it off there too.
     """
     files, placements = _tensor_files(Path(folder)), placements_of(model)
     by_file: dict[Path, list[Placement]] = defaultdict(list)
@@ -99,26 +117,27 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
 
 
 def _harmless(name: str) -> bool:
-    """Tensors that carry nothing: rotary tables, and the head's copy of tied embeddings.
+    """Whether a tensor may be left unread: a rotary table, or the head's copy of tied embeddings.
 
-    An untied model expects lm_head.weight, so it only gets here where the embeddings are tied.
+    The model expects lm_head.weight unless the embeddings are tied.
     """
     return name.endswith("rotary_emb.inv_freq") or name == _HEAD
 
 
 def _check_head(path: Path, embedding: Placement, parameter: Tensor) -> None:
-    """A head that is stored beside tied embeddings must be their copy."""
+    """Check that a head stored beside tied embeddings equals them. Raises ConfigError."""
     for placement, value in _read(path, [embedding._replace(source=_HEAD)]):
         target = _part(parameter, placement, value)
-        if not torch.equal(target.cpu(), value.to(target.dtype)):  # KV gets a GPU's memory
+        # On the CPU, so that the check takes no GPU memory from the KV pool.
+        if not torch.equal(target.cpu(), value.to(target.dtype)):
             raise ConfigError(
-                f"{_HEAD} differs from {_EMBEDDING}, to which tie_word_embeddings in config.json "
-                "ties it: one of the two is wrong"
+                f"{_HEAD} differs from {_EMBEDDING}, although tie_word_embeddings in config.json "
+                "says that they are one tensor: correct the file or the setting"
             )
 
 
 def _part(parameter: Tensor, placement: Placement, value: Tensor) -> Tensor:
-    """Where in a parameter the value goes."""
+    """Return the view of the parameter to which the value is copied."""
     target = parameter.data if placement.expert is None else parameter.data[placement.expert]
     if placement.dim is not None:
         target = target.narrow(placement.dim, placement.offset, value.shape[placement.dim])
@@ -126,7 +145,7 @@ def _part(parameter: Tensor, placement: Placement, value: Tensor) -> Tensor:
 
 
 def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, Tensor]]:
-    """This rank's slices of one file, skipping those that are all padding."""
+    """Yield this rank's slices of one file, without those that are all padding."""
     with _open(path) as handle:
         for placement in placements:
             try:
@@ -139,17 +158,17 @@ def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, 
                     f"tensor {placement.source} has shape {list(shape)}, "
                     f"the config asks for {list(placement.shape)}"
                 )
-            if (dtype := view.get_dtype()) not in _STORED_DTYPES:
+            if (dtype := view.get_dtype()) not in placement.stored:
                 raise ConfigError(
                     f"tensor {placement.source} is of type {dtype}, which is not supported; "
-                    f"supported: {', '.join(_STORED_DTYPES)}"
+                    f"supported: {', '.join(placement.stored)}"
                 )
             if placement.dim is None or placement.begin < placement.end:
                 yield placement, _cut(placement, view)
 
 
 def _cut(placement: Placement, source: Any) -> Tensor:
-    """The part of a source, a tensor or a slice of a file, that this rank holds."""
+    """Return the part of a source that this rank holds. source: a tensor or a slice of a file."""
     cut = slice(None) if placement.dim is None else slice(placement.begin, placement.end)
     part: Tensor = source[:, cut] if placement.dim == 1 else source[cut]
     return part
@@ -163,7 +182,7 @@ def _open(path: Path) -> Any:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor: from the index where there is one, else from the files."""
+    """Return the file of each tensor, from the index if the folder has one, else from the files."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return _indexed_files(index)

@@ -1,4 +1,4 @@
-"""The mixture-of-experts block that takes an MLP's place, with all experts in two tensors."""
+"""The mixture-of-experts block, which replaces the MLP of sparse layers."""
 
 from collections.abc import Iterator
 
@@ -6,15 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed import Communicator
-from minisgl.layers import Normed, Placement, Stream, split_evenly
+from minisgl.layers.norm import BlockInput, ResidualStream
+from minisgl.layers.shards import Placement, split_evenly
 from minisgl.models.config import MoeConfig
 from minisgl.moe import ExpertWeights, MoeBackend
 
 
 class MoeBlock(nn.Module):
-    """Every rank routes all tokens and holds a slice of each expert's intermediate dimension.
+    """Routes all tokens on every rank. Each rank holds a share of every expert's inner dimension.
 
-    Parameters as in ExpertWeights; I is this rank's padded share.
+    All experts of the layer are stacked: the parameters have the shapes of ExpertWeights, where I
+    is this rank's padded share of the inner dimension.
     """
 
     def __init__(
@@ -23,34 +25,32 @@ class MoeBlock(nn.Module):
         super().__init__()
         self.moe = moe
         self.backend = backend
-        self.cut = split_evenly("", moe.intermediate_size, comm.tp.rank, comm.tp.size)
-        self.router = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
-        self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * self.cut.local, hidden_size))
-        self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, self.cut.local))
+        self.shard = split_evenly("", moe.intermediate_size, comm.tp.rank, comm.tp.size)
+        experts, inner = moe.num_experts, self.shard.local
+        self.router = nn.Parameter(torch.empty(experts, hidden_size))
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden_size))
+        self.down = nn.Parameter(torch.empty(experts, hidden_size, inner))
 
-    def forward(self, normed: Normed, residual: Tensor) -> Stream:
+    def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
+        """Return the stream; the next norm adds the output to `residual` [T, H].
+
+        block_input: already normalised, because no method folds the norm of a sparse layer.
+        """
         weights = ExpertWeights(self.router, self.gate_up, self.down)
         moe = self.moe
-        out = self.backend.forward(normed.x, weights, moe.experts_per_token, moe.renormalise)
-        return Stream(out, residual)
+        out = self.backend.forward(block_input.x, weights, moe.experts_per_token, moe.renormalise)
+        return ResidualStream(out, residual)
 
     def placements(self, name: str) -> Iterator[Placement]:
-        cut, hidden_size = self.cut, self.down.shape[1]
-        rows, columns = (cut.full, hidden_size), (hidden_size, cut.full)
+        shard, hidden_size = self.shard, self.down.shape[1]
+        rows, columns = (shard.full, hidden_size), (hidden_size, shard.full)
         yield Placement(f"{name}.gate.weight", tuple(self.router.shape), f"{name}.router")
-        for e in range(self.moe.num_experts):
-            for source, shape, target, dim, offset in (
+        for expert in range(self.moe.num_experts):
+            for module, shape, target, dim, offset in (
                 ("gate_proj", rows, "gate_up", 0, 0),
-                ("up_proj", rows, "gate_up", 0, cut.local),
+                ("up_proj", rows, "gate_up", 0, shard.local),
                 ("down_proj", columns, "down", 1, 0),
             ):
-                yield Placement(
-                    f"{name}.experts.{e}.{source}.weight",
-                    shape,
-                    f"{name}.{target}",
-                    dim,
-                    cut.begin,
-                    cut.end,
-                    offset,
-                    expert=e,
-                )
+                source = f"{name}.experts.{expert}.{module}.weight"
+                cut = (dim, shard.begin, shard.end, offset, expert)
+                yield Placement(source, shape, f"{name}.{target}", *cut)

@@ -1,5 +1,6 @@
-"""The supported architectures: one decoder, each family's differences as data."""
+"""The supported architectures. All of them run the same decoder; a Family says how they differ."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from minisgl.core import ConfigError
@@ -7,16 +8,16 @@ from minisgl.core import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets an architecture apart and does not stand in its config.json.
+    """The properties of an architecture that its config.json does not state.
 
-    qk_norm               queries and keys are normalised per head before rotation.
-    always_qkv_bias       q, k and v have a bias whatever the config says.
-    reads_attention_bias  attention_bias switches a bias on q, k, v and the output.
-    reads_mlp_bias        mlp_bias switches a bias on the MLP.
-    default_window        where there is one, it stands for an absent sliding_window (null: none),
-                          and layers slide without a use_sliding_window that is true.
-    window_skips_layers   the first max_window_layers layers never slide.
-    moe                   the MLP is a mixture of experts (in its sparse layers).
+    qk_norm               Queries and keys are normalised per head before the rotation.
+    always_qkv_bias       q, k and v have a bias, without a field in config.json.
+    reads_attention_bias  attention_bias adds a bias to q, k, v and the output.
+    reads_mlp_bias        mlp_bias adds a bias to the MLP.
+    default_window        The sliding_window of a config.json without that field (null: no window).
+                          With a default, layers slide even if use_sliding_window is false.
+    window_skips_layers   The first max_window_layers layers do not slide.
+    moe                   The MLP of sparse layers is a mixture of experts.
     """
 
     qk_norm: bool = False
@@ -28,7 +29,7 @@ class Family:
     moe: bool = False
 
 
-FAMILIES = {
+FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(reads_attention_bias=True, reads_mlp_bias=True),
     "MistralForCausalLM": Family(default_window=4096),
     "Qwen2ForCausalLM": Family(always_qkv_bias=True),
@@ -40,7 +41,10 @@ FAMILIES = {
 
 
 def family_of(architectures: object) -> Family:
-    """Of the first entry of config.json's `architectures`. Raises ConfigError listing all known."""
+    """Return the family of the first architecture in config.json.
+
+    Raises ConfigError that lists the supported architectures.
+    """
     supported = ", ".join(FAMILIES)
     if not isinstance(architectures, list) or not architectures:
         raise ConfigError(f"config.json names no architecture; supported: {supported}")

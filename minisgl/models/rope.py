@@ -1,79 +1,87 @@
-"""Rotary settings from either spelling of config.json.
+"""Rotary settings from config.json.
 
-transformers 5 writes rope_parameters {rope_type, rope_theta, ...}; earlier versions wrote
-rope_theta and rope_scaling {rope_type or type, ...}.
+transformers 5 writes rope_parameters {rope_type, rope_theta, ...}. Earlier versions write
+rope_theta and rope_scaling {rope_type or type, ...}. Both spellings are read, also together.
 """
 
 import math
 from collections.abc import Mapping
 
 from minisgl.core import ConfigError
-from minisgl.layers import LinearRope, Llama3Rope, RopeScaling, YarnRope
-from minisgl.models.fields import Fields
-
-_SUPPORTED = "default, linear, llama3, yarn"
+from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from minisgl.models.hf_config import HfConfig, HfRope, read_fields
 
 
-def rope_from(config: Fields) -> tuple[float, RopeScaling | None, int]:
-    """Theta, scaling, context length in tokens. Raises ConfigError that names what is wrong.
+def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
+    """Return theta, the scaling, and the context length in tokens. Raises ConfigError.
 
-    A YaRN model that names its original context goes to `factor` times that, even where
-    max_position_embeddings was left at the original (as Qwen's instructions do).
+    A YaRN model that names its original context has `factor` times that context, even if
+    max_position_embeddings still says the original one (Qwen's instructions leave it there).
     """
-    old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
+    old, new = config.rope_scaling, config.rope_parameters
     values = {**old, "type": new.get("rope_type", old.get("type")), **new}
     if any(values[key] != value for key, value in old.items()):
-        raise ConfigError("rope_scaling and rope_parameters in config.json disagree: drop one")
+        raise ConfigError(
+            "rope_scaling and rope_parameters in config.json disagree; remove one of them"
+        )
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ConfigError("rope settings per layer type are not supported")
-    fields = Fields(values, "rope settings")
-    if any(place.number("partial_rotary_factor", 1.0) != 1.0 for place in (config, fields)):
+    rope = read_fields(values, HfRope, "rope settings")
+    if config.partial_rotary_factor != 1.0 or rope.partial_rotary_factor != 1.0:
         raise ConfigError("partial_rotary_factor other than 1 is not supported")
-    theta = fields.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = config.rope_theta if rope.rope_theta is None else rope.rope_theta
     if theta <= 1:
         raise ConfigError(f"rope_theta must be above 1, not {theta}")
-    max_position = config.integer("max_position_embeddings")
-    scaling = _scaling(fields, max_position)
-    if isinstance(scaling, YarnRope) and fields.get("original_max_position_embeddings") is not None:
+    max_position = config.max_position_embeddings
+    scaling = _scaling(values.get("rope_type") or values["type"] or "default", rope, max_position)
+    if isinstance(scaling, YarnRope) and rope.original_max_position_embeddings is not None:
         max_position = max(max_position, int(scaling.original_max_position * scaling.factor))
     return theta, scaling, max_position
 
 
-def _scaling(fields: Fields, max_position: int) -> RopeScaling | None:
-    kind = fields.get("rope_type", fields.get("type", "default"))
+def _scaling(kind: object, rope: HfRope, max_position: int) -> RopeScaling | None:
+    original = rope.original_max_position_embeddings or max_position
     if kind == "default":
         return None
     if kind == "linear":
-        return LinearRope(fields.positive("factor"))
+        return LinearRope(_required(rope.factor, "factor"))
     if kind == "llama3":
         return Llama3Rope(
-            factor=fields.positive("factor"),
-            low_freq_factor=fields.positive("low_freq_factor"),
-            high_freq_factor=fields.positive("high_freq_factor"),
-            original_max_position=fields.integer("original_max_position_embeddings", max_position),
+            factor=_required(rope.factor, "factor"),
+            low_freq_factor=_required(rope.low_freq_factor, "low_freq_factor"),
+            high_freq_factor=_required(rope.high_freq_factor, "high_freq_factor"),
+            original_max_position=original,
         )
     if kind == "yarn":
-        return _yarn(fields, max_position)
-    raise ConfigError(f"rope type {kind!r} is not supported; supported: {_SUPPORTED}")
+        return _yarn(rope, original, max_position)
+    raise ConfigError(
+        f"rope type {kind!r} is not supported; supported: default, linear, llama3, yarn"
+    )
 
 
-def _yarn(fields: Fields, max_position: int) -> YarnRope:
-    original = fields.integer("original_max_position_embeddings", max_position)
-    factor = fields.positive("factor", max_position / original)
-    mscale, mscale_all_dim = fields.number("mscale", 0.0), fields.number("mscale_all_dim", 0.0)
+def _yarn(rope: HfRope, original: int, max_position: int) -> YarnRope:
+    factor = rope.factor or max_position / original
     attention_factor = _mscale(factor, 1.0)
-    if mscale and mscale_all_dim:
-        attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    if rope.mscale and rope.mscale_all_dim:
+        attention_factor = _mscale(factor, rope.mscale) / _mscale(factor, rope.mscale_all_dim)
+    if attention_factor <= 0:
+        raise ConfigError(f"rope settings: mscale gives attention_factor {attention_factor} <= 0")
     return YarnRope(
         factor=factor,
-        attention_factor=fields.positive("attention_factor", attention_factor),
+        attention_factor=rope.attention_factor or attention_factor,
         original_max_position=original,
-        beta_fast=fields.positive("beta_fast", 32.0),
-        beta_slow=fields.positive("beta_slow", 1.0),
-        truncate=fields.boolean("truncate", True),
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        truncate=rope.truncate,
     )
 
 
 def _mscale(factor: float, scale: float) -> float:
-    """How much longer contexts sharpen attention: YaRN's 0.1 ln(s) + 1."""
+    """The factor on cosines and sines that sharpens attention: YaRN's 0.1 ln(s) + 1."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _required(value: float | None, name: str) -> float:
+    if value is None:
+        raise ConfigError(f"rope settings has no {name}")
+    return value

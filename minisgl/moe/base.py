@@ -1,12 +1,17 @@
-"""Routing, and the seam between a model and how the chosen experts are computed."""
+"""The interface between a model and the computation of its experts."""
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class ExpertWeights(NamedTuple):
-    """One layer's. router: [E, H]; gate_up: [E, 2I, H], gate rows first; down: [E, H, I]."""
+    """The weights of one layer's E experts.
+
+    router: [E, H]; gate_up: [E, 2I, H], the rows of the gate first; down: [E, H, I].
+    """
 
     router: Tensor
     gate_up: Tensor
@@ -14,10 +19,11 @@ class ExpertWeights(NamedTuple):
 
 
 def route(router_logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts in float32, keep the top_k; then, if asked, weights sum to 1.
+    """Return the routing weights and the indices of each token's top_k experts.
 
+    Softmax runs over all experts in float32. With renormalise, a token's weights sum to 1.
     router_logits: [T, E]. Returns weights, float32 [T, top_k], and experts, int64 [T, top_k],
-    distinct in a row.
+    distinct in each row.
     """
     weights, experts = router_logits.float().softmax(dim=-1).topk(top_k, dim=-1)
     if renormalise:
@@ -25,12 +31,29 @@ def route(router_logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor,
     return weights, experts
 
 
-class MoeBackend(Protocol):
-    """One way to route tokens and to compute the chosen experts' gated MLPs."""
+class MoeBackend(ABC):
+    """One way to route tokens and to compute the gated MLPs of their experts.
 
+    A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
+    device: of the weights and the inputs.
+    A class of our own stands in registry.MOE_BACKENDS; a class from outside is passed in
+    engine.Extensions.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    def obstacle(cls, device: torch.device) -> str | None:
+        """The reason why the backend cannot run on `device`; None if it can."""
+        return None
+
+    @abstractmethod
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
-        """sum over a token's top_k experts of routing weight * down(silu(gate) * up).
+        """Return the sum over each token's top_k experts of its weight * down(silu(gate) * up).
 
-        x: [T, H] of the weights' dtype. Returns a new [T, H], this rank's part of the sum when I
-        is cut between ranks.
+        x: [T, H] of the weights' dtype. Returns a new [T, H]. If I is divided over ranks, the
+        result is this rank's part of the sum.
         """

@@ -1,15 +1,17 @@
-"""Experts in plain torch, one after the other: the reference for fused kernels."""
+"""Experts in plain torch, one after the other. Tests of the fused kernels compare with it."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from minisgl.kernel import silu_and_mul
-from minisgl.moe.base import ExpertWeights, route
+from minisgl.moe.base import ExpertWeights, MoeBackend, route
 
 
-class TorchMoe:
-    """Loops over the experts that got tokens; learning which ones synchronises with the device."""
+class TorchMoe(MoeBackend):
+    """Loops over the experts that have tokens. Reading which these are waits for the device."""
+
+    name = "torch"
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         scales, experts = route(linear(x, weights.router), top_k, renormalise)

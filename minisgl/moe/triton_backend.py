@@ -1,25 +1,40 @@
-"""Experts by our Triton kernels: no host sync, graph-capturable, the same result in every run."""
+"""Experts by minisgl's Triton kernels.
+
+The kernels run without host synchronisation, inside CUDA graphs, and give the same result in every
+run.
+"""
 
 import torch
 from torch import Tensor
 
 from minisgl.kernel import linear
-from minisgl.kernel.triton.moe_few import experts_of_few
-from minisgl.kernel.triton.moe_grouped import experts_of_many
-from minisgl.kernel.triton.moe_routing import route
-from minisgl.moe.base import ExpertWeights
+from minisgl.moe.base import ExpertWeights, MoeBackend
 
-_FEW_TOKENS = 4  # whose experts hardly overlap, so that nothing is won by sorting
+# Up to so many tokens hardly share experts, so that sorting the tokens by expert gains nothing.
+_FEW_TOKENS = 4
 
 
-class TritonMoe:
-    """Implements MoeBackend; weights are contiguous. For one stream: layers share counters."""
+class TritonMoe(MoeBackend):
+    """The weights must be contiguous. All layers must run on one stream: they share semaphores."""
+
+    name = "triton"
 
     def __init__(self, device: torch.device) -> None:
-        self._arrived = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
+        # Triton is imported here, because machines without a GPU may not have it.
+        from minisgl.kernel.triton import moe_few, moe_grouped, moe_routing
+
+        super().__init__(device)
+        self._experts_of_few = moe_few.experts_of_few
+        self._experts_of_many = moe_grouped.experts_of_many
+        self._route = moe_routing.route
+        self._semaphores = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
+
+    @classmethod
+    def obstacle(cls, device: torch.device) -> str | None:
+        return "needs a GPU" if device.type == "cpu" else None
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         if len(x) <= _FEW_TOKENS:
-            return experts_of_few(x, *weights, self._arrived, top_k, renormalise)
-        scales, experts = route(linear(x, weights.router), top_k, renormalise)
-        return experts_of_many(x, weights.gate_up, weights.down, scales, experts)
+            return self._experts_of_few(x, *weights, self._semaphores, top_k, renormalise)
+        scales, experts = self._route(linear(x, weights.router), top_k, renormalise)
+        return self._experts_of_many(x, weights.gate_up, weights.down, scales, experts)

@@ -1,9 +1,10 @@
-"""What test_cold_start runs where nothing can be compiled: every sampler, many batches and chunks.
+"""The program that test_cold_start runs without compilers: every sampler, many batch sizes and
+chunk lengths.
 
     python -m tests.gpu.cold_engine MODEL KERNEL_CACHE
 
-The last line is JSON: seconds to ready, and the FlashInfer modules that were used by then, with
-pages given, so that nothing but the warm-up has run.
+The last line of its output is JSON: the seconds until the engine was ready, and the FlashInfer
+modules that were loaded by then. The number of pages is given, so only the warm-up has run.
 """
 
 import json
@@ -17,7 +18,7 @@ from minisgl.llm import LLM
 
 BATCHES = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129, 255, 256, 300)
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 100, 255, 257)
-LONG = (8191, 8193, 12000)  # around the longest chunk, and over several
+LONG = (8191, 8193, 12000)  # around the longest chunk, and longer than it
 VARIANTS = (
     {"temperature": 0.0},
     {"temperature": 0.7},
@@ -54,7 +55,7 @@ def main() -> None:
         prompts = [rng.choices(range(1000), k=rng.choice(LENGTHS)) for _ in params]
         _check(llm, prompts, params)
     _check(llm, [rng.choices(range(1000), k=length) for length in LONG], kinds[6:9])
-    assert sorted(jit_spec_registry.get_all_specs()) == modules, "a request came first to some"
+    assert sorted(jit_spec_registry.get_all_specs()) == modules, "a request loaded another module"
     print(json.dumps({"ready_s": round(ready_s, 1), "flashinfer": modules}))
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from minisgl.attention import AttentionStep, FusedAttention, create_attention_backend
-from minisgl.attention.flashinfer import CopiedContexts
-from minisgl.kvcache.pool import KVPool
+from minisgl.attention.flashinfer import ContiguousAttention
+from minisgl.kvcache.pool import KVPool, KVSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,12 +25,10 @@ class Scene:
         device = torch.device("cuda")
         need = [-(-c // page_size) for c in contexts]
         self.pool = KVPool(
+            KVSpec(self.kv_heads, DIM, torch.bfloat16),
             num_layers=2,
             num_pages=sum(need) + 7,
             page_size=page_size,
-            kv_heads=self.kv_heads,
-            head_dim=DIM,
-            dtype=torch.bfloat16,
             device=device,
         )
         table = np.full((ROWS + 1, max(need)), self.pool.dummy_page, dtype=np.int32)
@@ -122,7 +120,7 @@ def test_long_chunks(
     step = scene.step(num_decode, start, lengths)
     scene.backend.prepare(step.part(num_decode, len(start)))  # which is copied where it fits
     prompts = scene.backend.prepare(step.part(num_decode, len(start)))
-    assert isinstance(prompts, CopiedContexts) == copied
+    assert isinstance(prompts, ContiguousAttention) == copied
     for _ in range(2):
         out = torch.full_like(q, torch.nan)
         scene.backend.prepare(step).forward(1, q, out)

@@ -1,4 +1,4 @@
-"""`minisgl compile`, and then everything that a server is asked for, where nothing can compile."""
+"""`minisgl compile`, and then a run of every kind of request on a machine without compilers."""
 
 import json
 import os
@@ -18,6 +18,7 @@ pytestmark = [
 
 
 def run(*words: object, **environ: str) -> str:
+    """Output of python -m with these words and environment variables. It must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, words)],
         env=os.environ | environ,
@@ -30,12 +31,13 @@ def run(*words: object, **environ: str) -> str:
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of every file below the folder, by its relative path."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in found}
 
 
 def test_nothing_is_compiled_after_minisgl_compile(tmp_path: Path) -> None:
-    """In another folder than it was compiled into, read-only, with no compiler to be found."""
+    """The kernel cache has been moved and is read-only, and no compiler can be found."""
     model = write_model("qwen3-0.6b", tmp_path / "model")
     run("minisgl", "compile", "--model", model, "--kernel-cache", tmp_path / "made")
     kernels, own, empty = tmp_path / "moved", tmp_path / "own", tmp_path / "empty"
@@ -45,7 +47,7 @@ def test_nothing_is_compiled_after_minisgl_compile(tmp_path: Path) -> None:
     for path in (kernels, *kernels.rglob("*")):
         path.chmod(path.stat().st_mode & 0o555)
     before = files(kernels)
-    # where compilers are looked for: PATH, CC and CXX, and CUDA_HOME
+    # Compilers are searched in PATH, CC, CXX and CUDA_HOME.
     nowhere = {"PATH": str(empty), "CC": str(empty / "cc"), "CXX": str(empty / "c++")}
     folders = {"HOME": str(own), "FLASHINFER_WORKSPACE_BASE": str(own), "CUDA_HOME": str(empty)}
     output = run(

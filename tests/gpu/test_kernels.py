@@ -137,8 +137,9 @@ def test_qk_norm_rope_store(
 def test_decode_splits_contexts_anywhere(
     padded: int, page_size: int, contexts: list[int], group: int, dim: int, kind: str
 ) -> None:
-    """Twice with the same scratch: each call leaves its counters as it found them. The new token's
-    slot, the pages of nobody and the output are NaN before. 140 padded: by programs of one warp."""
+    """Two calls with the same scratch, since each call must leave its semaphores as it found them.
+    The new token's slot, unused pages and the output are NaN before. With 140 padded requests the
+    programs have one warp."""
     from minisgl.kernel.triton import decode as kernels
 
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
@@ -161,8 +162,8 @@ def test_decode_splits_contexts_anywhere(
     if INTERPRETED:
         slots = 14  # of 7 programs
         scratch = scratch._replace(
-            parts=torch.full((slots, *scratch.parts.shape[1:]), torch.nan),
-            stats=torch.full((slots, *scratch.stats.shape[1:]), torch.nan),
+            partial_outputs=torch.full((slots, *scratch.partial_outputs.shape[1:]), torch.nan),
+            softmax_stats=torch.full((slots, *scratch.softmax_stats.shape[1:]), torch.nan),
         )
     heads = q_heads if kind == "queries" else q_heads + 2 * kv_heads
     qkv = normal(reqs + padded, 2 * heads * dim, dtype=dtype).chunk(2, 1)[1]
@@ -180,7 +181,7 @@ def test_decode_splits_contexts_anywhere(
         assert error(out, expected) < TOLERANCE[dtype]
         assert torch.equal(ours.isnan(), theirs.isnan())  # nothing else was written
         assert error(ours.nan_to_num(), theirs.nan_to_num()) < TOLERANCE[dtype]
-        assert not scratch.arrived.any()
+        assert not scratch.semaphores.any()
 
 
 def packed_step() -> tuple[StepLayout, Tensor, Tensor, Tensor]:

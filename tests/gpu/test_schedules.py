@@ -19,7 +19,7 @@ from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, Sched
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq
-from minisgl.models import Attended
+from minisgl.models import Attended, ForwardContext
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import Driver, Work
 
@@ -205,11 +205,16 @@ def drawn(uid: int) -> SamplingParams:
 def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Tensor:
     """float32 [len(output)]: by how much each token's logit is below the best, in float32."""
     caught: list[Attended] = []
-    hook = oracle._model.model.register_forward_hook(
-        lambda _m, _i, attended: caught.append(attended)
-    )
+    decoder = oracle._model.model
+    compute = decoder.forward_to_last_attention
+
+    def spy(ids: torch.Tensor, context: ForwardContext) -> Attended:
+        caught.append(compute(ids, context))
+        return caught[-1]
+
+    decoder.forward_to_last_attention = spy
     Driver(oracle).step(Work(0, 0, prompt + output[:-1]))
-    hook.remove()
+    decoder.forward_to_last_attention = compute
     with torch.inference_mode():
         logits = oracle._model.logits(caught[0])[len(prompt) - 1 :]
     return logits.max(dim=-1).values - logits[torch.arange(len(output)), torch.tensor(output)]

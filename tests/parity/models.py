@@ -1,4 +1,4 @@
-"""Tiny random float32 models of every family, and what transformers generates with them."""
+"""Tiny random float32 models of every family, and the tokens that transformers generates."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,7 +10,7 @@ import transformers
 
 __all__ = ["FAMILIES", "VOCAB_SIZE", "build_model", "transformers_greedy", "transformers_logits"]
 
-VOCAB_SIZE = 151  # odd, so that two ranks have to pad it
+VOCAB_SIZE = 151  # odd, so that two ranks need padding
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -84,7 +84,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-wide": lambda: _qwen3(head_dim=128),
     "qwen3-moe-wide": lambda: _qwen3_moe(head_dim=128, norm_topk_prob=True),
     "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True),
-    "qwen3-moe-mixed": lambda: _qwen3_moe(  # sizes that no number of ranks divides
+    "qwen3-moe-mixed": lambda: _qwen3_moe(  # sizes that 2 and 4 ranks do not divide
         num_hidden_layers=3, mlp_only_layers=[1], intermediate_size=97, moe_intermediate_size=39
     ),
 }
@@ -123,7 +123,7 @@ def transformers_logits(path: str, ids: list[int]) -> torch.Tensor:
 
 
 def transformers_greedy(path: str, prompt_ids: list[int], n: int) -> list[int]:
-    """The n tokens that greedy decoding continues with, whatever EOS says; no KV cache."""
+    """The n tokens of greedy decoding after the prompt. It uses no KV cache and ignores EOS."""
     ids = list(prompt_ids)
     for _ in range(n):
         ids.append(int(transformers_logits(path, ids)[-1].argmax()))

@@ -39,13 +39,13 @@ def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> N
     if folded:
         engine._runner.model.fold_norms()
     seen: list[torch.Tensor] = []
-    compute = engine._runner.model.head.logits
+    compute = engine._runner.model.lm_head.logits
 
     def spy(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         seen.append(compute(hidden, out))
         return seen[-1]
 
-    engine._runner.model.head.logits = spy  # type: ignore[method-assign]
+    engine._runner.model.lm_head.logits = spy  # type: ignore[method-assign]
     Driver(engine).generate(0, prompt, 1)
     expected = transformers_logits(path, prompt)[-1]
     torch.testing.assert_close(seen[0][0], expected, atol=2e-4, rtol=2e-4)
@@ -76,7 +76,7 @@ def test_prefix_in_shared_pages_changes_nothing(page_size: int, model_path: Mode
     driver.share(0, 1, shared)
     result = driver.step(Work(1, shared, tail))
     assert [int(result.tokens[0, 0])] == transformers_greedy(path, second, 1)
-    # The first one goes on undisturbed by its sharer.
+    # The first request goes on undisturbed by the request that shares its pages.
     result = driver.step(Work(0, len(first) + 2), Work(1, len(second)))
     assert int(result.tokens[0, 0]) == transformers_greedy(path, first, 4)[-1]
     assert int(result.tokens[1, 0]) == transformers_greedy(path, second, 2)[-1]

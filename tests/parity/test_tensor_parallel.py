@@ -13,7 +13,7 @@ import torch
 from minisgl.core import StepCost
 from minisgl.distributed import Communicator, SingleCommunicator
 from minisgl.kernel import SamplingTensors, sample
-from minisgl.layers import VocabMatrix
+from minisgl.layers.embedding import LMHead
 from tests.parity.driver import make_engine
 from tests.parity.models import transformers_greedy
 from tests.parity.rank_cases import OUTPUT_TOKENS, Outcome, RankCase, prompts, prove, run_cases
@@ -82,7 +82,7 @@ def test_four_ranks_give_the_tokens_of_one(
 def disagree(comm: Communicator) -> list[list[int]]:
     """Tokens from hidden states that differ between ranks, as they may by rounding, greedy and
     drawn: of parts of the logits, and those of all of them."""
-    head = VocabMatrix(151, 64, comm)
+    head = LMHead(151, 64, comm)
     torch.manual_seed(comm.tp.rank)
     head.weight.data.normal_(std=0.2)
     found = []
@@ -91,7 +91,7 @@ def disagree(comm: Communicator) -> list[list[int]]:
         for filters in (False, True):
             asked = sampling_tensors(64, filters)
             found.append(head.sample(logits, asked).tokens.tolist())
-            found.append(sample(head.whole(logits), asked).tokens.tolist())
+            found.append(sample(head.all_gather_logits(logits), asked).tokens.tolist())
     return found
 
 

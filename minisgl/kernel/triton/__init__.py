@@ -1,6 +1,6 @@
-"""The GPU kernels, one family per file; minisgl.kernel.dispatch chooses them for CUDA tensors.
+"""The Triton kernels, one family per file; minisgl.kernel.dispatch calls them for CUDA tensors.
 
-Importing this door loads nothing, its modules load triton: machines without it never do.
+Importing this package imports nothing. Its modules import triton.
 """
 
 __all__: list[str] = []

@@ -1,23 +1,27 @@
-"""Decode attention over paged KV in which all programs do the same amount of work.
+"""Decode attention over the paged KV pool, in which all programs do the same amount of work.
 
-The work is a row of units, one for each req and KV head: a lead, which stands for the time that a
-unit takes to start and to end, and its context in blocks of BLOCK keys. Program g of G takes what
-lies from g * total / G on, whatever it belongs to (the idea of stream-K, Osama et al., 2023, as in
-Lean Attention, Sanovar et al., 2024). Where a context is shared by several programs each leaves an
-unnormalised part, and the last to come merges them. Which blocks go together follows from the
-contexts and the number of programs, so results do not change between runs on one kind of GPU;
-nothing is planned on the host.
+A unit of work is one request and one KV head. It is measured in blocks of BLOCK keys: LEAD blocks,
+which stand for the time that a unit takes to start and to end, and then the blocks of its context.
+All units stand one after another in a line of `total` blocks. Program g of G handles the blocks
+from g * total / G to (g + 1) * total / G, which may end one unit and begin another. This is
+stream-K (Osama et al., 2023) for attention, as in Lean Attention (Sanovar et al., 2024). The host
+plans nothing.
 
-A program norms and rotates the queries it needs. The one with the last block of a context does so
-with the new key too, and puts it and the new value into the pool before it reads that block; nobody
-else reads them.
+If several programs share a context, each stores an unnormalised partial output, and the last one to
+finish merges them. The cuts follow from the contexts and the number of programs alone, so results
+do not change between runs on one kind of GPU.
 
-A program is one warp, and eight of them share a multiprocessor: none waits for another, and while
-one begins or ends a unit the others read. Large heads or groups do not fit into one warp's
-registers; and with few units two or four warps end one sooner.
-The rows of the matrix unit's tall operand, 16 or more, are the queries of a KV head, each several
-times over where they are few, with the new key and value behind them, which are dropped: scores
-are [H, BLOCK] and the output [H, D]. Bytes: 4 D for each key, head and layer in 16-bit types.
+A program normalises and rotates the queries that it needs. The program with the last block of a
+context also normalises and rotates the new key, and stores it and the new value in the pool before
+it reads that block. No other program reads them.
+
+A program is one warp, and a multiprocessor runs eight. No program waits for another, so the others
+read while one begins or ends a unit. Programs have two warps where large heads or groups do not fit
+into the registers of one, and two or four where units are so few that each should end sooner.
+
+The tall operand of the matrix unit has H rows, at least 16. They are the queries of a KV head, each
+repeated to fill the rows, followed by the new key and value, whose results are dropped. Scores are
+[H, BLOCK] and the output is [H, D]. Bytes read in 16-bit types: 4 D per key, KV head and layer.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -32,15 +36,15 @@ from minisgl.kernel.triton.decode_tiles import merged, queries
 from minisgl.kernel.triton.launch import Constants, launch
 from minisgl.kernel.triton.overlap import overlaps
 
-_BLOCK = 16  # keys: what one instruction of the matrix unit sums over
-_STAGES = 5  # 16 KB of shared memory at head_dim 128
+_BLOCK = 16  # keys that one instruction of the matrix unit sums over
+_STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
 _LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurements.md)
-_LEAST = 4  # blocks of a program
-_FEW_UNITS = 256  # of a step in which a program is to end early, rather than leave room to others
-_SMALL_GROUP = 4  # query heads of a KV head: with more a program's beginning and end are long
-_MOST_ELEMENTS = 2048  # of the queries' tile, and of the output's, for one warp
+_LEAST = 4  # blocks of a program, at least
+_FEW_UNITS = 256  # up to this many units, programs have more warps
+_SMALL_GROUP = 4  # query heads per KV head; larger groups make a unit's start and end long
+_MOST_ELEMENTS = 2048  # of the tile of queries, and of the output's, that fit into one warp
 _LOG2E = 1.4426950408889634
-_REQ_FIELDS = ["rows", "start", "lengths", "first"]  # of any alignment
+_REQ_FIELDS = ["rows", "start", "lengths", "first"]  # views into the step, of any alignment
 
 
 @triton.jit(do_not_specialize=["num_reqs", "dummy_row"], do_not_specialize_on_alignment=_REQ_FIELDS)
@@ -81,7 +85,7 @@ def _decode(
     first,
     parts,
     stats,
-    arrived,
+    semaphores,
     eps,
     scale,
     num_reqs,
@@ -103,8 +107,8 @@ def _decode(
 ):
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2)
-    H: tl.constexpr = QROWS if QROWS > 16 else 16  # of a tile of the matrix unit
-    EACH: tl.constexpr = H // QROWS  # rows of a query
+    H: tl.constexpr = QROWS if QROWS > 16 else 16  # rows of a tile of the matrix unit
+    EACH: tl.constexpr = H // QROWS  # copies of each query
     each = tl.arange(0, REQS)
     ends = tl.load(first + 1 + each, mask=each < num_reqs, other=2147483647)
     last_end = tl.load(first + num_reqs)
@@ -192,7 +196,7 @@ def _decode(
                 tl.store(stat_at, top, mask=in_group)
                 tl.store(stat_at + GROUP, weight, mask=in_group)
                 tl.debug_barrier()
-                counter = arrived + req * KV_HEADS + head
+                counter = semaphores + req * KV_HEADS + head
                 done = tl.atomic_add(counter, b1 - b0, sem="acq_rel", scope="gpu") + b1 - b0
                 if done == blocks:
                     tl.store(counter, 0)
@@ -217,21 +221,26 @@ def _decode(
 def count_blocks(
     rows: Tensor, start: Tensor, lengths: Tensor, dummy_row: int, scratch: DecodeScratch
 ) -> None:
-    """Fill scratch.first for reqs of start + lengths tokens (int32 [N]): once for all layers."""
+    """Fill scratch.first from the contexts of a step, once for all its layers.
+
+    rows, start, lengths: int32 [N]; contexts are start + lengths. A request in row `dummy_row` is
+    padding and has no blocks.
+    """
     counts = (rows, start, lengths, scratch.first, len(rows), dummy_row)
     _count_blocks[(1,)](*counts, BLOCK=_BLOCK, LEAD=_LEAD, REQS=_most_reqs(scratch))
 
 
 def _most_reqs(scratch: DecodeScratch) -> int:
-    """Of any call with it, so that the number of reqs in a step compiles nothing."""
+    """Requests for which the kernel is compiled, a power of two: as many as the scratch allows, so
+    that every step uses the same kernel."""
     return max(1 << (len(scratch.first) - 2).bit_length(), 256)
 
 
 def _warps(reqs: int, kv_heads: int, group: int, head_dim: int, fused: bool) -> int:
-    """Of a program. fused: in a step that norms and rotates here, not beside prompts."""
+    """Warps of a program. fused: the kernel normalises and rotates, as in steps without prompts."""
     if fused and reqs * kv_heads <= _FEW_UNITS:
         return 4 if reqs == 1 and group > _SMALL_GROUP else 2
-    query_rows = max(1 << (group + 1).bit_length(), 16)  # with the new key and value
+    query_rows = max(1 << (group + 1).bit_length(), 16)  # and the new key and value
     return 1 if query_rows * head_dim <= _MOST_ELEMENTS else 2
 
 
@@ -250,10 +259,10 @@ def decode(
     lengths: Tensor,
     scratch: DecodeScratch,
 ) -> None:
-    """As the reference, in bfloat16 or float16; qkv's rows may be strided.
+    """As the reference, in bfloat16 or float16; the rows of qkv may be strided.
 
-    count_blocks ran before, and behind it a kernel launched in full (I3 of overlap). Padded reqs
-    stand behind all others. No host sync; graph-capturable; the same result in every run.
+    count_blocks must have run before, and after it a kernel without PDL (overlap.py, I3). Padded
+    requests come after all others. No host sync; graph-capturable; the same result in every run.
     """
     reqs, q_heads, head_dim = out.shape
     _, page_size, kv_heads, _ = k_pool.shape
@@ -276,7 +285,7 @@ def decode(
         scratch.kernels,
         (qkv.dtype, *aligned, *strides, *sizes),
         _decode,
-        len(scratch.parts) // (2 * warps),
+        len(scratch.partial_outputs) // (2 * warps),
         (
             *tensors,
             rows,

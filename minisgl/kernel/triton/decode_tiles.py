@@ -1,4 +1,4 @@
-"""What a program of decode attention begins a unit with, and how parts of a unit are merged."""
+"""Two parts of the decode attention kernel: preparing the queries, and merging partial outputs."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -29,10 +29,16 @@ def queries(
     QROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Normed and rotated [QROWS, D]: queries of a KV head, its new key, and nothing of meaning.
+    """Normalise and rotate the queries of one KV head and its new key; optionally store the new key
+    and value.
 
-    row: of qkv; new: its position. Where `stores`, the new key and value go to k_at and v_at.
-    Without TURN a row holds queries alone, for which all that has been done.
+    Returns [QROWS, D]: GROUP queries, the new key, and rows without meaning.
+
+    row     address of the request's row of qkv.
+    new     position of the new token.
+    stores  whether to store the new key at k_at and the new value at v_at.
+    TURN    False: a row of qkv holds queries alone, already normalised and rotated, and their keys
+            and values are in the pool.
     """
     h = tl.arange(0, QROWS)[:, None]
     d = tl.arange(0, D)[None, :]
@@ -80,7 +86,7 @@ def merged(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The output [ROWS, D] of a context whose parts the programs g0..g1 left."""
+    """The output [ROWS, D] of a unit whose partial outputs the programs g0 to g1 have stored."""
     h = tl.arange(0, ROWS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)

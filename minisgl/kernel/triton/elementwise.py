@@ -1,4 +1,4 @@
-"""Activation and embedding look-up: one read and one write of each element."""
+"""Activation and embedding look-up. Each reads and writes an element once."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -40,7 +40,7 @@ def _gather(ids, weight, out, first_id, num_ids, width, BLOCK: tl.constexpr):
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """As the reference, but rounded once, at the end. x: [..., 2I]; returns a new [..., I]."""
+    """As the reference, but rounded only at the end. x: [..., 2I]. Returns a new [..., I]."""
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))

@@ -1,4 +1,4 @@
-"""Contexts copied out of their pages: where their keys lie once a step, the copy once a layer."""
+"""Contexts copied out of their pages: slots are computed once per step, and each layer copies."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from minisgl.kernel.gather import TILE
 
 _BLOCK = 256
-_PROGRAMS = 512  # that look up slots
-_ELEMENTS = 4096  # of keys, and as many of values, that a program of four warps copies at once
+_PROGRAMS = 512  # at most, that compute slots
+_ELEMENTS = 4096  # of keys that a program of four warps copies at once, and as many of values
 
 
 @triton.jit(
@@ -30,7 +30,7 @@ def _context_slots(
     REQS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program adds up all reqs' contexts by itself, so that one launch is enough."""
+    """Each program adds up the contexts of all requests, so that one launch is enough."""
     req = tl.program_id(0)
     each = tl.arange(0, REQS)
     exists = each < num_reqs
@@ -67,7 +67,7 @@ def _gather_kv(
     inside = column < ROW
     source = slot.to(tl.int64) * ROW + column
     target = row[:, None].to(tl.int64) * ROW + column
-    # read once: what is written, and read next, may keep the cache
+    # The pool is read once. Evicting it first leaves the cache to the copy, which is read next.
     mask = (slot >= 0) & inside
     key = tl.load(k_pool + source, mask=mask, other=0.0, eviction_policy="evict_first")
     value = tl.load(v_pool + source, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -78,7 +78,7 @@ def _gather_kv(
 def context_slots(
     rows: Tensor, start: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, slots: Tensor
 ) -> None:
-    """As the reference; page_table has more rows than there are reqs."""
+    """As the reference; page_table has more rows than there are requests."""
     reqs = len(rows)
     blocks = triton.cdiv(page_table.shape[1] * page_size, _BLOCK)
     _context_slots[(reqs, max(min(blocks, _PROGRAMS // reqs), 1))](
@@ -91,7 +91,7 @@ def context_slots(
         page_table.stride(0),
         PAGE_SIZE=page_size,
         TILE=TILE,
-        REQS=max(triton.next_power_of_2(len(page_table) - 1), 256),  # of any step
+        REQS=max(triton.next_power_of_2(len(page_table) - 1), 256),  # as many as a step may have
         BLOCK=_BLOCK,
     )
 

@@ -1,19 +1,21 @@
-"""x @ weight.T for few rows, with what stands before and after it: a norm, a sum, an activation.
+"""x @ weight.T for few rows, fused with the operation before it (norm) or after it (sum, SiLU).
 
-Here for up to 32 rows; linear_tiles has the kernel for more, and linear and add_linear call either.
+The kernel of this file is for up to 32 rows; linear_tiles.py has the kernel for more. The functions
+linear and add_linear call one or the other.
 
-The weight is read once, split over K so that all of the chip reads. A program holds BN rows of the
-weight as the tall operand of the matrix unit and all rows of x, BM at most, as the narrow one, so
-few rows waste nothing. While the kernel before it ends, it has the beginning of its weights brought
-into L2. With SPLITS > 1 each writes its float32 part to a workspace; the last to arrive at a tile
-adds the parts in order, so results do not change between runs.
+The weight is read once, and split over K (split-K) so that the whole GPU reads it. A program holds
+BN rows of the weight as the tall operand of the matrix unit, and all rows of x, at most BM, as the
+narrow one, so that few rows waste no work. While the kernel before still runs, a program prefetches
+its first weights into the L2 cache. With SPLITS > 1 each program stores its float32 part in a
+workspace. The last program to finish a tile adds the parts in their order, so results do not change
+between runs.
 
-A norm in front needs but one factor for each row, which can as well be applied to the result. The
-product that made the row leaves the sum of its squares, by tile, beside it. (Were they summed in
-the loop here, Triton 3.6 would give x a buffer less, and write into one that the matrix unit may
-still read.)
+An RMSNorm of x multiplies each row by one factor, which this kernel applies to the result instead.
+The product that computed x stored the sums of its squares, one per tile. (If this kernel summed the
+squares in its loop, Triton 3.6 would give x one buffer less, and would write into a buffer that the
+matrix unit may still read.)
 
-Bytes: 2 N K, 2 M K for each tile of the weight (from L2), and 8 M N for each split.
+Bytes: 2 N K of the weight, 2 M K of x per tile of the weight (from L2), and 8 M N per split.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -31,8 +33,8 @@ from minisgl.kernel.triton.overlap import overlaps
 
 @triton.jit
 def _prefetch(rows, count, ROWS: tl.constexpr, THREADS: tl.constexpr):
-    """Bring `count` 2-byte elements at each of ROWS addresses into L2."""
-    PIECES: tl.constexpr = THREADS // ROWS if ROWS < THREADS else 1  # so that every thread has one
+    """Prefetch `count` 2-byte elements at each of ROWS addresses into the L2 cache."""
+    PIECES: tl.constexpr = THREADS // ROWS if ROWS < THREADS else 1  # one piece for each thread
     piece = tl.arange(0, PIECES)
     at = rows[:, None] + piece[None, :] * (count // PIECES)
     size = tl.zeros([ROWS, PIECES], tl.int32) + count * 2 // PIECES
@@ -55,7 +57,7 @@ def _linear(
     out,
     out_squares,
     parts,
-    arrived,
+    semaphores,
     num_rows,
     height,
     K,
@@ -75,14 +77,17 @@ def _linear(
     THREADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """out has `height` columns. Of one split, what the result needs besides is loaded early."""
+    """One tile of the product, or one split of a tile. out has `height` columns.
+
+    With a single split, the operands of the norm and of the sum are loaded before the loop.
+    """
     tile = tl.program_id(0)
     m = tl.arange(0, BM)
     inside = (m < num_rows)[None, :]
     r = tl.arange(0, BN)
     OUT: tl.constexpr = BN // 2 if GATED else BN
     n = tile * OUT + r
-    if GATED:  # 8 rows of gate and of up in turn: a thread of the matrix unit holds both of a pair
+    if GATED:  # 8 rows of gate, then 8 of up: a thread of the matrix unit holds both of a pair
         n = tile * OUT + r // 16 * 8 + r % 8 + r // 8 % 2 * height
     k = tl.arange(0, BK)
     steps = K // (BK * SPLITS)
@@ -114,9 +119,9 @@ def _linear(
         part = parts + tile * (SPLITS * BN * BM) + r[:, None] * BM + m[None, :]
         tl.store(part + tl.program_id(1) * (BN * BM), total)
         tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
+        if tl.atomic_add(semaphores + tile, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
             return
-        tl.store(arrived + tile, 0)
+        tl.store(semaphores + tile, 0)
         total = tl.load(part, cache_modifier=".cg")
         for other in range(1, SPLITS):
             total += tl.load(part + other * (BN * BM), cache_modifier=".cg")
@@ -145,20 +150,20 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    arrived: Tensor,
+    semaphores: Tensor,
     tiling: Tiling,
     norm: PendingNorm | None,
     gated: bool,
 ) -> Tensor:
-    """As dispatch.linear or gated_linear. x: [M, K], rows of unit stride at 16 bytes; bfloat16.
+    """As dispatch.linear, or as dispatch.gated_linear if `gated`, in bfloat16.
 
-    weight: contiguous [N, K]; N and K divide into the tiling's tiles. norm.squares are known.
-    arrived: int32 [N / 8] or more, zeros before the first call and again after each; calls that
-    share it must follow one another on one stream. No host sync; graph-capturable; the same
-    result in every run.
+    x: [M, K], unit stride in K, rows aligned to 16 bytes. weight: contiguous [N, K]; the tiling's
+    tiles divide N and K. norm: with its squares. semaphores: int32 [N / 8] or more, zeros before
+    the first call; each call leaves zeros. Calls that share them must be on one stream. No host
+    sync; graph-capturable; the same result in every run.
     """
     out = x.new_empty((len(x), len(weight) // 2 if gated else len(weight)))
-    _launch(x, weight, bias, arrived, tiling, out, norm=norm, gated=gated)
+    _launch(x, weight, bias, semaphores, tiling, out, norm=norm, gated=gated)
     return out
 
 
@@ -167,12 +172,13 @@ def add_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    arrived: Tensor,
+    semaphores: Tensor,
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, with squares; see linear. residual: contiguous [M, N]."""
+    """As the reference, and returns the squares. residual: contiguous [M, N]; the rest as in
+    `linear`."""
     squares = x.new_empty((len(weight) // tiling.height, len(x)), dtype=float32)
-    _launch(x, weight, bias, arrived, tiling, residual, out_squares=squares)
+    _launch(x, weight, bias, semaphores, tiling, residual, out_squares=squares)
     return residual, squares
 
 
@@ -180,7 +186,7 @@ def _launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    arrived: Tensor,
+    semaphores: Tensor,
     tiling: Tiling,
     out: Tensor,
     *,
@@ -202,7 +208,7 @@ def _launch(
         "out": out,
         "out_squares": out if out_squares is None else out_squares,
         "parts": parts,
-        "arrived": arrived,
+        "semaphores": semaphores,
         "num_rows": num_rows,
         "height": out.shape[1],
         "K": width,

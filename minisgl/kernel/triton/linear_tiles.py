@@ -1,18 +1,23 @@
-"""The products of `linear` for more than 32 rows: operands come by the copy engine (TMA).
+"""The kernel of `linear` for more than 32 rows; the GPU's TMA unit copies its operands.
 
-There a program reads as much of x as of the weight, and threads that ask for 16 bytes each are
-slower than what they ask for. Here one thread asks for a whole stage of both, a ring of which is
-in shared memory. Written in Gluon, since loops of plain Triton ask for nothing before they begin:
-this ring is full of weights while the kernel before ends, and then waits for rows of x alone.
-Rows of x are the tall operand of the matrix unit, so that what is written lies side by side.
+With so many rows a program reads as many bytes of x as of the weight, and loads of 16 bytes per
+thread cannot keep up with the memory. Here one thread starts the TMA copy of a whole stage of both
+operands. The stages are a ring of buffers in shared memory.
 
-Gate and up rows alternate by 8 within a tile: the descriptor of the weight has them as a
-dimension, so that a thread of the matrix unit holds both of a pair.
+The kernel is written in Gluon, because a loop in plain Triton starts no load before the loop. This
+kernel fills its ring with weights while the kernel before still runs, and then waits only for the
+rows of x. Rows of x are the tall operand of the matrix unit, so that a program writes neighbouring
+elements.
 
-I1  A stage is filled again when all warps have read it: by warpgroup_mma_wait for what each one
-    asked for, and by the barrier that the compiler puts before each copy into shared memory.
+Within a tile, 8 rows of gate and 8 rows of up alternate. The TMA descriptor of the weight has gate
+and up as a dimension of its own, and a thread of the matrix unit holds both elements of a pair.
 
-Gluon may change with each Triton: 3.6.0 and 3.7.1 were run, 3.8.0 compiles all of it for sm_90a.
+I1  A stage is filled again only after all warps have read it. warpgroup_mma_wait ensures that for
+    the instructions of one warp, and the barrier that the compiler inserts before each copy into
+    shared memory ensures it for all warps.
+
+Gluon may change with each release of Triton. 3.6.0 and 3.7.1 were run; 3.8.0 compiles this file for
+sm_90a.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -33,7 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.tilings import Tiling
 
-_PAIRED = 8  # rows of the gate, then as many of up
+_PAIRED = 8  # rows of gate, followed by as many of up
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PAIRED_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
@@ -49,7 +54,7 @@ def _ask_for_weight(weight, tile, k, barrier, stage, pred, BN: gl.constexpr, GAT
 def _norm_factor(
     squares, num_squares, num_rows, row, K, eps, BM: gl.constexpr, SQUARES: gl.constexpr
 ):
-    """One for each row of the tile, of its sums of squares by tile."""
+    """The RMSNorm factor of each row of the tile, from the partial sums of its squares."""
     EACH: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
     m = row + gl.arange(0, BM, gl.SliceLayout(0, EACH))[None, :]
     s = gl.arange(0, SQUARES, gl.SliceLayout(1, EACH))[:, None]
@@ -66,7 +71,7 @@ def linear(
     out,
     out_squares,
     parts,
-    arrived,
+    semaphores,
     num_rows,
     height,
     K,
@@ -84,19 +89,21 @@ def linear(
     WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """x and weight are `descriptors`; the rest as in linear._linear."""
+    """One tile of the product, or one split of a tile. x and weight are TMA descriptors (see
+    `descriptors`); the other parameters are as in linear._linear."""
     OUT: gl.constexpr = BN // 2 if GATED else BN
-    TALL: gl.constexpr = WARPS if 16 * WARPS <= BM else BM // 16  # warps, one above the other
+    TALL: gl.constexpr = WARPS if 16 * WARPS <= BM else BM // 16  # warps along the rows
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [TALL, WARPS // TALL], [16, BN * TALL // WARPS, 16]
     )
     WRITTEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUT, OUT // 8], [WARPS, 1], [1, 0])
     BYTES: gl.constexpr = 2 * (BM + BN) * BK
     program = gl.program_id(0)
-    row_tiles = (num_rows + BM - 1) // BM  # neighbours read the same weights
+    row_tiles = (num_rows + BM - 1) // BM  # neighbouring programs read the same weights
     tile = program // row_tiles
     first = program % row_tiles * BM
-    row = max(min(first, num_rows - BM), 0)  # the last one is full: rows beyond cost time
+    # The last tile is moved back to end with x, because copies of rows past the end take time.
+    row = max(min(first, num_rows - BM), 0)
     steps = K // (BK * SPLITS)
     begin = gl.program_id(1) * steps * BK
     weights = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], x.layout)
@@ -132,7 +139,7 @@ def linear(
         mbarrier.wait(full.index(now), step // STAGES & 1)
         w = weights.index(now).permute([1, 0])
         total = warpgroup_mma(rows.index(now), w, total, is_async=True)
-        total = warpgroup_mma_wait(1, deps=(total,))  # the step before has read its stage
+        total = warpgroup_mma_wait(1, deps=(total,))  # the step before has now read its stage
         more = step - 1 + STAGES
         if (step > 0) & (more < steps):
             stage = more % STAGES
@@ -148,9 +155,9 @@ def linear(
         part = parts + program * (SPLITS * BM * BN) + p[:, None] * BN + r[None, :]
         gl.store(part + gl.program_id(1) * (BM * BN), total)
         tl.debug_barrier()
-        if gl.atomic_add(arrived + program, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
+        if gl.atomic_add(semaphores + program, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
             return
-        gl.store(arrived + program, 0)
+        gl.store(semaphores + program, 0)
         total = gl.load(part, cache_modifier=".cg")
         for other in gl.static_range(1, SPLITS):
             total += gl.load(part + other * (BM * BN), cache_modifier=".cg")
@@ -173,13 +180,14 @@ def linear(
     if ADD:
         wide = rounded.to(gl.float32)
         gl.store(out_squares + tile * num_rows + m, gl.sum(wide * wide, axis=1), mine)
-    mbarrier.invalidate(full.index(0))  # so long, nothing else lies where barriers are
+    mbarrier.invalidate(full.index(0))  # keeps the barriers' shared memory reserved until here
 
 
 def descriptors(
     x: Tensor, weight: Tensor, tiling: Tiling, gated: bool
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The kernel's operands. x: [M, K], rows of unit stride at 16 bytes; weight: [N, K]."""
+    """TMA descriptors of x [M, K], with unit stride in K and rows aligned to 16 bytes, and of the
+    contiguous weight [N, K]."""
     height, width = weight.shape
     tall, columns = tiling.height, tiling.columns
     block = [tiling.rows, columns]

@@ -1,11 +1,11 @@
-"""Router and experts of a handful of tokens: each product is a matrix times one vector.
+"""Router and experts of a mixture of experts for a few tokens, as matrix-vector products.
 
-Programs are many and small, and each asks for all of its weights at once, so that the whole chip
-reads although a token's experts are narrow. Experts that tokens share come from the L2 cache.
-From Hopper on (EARLY) a kernel's programs start while the one before ends (programmatic dependent
-launch): they may ask for weights, and wait before they touch what that one reads or writes.
+There are many small programs, and each loads all of its weights at once, so that the whole GPU
+reads although the experts of one token are small. When two tokens share an expert, the second reads
+its weights from the L2 cache. With EARLY (Hopper and later) a kernel uses programmatic dependent
+launch (overlap.py): it may load weights before gdc_wait.
 
-Bytes: 2 H E for the router, 6 H I for each of T * top_k assignments.
+Bytes read in 16-bit types: 2 H E for the router, 6 H I for each of T * top_k assignments.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -18,8 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.kernel.triton.moe_routing import choose
 from minisgl.kernel.triton.overlap import overlaps
 
-# Of the weights, a program: rows of gate and of up, their columns at once; rows of `down` of all
-# experts, its columns at once. The best of 22 and 31 on one H200, 2026-11-21, H 2048, I 768.
+# Weights of a program: rows of gate and as many of up, and their columns in one load; rows of
+# `down` over all experts of a token, and their columns in one load. The fastest of 22 and of 31
+# choices on one H200 with H 2048 and I 768, 2026-11-21.
 _ROWS, _COLUMNS = 2, 2048
 _DOWN_ROWS, _DOWN_COLUMNS = 16, 256
 
@@ -29,7 +30,7 @@ def _score(
     x,
     router,
     logits,
-    arrived,
+    semaphores,
     weights,
     experts,
     width,
@@ -42,7 +43,7 @@ def _score(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One logit; the last program of a token to arrive routes it."""
+    """Compute one logit. The last program of a token to finish chooses the token's experts."""
     expert = tl.program_id(0)
     token = tl.program_id(1)
     if EARLY:
@@ -58,7 +59,7 @@ def _score(
     rounded = tl.sum(total, axis=0).to(x.dtype.element_ty).to(tl.float32)
     tl.store(logits + token * num_experts + expert, rounded)
     tl.debug_barrier()
-    ticket = tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu")
+    ticket = tl.atomic_add(semaphores + token, 1, sem="acq_rel", scope="gpu")
     if ticket == num_experts - 1:
         ids = tl.arange(0, WIDTH)[None, :]
         inside = ids < num_experts
@@ -66,7 +67,7 @@ def _score(
         value = tl.load(logits + row * num_experts + ids, mask=inside, other=0.0)
         at = row * TOP_K
         choose(value, inside, row >= 0, at, weights, experts, TOP_K, RENORMALISE, 1, WIDTH, PLACES)
-        tl.store(arrived + token, 0)
+        tl.store(semaphores + token, 0)
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def _gate_up(
 ):
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()  # after the wait: `_down` may then read the routing at once
+        gdc_launch_dependents()  # after gdc_wait, so `_down` may read the routing at once
     assignment = tl.program_id(1)
     expert = tl.load(experts + assignment).to(tl.int64)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -152,14 +153,14 @@ def experts_of_few(
     router: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    arrived: Tensor,
+    semaphores: Tensor,
     top_k: int,
     renormalise: bool,
 ) -> Tensor:
-    """As MoeBackend.forward. Three launches, no host sync, the same result in every run.
+    """As MoeBackend.forward, in three launches. No host sync; the same result in every run.
 
-    x: [T, H], unit stride in H. arrived: int32 [T] or more, zeros before the first call and again
-    after each; calls that share it must follow one another on one stream.
+    x: [T, H], unit stride in H. semaphores: int32 [T] or more, zeros before the first call; each
+    call leaves zeros. Calls that share them must be on one stream.
     """
     num_tokens, width = x.shape
     num_experts, inner = len(router), down.shape[2]
@@ -173,7 +174,7 @@ def experts_of_few(
         x,
         router,
         logits,
-        arrived,
+        semaphores,
         weights,
         experts,
         width,

@@ -1,11 +1,13 @@
-"""The experts of many tokens: products of blocks of one expert's tokens, weights read once.
+"""The experts of many tokens, as products of blocks of tokens that share an expert.
 
-A program holds rows of the weight as the tall operand of the matrix unit and a block of tokens as
-the narrow one, so that few tokens an expert waste little. Gate and up rows alternate in a tile,
-so that the activation happens before anything is written. A token's experts are summed by a pass
-of its own, in their order: no atomics, so that results do not change between runs.
+Each expert's weights are read once. A program holds rows of the weight as the tall operand of the
+matrix unit and a block of tokens as the narrow one, so that an expert with few tokens wastes little
+work. Rows of gate and up alternate in a tile, so that a program applies the activation before it
+writes. A last kernel sums the outputs of a token's experts in a fixed order. There are no atomics,
+so results do not change between runs.
 
-Bytes: 6 H I for each expert that got tokens, and 2 I + 4 H for each assignment (besides L2).
+Bytes in 16-bit types, without those that L2 serves: 6 H I per expert that has tokens, and 2 I + 4 H
+per assignment.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -42,7 +44,11 @@ def _product(
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """GATED: tokens of x to slots of out; otherwise slots of x to assignments of out, scaled."""
+    """One tile of the product of a block of tokens with its expert's weight.
+
+    With GATED, x holds tokens and out holds slots, after the activation. Otherwise x holds slots
+    and out holds assignments, multiplied by their scales.
+    """
     tile = tl.program_id(0)
     block = tl.program_id(1)
     expert = tl.load(owners + block).to(tl.int64)
@@ -98,7 +104,12 @@ def _sum(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the weight in a tile, loads in flight, warps."""
+    """How a product is cut.
+
+    rows, columns  of the weight that a program loads at once.
+    stages         loads in flight.
+    warps          warps of a program.
+    """
 
     rows: int
     columns: int
@@ -107,17 +118,18 @@ class Tile(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """tokens: of a block."""
+    """Tokens of a block, and the tiles of both products."""
 
     tokens: int
     gate_up: Tile
     down: Tile
 
 
-_EXACT = Tiling(16, Tile(32, 32, 2, 4), Tile(32, 32, 2, 4))  # float32, which tests use
+_EXACT = Tiling(16, Tile(32, 32, 2, 4), Tile(32, 32, 2, 4))  # for float32, which tests use
 _NARROW = Tile(64, 128, 3, 4)
-# Assignments per expert up to which a tiling is taken, for bfloat16 and float16. The best of 44
-# each on one H200, 2026-11-21, torch 2.11, Triton 3.6, H 2048, I 768, 128 experts, 8 per token.
+# For bfloat16 and float16: the most assignments per expert for which a tiling is used. Each is the
+# fastest of 44 on one H200 with H 2048, I 768, 128 experts and 8 per token (2026-11-21, torch 2.11,
+# Triton 3.6).
 _TILINGS = (
     (8.0, Tiling(16, _NARROW, _NARROW)),
     (20.0, Tiling(32, _NARROW, _NARROW)),
@@ -127,7 +139,7 @@ _TILINGS = (
 
 
 def tiling_for(num_assigned: int, num_experts: int, exact: bool) -> Tiling:
-    """exact: float32."""
+    """The tiling for this number of assignments. exact: the tensors are float32."""
     if exact:
         return _EXACT
     mean = num_assigned / num_experts
@@ -176,10 +188,11 @@ def experts_of_many(
     experts: Tensor,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """As MoeBackend.forward, after the routing. Four launches, no host sync.
+    """As MoeBackend.forward, after the routing, in four launches. No host sync.
 
-    x: [T, H], unit stride in H; weights: float32 [T, top_k], experts: int32 [T, top_k], both
-    contiguous. tiling: None takes the one for this size; of the largest, moe_tiles where it can.
+    x: [T, H], unit stride in H. weights: float32 [T, top_k]; experts: int32 [T, top_k]; both
+    contiguous. tiling: None means that of `tiling_for`. With blocks of 128 tokens the products are
+    those of moe_tiles.py where it supports them.
     """
     num_tokens, width = x.shape
     num_experts, top_k = gate_up.shape[0], experts.shape[1]

@@ -1,8 +1,9 @@
-"""Which experts a token takes, and the tokens in the order of their experts.
+"""Routing of a mixture of experts: the experts of each token, and the tokens sorted by expert.
 
-An assignment is one of a token's experts: number token * top_k + j. `align` sorts assignments by
-expert into blocks that belong to one expert each; no count of them comes to the host, so that
-launches have the size of the worst case and blocks without an expert end at once.
+An assignment is a token with one of its experts. Its number is token * top_k + j, where j is the
+rank of the expert. `align` sorts assignments into blocks, each of which belongs to one expert. The
+host does not learn the number of blocks: a launch has programs for the largest possible number, and
+those whose block has no expert end at once.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 
 _ROWS = 4
-_FEW = 4096  # assignments that one pass of a small program looks through
+_FEW = 4096  # up to this many assignments, `align` uses smaller programs
 
 
 @triton.jit
@@ -31,12 +32,17 @@ def choose(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Store the routing of rows of logits. value: [ROWS, WIDTH]; inside: [1, WIDTH], which are
-    experts; alive, at: [ROWS, 1], which are tokens and where their first assignment is."""
+    """Choose the TOP_K experts of ROWS tokens, and store the experts and their weights.
+
+    value   [ROWS, WIDTH]: logits.
+    inside  [1, WIDTH]: whether a column is an expert.
+    alive   [ROWS, 1]: whether a row is a token.
+    at      [ROWS, 1]: number of the token's first assignment.
+    """
     ids = tl.arange(0, WIDTH)[None, :]
     place = tl.arange(0, PLACES)[None, :]
-    value = tl.where(inside & (value == value), value, float("-inf"))  # NaN too names an expert
-    # Integers of the same order as (value, lower id first): all keys of a row differ.
+    value = tl.where(inside & (value == value), value, float("-inf"))  # NaN counts as -inf
+    # Integer keys, all different, in the order of (value, then lower id first).
     bits = value.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     none = -0x7FFFFFFFFFFFFFFF
@@ -93,8 +99,9 @@ def _route(
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     """As minisgl.moe.route. logits: [T, E], unit stride in E, T > 0.
 
-    Returns weights, float32 [T, top_k], and experts, int32 [T, top_k], best first, distinct and
-    in range whatever the logits hold; of equal logits the lower id comes first.
+    Returns weights, float32 [T, top_k], and experts, int32 [T, top_k], best first. The experts of a
+    token are distinct and in range even if its logits are NaN or infinite. Of equal logits the
+    lower id comes first.
     """
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, top_k), dtype=float32)
@@ -128,7 +135,8 @@ def _align(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program an expert: each counts everybody's assignments and places its own."""
+    """One program per expert. It counts the assignments of all experts to find where its blocks
+    begin, and then writes its own assignments."""
     expert = tl.program_id(0)
     ids = tl.arange(0, WIDTH)
     counts = tl.zeros([WIDTH], tl.int32)
@@ -151,7 +159,7 @@ def _align(
     pad = count + tl.arange(0, BLOCK)
     tl.store(slots + first * BLOCK + pad, num_assigned, mask=pad < mine * BLOCK)
     last = expert == num_experts - 1
-    end = tl.where(last, num_blocks, first + mine)  # the last also marks what nobody owns
+    end = tl.where(last, num_blocks, first + mine)  # the last expert also marks the unused blocks
     for start in range(0, num_blocks, WIDTH):
         at = start + ids
         owner = tl.where(at < first + mine, expert, -1)
@@ -159,9 +167,12 @@ def _align(
 
 
 class Blocks(NamedTuple):
-    """slots: int32 [B * size], the assignments of each block, at its end as many times their
-    number as the block has room left; owners: int32 [B], the expert of each block or -1, whose
-    slots are undefined. Sorted by expert, in an expert by assignment."""
+    """Assignments sorted by expert, and by number within an expert, in B blocks of `size` slots.
+
+    slots   int32 [B * size]: the assignment of each slot; the number of all assignments, T * top_k,
+            in the unused slots at the end of a block; undefined in blocks without an owner.
+    owners  int32 [B]: the expert of each block, or -1.
+    """
 
     slots: Tensor
     owners: Tensor
@@ -169,9 +180,10 @@ class Blocks(NamedTuple):
 
 
 def align(experts: Tensor, num_experts: int, block: int) -> Blocks:
-    """Sort assignments into blocks of `block`, a power of two.
+    """Sort assignments into blocks of `block` slots, a power of two.
 
-    experts: contiguous int32 [T, top_k] below num_experts. No host sync; the same in every run.
+    experts: contiguous int32 [T, top_k], below num_experts. No host sync; the same result in every
+    run.
     """
     num_assigned = experts.numel()
     num_blocks = num_assigned // block + min(num_experts, num_assigned)

@@ -1,6 +1,7 @@
-"""RMSNorm, alone or after adding to the residual stream: each row is read once.
+"""RMSNorm, alone or after adding to the residual stream.
 
-Bytes: rms_norm 2 T H, add_rms_norm 4 T H elements; both are bound by memory.
+A program reads its rows once. Memory traffic: rms_norm 2 T H elements, add_rms_norm 4 T H; both are
+bound by it.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -61,7 +62,7 @@ def _norm(
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, eps: float
 ) -> None:
-    """x, residual, out: [N, H] with a contiguous last dimension."""
+    """Launch the kernel. x, residual, out: [N, H] with a contiguous last dimension."""
     num_rows, width = x.shape
     if num_rows == 0:
         return
@@ -92,7 +93,7 @@ def _launch(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """As the reference. x: [..., H], H up to 8192 at full speed. Returns a new tensor."""
+    """As the reference. x: [..., H]; H above 8192 is slower. Returns a new tensor."""
     out = x.new_empty(x.shape)
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
     _launch(rows, None, weight, out.view(rows.shape), eps)
@@ -100,6 +101,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As the reference, in place: returns x and residual themselves, both overwritten."""
+    """As the reference, in place: overwrites x and residual and returns both."""
     _launch(x, residual, weight, x, eps)
     return x, residual

@@ -1,15 +1,16 @@
-"""Programmatic dependent launch: a kernel is launched while the one before it still runs.
+"""Programmatic dependent launch (PDL): a kernel starts while the kernel before it still runs.
 
-Every boundary of two kernels inside a graph costs about 1 us, in which nothing is read. A kernel
-launched with launch_pdl starts when all programs of the one before have ended or called
-gdc_launch_dependents, and gdc_wait holds it until that one is complete and its writes are seen.
+Between two kernels of a CUDA graph the GPU reads nothing for about 1 us. A kernel launched with
+launch_pdl starts when every program of the kernel before has ended or has called
+gdc_launch_dependents. Its gdc_wait blocks until the kernel before is complete and its writes are
+visible.
 
-I1  Every program of such a kernel calls gdc_wait. So what has passed it comes after all kernels
-    before, not only after the last.
-I2  Before gdc_wait it writes nothing, and reads nothing but parameters of the model and, in
-    attention (FlashInfer's too), what describes the step.
-I3  What describes a step is written before its stage_tokens, which is launched without this: so it
-    is complete, and seen, before any kernel behind that one starts.
+I1  Every program of a kernel with PDL calls gdc_wait. Code after gdc_wait therefore runs after all
+    earlier kernels, and not only after the last one.
+I2  Before gdc_wait a kernel writes nothing. It reads parameters of the model and, in attention
+    (FlashInfer's too), the tensors that describe the step, and nothing else.
+I3  The tensors that describe a step are written before its stage_tokens, which is launched without
+    PDL. They are therefore complete and visible before any kernel after stage_tokens starts.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -21,12 +22,12 @@ from triton.runtime import driver
 
 
 def overlaps() -> bool:
-    """Whether kernels are launched so: on Hopper and later, or when compiled for those."""
+    """Whether kernels use PDL: on Hopper and later GPUs, or when compiled for them."""
     return not knobs.runtime.interpret and _arch(driver.active) >= 90
 
 
 def is_hopper() -> bool:
-    """Whether kernels run on compute capability 9.0, or are compiled for it."""
+    """Whether the GPU, or the GPU that kernels are compiled for, has compute capability 9.0."""
     return not knobs.runtime.interpret and _arch(driver.active) == 90
 
 

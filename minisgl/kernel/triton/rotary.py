@@ -1,8 +1,8 @@
-"""Between qkv projection and attention: head norm, rotation and KV store in one launch.
+"""Head norm, rotation and KV store between the qkv projection and attention, in one launch.
 
-A program takes one token and HEADS neighbouring heads, as two tiles [HEADS, D/2]: the halves that
-rotate together. Queries, keys and values may share a program; the masks of the three stores tell
-them apart. Bytes: 2 T (Hq + 2 Hkv) D elements, and D * 4 of cos_sin for each token.
+A program handles HEADS neighbouring heads of one token as two tiles [HEADS, D / 2], which are the
+halves that rotate together. A program may hold queries, keys and values; the masks of the three
+stores select them. Memory traffic: 2 T (Hq + 2 Hkv) D elements, and 4 D bytes of cos_sin per token.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -14,12 +14,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.triton.overlap import overlaps
 
-_TILE_ELEMENTS = 512  # of one half: 8 for each of 64 threads
+_TILE_ELEMENTS = 512  # of each half: 8 per thread with 64 threads
 
 
 @triton.jit
 def scaled(x, rstd, weight):
-    """What the reference rounds: after the norm, and again after the weight."""
+    """x * rstd * weight, rounded after each product, as the reference does."""
     normed = (x.to(tl.float32) * rstd).to(x.dtype)
     return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
@@ -107,7 +107,7 @@ def qk_norm_rope_store(
     kv_heads: int,
     head_dim: int,
 ) -> Tensor:
-    """As the reference. The pools' pages must be contiguous, qkv's rows may be strided."""
+    """As the reference. The pools' pages must be contiguous; the rows of qkv may be strided."""
     tokens = qkv.shape[0]
     q_out = qkv.new_empty((tokens, q_heads, head_dim))
     if tokens == 0:

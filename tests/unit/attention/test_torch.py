@@ -6,21 +6,16 @@ import torch
 
 from minisgl.attention import AttentionStep, create_attention_backend
 from minisgl.core import ConfigError
-from minisgl.kvcache.pool import KVPool, kv_page_bytes
+from minisgl.kvcache.pool import KVPool, KVSpec, kv_page_bytes
 
 CPU = torch.device("cpu")
 Q_HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
+SPEC = KVSpec(KV_HEADS, HEAD_DIM, torch.float32)
 
 
 def make_pool(page_size: int, num_pages: int = 600) -> KVPool:
     return KVPool(
-        num_layers=2,
-        num_pages=num_pages // page_size,
-        page_size=page_size,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=torch.float32,
-        device=CPU,
+        SPEC, num_layers=2, num_pages=num_pages // page_size, page_size=page_size, device=CPU
     )
 
 
@@ -99,7 +94,7 @@ def test_equals_attention_written_out(
 
 
 def test_long_chunk_is_cut_into_blocks() -> None:
-    """More queries than one block, after a prefix: the blocks' masks fit together."""
+    """A chunk with more queries than one block, after a prefix. Each block has its own mask."""
     generator = torch.Generator().manual_seed(2)
     pool = make_pool(16, num_pages=1600)
     first, length = 40, 1100
@@ -118,8 +113,8 @@ def test_long_chunk_is_cut_into_blocks() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("fast", "'fast' is not known; known: auto, torch, flashinfer"),
-        ("torch,flashinfer-fa3", "'flashinfer-fa3' is not known; known: auto, torch, flashinfer$"),
+        ("fast", "'fast' is not known; known: auto, flashinfer, torch"),
+        ("torch,flashinfer-fa3", "'flashinfer-fa3' is not known; known: auto, flashinfer, torch$"),
         ("flashinfer", "'flashinfer' cannot be used: it needs a CUDA device, not cpu"),
         ("flashinfer,torch", "'flashinfer' cannot be used"),
     ],
@@ -131,6 +126,6 @@ def test_backend_that_cannot_be_used_is_refused(name: str, says: str) -> None:
 
 def test_pool_is_as_large_as_its_pages_say() -> None:
     pool = make_pool(4, num_pages=40)
-    page_bytes = kv_page_bytes(2, 4, KV_HEADS, HEAD_DIM, torch.float32)
+    page_bytes = kv_page_bytes(SPEC, 2, 4)
     assert pool.num_bytes == (pool.num_pages + 1) * page_bytes
     assert pool.dummy_slot == pool.num_pages * 4

@@ -39,7 +39,7 @@ def run_ranks(
 ) -> list[Any]:
     """function(comm, *args) on each rank; returns the results in rank order.
 
-    Results must hold no tensors: the memory of those goes with the rank, read or not.
+    Results must hold no tensors: their memory ends with the rank's process.
     """
     spawn = multiprocessing.get_context("spawn")
     out = spawn.Queue()

@@ -1,4 +1,4 @@
-"""The communicator between real processes, and what it listens on."""
+"""The communicator between real processes, and the addresses on which it listens."""
 
 import os
 import socket
@@ -50,7 +50,7 @@ def exercise(comm: Communicator) -> tuple[object, ...]:
 
 
 def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
-    """W34: torch's TCPStore listens on all interfaces; a file store and gloo on lo do not."""
+    """torch's TCPStore would listen on all interfaces; a file store and gloo on loopback do not."""
     for total, norms, gathered, smallest, taken, listeners in run_ranks(2, tmp_path, exercise):
         assert total == [[3.0, 4.0], [0.0, 5.0]]
         expected = torch.tensor([[0.6, 0.8], [0.0, 1.0]]) * 2**0.5
@@ -59,7 +59,7 @@ def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
         assert gathered == [[[0, 10], [20, 30]], [[1, 11], [21, 31]]]
         assert smallest == 6
         assert taken == [[4.0, 5.0], [2.0, 3.0], [2.0, 3.0]], "from the ranks that have them"
-        assert listeners, "gloo listens somewhere, or this test sees nothing"
+        assert listeners, "gloo listens somewhere, otherwise this test could not fail"
         assert set(listeners) <= {"127.0.0.1", "::1"}
 
 

@@ -1,4 +1,4 @@
-"""Which sums go over peer memory: decided by shape and dtype alone, so alike on every rank."""
+"""Which sums go over peer memory. Only shape and dtype decide, so that all ranks agree."""
 
 import pytest
 import torch
@@ -17,7 +17,9 @@ def rows(count: int, width: int = 5120, dtype: torch.dtype = torch.bfloat16) -> 
 def test_sums_up_to_80_mib_in_whole_16_bytes_are_taken(size: int) -> None:
     peers = PeerMemory(0, size, torch.device("meta"))
     assert all(peers.takes(rows(count)) for count in (1, 7, 256, 8192))
-    assert not peers.takes(rows(8193)), "padded to whole rows of every rank it does not fit"
+    assert not peers.takes(rows(8193)), (
+        "rows are padded to a multiple of the ranks, which exceeds the memory"
+    )
     assert not peers.takes(rows(8192, dtype=torch.float32))
     assert not peers.takes(rows(0))
     assert not peers.takes(rows(4, width=1001))

@@ -84,7 +84,7 @@ def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
     def refuse(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         raise AssertionError("logits were computed")
 
-    engine._runner.model.head.logits = refuse  # type: ignore[method-assign]
+    engine._runner.model.lm_head.logits = refuse  # type: ignore[method-assign]
     driver = Driver(engine)
     result = driver.step(Work(0, 0, [1, 2, 3], samples=False))
     assert result.tokens[:, 0].tolist() == [0]

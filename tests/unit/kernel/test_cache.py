@@ -1,6 +1,6 @@
-"""The folder of kernels compiled ahead: what it takes to be used, and what is said otherwise.
+"""The kernel cache: when a server may use a folder, and the errors and warnings when it may not.
 
-That kernels are found in it is shown by tests/gpu.
+tests/gpu shows that kernels are found in it.
 """
 
 import importlib.util
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from minisgl.compile.manifest import filling
 from minisgl.core import ConfigError
 from minisgl.kernel import cache
-from minisgl.kernel.cache import check_kernel_cache, filling
+from minisgl.kernel.cache import check_kernel_cache
 
 FA3 = "fa3 bfloat16 128"
 needs_triton = pytest.mark.skipif(
@@ -22,7 +23,7 @@ needs_triton = pytest.mark.skipif(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Compiled for 9.0."""
+    """A complete kernel cache for compute capability 9.0."""
     with filling(tmp_path / "kernels", [90], [FA3]):
         pass
     return tmp_path / "kernels"
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The only folder in which programs are found; empty."""
+    """An empty folder, the only one in which this process finds programs."""
     path = tmp_path / "bin"
     path.mkdir()
     monkeypatch.setenv("PATH", str(path))
@@ -51,7 +52,7 @@ def test_a_folder_for_this_gpu_lacks_nothing(folder: Path, tools: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"archs": [90]}'])
 def test_a_folder_without_a_manifest_is_refused(tmp_path: Path, content: str | None) -> None:
-    """Not there, interrupted, cut off, or of another make: compilers or not, it says what to do."""
+    """The manifest is missing (interrupted compilation), empty, cut off, or of another form."""
     (tmp_path / "triton" / "abc").mkdir(parents=True)
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)
@@ -60,7 +61,7 @@ def test_a_folder_without_a_manifest_is_refused(tmp_path: Path, content: str | N
 
 
 def test_an_interrupted_compilation_leaves_no_manifest(folder: Path) -> None:
-    """Not even the one before: some of what it told of may have been replaced."""
+    """The old manifest goes too, because the compilation may have replaced its kernels."""
     with pytest.raises(KeyboardInterrupt), filling(folder, [90], [FA3]):
         raise KeyboardInterrupt
     with pytest.raises(ConfigError, match="no complete set"):
@@ -74,7 +75,7 @@ def test_an_interrupted_compilation_leaves_no_manifest(folder: Path) -> None:
         (90, [FA3, "fa2 bfloat16 64"], r"lacks attention kernels \(fa2 bfloat16 64\)"),
     ],
 )
-def test_what_is_missing_is_named_unless_it_can_be_compiled(
+def test_missing_kernels_are_an_error_only_without_compilers(
     folder: Path, tools: Path, arch: int, attention: list[str], lack: str
 ) -> None:
     install(tools, "gcc")
@@ -89,7 +90,9 @@ def test_what_is_missing_is_named_unless_it_can_be_compiled(
 
 
 @pytest.mark.parametrize("name", ["minisgl", "Python", "triton", "flashinfer-python"])
-def test_other_versions_are_named(folder: Path, tools: Path, name: str) -> None:
+def test_an_error_names_the_package_of_another_version(
+    folder: Path, tools: Path, name: str
+) -> None:
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["versions"][name] = "0.0"
@@ -107,7 +110,7 @@ def test_models_of_several_kinds_share_a_folder(folder: Path, tools: Path) -> No
         check_kernel_cache(folder, 80, [FA3])
 
 
-def test_a_file_of_attention_kernels_is_for_the_gpus_of_its_last_compilation(
+def test_attention_kernels_fit_only_the_gpus_of_their_last_compilation(
     folder: Path, tools: Path
 ) -> None:
     with filling(folder, [80], [FA3]):
@@ -116,7 +119,7 @@ def test_a_file_of_attention_kernels_is_for_the_gpus_of_its_last_compilation(
         check_kernel_cache(folder, 90, [FA3])
 
 
-def test_kernels_of_other_versions_are_forgotten(
+def test_a_new_manifest_does_not_name_kernels_of_other_versions(
     folder: Path, tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache.minisgl, "__version__", "9.9")
@@ -133,41 +136,48 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 @needs_triton
-def test_only_what_is_complete_is_taken(
+def test_only_complete_entries_are_used(
     tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel's folder that only exists, or lacks the file that Triton writes last, is passed
-    over: Triton compiles anew into its own cache, as the half-written one may be read-only."""
+    """An entry without the file that Triton writes last goes to Triton's own cache, because the
+    folder may be read-only."""
     from triton import knobs
 
-    from minisgl.kernel.triton import ahead
+    from minisgl.kernel.triton import folder_cache
 
-    monkeypatch.setenv(ahead._FOLDER, str(tmp_path / "ahead"))
+    monkeypatch.setenv(folder_cache._FOLDER, str(tmp_path / "ahead"))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "own"))
-    for key, name in (("done", "__grp__k.json"), ("half", "k.cubin"), ("c", f"m{ahead._C_SUFFIX}")):
+    for key, name in (
+        ("done", "__grp__k.json"),
+        ("half", "k.cubin"),
+        ("c", f"m{folder_cache._C_SUFFIX}"),
+    ):
         path = tmp_path / "ahead" / key / name
         path.parent.mkdir(parents=True)
         path.write_text('{"child_paths": {"k.cubin": "/elsewhere/k.cubin"}}')
     (tmp_path / "ahead" / "empty").mkdir()
     own = str(tmp_path / "own")
-    dirs = {key: ahead.AheadCache(key).cache_dir for key in ("done", "c", "half", "empty", "none")}
+    dirs = {
+        key: folder_cache.FolderCache(key).cache_dir
+        for key in ("done", "c", "half", "empty", "none")
+    }
     assert {key for key, path in dirs.items() if path.startswith(own)} == {"half", "empty", "none"}
-    found = ahead.AheadCache("done").get_group("k.json")
+    found = folder_cache.FolderCache("done").get_group("k.json")
     assert found == {"k.cubin": str(tmp_path / "ahead" / "done" / "k.cubin")}
-    assert ahead.AheadCache("half").get_group("k.json") is None
+    assert folder_cache.FolderCache("half").get_group("k.json") is None
 
 
 @needs_triton
-def test_a_missing_c_module_is_named_where_nothing_can_compile_it(
+def test_a_missing_c_module_is_an_error_without_a_c_compiler(
     tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton import knobs
 
-    from minisgl.kernel.triton import ahead
+    from minisgl.kernel.triton import folder_cache
 
-    monkeypatch.setenv(ahead._FOLDER, str(tmp_path / "ahead"))
+    monkeypatch.setenv(folder_cache._FOLDER, str(tmp_path / "ahead"))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "own"))
     with pytest.raises(ConfigError, match="lacks a kernel that this model needs"):
-        ahead.AheadCache("none").get_file(f"launcher{ahead._C_SUFFIX}")
+        folder_cache.FolderCache("none").get_file(f"launcher{folder_cache._C_SUFFIX}")
     install(tools, "gcc")
-    assert ahead.AheadCache("none").get_file(f"launcher{ahead._C_SUFFIX}") is None
+    assert folder_cache.FolderCache("none").get_file(f"launcher{folder_cache._C_SUFFIX}") is None

@@ -1,4 +1,4 @@
-"""Copies of contexts: their layout, what is in them, and when they pay."""
+"""Copies of contexts: their layout, their content, and when a copy makes attention faster."""
 
 import numpy as np
 import pytest
@@ -57,18 +57,18 @@ def test_copying_pays_for_many_queries(
     assert ContextCopy(page_table, pool).pays(start, lengths, q_heads // kv_heads) == pays
 
 
-def test_there_is_room_for_a_chunk_of_many_prompts_where_contexts_are_short() -> None:
+def test_a_copy_has_room_for_a_chunk_of_many_short_prompts() -> None:
     copy = ContextCopy(torch.zeros(2, 64, dtype=torch.int32), torch.empty(1, 16, 8, 1))
     start, lengths = np.zeros(8, dtype=np.int32), np.full(8, 1024, dtype=np.int32)
     assert copy.fits(start.repeat(2), lengths.repeat(2))
     assert not copy.fits(start.repeat(2), lengths.repeat(2) + 1)
 
 
-def test_there_is_room_for_the_longest_context() -> None:
+def test_a_copy_has_room_for_the_longest_context() -> None:
     copy = ContextCopy(torch.zeros(2, 2000, dtype=torch.int32), torch.empty(1, 10, 8, 1))
     start, lengths = np.array([12_000], dtype=np.int32), np.array([8000], dtype=np.int32)
     assert copy.fits(start, lengths)
-    assert not copy.fits(start + 97, lengths)  # a tile more
+    assert not copy.fits(start + 97, lengths)  # one more tile
 
 
 def test_reads_beyond_32_bits_are_counted() -> None:

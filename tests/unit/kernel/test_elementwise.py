@@ -1,4 +1,4 @@
-"""The small kernels against their definitions, computed in float64."""
+"""The references of the layers' kernels against their definitions."""
 
 import math
 

@@ -6,7 +6,7 @@ from minisgl.kernel.triton.launch import Constants, Known, launch
 
 
 class Jit:
-    """Takes note of what is launched, by itself and by what it has compiled."""
+    """A Triton function that records its launches and those of the kernels it has compiled."""
 
     def __init__(self, compiles: bool = True) -> None:
         self.compiles = compiles
@@ -21,6 +21,8 @@ class Jit:
 
 
 class Compiled:
+    """A compiled kernel that records its launches."""
+
     def __init__(self, launched: list[tuple[Any, ...]]) -> None:
         self.launched = launched
 
@@ -45,7 +47,7 @@ def test_a_known_kernel_gets_arguments_and_then_constants() -> None:
     ]
 
 
-def test_what_compiles_nothing_is_found_again_each_time() -> None:
+def test_triton_looks_up_a_kernel_that_its_interpreter_did_not_compile() -> None:
     jit, known = Jit(compiles=False), dict[Any, Known]()
     for _ in range(2):
         launch(known, "x", jit, 1, (), constants)

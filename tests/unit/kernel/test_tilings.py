@@ -1,4 +1,4 @@
-"""Tilings of products: they divide their shapes, fill the GPU and fit its shared memory."""
+"""Tilings of products: they divide the shapes, fill the GPU and fit into its shared memory."""
 
 import pytest
 
@@ -16,7 +16,7 @@ EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 @EACH_SHAPE
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 48, 64, 65, 128, 129, 192, 256])
-def test_tilings_fit_shape_and_chip(shape: tuple[int, int], rows: int) -> None:
+def test_a_tiling_fits_the_shape_and_the_gpu(shape: tuple[int, int], rows: int) -> None:
     height, width = shape
     tiling = tiling_for(rows, height, width)
     if tiling is None:
@@ -29,9 +29,9 @@ def test_tilings_fit_shape_and_chip(shape: tuple[int, int], rows: int) -> None:
     assert 2 <= tiling.stages <= part // tiling.columns
     assert tiling.ahead <= part
     pieces = max(32 * tiling.warps // tiling.height, 1)
-    assert tiling.ahead % (8 * pieces) == 0  # 16 bytes for each thread
+    assert tiling.ahead % (8 * pieces) == 0  # a prefetch is whole units of 16 bytes
     tiles = height // tiling.height * -(-rows // tiling.rows)
-    assert tiles <= height // 8  # counters
+    assert tiles <= height // 8  # semaphores
     assert tiles * tiling.splits >= 56
     held = 2 * tiling.columns * tiling.stages * (tiling.rows + tiling.height)
     assert held < SHARED_MEMORY_BYTES
@@ -39,12 +39,12 @@ def test_tilings_fit_shape_and_chip(shape: tuple[int, int], rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [33, 64, 65, 128, 192, 256])
 def test_a_small_model_takes_the_kernel_for_all_its_products(rows: int) -> None:
-    """Norms are part of products only where all of a layer's are ours."""
+    """A norm is fused into a product only if all products of the layer use our kernel."""
     assert all(tiling_for(rows, *shape) for shape in SHAPES[:4])
 
 
-def test_what_of_8b_is_left_to_torch() -> None:
-    """Beyond 64 rows, where programs would read too much each: at last all of it."""
+def test_torch_computes_the_products_of_8b_with_many_rows() -> None:
+    """Beyond 64 rows a program of some products would read too many bytes; at 256 rows of all."""
     few, some, many = ([tiling_for(rows, *s) for s in SHAPES[4:8]] for rows in (64, 128, 256))
     assert all(few)
     assert [tiling is None for tiling in some] == [True, False, True, False]
@@ -56,5 +56,5 @@ def test_what_of_8b_is_left_to_torch() -> None:
     [(0, 4096, 1024), (257, 4096, 1024), (1, 1000, 1024), (1, 4096, 1000)],
     ids=["no-rows", "many-rows", "odd-height", "odd-width"],
 )
-def test_what_does_not_fit_is_left_to_torch(rows: int, height: int, width: int) -> None:
+def test_torch_computes_products_that_no_tiling_divides(rows: int, height: int, width: int) -> None:
     assert tiling_for(rows, height, width) is None

@@ -3,20 +3,14 @@
 import pytest
 import torch
 
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.pool import KVPool, KVSpec
 
 
 @pytest.mark.parametrize(("asked", "filled"), [(3, 3), (100, 8)])
 def test_noise_fills_the_first_pages_and_never_the_dummy(asked: int, filled: int) -> None:
-    pool = KVPool(
-        num_layers=2,
-        num_pages=8,
-        page_size=4,
-        kv_heads=1,
-        head_dim=16,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
+    spec = KVSpec(kv_heads=1, head_dim=16, dtype=torch.bfloat16)
+    device = torch.device("cpu")
+    pool = KVPool(spec, num_layers=2, num_pages=8, page_size=4, device=device)
     pool.fill_noise(asked)
     for layer in range(2):
         for part in pool.layer(layer):

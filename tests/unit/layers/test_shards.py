@@ -1,9 +1,9 @@
-"""Cutting dimensions over ranks: even parts, padding, whole heads, replicas."""
+"""Dividing dimensions over ranks: even shares, padding, whole heads, replicas."""
 
 import pytest
 
 from minisgl.core import ConfigError
-from minisgl.layers import split_evenly, split_heads
+from minisgl.layers.shards import split_evenly, split_heads
 
 
 @pytest.mark.parametrize(("full", "size"), [(8, 1), (8, 2), (9, 2), (5, 4), (3, 8), (151936, 7)])

@@ -1,4 +1,4 @@
-"""What a config.json means: both spellings, defaults, and everything that is refused by name."""
+"""Reading config.json: both spellings, defaults, and settings that are refused by name."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import transformers
 
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.engine.memory import resolve_max_seq_len
-from minisgl.layers import LinearRope, Llama3Rope, YarnRope, rope_table
+from minisgl.layers.rotary import LinearRope, Llama3Rope, YarnRope, rope_table
 from minisgl.models import ModelConfig, load_model_config, model_config_from
 
 LLAMA: dict[str, Any] = {
@@ -115,7 +115,7 @@ def test_rope_in_both_spellings(spelling: str) -> None:
 
 
 def test_rope_in_both_spellings_at_once() -> None:
-    """As transformers 5 and 4 would write it: the same, said twice."""
+    """Both spellings may stand together, with equal values or each with a part of them."""
     old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     model = config(rope_scaling=old, rope_parameters=YARN | {"rope_theta": 5e5})
     assert (model.rope_theta, model.max_position) == (5e5, 512)
@@ -136,7 +136,7 @@ def test_yarn_resolves_mscale_and_factor() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Ll"),
         ({"architectures": None}, "names no architecture; supported: LlamaForCausalLM, "),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
+        ({"quantization_config": "awq"}, "quantization_config is 'awq': Expected `object"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' .* supported: silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -147,25 +147,33 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}}, "disagree"),
         ({"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 4.0}}, "disagree"),
         ({"rope_theta": 0}, "rope_theta must be above 1"),
-        ({"rope_theta": float("nan")}, "rope_theta must be a number in float32, not nan"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number in float32"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be positive, not 0"),
-        ({"rope_scaling": YARN | {"attention_factor": "x"}}, "attention_factor must be a number"),
-        ({"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast must be positive"),
-        ({"rope_scaling": YARN | {"factor": float("inf")}}, "factor must be a number in float32"),
+        ({"rope_theta": float("nan")}, r"config\.json: rope_theta is nan: Expected `float`"),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps is 1000.*: Number out of range"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "rope settings: factor is 0: Expected `float` > 0.0",
+        ),
+        (
+            {"rope_scaling": YARN | {"attention_factor": "x"}},
+            "attention_factor is 'x': Expected `float",
+        ),
+        ({"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast is 0: Expected `float` > 0.0"),
+        ({"rope_scaling": YARN | {"factor": float("inf")}}, "factor is inf: Expected `float` < "),
         ({"dtype": "float64"}, "dtype 'float64'"),
         ({"num_key_value_heads": 3}, "do not divide"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
-        ({"vocab_size": None}, r"config\.json has no vocab_size"),
-        ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
-        ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"vocab_size": None}, r"config\.json: Object missing required field `vocab_size`"),
+        ({"vocab_size": "many"}, "vocab_size is 'many': Expected `int`, got `str`"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True: Expected `int`, got `bool`"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0: Expected `int` >= 1"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1: Expected `bool`, got `int`"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention'"),
+        ({"eos_token_id": "</s>"}, r"eos_token_id is '</s>': Expected `int \| array`, got `str`"),
+        ({"eos_token_id": [True]}, r"eos_token_id is \[True\]: Expected `int`, got `bool`"),
         (
-            {"eos_token_id": "</s>"},
-            "eos_token_id must be an integer or a list of integers, not '</s>'",
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+            "sliding_window is 0: expected an integer >= 1",
         ),
-        ({"eos_token_id": [True]}, "eos_token_id must be"),
     ],
 )
 def test_unsupported_or_broken_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
@@ -208,8 +216,8 @@ def test_sliding_window_counts_only_where_it_acts(
         assert resolve_max_seq_len(short, model) == 128
 
 
-def test_a_mistral_that_says_nothing_slides_as_transformers_lets_it() -> None:
-    """Its configuration class has a window where the file has none; null is another thing."""
+def test_mistral_without_a_sliding_window_has_the_default_of_transformers() -> None:
+    """An absent sliding_window means the default of its configuration class; null means none."""
     default = transformers.MistralConfig().sliding_window
     assert family("MistralForCausalLM", max_position_embeddings=32768).sliding_window == default
     said = family("MistralForCausalLM", max_position_embeddings=32768, sliding_window=None)
@@ -231,7 +239,9 @@ def test_sampling_defaults_come_from_generation_config() -> None:
     greedy = config({"do_sample": False, "temperature": 0.6})
     assert greedy.sampling_defaults == {"temperature": 0.0}
     assert config().sampling_defaults == {}
-    with pytest.raises(ConfigError, match=r"generation_config\.json: top_k must be a number"):
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: top_k is inf: Expected `float`"
+    ):
         config({"top_k": float("inf")})
 
 

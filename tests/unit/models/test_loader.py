@@ -1,4 +1,4 @@
-"""Weights: the two ranks' slices make up the whole, and every defect of a checkpoint is named."""
+"""Loading weights: the ranks' slices make up the checkpoint, and errors name each defect."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Rank(SingleCommunicator):
-    """A rank that only loads: it has a place, and nobody to talk to."""
+    """A rank that only loads weights. It exchanges nothing with other ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.tp = TPInfo(rank, size)
@@ -64,7 +64,7 @@ def reassemble(models: list[CausalLM], source: str) -> torch.Tensor:
 def test_ranks_together_hold_the_whole_checkpoint(
     family: str, size: int, saved: Callable[[str], Path]
 ) -> None:
-    """V 151 divides by neither 2 nor 4; 1 or 2 KV heads are fewer than 4 ranks."""
+    """Neither 2 nor 4 divides the vocabulary of 151; 1 or 2 KV heads are fewer than 4 ranks."""
     path = saved(family)
     models = [load(path, rank, size) for rank in range(size)]
     for name, tensor in load_file(path / "model.safetensors").items():
@@ -155,7 +155,7 @@ def test_misshaped_tensor_is_named(checkpoint: Path) -> None:
 def test_a_tensor_of_a_quantised_type_is_named(
     checkpoint: Path, dtype: torch.dtype, called: str
 ) -> None:
-    """Its scales are elsewhere: copied as numbers it would make a model of noise."""
+    """Its scales are in other tensors. Copied without them, the values would be meaningless."""
     tensors = read(checkpoint)
     name = "model.layers.0.mlp.up_proj.weight"
     write(checkpoint, tensors | {name: tensors[name].to(dtype)})
@@ -164,8 +164,8 @@ def test_a_tensor_of_a_quantised_type_is_named(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_head_of_its_own_beside_tied_embeddings_is_named(checkpoint: Path, rank: int) -> None:
-    """transformers 5 computes with it, earlier versions do not. Either rank has a row of it."""
+def test_a_head_that_differs_from_tied_embeddings_is_named(checkpoint: Path, rank: int) -> None:
+    """transformers 5 uses the head, earlier versions do not. Each rank has a changed row."""
     tensors = read(checkpoint)
     head = tensors["model.embed_tokens.weight"].clone()
     head[[3, 100]] += 1
@@ -232,5 +232,5 @@ def test_dummy_weights_are_the_same_each_time(checkpoint: Path) -> None:
         for _ in range(2)
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not first["model.layers.0.self_attn.qkv_proj.bias"].any()
-    assert first["model.layers.0.self_attn.qkv_proj.weight"].std() > 0.01
+    assert not first["model.layers.0.self_attn.qkv_proj.method.bias"].any()
+    assert first["model.layers.0.self_attn.qkv_proj.method.weight"].std() > 0.01

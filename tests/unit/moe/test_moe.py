@@ -1,4 +1,4 @@
-"""Routing and the experts against their definition, token by token."""
+"""Routing and experts, compared with their definition token by token."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_experts_equal_their_definition(renormalise: bool) -> None:
     router = torch.randn(5, 8, generator=generator)
     router[4] = 0.0
     x[:, 0] = 1.0
-    router[4, 0] = -99.0  # an expert that nobody chooses
+    router[4, 0] = -99.0  # an expert that no token chooses
     gate_up = torch.randn(5, 12, 8, generator=generator)
     down = torch.randn(5, 8, 6, generator=generator)
     weights = ExpertWeights(router, gate_up, down)

@@ -1,4 +1,4 @@
-"""`minisgl compile` without a GPU: what it refuses. That it works is shown by tests/gpu."""
+"""`minisgl compile` without a GPU: the errors that it reports. tests/gpu shows that it works."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.__main__ import main
-from minisgl.kernel import filling
+from minisgl.compile.manifest import filling
 from minisgl.kernel.cache import check_kernel_cache
 from minisgl.utils.supervise import CONFIG_EXIT
 
@@ -19,7 +19,7 @@ from minisgl.utils.supervise import CONFIG_EXIT
         (["--model", "/nowhere"], "model folder /nowhere does not exist"),
     ],
 )
-def test_refused_in_one_line(
+def test_a_wrong_command_is_reported_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compile", *arguments]) == CONFIG_EXIT
@@ -27,7 +27,7 @@ def test_refused_in_one_line(
     assert message in line
 
 
-def test_a_complete_folder_stays_one_where_nothing_can_be_compiled(
+def test_a_complete_folder_stays_complete_when_nothing_can_be_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with filling(tmp_path, [90], []):
@@ -40,7 +40,7 @@ def test_a_complete_folder_stays_one_where_nothing_can_be_compiled(
 
 
 @pytest.mark.parametrize("arch", ["9", "9.0a", "90"])
-def test_a_wrong_architecture_is_a_wrong_flag(arch: str) -> None:
+def test_a_malformed_architecture_is_a_usage_error(arch: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["compile", "--arch", arch])
     assert ended.value.code == 2

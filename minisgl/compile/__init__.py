@@ -1,0 +1,9 @@
+"""Compiles ahead of time every kernel that serving a model needs, without a GPU.
+
+`minisgl compile` fills a folder (kernels.py). A server that is started with --kernel-cache finds
+its kernels in that folder (minisgl.kernel.cache) and compiles nothing.
+"""
+
+from minisgl.compile.kernels import compile_kernels
+
+__all__ = ["compile_kernels"]

@@ -1,0 +1,148 @@
+"""An engine that launches every kernel of a starting server and computes nothing.
+
+All its tensors are on torch's meta device: they have shapes and dtypes and no memory. A launch with
+such tensors compiles the kernel (triton_driver.py). Three things have no meaning without memory and
+are replaced here, at the engine's seams: the weights stay unfilled, FlashInfer's attention is left
+out, and a copy to the host gives zeros.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from minisgl.attention import (
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionStep,
+    LayerKind,
+    StepAttention,
+    resolve_phases,
+)
+from minisgl.attention.decode import BalancedDecode
+from minisgl.attention.flashinfer import (
+    CopiedContexts,
+    FlashInferAttention,
+    pages_of,
+    scratch_for,
+)
+from minisgl.attention.registry import PhasedAttention
+from minisgl.core import EngineConfig
+from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.distributed.peers import PeerMemory
+from minisgl.engine import Engine
+from minisgl.kernel import ContextCopy
+from minisgl.kvcache.pool import KVPool
+from minisgl.models import build_model
+
+_META = torch.device("meta")
+
+
+def dry_run(config: EngineConfig, tp: TPInfo, max_chunk_tokens: int) -> None:
+    """Launch, on meta tensors, every kernel that a rank of a server with `config` launches.
+
+    tp: the rank. Reads the model's config and no weights. Raises ConfigError as Engine does.
+    """
+    config = msgspec.structs.replace(config, num_pages=1, dummy_weight=True, kernel_cache=None)
+    with HostCopies():
+        DryRunEngine(config, MetaCommunicator(tp), max_chunk_tokens).warm_up()
+
+
+class HostCopies(TorchFunctionMode):
+    """While active, the copy of a meta tensor to the host gives zeros instead of an error.
+
+    The engine copies sampled tokens to the host after each step.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.to and args[0].is_meta and args[1:2] == ("cpu",):
+            return torch.zeros(args[0].shape, dtype=args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+class MetaCommunicator(SingleCommunicator):
+    """One of several tensor-parallel ranks whose other ranks do not exist.
+
+    It launches the kernels of every way in which a real rank may sum: peer memory and the process
+    group, which depend on the machine.
+    """
+
+    def __init__(self, tp: TPInfo) -> None:
+        self.tp = tp
+        power_of_two = tp.size & (tp.size - 1) == 0
+        has_peers = tp.size > 1 and power_of_two  # as GroupCommunicator.share_memory
+        self.peers = PeerMemory(tp.rank, tp.size, _META) if has_peers else None
+
+    def reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if self.peers is not None and self.peers.takes(x):
+            self.peers.reduce_norm(x, residual, weight, eps)
+        return super().reduce_norm(x, residual, weight, eps)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.new_empty((self.tp.size, *x.shape))
+
+
+class MetaAttention(AttentionBackend):
+    """Our own kernels that run beside FlashInfer's, without FlashInfer's.
+
+    FlashInfer's modules are compiled from their names (attention_kernels) and cannot take meta
+    tensors.
+    """
+
+    def __init__(self, pool: KVPool, q_heads: int) -> None:
+        self._pool = pool
+        self._heads = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
+
+    def prepare(self, step: AttentionStep) -> StepAttention:
+        """A step of one phase only: PhasedAttention splits a mixed step."""
+        pages_of(self._pool, step)
+        if not step.num_decode:
+            copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
+            return _GatherOnly(CopiedContexts(self._pool, step, copy))
+        decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
+        decode.describe()
+        return decode
+
+
+class _GatherOnly:
+    """Implements StepAttention: copies the contexts, as before the ragged wrapper, and no more."""
+
+    def __init__(self, contexts: CopiedContexts) -> None:
+        self._contexts = contexts
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        self._contexts.gather(layer)
+
+
+def _create_attention(
+    name: str,
+    pool: KVPool,
+    q_heads: int,
+    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL}),
+    added: Sequence[type[AttentionBackend]] = (),
+) -> AttentionBackend:
+    """The backends that create_attention_backend makes on a GPU, with MetaAttention for
+    FlashInfer."""
+    spec = pool.spec
+    needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim, kinds)
+    prefill, decode = (
+        (MetaAttention if issubclass(phase, FlashInferAttention) else phase)(pool, q_heads)
+        for phase in resolve_phases(name, needs, added)
+    )
+    return PhasedAttention(prefill, decode)
+
+
+class DryRunEngine(Engine):
+    """An Engine on the meta device."""
+
+    _resolve_device = staticmethod(lambda config, tp: _META)
+    _build_model = staticmethod(partial(build_model, fill=False))
+    _create_attention = staticmethod(_create_attention)

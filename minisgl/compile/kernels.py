@@ -1,0 +1,72 @@
+"""Fills a kernel cache with all kernels that one configuration of a server runs.
+
+Our Triton kernels: a dry run takes the same steps as a starting server and compiles each kernel
+that they launch (dry_run.py, triton_driver.py). The variants of a kernel depend on shapes, dtypes
+and alignments, which the engine's code decides. A list of them would have to repeat that code.
+
+FlashInfer's kernels: attention names the modules that its backends run, and flashinfer.py builds
+them.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from minisgl.attention import attention_kernels
+from minisgl.compile.dry_run import dry_run
+from minisgl.compile.flashinfer import compile_attention_kernels
+from minisgl.compile.manifest import filling
+from minisgl.compile.triton_driver import compiling, require_triton
+from minisgl.core import ConfigError, EngineConfig
+from minisgl.distributed import TPInfo
+from minisgl.engine.memory import resolve_dtype
+from minisgl.kernel import CompileLog
+from minisgl.kernel.cache import TRITON_FOLDER
+from minisgl.models import load_model_config
+
+logger = logging.getLogger(__name__)
+
+
+def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence[int]) -> None:
+    """Fill the folder config.kernel_cache with the kernels of a server with this configuration.
+
+    max_chunk_tokens  prompt tokens of one step at most, as the engine gets it.
+    archs             GPU architectures, 90 for compute capability 9.0; empty: those of the GPUs of
+                      this machine.
+
+    Needs a C and a C++ compiler, nvcc and ninja; needs no GPU. Reads the model's config and no
+    weights. Call it once in a process, which cannot run kernels afterwards. Raises ConfigError when
+    an argument is wrong, Triton is missing or the folder cannot be written.
+    """
+    if config.kernel_cache is None:
+        raise ConfigError("minisgl compile needs --kernel-cache, the folder to fill")
+    folder = Path(config.kernel_cache).absolute()
+    archs = sorted(set(archs) or _local_archs())
+    if not archs:
+        raise ConfigError("there is no GPU here: say for which to compile, such as --arch 9.0")
+    began_s = time.monotonic()
+    model = load_model_config(config.model_path)
+    dtype = resolve_dtype(config, model, torch.device("cuda"))
+    attention = attention_kernels(config.attention_backend, dtype, model.head_dim, archs)
+    # Checked before the manifest is removed: a folder that is complete stays complete.
+    require_triton()
+    log = CompileLog()
+    with filling(folder, archs, [str(kernel) for kernel in attention]):
+        for arch in archs:
+            for rank in range(config.tp_size):
+                with compiling(folder / TRITON_FOLDER, arch):
+                    log.watch()
+                    dry_run(config, TPInfo(rank, config.tp_size), max_chunk_tokens)
+        log.finish()
+        compile_attention_kernels(folder, attention, archs)
+    logger.info(
+        "kernels compiled folder=%s archs=%s s=%.0f", folder, archs, time.monotonic() - began_s
+    )
+
+
+def _local_archs() -> set[int]:
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return {10 * major + minor for major, minor in capabilities}

@@ -1,0 +1,42 @@
+"""Writes the manifest of a kernel cache, which minisgl.kernel.cache reads."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from minisgl.core import ConfigError
+from minisgl.kernel.cache import MANIFEST, Manifest, current_versions, read_manifest
+
+
+@contextmanager
+def filling(folder: Path, archs: Sequence[int], attention: Collection[str]) -> Iterator[None]:
+    """Remove the manifest of `folder`, run the block, and write a new manifest if it succeeds.
+
+    The new manifest adds `archs` to those of the old one. A FlashInfer module that is compiled
+    again is replaced by one for `archs` alone. If the old manifest is of other versions, its
+    kernels can no longer be found, and the new one does not name them.
+
+    archs      GPU architectures of our Triton kernels and of the FlashInfer modules.
+    attention  the FlashInfer modules, by str(AttentionKernel).
+
+    Raises ConfigError when the folder cannot be written.
+    """
+    path, versions = folder / MANIFEST, current_versions()
+    before = read_manifest(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be filled: {error.strerror}") from None
+    yield
+    if before is None or before.versions != versions:
+        before = Manifest(versions)
+    now = Manifest(
+        versions,
+        sorted({*before.archs, *archs}),
+        before.attention | {name: sorted(archs) for name in attention},
+    )
+    path.with_suffix(".new").write_bytes(msgspec.json.encode(now))
+    path.with_suffix(".new").replace(path)

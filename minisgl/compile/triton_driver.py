@@ -1,0 +1,87 @@
+"""A Triton driver that compiles kernels for a GPU that is not there, and runs none.
+
+At a launch Triton asks its driver for the GPU's architecture, compiles the kernel and a C launcher,
+loads the kernel into the GPU and calls the launcher. This driver names the architecture that it is
+given and skips the last two steps.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from minisgl.core import ConfigError
+
+
+def require_triton() -> None:
+    """Raises ConfigError when Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("triton is not installed (pip install minisgl[gpu])")
+
+
+@contextmanager
+def compiling(folder: Path, arch: int) -> Iterator[None]:
+    """Inside the block, a launch with meta tensors compiles its kernel into `folder`.
+
+    arch: 90 means compute capability 9.0. Needs Triton, a C compiler and a libcuda.so.1 to link
+    against, which may be an empty library; needs neither a GPU nor its driver. Triton keeps this
+    driver afterwards, so the process cannot run kernels any more.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    from minisgl.kernel.triton.folder_cache import fix_platform_key
+
+    fix_platform_key()
+    usual_flags, usual_folder = sys.getdlopenflags(), knobs.cache.dir
+    # Triton's C module is linked to libcuda. Lazy binding loads it although an empty libcuda lacks
+    # the functions, none of which is called.
+    sys.setdlopenflags(os.RTLD_LAZY)
+    knobs.cache.dir = str(folder)
+    try:
+        driver.set_active(_compiling_driver(arch))
+        yield
+    finally:
+        sys.setdlopenflags(usual_flags)
+        knobs.cache.dir = usual_folder
+
+
+def _compiling_driver(arch: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    driver = CudaDriver()
+    compile_launcher = driver.launcher_cls
+
+    def launcher_that_does_nothing(source: Any, metadata: Any) -> Any:
+        compile_launcher(source, metadata)
+        return lambda *args: None
+
+    driver.launcher_cls = launcher_that_does_nothing
+    driver.utils = _DeviceUtils(driver.utils)
+    driver.get_current_target = lambda: GPUTarget("cuda", arch, 32)
+    # Triton keeps compiled kernels by device, so each architecture is a device of its own.
+    driver.get_current_device = lambda: arch
+    driver.get_current_stream = lambda device: 0
+    return driver
+
+
+class _DeviceUtils:
+    """Triton's questions to a device, answered without one."""
+
+    def __init__(self, utils: Any) -> None:
+        self._utils = utils
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._utils, name)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Enough shared memory for every kernel."""
+        return {"max_shared_mem": 2**31 - 1, "multiprocessor_count": 132}
+
+    def load_binary(self, *args: object) -> tuple[int, int, int, int, int]:
+        """Loads nothing: module, function, registers, spills, and 1,024 threads per block."""
+        return 0, 0, 0, 0, 1024

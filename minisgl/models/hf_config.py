@@ -1,0 +1,111 @@
+"""The fields that minisgl reads of config.json and generation_config.json, with their types.
+
+Field names are those of Hugging Face checkpoints. A field that is absent or null has the default
+given here. Fields that are not listed are ignored.
+"""
+
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from minisgl.core import ConfigError
+
+_Fields = TypeVar("_Fields")
+
+Count = Annotated[int, Meta(ge=1)]
+# Numbers are stored or computed in float32.
+Number = Annotated[float, Meta(gt=-(2.0**128), lt=2.0**128)]
+Positive = Annotated[float, Meta(gt=0, lt=2.0**128)]
+
+
+def read_fields(values: Mapping[str, Any], fields: type[_Fields], where: str) -> _Fields:
+    """Convert a JSON object to `fields`, one of the structs below.
+
+    where: the name of the file or object, for the message. Raises ConfigError that names the field.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        return msgspec.convert(given, fields)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$.")
+        name = re.split(r"\W", path)[0]
+        found = f"{name} is {reprlib.repr(given[name])}: " if name else ""
+        raise ConfigError(f"{where}: {found}{problem}") from None
+
+
+class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """config.json of every supported architecture."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    max_position_embeddings: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    rms_norm_eps: Number = 1e-6
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] = []
+    quantization_config: dict[str, Any] | None = None
+    layer_types: Any = None
+    sliding_window: Any = None
+    use_sliding_window: bool = False
+    max_window_layers: Number = 28
+    rope_theta: Number = 10000.0
+    rope_scaling: dict[str, Any] = {}
+    rope_parameters: dict[str, Any] = {}
+    partial_rotary_factor: Number = 1.0
+
+
+class HfMoeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of config.json that only architectures with experts read.
+
+    transformers 5 writes num_local_experts, earlier versions num_experts.
+    """
+
+    num_experts: Count | None = None
+    num_local_experts: Count = 128
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: int | list[int] = []
+
+
+class HfRope(msgspec.Struct, frozen=True, kw_only=True):
+    """Rope settings of all types. rope.py checks that each type has the fields that it needs."""
+
+    rope_theta: Number | None = None
+    partial_rotary_factor: Number = 1.0
+    original_max_position_embeddings: Count | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    attention_factor: Positive | None = None
+    mscale: Number = 0.0
+    mscale_all_dim: Number = 0.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+
+
+class HfGeneration(msgspec.Struct, frozen=True, kw_only=True):
+    """generation_config.json: end-of-sequence ids, and recommended sampling parameters."""
+
+    eos_token_id: int | list[int] = []
+    do_sample: Any = None
+    temperature: Number | None = None
+    top_k: Number | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None

@@ -1,0 +1,33 @@
+"""The MoE backends by name, and the choice between them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from minisgl.core import ConfigError
+from minisgl.moe.base import MoeBackend
+from minisgl.moe.torch_backend import TorchMoe
+from minisgl.moe.triton_backend import TritonMoe
+
+# In the order of preference: auto takes the first that can run.
+MOE_BACKENDS: tuple[type[MoeBackend], ...] = (TritonMoe, TorchMoe)
+
+
+def create_moe_backend(
+    name: str, device: torch.device, added: Sequence[type[MoeBackend]] = ()
+) -> MoeBackend:
+    """Make the backend called `name`, or for auto the first that can run on `device`.
+
+    added: backends from outside. Raises ConfigError that lists the known names, or says why the
+    named backend cannot be used.
+    """
+    known = (*MOE_BACKENDS, *added)
+    for backend in known:
+        if name in ("auto", backend.name):
+            obstacle = backend.obstacle(device)
+            if obstacle is None:
+                return backend(device)
+            if name == backend.name:
+                raise ConfigError(f"MoE backend {name!r} {obstacle}")
+    names = ", ".join(backend.name for backend in known)
+    raise ConfigError(f"MoE backend {name!r} is not known; known: auto, {names}")

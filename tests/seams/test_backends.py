@@ -1,0 +1,122 @@
+"""An attention backend and a MoE backend from outside the package run in a real forward."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.attention import AttentionBackend, AttentionStep, Capabilities, StepAttention
+from minisgl.core import ConfigError, EngineConfig
+from minisgl.distributed import SingleCommunicator
+from minisgl.engine import Engine, Extensions
+from minisgl.kvcache.pool import KVPool
+from minisgl.moe import ExpertWeights, MoeBackend, TorchMoe
+from tests.parity.driver import Driver
+from tests.parity.models import build_model, transformers_greedy
+
+PROMPT = list(range(3, 30))
+
+
+class WrittenOut(AttentionBackend):
+    """Attention as its definition says, one token after the other."""
+
+    name = "written-out"
+    capabilities = Capabilities(dtypes=(torch.float32,), head_dims=(16, 32))
+    prepared = 0
+
+    def __init__(self, pool: KVPool, q_heads: int) -> None:
+        self.pool = pool
+
+    def prepare(self, step: AttentionStep) -> StepAttention:
+        type(self).prepared += 1
+        return WrittenOutStep(self.pool, step)
+
+
+class WrittenOutStep:
+    def __init__(self, pool: KVPool, step: AttentionStep) -> None:
+        self.pool, self.step = pool, step
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        step, size, token = self.step, self.pool.page_size, 0
+        for row, start, length in zip(step.device_rows, step.start, step.lengths, strict=True):
+            for position in range(int(start), int(start + length)):
+                slots = torch.arange(position + 1)
+                slots = step.page_table[row].long()[slots // size] * size + slots % size
+                keys, values = (part.flatten(0, 1)[slots] for part in self.pool.layer(layer))
+                group = q.shape[1] // keys.shape[1]
+                keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
+                weights = torch.einsum("hd,chd->hc", q[token], keys) / q.shape[2] ** 0.5
+                out[token] = torch.einsum("hc,chd->hd", weights.softmax(-1), values)
+                token += 1
+
+
+class CountingMoe(TorchMoe):
+    """The torch backend, which also counts its calls."""
+
+    name = "counting"
+    calls = 0
+
+    def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
+        type(self).calls += 1
+        return super().forward(x, weights, top_k, renormalise)
+
+
+ADDED = Extensions(attention_backends=(WrittenOut,), moe_backends=(CountingMoe,))
+
+
+def engine(path: str, **settings: object) -> Engine:
+    config = EngineConfig(
+        model_path=path, device="cpu", num_pages=64, page_size=4, max_running_reqs=4, **settings
+    )
+    return Engine(config, SingleCommunicator(), extensions=ADDED)
+
+
+@pytest.mark.parametrize("name", ["written-out", "torch,written-out", "written-out,torch"])
+def test_an_attention_backend_from_outside_runs_either_phase(name: str, tmp_path: Path) -> None:
+    path = build_model("qwen3", tmp_path)
+    WrittenOut.prepared = 0
+    driver = Driver(engine(path, attention_backend=name))
+    assert driver.generate(0, PROMPT, 4, chunk=10) == transformers_greedy(path, PROMPT, 4)
+    phases = {"written-out": 6, "torch,written-out": 3, "written-out,torch": 3}
+    assert WrittenOut.prepared == phases[name]
+
+
+def test_its_capabilities_are_compared_with_the_model(tmp_path: Path) -> None:
+    path = build_model("qwen3", tmp_path)
+    with pytest.raises(ConfigError, match="'written-out' cannot be used: it supports float32, not"):
+        engine(path, attention_backend="written-out", dtype="bfloat16")
+    wide = build_model("qwen3-wide", tmp_path)
+    with pytest.raises(ConfigError, match=r"it supports head_dim \(16, 32\), not 128"):
+        engine(wide, attention_backend="written-out")
+    with pytest.raises(ConfigError, match=r"'other' is not known; known: auto, .*, written-out$"):
+        engine(path, attention_backend="other")
+
+
+def test_auto_prefers_the_backends_of_the_package(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = build_model("qwen3", tmp_path)
+    WrittenOut.prepared = 0
+    with caplog.at_level(logging.WARNING):
+        Driver(engine(path)).generate(0, PROMPT, 2)
+    assert WrittenOut.prepared == 0
+    assert not caplog.records, "a CPU falls back to torch without a warning"
+
+
+def test_a_registration_ends_with_its_engine(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model_path=build_model("qwen3", tmp_path), device="cpu", attention_backend="written-out"
+    )
+    with pytest.raises(ConfigError, match="'written-out' is not known"):
+        Engine(config, SingleCommunicator())
+
+
+def test_a_moe_backend_from_outside_runs(tmp_path: Path) -> None:
+    path = build_model("qwen3-moe", tmp_path)
+    CountingMoe.calls = 0
+    driver = Driver(engine(path, moe_backend="counting"))
+    assert issubclass(CountingMoe, MoeBackend)
+    assert driver.generate(0, PROMPT, 3) == transformers_greedy(path, PROMPT, 3)
+    assert CountingMoe.calls == 2 * 3, "two layers in three steps"

@@ -1,0 +1,68 @@
+"""The parts of a dry run that need no Triton. tests/gpu and the image run the whole of it."""
+
+import pytest
+import torch
+
+from minisgl.compile.dry_run import DryRunEngine, HostCopies, MetaAttention, MetaCommunicator
+from minisgl.core import EngineConfig
+from minisgl.demo import model_path
+from minisgl.distributed import TPInfo
+from minisgl.kvcache.pool import KVPool, KVSpec
+
+META = torch.device("meta")
+
+
+def test_a_copy_of_a_meta_tensor_to_the_host_is_zeros() -> None:
+    tokens = torch.empty((2, 3), dtype=torch.int32, device=META)
+    with HostCopies():
+        copy = tokens.to("cpu", non_blocking=True)
+        assert torch.ones(2).to("cpu").tolist() == [1.0, 1.0]
+        assert tokens.to(torch.int64).is_meta
+    assert copy.device.type == "cpu"
+    assert copy.dtype == torch.int32
+    assert copy.tolist() == [[0, 0, 0], [0, 0, 0]]
+    with pytest.raises(NotImplementedError):
+        tokens.to("cpu")
+
+
+@pytest.mark.parametrize(("size", "peers"), [(1, False), (2, True), (3, False), (4, True)])
+def test_a_meta_rank_has_peer_memory_where_a_real_one_may_have_it(size: int, peers: bool) -> None:
+    comm = MetaCommunicator(TPInfo(0, size))
+    assert (comm.peers is not None) == peers
+    gathered = comm.gather(torch.empty((5, 7), device=META))
+    assert (gathered.shape, gathered.is_meta) == ((size, 5, 7), True)
+    assert comm.agree_min(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("flashinfer", ("MetaAttention", "MetaAttention")),
+        ("torch,flashinfer", ("TorchAttention", "MetaAttention")),
+        ("torch", ("TorchAttention", "TorchAttention")),
+    ],
+)
+def test_a_dry_run_replaces_flashinfer_alone(
+    name: str, kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
+    spec = KVSpec(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    pool = KVPool(spec, num_layers=1, num_pages=1, page_size=16, device=META)
+    backend = DryRunEngine._create_attention(name, pool, 4)
+    assert (type(backend.prefill).__name__, type(backend.decode).__name__) == kinds
+    assert MetaAttention(pool, 4).decode_graph(1, step=None) is None
+
+
+def test_the_engine_of_a_dry_run_holds_no_data() -> None:
+    config = EngineConfig(
+        model_path=str(model_path()),
+        num_pages=1,
+        dummy_weight=True,
+        attention_backend="torch",
+        moe_backend="torch",
+    )
+    engine = DryRunEngine(config, MetaCommunicator(TPInfo(0, 1)))
+    assert engine.facts().device == "meta"
+    parameters = list(engine._model.parameters())
+    assert parameters
+    assert all(parameter.is_meta for parameter in parameters)

@@ -1,0 +1,88 @@
+"""The FlashInfer modules that a start compiles, and the lines it logs; FlashInfer is a stand-in."""
+
+import logging
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
+
+FA2 = AttentionKernel("fa2", torch.bfloat16, 128)
+FA3 = AttentionKernel("fa3", torch.bfloat16, 128)
+
+
+@dataclass
+class Spec:
+    """The part of FlashInfer's JitSpec that is used."""
+
+    is_compiled: bool
+    fails: bool = False
+
+    def build(self, verbose: bool) -> None:
+        if self.fails:
+            raise RuntimeError("Ninja build failed.")
+        self.is_compiled = True
+
+
+@pytest.fixture
+def specs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spec]:
+    """FlashInfer's modules by variant; none is compiled."""
+    specs = {name: Spec(is_compiled=False) for name in ("fa2", "fa3")}
+
+    def gen_batch_prefill_module(variant: str, *arguments: object) -> Spec:
+        dtypes = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
+        assert arguments == (*dtypes, 128, 128, 0, False, False, False)
+        return specs[variant]
+
+    env = SimpleNamespace(FLASHINFER_JIT_DIR="/cache/flashinfer/90a/cached_ops")
+    jit = SimpleNamespace(gen_batch_prefill_module=gen_batch_prefill_module, env=env)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(jit=jit))
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
+    return specs
+
+
+def test_a_name_says_variant_dtype_and_head_size() -> None:
+    assert str(FA3) == "fa3 bfloat16 128"
+
+
+def test_each_missing_module_is_announced_with_its_number_and_the_cache(
+    specs: dict[str, Spec], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    compile_missing([FA2, FA3])
+    folder = "/cache/flashinfer/90a/cached_ops"
+    assert caplog.messages == [
+        f"compiling attention kernel 1 of 2: FlashInfer fa2 bfloat16 128 cache={folder}",
+        "compiled attention kernel 1 of 2 s=0",
+        f"compiling attention kernel 2 of 2: FlashInfer fa3 bfloat16 128 cache={folder}",
+        "compiled attention kernel 2 of 2 s=0",
+    ]
+    assert all(spec.is_compiled for spec in specs.values())
+
+
+def test_a_module_that_a_cache_holds_is_not_compiled(
+    specs: dict[str, Spec], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    specs["fa2"] = Spec(is_compiled=True, fails=True)
+    compile_missing([FA2, FA3])
+    assert "attention kernel 1 of 1: FlashInfer fa3 bfloat16 128" in caplog.messages[0]
+    caplog.clear()
+    compile_missing([FA2, FA3])
+    assert caplog.messages == []
+
+
+def test_a_compiler_that_fails_ends_the_start(specs: dict[str, Spec]) -> None:
+    specs["fa3"].fails = True
+    with pytest.raises(RuntimeError, match="Ninja build failed"):
+        compile_missing([FA2, FA3])
+
+
+def test_without_attention_kernels_flashinfer_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    compile_missing([])

@@ -1,0 +1,74 @@
+"""Decoder.forward, the readable path, equals transformers and the parts that graphs run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.attention import AttentionStep, create_attention_backend
+from minisgl.distributed import SingleCommunicator
+from minisgl.kvcache.pool import KVPool
+from minisgl.layers.rotary import rope_table
+from minisgl.models import (
+    CausalLM,
+    ForwardContext,
+    build_model,
+    load_model_config,
+    local_kv_spec,
+)
+from tests.parity.models import build_model as save_random_model
+from tests.parity.models import transformers_logits
+
+CPU = torch.device("cpu")
+PROMPT = list(range(5, 30))
+
+
+def load(path: str) -> tuple[CausalLM, ForwardContext]:
+    """The model, and the context of one prompt in the pages 0, 1, ... of a pool."""
+    config, comm = load_model_config(path), SingleCommunicator()
+    model = build_model(config, path, device=CPU, dtype=torch.float32, comm=comm)
+    spec = local_kv_spec(config, comm, torch.float32)
+    pool = KVPool(spec, num_layers=config.num_kv_layers, num_pages=4, page_size=16, device=CPU)
+    start, lengths = np.zeros(1, dtype=np.int32), np.array([len(PROMPT)], dtype=np.int32)
+    step = AttentionStep(
+        num_decode=0,
+        start=start,
+        lengths=lengths,
+        device_rows=torch.zeros(1, dtype=torch.int32),
+        device_start=torch.from_numpy(start),
+        device_lengths=torch.from_numpy(lengths),
+        page_table=torch.arange(4, dtype=torch.int32)[None],
+    )
+    tokens = torch.arange(len(PROMPT), dtype=torch.int32)
+    table = rope_table(config.rope_theta, config.head_dim, config.rope_scaling, 64, CPU)
+    attention = create_attention_backend("torch", pool, config.q_heads).prepare(step)
+    return model, ForwardContext(tokens, tokens, table, pool, attention)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-linear-biases", "qwen3-moe"])
+@torch.inference_mode()
+def test_forward_gives_hidden_states_of_all_tokens_or_of_some(family: str, tmp_path: Path) -> None:
+    path = save_random_model(family, tmp_path)
+    model, context = load(path)
+    ids, rows = torch.tensor(PROMPT), torch.tensor([3, 24])
+    hidden = model.model(ids, context)
+    expected = transformers_logits(path, PROMPT)
+    torch.testing.assert_close(model.lm_head.logits(hidden), expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(model.model(ids, context, rows), hidden[rows])
+
+
+@torch.inference_mode()
+def test_the_parts_of_a_forward_give_the_same(tmp_path: Path) -> None:
+    model, context = load(save_random_model("qwen3", tmp_path))
+    ids, rows = torch.tensor(PROMPT), torch.tensor([0, 7, 7])
+    attended = model.model.forward_to_last_attention(ids, context)
+    taken = attended.take_rows(rows, SingleCommunicator())
+    assert [part.shape for part in model.model.empty_attended(3)] == [part.shape for part in taken]
+    found = model.model.finish_last_layer(taken)
+    assert torch.equal(found, model.model(ids, context, rows))
+
+
+def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
+    model, _ = load(save_random_model("qwen2-yarn-tied", tmp_path))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
