@@ -123,7 +123,7 @@ class AttentionBackend(ABC):
 
     A subclass sets `name` and `capabilities`, is created from the pool and the number of query
     heads of this rank, and implements `prepare`. A class of our own stands in
-    registry.ATTENTION_BACKENDS; a class from outside is passed in models.Extensions.
+    registry.ATTENTION_BACKENDS; a class from outside is passed in engine.Extensions.
 
     name          the name that users give to --attention-backend.
     decode_with   None, or the name of the backend for decode requests when users name this one

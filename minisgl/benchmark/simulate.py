@@ -67,7 +67,7 @@ class _Pending:
     def wait(self) -> StepResult:
         self._engine.now_s = max(self._engine.now_s, self._end_s) + _HOST_S
         tokens, finite = np.ones(self._reqs, dtype=np.int32), np.ones(self._reqs, dtype=np.bool_)
-        return StepResult(tokens, finite)
+        return StepResult(tokens[:, None], tokens, finite)
 
     def done(self) -> bool:
         return self._engine.now_s >= self._end_s

@@ -16,7 +16,7 @@ from minisgl.moe import MoeBackend, create_moe_backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extensions:
+class ModelExtensions:
     """Implementations from outside this package, which an entry point passes to the engine.
 
     attention_backends  classes to select by their names, as in --attention-backend.
@@ -40,7 +40,7 @@ def build_model(
     dummy_weight: bool = False,
     show_progress: bool = False,
     fill: bool = True,
-    extensions: Extensions | None = None,
+    extensions: ModelExtensions | None = None,
 ) -> CausalLM:
     """Build this rank's share of the model on the meta device, then allocate and fill it.
 
@@ -48,7 +48,7 @@ def build_model(
     instead of the checkpoint's tensors. fill=False: leave the parameters as they are allocated, for
     a device without memory. Raises ConfigError.
     """
-    extensions = extensions or Extensions()
+    extensions = extensions or ModelExtensions()
     moe = create_moe_backend(moe_backend, device, extensions.moe_backends)
     linear = _linear_build(config, comm, dtype, extensions.quantizations)
     with torch.device("meta"):

@@ -1,5 +1,6 @@
 """From a message to a waiting req: the last check of what no rank could survive."""
 
+import msgspec
 import numpy as np
 
 from minisgl.core import InvalidRequest, PromptTooLong
@@ -27,15 +28,15 @@ def accept(message: AddReq, *, vocab_size: int, most_tokens: int, serial: int) -
             f"{most_tokens} tokens that context and KV pool allow",
             param="prompt",
         )
-    seed = message.sampling.seed
+    sampling = message.sampling
+    if sampling.seed is None:  # the front end draws seeds; every rank must use the same one
+        sampling = msgspec.structs.replace(sampling, seed=message.uid)
     return Req(
         uid=message.uid,
         tokens=tokens,
         prompt_len=len(tokens),
         limit=most_tokens if asked is None else needed,
-        sampling=message.sampling,
-        # the front end draws a seed for those who gave none; every rank must use the same
-        seed=message.uid if seed is None else seed,
+        sampling=sampling,
         text=message.text,
         serial=serial,
         cache_salt=message.cache_salt,

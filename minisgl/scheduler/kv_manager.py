@@ -45,7 +45,7 @@ class KVMemory:
         self.cache.lock(match.node)
         own_pages = self.pages_for(len(req.tokens)) - len(match.pages)
         spare = min(1, self.pages_for(req.limit) - self.pages_for(len(req.tokens)))
-        growing = table.rows.out & (table.num_pages * self.page_size < table.limit)
+        growing = table.rows.out & (table.pages.counts * self.page_size < table.limit)
         needed = own_pages + spare + int(growing.sum())
         fits = needed <= self.pool.num_free + self.cache.evictable_pages
         pages = self.try_allocate(own_pages) if fits else None
@@ -69,7 +69,7 @@ class KVMemory:
         if num_pages <= req.tree_pages or not self._publishes:
             return
         key = table.tokens[row, : num_pages * self.page_size]
-        mine = table.page_table[row, :num_pages]
+        mine = table.pages.entries[row, :num_pages]
         fence = int(table.last_step[row])
         node, pages = self.cache.insert(key, mine, req.cache_salt)
         self.cache.lock(node)
@@ -79,7 +79,7 @@ class KVMemory:
         duplicates = mine[own & (pages != mine)].copy()
         mine[:] = pages
         if len(duplicates):
-            table.clean_pages[row] = min(int(table.clean_pages[row]), req.tree_pages)
+            table.pages.sent[row] = min(int(table.pages.sent[row]), req.tree_pages)
         req.node, req.tree_pages = node, num_pages
         self.pool.release(duplicates, fence)
 
@@ -87,7 +87,7 @@ class KVMemory:
         """Take row and pages from `req`; its first `cached_tokens` tokens go to the cache."""
         self.publish(req, table, cached_tokens)
         row, fence = req.row, int(table.last_step[req.row])
-        own = table.page_table[row, req.tree_pages : table.num_pages[row]].copy()
+        own = table.pages.of_row(row)[req.tree_pages :].copy()
         self.pool.release(own, fence)
         assert req.node is not None, "a running req has a node: this is a bug"
         self.cache.unlock(req.node, fence)
@@ -109,7 +109,7 @@ class KVMemory:
         self.cache.check_integrity()
         table.check_integrity()
         running = [req for req in table.reqs if req is not None]
-        own = [table.page_table[r.row, r.tree_pages : table.num_pages[r.row]] for r in running]
+        own = [table.pages.of_row(req.row)[req.tree_pages :] for req in running]
         owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
         if len(np.unique(owned)) != len(owned):
             raise InvariantBroken("two reqs own the same page; this is a bug")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from minisgl.core import FinishReason, Int32Array, SamplingParams
 from minisgl.kvcache import RadixNode
@@ -33,6 +34,7 @@ class Req:
                    cache's, the others this req's own.
     ending         why it is to end; one in state ENDING without is preempted and waits again.
     cache_salt     reqs of another salt do not share its prefix.
+    logit_states   state of each logits processor for this req; None if none edits its logits.
     prompt_reported  prompt tokens whose log-probabilities have been sent.
     cached_tokens  prefix hit of the first admission, which is what the client is told.
     admitted_s     when that was, as in Opened; 0 before.
@@ -43,10 +45,10 @@ class Req:
     prompt_len: int
     limit: int
     sampling: SamplingParams
-    seed: int
     text: TextSpec | None
     serial: int
     cache_salt: str = ""
+    logit_states: tuple[Any, ...] | None = None
     state: ReqState = ReqState.WAITING
     to_compute: int = 0
     row: int = -1

@@ -23,6 +23,7 @@ from minisgl.core import (
     RequestError,
     SchedulerConfig,
 )
+from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.message import (
     AbortReq,
     AddReq,
@@ -65,19 +66,23 @@ class Scheduler:
         inbox: Inbox,
         send: Callable[[StepOutput], object],
         clock: Callable[[], float] = time.monotonic,
+        extensions: Extensions = DEFAULT_EXTENSIONS,
     ) -> None:
-        """send: takes what came out of an iteration, and never blocks."""
+        """send: takes what came out of an iteration, and never blocks. extensions: the engine's."""
         self._engine = engine
         self._config = config
         self._plan_hash: int | None = None
         self._inbox = inbox
+        self._extensions = extensions
         self._send = send
         self._eos: Int32Array = np.array(eos_token_ids, dtype=np.int32)
         max_pages = -(-engine.max_seq_len // engine.page_size)
-        self.table = RequestTable(engine.max_running_reqs, engine.max_seq_len, max_pages)
+        self.table = RequestTable(
+            engine.max_running_reqs, engine.max_seq_len, max_pages, extensions.sampling_columns
+        )
         publishes = config.cache_type != "naive"
         self.memory = KVMemory(engine.page_size, engine.num_pages, publishes)
-        self.planner = Planner(config, self.memory, self.table, eos_token_ids)
+        self.planner = Planner(config, self.memory, self.table)
         most_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._accept = partial(accept, vocab_size=vocab_size, most_tokens=most_tokens)
         self._serial = 0
@@ -169,6 +174,7 @@ class Scheduler:
             if message.uid in self._reqs:
                 raise InvalidRequest(f"uid {message.uid} is in use")
             req = self._accept(message, serial=self._serial)
+            req.logit_states = self._extensions.open_states(req.sampling)
         except RequestError as error:
             self._outputs.refuse(message, error)
             return

@@ -34,7 +34,7 @@ class StepMeter:
         now_s, started_s = self.clock(), max(self._launched_s.popleft(), self._ended_s)
         self._ended_s = now_s
         reqs, chunk_tokens = batch.num_reqs, batch.num_prefill_tokens
-        tokens = batch.num_decode + chunk_tokens
+        tokens = batch.num_decode_tokens + chunk_tokens
         name = "decode" if not chunk_tokens else "mixed" if batch.num_decode else "prefill"
         phase = self._phases[name]
         phase.graph_steps += by_graph

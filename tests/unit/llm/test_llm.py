@@ -9,7 +9,7 @@ import pytest
 
 from minisgl.core import ConfigError, FinishReason, InvalidRequest, OutOfMemory, SamplingParams
 from minisgl.engine import Engine
-from minisgl.engine.pending import LaunchedStep
+from minisgl.engine.model_runner import LaunchedStep
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
 from minisgl.scheduler.kv_manager import KVMemory

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from minisgl.core import ConfigError, EngineConfig
-from minisgl.engine.settings import resolve_max_seq_len
+from minisgl.engine.memory import resolve_max_seq_len
 from minisgl.layers.rotary import LinearRope, Llama3Rope, YarnRope, rope_table
 from minisgl.models import ModelConfig, load_model_config, model_config_from
 
