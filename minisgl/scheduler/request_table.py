@@ -14,7 +14,7 @@ from minisgl.scheduler.request import Req
 class RequestTable:
     """Rows 0 to R-1 and their columns. A row belongs to at most one request.
 
-    rows          the free rows; rows.out[row] is True while the row belongs to a request.
+    rows          the free rows; rows.allocated[row] is True while the row belongs to a request.
     pages         the page table of the rows.
     tokens        int32 [R, max_seq_len]; prompt and known outputs.
     known         int32 [R]; tokens whose ids the host has.
@@ -78,8 +78,8 @@ class RequestTable:
         self.pages.open_row(row, pages)
         self.known[row] = self.prefill_end[row] = length
         self.computed[row] = computed
-        self.limit[row] = req.limit
-        self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.limit)
+        self.limit[row] = req.max_total_tokens
+        self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.max_total_tokens)
         self.obeys_eos[row] = not sampling.ignore_eos
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.edits_logits[row] = req.logit_states is not None
@@ -105,7 +105,7 @@ class RequestTable:
         """Raise InvariantBroken unless each row is free, fenced, or its request's own."""
         self.rows.check_integrity()
         owned = [row for row, req in enumerate(self.reqs) if req is not None]
-        if owned != np.flatnonzero(self.rows.out).tolist():
+        if owned != np.flatnonzero(self.rows.allocated).tolist():
             raise InvariantBroken("a row is lost or has two owners; this is a bug")
         if any(req is not None and req.row != row for row, req in enumerate(self.reqs)):
             raise InvariantBroken("a request has the wrong row number; this is a bug")

@@ -30,7 +30,7 @@ def read_result(
     Tokens behind the one that ends a request are dropped. Draft tokens that the step did not accept
     are taken off table.computed, so that the row forwards these positions again.
     """
-    sampled = batch.samples & table.rows.out[batch.rows]
+    sampled = batch.samples & table.rows.allocated[batch.rows]
     broken = batch.rows[sampled & ~result.finite]
     sampled &= result.finite
     rows: Int32Array = batch.rows[sampled]
