@@ -21,7 +21,7 @@ class LayerKind(StrEnum):
 
 
 class AttentionNeeds(NamedTuple):
-    """What a model asks of an attention backend. dtype: of the keys and values in the pool."""
+    """The requirements of a model. dtype: of the keys and values in the pool."""
 
     device: torch.device
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class AttentionNeeds(NamedTuple):
 
 
 class Capabilities(NamedTuple):
-    """What an attention backend can compute. An empty tuple means no restriction.
+    """The models that an attention backend supports. An empty tuple means no restriction.
 
     devices    torch device types.
     dtypes     of keys and values. A backend for an FP8 KV cache lists the FP8 dtype.
@@ -123,7 +123,7 @@ class AttentionBackend(ABC):
 
     A subclass sets `name` and `capabilities`, is created from the pool and the number of query
     heads of this rank, and implements `prepare`. A class of our own stands in
-    registry.ATTENTION_BACKENDS; a class from outside is passed in models.Extensions.
+    registry.ATTENTION_BACKENDS; a class from outside is passed in engine.Extensions.
 
     name          the name that users give to --attention-backend.
     decode_with   None, or the name of the backend for decode requests when users name this one

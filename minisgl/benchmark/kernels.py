@@ -194,7 +194,7 @@ def _sample(
             min_p=filled(0.0),
             seed=_integers(2**31 - 1, rows).long(),
             position=_integers(1000, rows),
-            draws=temperature > 0,
+            any_random=temperature > 0,
             filters=top_k > 0 or top_p < 1,
         )
         return lambda: kernel.sample(logits, params)

@@ -15,7 +15,7 @@ Make = Callable[[], Callable[[], object]]
 
 
 class GroupedMm(MoeBackend):
-    """Experts by torch's grouped matrix product, for comparison."""
+    """Implements MoeBackend with torch's grouped matrix product, for comparison."""
 
     name = "torch grouped_mm"
 

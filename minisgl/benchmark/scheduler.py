@@ -53,9 +53,8 @@ class _Done:
     """Implements core.PendingStep; its result is there at once."""
 
     def __init__(self, num_reqs: int) -> None:
-        self._result = StepResult(
-            np.ones(num_reqs, dtype=np.int32), np.ones(num_reqs, dtype=np.bool_)
-        )
+        ones = np.ones(num_reqs, dtype=np.int32)
+        self._result = StepResult(ones[:, None], ones, np.ones(num_reqs, dtype=np.bool_))
 
     def wait(self) -> StepResult:
         return self._result

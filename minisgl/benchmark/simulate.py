@@ -70,8 +70,8 @@ class _Pending:
 
     def wait(self) -> StepResult:
         self._engine.now_s = max(self._engine.now_s, self._end_s) + _HOST_S
-        tokens = np.ones(self._num_reqs, dtype=np.int32)
-        return StepResult(tokens, finite=np.ones(self._num_reqs, dtype=np.bool_))
+        ones = np.ones(self._num_reqs, dtype=np.int32)
+        return StepResult(ones[:, None], ones, finite=np.ones(self._num_reqs, dtype=np.bool_))
 
     def done(self) -> bool:
         return self._engine.now_s >= self._end_s

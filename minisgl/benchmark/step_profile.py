@@ -17,7 +17,15 @@ from minisgl.benchmark.all_reduce import run_ranks
 from minisgl.benchmark.flag_types import natural, whole
 from minisgl.benchmark.floor import Ceilings, cost_of, load_shape, reduce_s
 from minisgl.benchmark.models import SHAPES
-from minisgl.core import Batch, ConfigError, EngineConfig, Int32Array, SamplingArrays
+from minisgl.core import (
+    Batch,
+    ConfigError,
+    EngineConfig,
+    Int32Array,
+    PageUpdates,
+    SamplingParams,
+    sampling_arrays,
+)
 from minisgl.distributed import Communicator, SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.models import ModelConfig
@@ -50,9 +58,13 @@ def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
     if pages.sum() > engine.num_pages:
         raise ConfigError(f"{pages.sum()} KV pages are needed, the pool has {engine.num_pages}")
     rows = np.arange(num_reqs, dtype=np.int32)
-    first = step == 0
     order = np.random.default_rng(0).permutation(engine.num_pages)[: pages.sum()]
     empty = np.zeros(0, dtype=np.int32)
+    updates = PageUpdates(empty, empty, empty)
+    if step == 0:
+        cols = np.concatenate([np.arange(count, dtype=np.int32) for count in pages])
+        updates = PageUpdates(np.repeat(rows, pages), cols, order.astype(np.int32))
+    params = [SamplingParams(temperature=0.6, seed=seed) for seed in range(num_reqs)]
     return Batch(
         step_id=step,
         num_decode=num_reqs,
@@ -61,16 +73,8 @@ def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
         lengths=np.ones(num_reqs, dtype=np.int32),
         samples=np.ones(num_reqs, dtype=np.bool_),
         chunk_ids=empty,
-        page_rows=np.repeat(rows, pages) if first else empty,
-        page_cols=np.concatenate([np.arange(n, dtype=np.int32) for n in pages]) if first else empty,
-        page_ids=order.astype(np.int32) if first else empty,
-        sampling=SamplingArrays(
-            temperature=np.full(num_reqs, 0.6, dtype=np.float32),
-            top_k=np.zeros(num_reqs, dtype=np.int32),
-            top_p=np.ones(num_reqs, dtype=np.float32),
-            min_p=np.zeros(num_reqs, dtype=np.float32),
-            seed=np.arange(num_reqs, dtype=np.int64),
-        ),
+        page_updates=updates,
+        sampling=sampling_arrays(params),
     )
 
 

@@ -22,7 +22,7 @@ from minisgl.compile.manifest import filling
 from minisgl.compile.triton_driver import compiling, require_triton
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed import TPInfo
-from minisgl.engine.settings import resolve_dtype
+from minisgl.engine.memory import resolve_dtype
 from minisgl.kernel import CompileLog
 from minisgl.kernel.cache import TRITON_FOLDER
 from minisgl.models import load_model_config

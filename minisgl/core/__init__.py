@@ -1,6 +1,20 @@
-"""The words of the domain: requests, batches, settings, errors. Nothing here loads torch."""
+"""Types that several packages share: sampling parameters, batches, settings, errors.
 
-from minisgl.core.batch import Batch, EngineLike, PendingStep, SamplingArrays, StepResult
+Nothing here imports torch.
+"""
+
+from minisgl.core.batch import (
+    Batch,
+    EditedReq,
+    EngineLike,
+    HostLogprobs,
+    Int32Array,
+    Logprobs,
+    LogprobsRequest,
+    PageUpdates,
+    PendingStep,
+    StepResult,
+)
 from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig
 from minisgl.core.errors import (
     Cancelled,
@@ -17,40 +31,51 @@ from minisgl.core.errors import (
     Unsupported,
     WorkerDied,
 )
-from minisgl.core.extras import Int32Array, LogitEdits, PromptLogprobs, StepExtras, StepLogprobs
-from minisgl.core.sampling import MAX_SEED, FinishReason, SamplingParams
+from minisgl.core.sampling import (
+    MAX_SEED,
+    SAMPLING_COLUMNS,
+    Column,
+    FinishReason,
+    SamplingArrays,
+    SamplingParams,
+    sampling_arrays,
+)
 from minisgl.core.step_cost import StepCost, step_sizes
 
 __all__ = [
     "MAX_SEED",
+    "SAMPLING_COLUMNS",
     "Batch",
     "Cancelled",
+    "Column",
     "ConfigError",
     "DeadlineExceeded",
+    "EditedReq",
     "EngineConfig",
     "EngineError",
     "EngineLike",
     "FinishReason",
+    "HostLogprobs",
     "Int32Array",
     "InvalidRequest",
     "InvariantBroken",
-    "LogitEdits",
+    "Logprobs",
+    "LogprobsRequest",
     "MinisglError",
     "ModelFacts",
     "OutOfMemory",
     "Overloaded",
+    "PageUpdates",
     "PendingStep",
-    "PromptLogprobs",
     "PromptTooLong",
     "RequestError",
     "SamplingArrays",
     "SamplingParams",
     "SchedulerConfig",
     "StepCost",
-    "StepExtras",
-    "StepLogprobs",
     "StepResult",
     "Unsupported",
     "WorkerDied",
+    "sampling_arrays",
     "step_sizes",
 ]

@@ -1,4 +1,4 @@
-"""Settings of the engine and the scheduler: built once, complete, and never edited."""
+"""Settings of the engine and the scheduler. They are built once, complete, and never edited."""
 
 import msgspec
 
@@ -6,10 +6,12 @@ from minisgl.core.errors import ConfigError
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine (all of its tensor-parallel ranks share these values).
+    """Settings of one engine. All of its tensor-parallel ranks have the same values.
 
-    model_path is a local folder; cpu_kv_bytes the size of the KV pool on a CPU when num_pages is
-    None. What the others mean is told by their flags in server/flags.toml.
+    model_path    a local folder.
+    cpu_kv_bytes  size of the KV pool on a CPU; not used when num_pages is set.
+
+    server/flags.toml describes the other settings, beside their flags.
     """
 
     model_path: str
@@ -29,19 +31,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernel_cache: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError; what depends on the model or the machine is the engine's to refuse."""
+        """Raise ConfigError for a value that no model and no machine can use.
+
+        The engine refuses values that this model or this machine cannot use.
+        """
         for name in ("tp_size", "max_running_reqs", "page_size", "num_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1")
         if self.max_running_reqs > 8192:
-            raise ConfigError("max_running_reqs must be at most 8192, for which kernels are made")
+            raise ConfigError("max_running_reqs must be at most 8192, the limit of the kernels")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size {self.page_size} is not a power of two")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy of the scheduler, as told by flags.toml and server/env.py."""
+    """Policy of the scheduler. server/flags.toml and server/env.py describe each setting."""
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 16.0
@@ -50,7 +55,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     check_plans: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError."""
+        """Raise ConfigError for a value out of range."""
         if self.prefill_budget_tokens < 1:
             raise ConfigError("prefill_budget_tokens must be at least 1")
         if self.cache_type not in ("radix", "naive"):
@@ -58,9 +63,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front end must know of a loaded engine (it never opens the model itself).
+    """Properties of a loaded engine that the front end needs. It does not open the model itself.
 
-    sampling_defaults: values of SamplingParams that the model's author recommends, by their names.
+    max_seq_len         limit of prompt and output tokens together.
+    kv_capacity_tokens  tokens that fit into the KV pool.
+    sampling_defaults   values that the model's author recommends, by their names in SamplingParams.
     """
 
     max_seq_len: int

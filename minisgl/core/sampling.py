@@ -1,46 +1,60 @@
-"""Sampling parameters of one request, already validated and with every default filled in."""
+"""Sampling parameters of a request, and the columns in which they travel to the device.
+
+A parameter that the sampler needs for each row of a step is one entry of `SAMPLING_COLUMNS`. The
+request table, the packed buffer of a step, its padding and its views on the device follow from
+that list; beside it only `SamplingParams`, the sampler and its kernel name the parameter.
+"""
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from minisgl.core.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
-MAX_LOGPROBS = 20  # most likely tokens reported per token
+MAX_LOGPROBS = 20  # limit of the most likely tokens that are reported with one token
 
 
 class FinishReason(StrEnum):
     """Why a request ended. Each request ends exactly once."""
 
-    STOP = "stop"  # an EOS id, a stop token id or a stop string
-    LENGTH = "length"  # max_tokens or the context length
-    ABORT = "abort"  # the client went away, or asked for it
-    ERROR = "error"  # this request alone failed
+    STOP = "stop"  # it produced an EOS id, a stop token id or a stop string
+    LENGTH = "length"  # it reached max_tokens or the context length
+    ABORT = "abort"  # the client disconnected or aborted the request
+    ERROR = "error"  # this request failed; other requests go on
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose the next tokens.
+    """How the next tokens of one request are sampled; complete, with every default filled in.
 
-    temperature    0 means greedy; otherwise logits are divided by it.
+    temperature    0 means greedy; otherwise the logits are divided by it.
     top_k          keep the k most likely tokens; 0 or -1 keeps all.
-    top_p          keep the smallest set whose probability reaches top_p, in (0, 1].
+    top_p          keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
     min_p          drop tokens less likely than min_p times the most likely one, in [0, 1].
-    seed           a draw depends only on (seed, position of the token); None: drawn at admission.
-    max_tokens     output tokens at most; None: as many as context and KV pool allow.
-    min_tokens     EOS and stop token ids cannot be chosen before this many output tokens.
+    seed           a random draw depends only on the seed and the token's position. None: the front
+                   end draws a seed.
+    max_tokens     limit of output tokens; None: as many as context and KV pool allow.
+    min_tokens     EOS and stop token ids cannot be sampled before this many output tokens.
     ignore_eos     the model's EOS ids do not end the request.
     stop_token_ids further ids that end the request.
-    frequency_penalty, presence_penalty
-                   subtracted from the logit of a token per occurrence, or once, in the output.
+    frequency_penalty
+                   subtracted from a token's logit for each occurrence in the output.
+    presence_penalty
+                   subtracted once from the logit of each token that occurs in the output.
     repetition_penalty
                    above 1 makes tokens of prompt and output less likely; 1 is off.
     logit_bias     added to the logits of these ids.
-    logprobs       report the log-probability of each token and of this many most likely ones.
+    logprobs       report the log-probability of each output token, and of this many most likely
+                   tokens at its position; None: report nothing.
     prompt_logprobs
                    the same for each prompt token but the first.
     """
@@ -61,22 +75,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
-    @property
-    def has_penalties(self) -> bool:
-        """Some logit depends on which tokens have occurred."""
-        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
-
-    @property
-    def has_extras(self) -> bool:
-        """The engine must do more than choose a token by temperature and filters."""
-        asks = self.logprobs is not None or self.prompt_logprobs is not None
-        return asks or self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
-
     def seeded(self) -> "SamplingParams":
-        """With a fresh seed where none is given: two requests for the same thing differ.
+        """Return these parameters with a random seed where none is given.
 
-        From the system's randomness: a seed that counts up would give the same answers again after
-        every restart.
+        Two equal requests without a seed then get different answers. The seed comes from the
+        system's randomness: a counter would repeat the same answers after every restart.
         """
         if self.seed is not None:
             return self
@@ -86,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Raise InvalidRequest that names the first parameter out of its range."""
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # nor is NaN
+            if value is not None and not low <= value <= high:  # also true for NaN
                 above = f"at least {low}" if high == math.inf else f"from {low} to {high}"
                 raise InvalidRequest(f"{name} must be {above}", param=name)
         if not self.top_p > 0:
@@ -100,11 +103,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if max(token_ids, default=0) >= vocab_size:
                 raise InvalidRequest(f"{name} must have token ids below {vocab_size}", param=name)
         if not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
-            text = "logit_bias must have values from -100 to 100"
-            raise InvalidRequest(text, param="logit_bias")
+            raise InvalidRequest("logit_bias must have values from -100 to 100", param="logit_bias")
 
 
-# Both ends belong to them.
+# The smallest and the largest valid value.
 _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "temperature": (0, 2),
@@ -116,8 +118,45 @@ _RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "min_tokens": (0, math.inf),
         "frequency_penalty": (-2, 2),
         "presence_penalty": (-2, 2),
-        "repetition_penalty": (0.01, 100),  # much smaller ones would make logits infinite
+        "repetition_penalty": (0.01, 100),  # a logit divided by a smaller value may overflow
         "logprobs": (0, MAX_LOGPROBS),
         "prompt_logprobs": (0, MAX_LOGPROBS),
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A sampling parameter with one value for each row of a step.
+
+        Column("boost", np.float32, neutral=0, read=attrgetter("boost"))
+
+    name     key of the column in Batch.sampling and in the views of the packed buffer.
+    dtype    np.int32, np.float32 or np.int64.
+    neutral  value of rows without a request. Padding rows have it as well, so it must ask the
+             sampler for as little as possible (temperature 0: greedy).
+    read     returns the value of a request's parameters.
+    """
+
+    name: str
+    dtype: type[np.int32 | np.float32 | np.int64]
+    neutral: float
+    read: Callable[[Any], float]
+
+
+SamplingArrays = Mapping[str, NDArray[Any]]  # of B requests, by the name of the column
+
+SAMPLING_COLUMNS: tuple[Column, ...] = (
+    Column("temperature", np.float32, 0, attrgetter("temperature")),
+    Column("top_k", np.int32, 0, lambda params: max(params.top_k, 0)),
+    Column("top_p", np.float32, 1, attrgetter("top_p")),
+    Column("min_p", np.float32, 0, attrgetter("min_p")),
+    Column("seed", np.int64, 0, attrgetter("seed")),
+)
+
+
+def sampling_arrays(
+    params: Sequence[SamplingParams], columns: Sequence[Column] = SAMPLING_COLUMNS
+) -> SamplingArrays:
+    """Return the columns of these requests, one value for each. Every seed must be set."""
+    return {c.name: np.array([c.read(one) for one in params], dtype=c.dtype) for c in columns}

@@ -1,4 +1,4 @@
-"""What a step costs, as a formula small enough to ask at every step. No torch in here."""
+"""The predicted time of a step: a formula cheap enough to evaluate several times in each step."""
 
 from bisect import bisect_left
 
@@ -6,24 +6,25 @@ import msgspec
 
 
 def step_sizes(largest: int) -> list[int]:
-    """Numbers of tokens, up to `largest`, that a step with prompt tokens had better have.
+    """Return the numbers of tokens, up to `largest`, that suit a step with prompt tokens.
 
-    Matrix kernels take whole tiles, of 128 rows beyond 256 (448 take what 512 do); coarser where a
-    step takes long. On a GPU steps of up to 4,096 tokens are padded to these
-    (engine/piecewise_graph.py), so that a chunk should fill one.
+    Matrix kernels compute whole tiles, of 128 rows beyond 256 rows: 448 tokens take as long as 512.
+    Larger sizes lie further apart. On a GPU, steps of up to 4,096 tokens are padded to these sizes
+    (engine/piecewise_graph.py), so a chunk should fill one of them.
     """
     sizes = [16, 32, *range(64, 384, 64), *range(384, 1024, 128), *range(1024, 2048, 256)]
     return [size for size in (*sizes, *range(2048, largest + 1, 512)) if size <= largest]
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one forward step, from steps that the engine timed at start.
+    """Predicts the seconds of one forward step, from steps that the engine timed at start.
 
-    tokens            numbers of tokens, decode or prefill, rising.
-    seconds           what a step of so many tokens takes without attention; never falling.
-    per_decode_key_s  for each key that a decode req attends to: its context length.
-    per_prefill_pair_s  for each (query token, key) pair of a chunk, about length * (start +
-                      length / 2). Its keys serve all its tokens: a fiftieth of the other on a GPU.
+    tokens              rising numbers of tokens, decode and prefill together.
+    seconds             time of a step of so many tokens without attention; never falling.
+    per_decode_key_s    seconds for each key that a decode request attends to: its context length.
+    per_prefill_pair_s  seconds for each pair of query token and key of a chunk. A chunk has about
+                        length * (start + length / 2) pairs. A pair costs about a fiftieth of a
+                        decode key on a GPU, because all tokens of a chunk share its keys.
     """
 
     tokens: tuple[int, ...]
@@ -32,9 +33,9 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     per_prefill_pair_s: float
 
     def predict_s(self, tokens: int, decode_keys: int, prefill_pairs: int) -> float:
-        """Predicted seconds of a step; 0 tokens cost nothing since no step is launched.
+        """Return the predicted seconds of a step; 0.0 for 0 tokens, since no step is launched.
 
-        Straight lines between the sizes; more than the largest cost in proportion to it.
+        The prediction is linear between two sizes, and proportional beyond the largest size.
         """
         if tokens == 0:
             return 0.0
@@ -51,7 +52,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return price + attention
 
     def __str__(self) -> str:
-        """KEY_NS,PAIR_NS,TOKENS:MS,...: as in the log, and as `minisgl bench simulate` takes it."""
+        """Return "KEY_NS,PAIR_NS,TOKENS:MS,...", as in the log and in `minisgl bench simulate`."""
         terms = [f"{self.per_decode_key_s * 1e9:.2f}", f"{self.per_prefill_pair_s * 1e9:.4f}"]
         prices = zip(self.tokens, self.seconds, strict=True)
         return ",".join(terms + [f"{tokens}:{price * 1e3:.3f}" for tokens, price in prices])

@@ -1,6 +1,7 @@
-"""The engine: one tensor-parallel worker that runs the steps it is given."""
+"""The engine: one tensor-parallel worker that runs the forward steps planned by the scheduler."""
 
 from minisgl.engine.engine import Engine
-from minisgl.engine.settings import resolve_device
+from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
+from minisgl.engine.memory import resolve_device
 
-__all__ = ["Engine", "resolve_device"]
+__all__ = ["DEFAULT_EXTENSIONS", "Engine", "Extensions", "resolve_device"]

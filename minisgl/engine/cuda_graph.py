@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: one for token gather to logits and two for the sampler, by size.
+"""CUDA graphs of decode steps, by number of requests: one of the forward, two of the sampler.
 
-One more, from the last attention to logits, is for steps with prompts: cuBLAS would load kernels
-when a number of rows first came, which takes 0.1 s. All graphs share one memory pool and run one
-after the other on the engine's stream.
+A further graph for each size runs from the last attention to the logits. Steps with prompts use it,
+because cuBLAS takes 0.1 s to load kernels for a number of rows that it sees for the first time. All
+graphs share one memory pool and run one after the other on the engine's stream.
 """
 
 from bisect import bisect_left
@@ -17,29 +17,33 @@ from tqdm import tqdm
 
 from minisgl.attention import DecodeGraphAttention
 from minisgl.core import Batch
-from minisgl.engine.inputs import pad
-from minisgl.engine.model_runner import DeviceState
-from minisgl.kernel import StepLayout, StepViews
+from minisgl.engine.model_runner import ModelRunner, pad
+from minisgl.engine.sampler import SamplingKind, sample_tokens
+from minisgl.kernel import StepLayout
 from minisgl.models import Attended
 
-_STEP = 16  # distance of sizes; matrix kernels work on tiles of 16 rows or more
-_MOST_PAGE_UPDATES = 4096  # of one decode step that runs as a graph; usual is one a req, or none
+_STEP = 16  # distance of two sizes; matrix kernels compute tiles of 16 rows or more
+_MAX_PAGE_UPDATES = 4096  # of one decode step that runs as a graph; usual is at most one a request
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Batch sizes to capture, up to `largest`: 1, 2, 4, 8, then multiples of 16."""
+    """Return the batch sizes to capture, up to `largest`: 1, 2, 4, 8, then multiples of 16."""
     sizes = [size for size in (1, 2, 4, 8) if size < largest]
     return [*sizes, *range(_STEP, largest, _STEP), largest] if largest > 0 else []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGraph:
-    """A decode step of `size` reqs over fixed tensors. What it reads lies in DecodeGraphs.buffer.
+    """A decode step of `size` requests over tensors of fixed addresses.
 
-    attention  held because its tensors are read too.
-    forward    writes `logits` [size, n], as LMHead.logits.
-    finish     for any step: `logits` of the first tokens of DecodeGraphs.attended.
-    plain, filtered   write `chosen` int32 [2, size], as DeviceState.choose, of `logits`.
+    It reads its inputs from DecodeGraphs.buffer.
+
+    attention    kept alive because the graphs read its tensors.
+    forward      writes `logits`, [size, n] of this rank's ids.
+    finish       writes `logits` for the first `size` rows of DecodeGraphs.attended.
+    plain, filtered
+                 the sampler without and with filters: read `logits`, write `next_tokens`.
+    next_tokens  int32 [2, size], as sampler.sample_tokens returns it.
     """
 
     size: int
@@ -49,29 +53,35 @@ class DecodeGraph:
     logits: Tensor
     plain: torch.cuda.CUDAGraph
     filtered: torch.cuda.CUDAGraph
-    chosen: Tensor
+    next_tokens: Tensor
+
+    def sample(self, filters: bool) -> Tensor:
+        """Sample from `logits`, and return next_tokens."""
+        (self.filtered if filters else self.plain).replay()
+        return self.next_tokens
 
 
 class DecodeGraphs:
-    """Graphs of several sizes over one set of fixed buffers.
+    """The graphs of all sizes, over one set of buffers.
 
-    buffer    int32 on the device; a decode step's packed inputs go to its beginning.
-    attended  of `largest` tokens: what DecodeGraph.finish reads.
-    memory    the pool that all of them share.
-    graphs    by rising size; empty where the attention backend cannot be captured.
+    buffer    int32 on the device; the packed buffer of a decode step is copied to its beginning.
+    attended  the input of DecodeGraph.finish, with rows for the largest size.
+    memory    the memory pool that all graphs share.
+    graphs    by rising size; empty if the attention backend cannot be captured.
     """
 
-    def __init__(self, state: DeviceState, sizes: Sequence[int], show_progress: bool) -> None:
-        self._state = state
+    def __init__(self, runner: ModelRunner, sizes: Sequence[int], show_progress: bool) -> None:
+        """Capture graphs of these sizes on the current stream. Blocks the host."""
+        self._runner = runner
         largest = max(sizes, default=0)
-        device = state.device
-        capacity = StepLayout(largest, _MOST_PAGE_UPDATES, 0).size
+        device = runner.device
+        capacity = StepLayout(largest, _MAX_PAGE_UPDATES, 0, runner.columns).size
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=device)
-        width, dtype = state.model.lm_head.shard.local, state.model.lm_head.weight.dtype
+        width, dtype = runner.model.lm_head.shard.local, runner.model.lm_head.weight.dtype
         self._logits = torch.zeros((largest, width), dtype=dtype, device=device)
-        self._chosen = torch.zeros(2 * largest, dtype=torch.int32, device=device)
-        self.attended = state.model.model.empty_attended(largest)
+        self._next_tokens = torch.zeros(2 * largest, dtype=torch.int32, device=device)
+        self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[DecodeGraph] = []
         bar = tqdm(
@@ -85,19 +95,26 @@ class DecodeGraphs:
                 break
             self.graphs.insert(0, graph)
 
-    def pick(self, batch: Batch) -> DecodeGraph | None:
-        """The smallest graph that can run this step, if it is a decode step."""
-        if batch.num_decode < batch.num_reqs or len(batch.page_ids) > _MOST_PAGE_UPDATES:
+    def pick(self, batch: Batch, num_decode_tokens: int) -> DecodeGraph | None:
+        """Return the smallest graph that can run this step; None if none can.
+
+        A graph runs steps in which every request decodes one token.
+        """
+        one_token_each = batch.num_decode == batch.num_reqs == num_decode_tokens
+        if not one_token_each or len(batch.page_updates.ids) > _MAX_PAGE_UPDATES:
             return None
         return self._at_least(batch.num_reqs)
 
     def finish(self, attended: Attended) -> Tensor | None:
-        """CausalLM.logits, overwritten by the next graph; None where no graph is large enough."""
+        """Return the logits of a step's last rows; the next graph that runs overwrites them.
+
+        Returns None if no graph is large enough.
+        """
         rows = len(attended.heads)
         if (graph := self._at_least(rows)) is None:
             return None
-        for place, part in zip(self.attended, attended, strict=True):
-            place[:rows] = part
+        for target, part in zip(self.attended, attended, strict=True):
+            target[:rows] = part
         graph.finish.replay()
         return graph.logits[:rows]
 
@@ -106,32 +123,31 @@ class DecodeGraphs:
         return self.graphs[index] if index < len(self.graphs) else None
 
     def _make(self, size: int) -> DecodeGraph | None:
-        """On the current stream. Blocks the host."""
-        state = self._state
-        layout = StepLayout(size, 0, 0)
-        views = layout.views(self.buffer[: layout.size])
+        runner = self._runner
+        layout = StepLayout(size, 0, 0, runner.columns)
         host = torch.zeros(layout.size, dtype=torch.int32)
-        fields: Any = StepViews._make(view.numpy() for view in layout.views(host))
-        pad(fields, 0, state.dummy_row)
-        self.buffer[: layout.size].copy_(host)
+        pad(layout.host_views(host.numpy()), 0, runner.dummy_row, runner.columns)
+        views = layout.views(self.buffer[: layout.size].copy_(host))
         start = np.zeros(size, dtype=np.int32)
-        step = state.attention_step(views, size, start, start + np.int32(1))
-        attention = state.attention.decode_graph(size, step)
+        step = runner.attention_step(views, size, start, start + np.int32(1))
+        attention = runner.attention.decode_graph(size, step)
         if attention is None:
             return None
         tokens = torch.as_strided(self._tokens, (3, size), (size, 1))
-        logits, chosen = self._logits[:size], self._chosen[: 2 * size].view(2, size)
+        logits = self._logits[:size]
+        next_tokens = self._next_tokens[: 2 * size].view(2, size)
 
         def forward() -> None:
             attention.describe()
-            state.model.logits(state.forward(views, size, tokens, attention), out=logits)
+            runner.model.logits(runner.forward(views, size, tokens, attention), out=logits)
 
         def finish() -> None:
             heads, residual = (part[:size] for part in self.attended)
-            state.model.logits(Attended(heads, residual.clone()), out=logits)
+            runner.model.logits(Attended(heads, residual.clone()), out=logits)
 
         def sampler(filters: bool) -> Callable[[], object]:
-            return lambda: chosen.copy_(state.choose(logits, views, draws=True, filters=filters))
+            kind = SamplingKind(any_random=True, filters=filters)
+            return lambda: next_tokens.copy_(sample_tokens(runner, logits, views, kind))
 
         return DecodeGraph(
             size=size,
@@ -141,11 +157,11 @@ class DecodeGraphs:
             logits=logits,
             plain=self._capture(sampler(filters=False)),
             filtered=self._capture(sampler(filters=True)),
-            chosen=chosen,
+            next_tokens=next_tokens,
         )
 
     def _capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        run()  # compiles, and lets libraries choose their algorithms and get their workspaces
+        run()  # compiles kernels; libraries choose their algorithms and allocate their workspaces
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")

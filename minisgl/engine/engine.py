@@ -1,6 +1,6 @@
-"""One tensor-parallel worker: model, KV pool, page table, token pool and sampler.
+"""`Engine`: one tensor-parallel worker with its model, KV pool, page table, token pool and sampler.
 
-It does what a Batch says and knows nothing of queues, prefixes or ownership.
+It runs the steps that the scheduler plans. It knows nothing of queues, prefixes or page ownership.
 """
 
 import contextlib
@@ -9,28 +9,30 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.attention import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
 from minisgl.distributed import Communicator
-from minisgl.engine import step_timing
+from minisgl.engine import step_timing, warmup
 from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, graph_sizes
-from minisgl.engine.inputs import StepInputs, pack
-from minisgl.engine.logits_processing import apply_history, edited, start_logprobs
-from minisgl.engine.model_runner import DeviceState
-from minisgl.engine.pending import LaunchedStep
-from minisgl.engine.piecewise_graph import PieceGraphs, piece_sizes
-from minisgl.engine.settings import (
+from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
+from minisgl.engine.logits_processing import Edit, ProcessingStep, prepare_edits
+from minisgl.engine.logprobs import start_logprobs
+from minisgl.engine.memory import (
     cpu_threads,
+    free_bytes,
+    measure_graph_bytes,
     memory_of,
     resolve_device,
     resolve_dtype,
     resolve_max_seq_len,
     resolve_num_pages,
 )
+from minisgl.engine.model_runner import LaunchedStep, ModelRunner, StepInputs, pack
+from minisgl.engine.piecewise_graph import PieceGraphs, piece_sizes
+from minisgl.engine.sampler import sample_tokens, sampling_kind
 from minisgl.kernel import (
     CompileLog,
     StepViews,
@@ -40,20 +42,29 @@ from minisgl.kernel import (
 )
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.rotary import rope_table
-from minisgl.models import Extensions, build_model, load_model_config, local_kv_spec
+from minisgl.models import build_model, load_model_config, local_kv_spec
 
 logger = logging.getLogger(__name__)
 
-_MOST_CAPTURED = 256  # reqs, where the settings do not say
+_MAX_GRAPH_REQS = 256  # requests of the largest decode graph, unless the configuration says more
 _PROBED_TOKENS = 128 * 1024  # contexts of the largest step that is timed
-_DRIVER_BLOCK_BYTES = 2 * 2**20  # it takes memory in these: a difference is wrong by one at most
 
 
 class Engine:
     """Runs steps in the order in which they are launched; implements core.EngineLike.
 
-    On a GPU everything is queued on one stream of its own, and launch waits for nothing but the
-    copies of the step before last. startup_s: how long which phase of the construction took.
+        engine = Engine(EngineConfig(model_path=folder), SingleCommunicator())
+        result = engine.launch(batch).wait()
+
+    A step is: copy the packed batch to the device, update the page table, forward, sample, copy the
+    tokens back. On a GPU all of this is queued on one stream, and `launch` does not wait for it. A
+    step in which every request decodes one token runs as CUDA graphs; with prompt tokens, the parts
+    between attentions do. A step with edited logits or log-probabilities samples eagerly.
+
+    num_pages, page_size, max_running_reqs, max_seq_len
+                as in core.EngineLike.
+    extensions  the lists that this engine was built with.
+    startup_s   seconds of each phase of the construction, by its name.
     """
 
     # A subclass replaces these to run on a device that they do not know (minisgl.compile.dry_run).
@@ -66,17 +77,16 @@ class Engine:
         config: EngineConfig,
         comm: Communicator,
         max_chunk_tokens: int = 8192,
-        extensions: Extensions | None = None,
+        extensions: Extensions = DEFAULT_EXTENSIONS,
     ) -> None:
-        """Load the model and allocate everything. Raises ConfigError or OutOfMemory.
+        """Load the model, allocate all memory and capture the graphs.
 
-        extensions: backends and linear methods from outside minisgl.
-
-        max_chunk_tokens: prompt tokens of one step at most; the memory left to KV depends on it.
+        max_chunk_tokens: limit of the prompt tokens of one step. A larger limit leaves less memory
+        to the KV pool. Raises ConfigError or OutOfMemory.
         """
         self._config = config
         self._comm = comm
-        self._extensions = extensions or Extensions()
+        self.extensions = extensions
         self._model_config = load_model_config(config.model_path)
         self._device = self._resolve_device(config, comm.tp)
         self._dtype = resolve_dtype(config, self._model_config, self._device)
@@ -96,7 +106,7 @@ class Engine:
         elif (threads := cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
         with memory_of(self._device), self._on_stream():
-            free_before = self._free_bytes()
+            free_before = free_bytes(self._device)
             self._model = self._build_model(
                 self._model_config,
                 config.model_path,
@@ -106,7 +116,7 @@ class Engine:
                 moe_backend=config.moe_backend,
                 dummy_weight=config.dummy_weight,
                 show_progress=self._show_progress,
-                extensions=self._extensions,
+                extensions=extensions,
             )
             self.num_pages = resolve_num_pages(
                 config,
@@ -117,12 +127,11 @@ class Engine:
                 available_bytes=self._kv_bytes(free_before),
             )
             loaded_s = time.monotonic()
-            self._state = self._assemble(self.num_pages)
+            self._runner = self._assemble(self.num_pages)
             assembled_s = time.monotonic()
-            assembled_free_bytes = self._free_bytes()
-            most_tokens = max_chunk_tokens + config.max_running_reqs
-            self._capture(graph_sizes(self._largest_graph()), piece_sizes(most_tokens))
-            graph_bytes = assembled_free_bytes - self._free_bytes()
+            assembled_free_bytes = free_bytes(self._device)
+            self._capture(*self._graph_sizes())
+            graph_bytes = assembled_free_bytes - free_bytes(self._device)
         self.startup_s = {
             "load": loaded_s - began_s,
             "kv_alloc": assembled_s - loaded_s,
@@ -135,96 +144,124 @@ class Engine:
             self._dtype,
             self.num_pages,
             config.page_size,
-            self._state.pool.num_bytes,
+            self._runner.pool.num_bytes,
             self.max_seq_len,
             0 if self._graphs is None else len(self._graphs.graphs),
             graph_bytes,
-            self._free_bytes(),
+            free_bytes(self._device),
         )
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Start the step. On CPU it is done on return; on a GPU it is queued on the stream."""
+        """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""
         with self._on_stream():
-            state = self._state
-            graph = None if self._graphs is None else self._graphs.pick(batch)
+            runner, num_decode_tokens = self._runner, batch.num_decode_tokens
+            graph = None if self._graphs is None else self._graphs.pick(batch, num_decode_tokens)
             size = batch.num_reqs if graph is None else graph.size
-            inputs = pack(batch, size, state.dummy_row, pinned=self._stream is not None)
+            pinned, columns = self._stream is not None, runner.columns
+            inputs = pack(batch, size, runner.dummy_row, columns, pinned)
             views = self._send(inputs, graph)
-            update_pages(state.page_table, views.page_rows, views.page_cols, views.page_ids)
-            if batch.extras is not None:
-                apply_history(batch.extras, state.token_pool)
-            hidden, logits = self._forward(batch, inputs, views, graph)
-            if batch.extras is not None:
-                return self._finish_extras(batch, inputs, views, graph, hidden, logits)
-            chosen = None
+            update_pages(runner.page_table, views.page_rows, views.page_cols, views.page_ids)
+            edits = self._prepare_edits(batch, inputs, views)
+            if graph is None:
+                hidden, logits = self._forward(batch, inputs, views, num_decode_tokens)
+            else:
+                graph.forward.replay()
+                hidden, logits = None, graph.logits
+            if edits or batch.logprobs is not None:
+                return self._finish_eagerly(batch, inputs, views, edits, hidden, logits, graph)
+            next_tokens = None
             if logits is not None:
-                draws, filters = _kinds(batch)
-                if graph is not None:
-                    (graph.filtered if filters else graph.plain).replay()
-                    chosen = graph.chosen
+                kind = sampling_kind(batch)
+                if graph is None:
+                    next_tokens = sample_tokens(runner, logits, views, kind)
                 else:
-                    chosen = state.choose(logits, views, draws, filters)
-            return LaunchedStep(batch, inputs, chosen, by_graph=graph is not None)
+                    next_tokens = graph.sample(kind.filters)
+            return LaunchedStep(batch, inputs, next_tokens, by_graph=graph is not None)
 
-    def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews:
-        """One copy to the device: for a graph to where it reads."""
+    def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews[Tensor]:
+        """Copy the packed buffer to the device; for a graph, to the buffer that the graph reads."""
         if graph is None or self._graphs is None:
             return inputs.layout.views(inputs.packed.to(self._device, non_blocking=True))
         buffer = self._graphs.buffer[: inputs.layout.size]
         return inputs.layout.views(buffer.copy_(inputs.packed, non_blocking=True))
 
+    def _prepare_edits(
+        self, batch: Batch, inputs: StepInputs, views: StepViews[Tensor]
+    ) -> list[Edit]:
+        """Return the edits of this step's logits; nearly always none."""
+        if batch.logit_edits is None:
+            return []
+        step = ProcessingStep(
+            batch=batch,
+            places=inputs.places,
+            views=views,
+            token_pool=self._runner.token_pool,
+            eos_token_ids=self._model_config.eos_token_ids,
+        )
+        return prepare_edits(self.extensions.logits_processors, batch.logit_edits, step)
+
     def _forward(
-        self, batch: Batch, inputs: StepInputs, views: StepViews, graph: DecodeGraph | None
+        self, batch: Batch, inputs: StepInputs, views: StepViews[Tensor], num_decode_tokens: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Hidden states [T or more, H], where log-probabilities of prompts are asked for, and
-        logits [N, n] of this rank's ids, None when nobody samples."""
-        if graph is not None:
-            graph.forward.replay()
-            return None, graph.logits
-        state, n = self._state, batch.num_decode
-        num_tokens = n + batch.num_prefill_tokens
-        step = state.attention_step(views, n, inputs.start, inputs.lengths)
-        attention = state.attention.prepare(step)
+        """Run the forward without a decode graph.
+
+        Returns the hidden states [T or more, H], if log-probabilities of prompts are wanted, and
+        logits [N, n] of this rank's ids, if some request samples.
+        """
+        runner = self._runner
+        num_tokens = num_decode_tokens + batch.num_prefill_tokens
+        # Decode attention takes one token a request. With drafts, all requests attend as chunks.
+        num_decode = batch.num_decode if num_decode_tokens == batch.num_decode else 0
+        step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths)
+        attention = runner.attention.prepare(step)
         attended = None
         if self._pieces is not None:
-            attended = self._pieces.forward(views, n, num_tokens, attention)
+            attended = self._pieces.forward(views, num_decode_tokens, num_tokens, attention)
         if attended is None:
             tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=self._device)
-            attended = state.forward(views, n, tokens, attention)
-        every = batch.extras is not None and (batch.extras.prompt_logprobs >= 0).any()
+            attended = runner.forward(views, num_decode_tokens, tokens, attention)
+        of_prompts = batch.logprobs is not None and (batch.logprobs.prompt >= 0).any()
         samples = batch.samples.any()
-        if not (every or samples):
+        if not (of_prompts or samples):
             return None, None
-        model, last = state.model, views.first + views.lengths - 1
-        if every:
+        model, last = runner.model, views.first + views.lengths - 1
+        if of_prompts:
             hidden = model.model.finish_last_layer(attended)
             return hidden, model.lm_head.logits(hidden[last]) if samples else None
         attended = attended.take_rows(last, self._comm)
         logits = None if self._graphs is None else self._graphs.finish(attended)
         return None, model.logits(attended) if logits is None else logits
 
-    def _finish_extras(
+    def _finish_eagerly(
         self,
         batch: Batch,
         inputs: StepInputs,
-        views: StepViews,
-        graph: DecodeGraph | None,
+        views: StepViews[Tensor],
+        edits: Sequence[Edit],
         hidden: Tensor | None,
         logits: Tensor | None,
+        graph: DecodeGraph | None,
     ) -> LaunchedStep:
-        """Sample from edited logits, and start what else batch.extras asks for."""
-        state, reqs = self._state, batch.num_reqs
-        chosen = tokens = None
+        """Sample from edited logits, and start the log-probabilities that the batch asks for."""
+        runner, reqs = self._runner, batch.num_reqs
+        next_tokens = tokens = logprobs = None
         if logits is not None:
-            logits = state.model.lm_head.all_gather_logits(logits).float()
-            changed = edited(logits, batch, inputs, state.token_pool)
-            chosen = state.choose(changed, views, *_kinds(batch), whole=True)
-            logits, tokens = logits[:reqs], chosen[0, :reqs]
-        logprobs = start_logprobs(state.model, hidden, logits, tokens, batch, inputs)
-        return LaunchedStep(batch, inputs, chosen, logprobs, by_graph=graph is not None)
+            logits = runner.model.lm_head.all_gather_logits(logits).float()
+            edited = logits.clone() if edits else logits
+            for edit in edits:
+                edit(edited)
+            kind = sampling_kind(batch)
+            next_tokens = sample_tokens(runner, edited, views, kind, gathered=True)
+            logits, tokens = logits[:reqs], next_tokens[0, :reqs]
+        if batch.logprobs is not None:
+            logprobs = start_logprobs(
+                runner.model, batch.logprobs, batch, inputs.order, hidden, logits, tokens
+            )
+        return LaunchedStep(batch, inputs, next_tokens, logprobs, by_graph=graph is not None)
 
     def facts(self) -> ModelFacts:
+        """Return the properties of the loaded model that the front end needs."""
         model = self._model_config
         return ModelFacts(
             max_seq_len=self.max_seq_len,
@@ -238,27 +275,30 @@ class Engine:
         )
 
     def warm_up(self) -> None:
-        """Run every kind of step once, on the dummy page, so that nothing compiles later: with
-        graphs, which have run at all sizes, a few; without them steps of all sizes; and the
-        largest, where the number of pages did not follow from it. Raises OutOfMemory."""
-        dummy_page = self._state.pool.dummy_page
+        """Run steps of every kind on the dummy page, so that nothing compiles while serving.
+
+        Without captured sizes, steps of all sizes run. The largest step runs if num_pages comes
+        from the configuration; otherwise it has run to find the memory for the KV pool. Raises
+        OutOfMemory.
+        """
+        dummy_page = self._runner.pool.dummy_page
         with memory_of(self._device):
-            step_timing.warm_up(self, dummy_page)
+            warmup.warm_up(self, dummy_page)
             if self._device.type != "cpu" and self._pieces is None:
-                step_timing.every_size(self, dummy_page, self._max_chunk_tokens)
+                warmup.run_every_size(self, dummy_page, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:
-                step_timing.largest_step(self, dummy_page, self._max_chunk_tokens)
+                warmup.run_largest(self, dummy_page, self._max_chunk_tokens)
         self._compile_log.finish()
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:
-        """Time a few steps on the dummy page and fit the cost formula; the same on all ranks."""
+        """Time steps on the dummy page and fit their cost; the result is the same on all ranks."""
 
         def slowest_ns(own: int) -> int:
             return -self._comm.agree_min(-own)
 
-        pool, num_ids = self._state.pool, self._model_config.vocab_size
-        if self._stream is not None:  # what a CPU takes does not depend on the numbers
+        pool, num_ids = self._runner.pool, self._model_config.vocab_size
+        if self._stream is not None:  # the time of a CPU does not depend on the values
             with self._on_stream():
                 pool.fill_noise(_PROBED_TOKENS // pool.page_size)
         cost = step_timing.calibrate(
@@ -268,10 +308,10 @@ class Engine:
         return cost
 
     def close(self) -> None:
-        """Give the memory back. The communicator stays open: it belongs to the caller."""
+        """Free the device's memory. The communicator stays open, because the caller owns it."""
         self._synchronize()
-        self._graphs = self._pieces = None
-        del self._model, self._state
+        self._release_graphs()
+        del self._model, self._runner
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -285,7 +325,7 @@ class Engine:
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor
         head_dim = self._model_config.head_dim
-        added = self._extensions.attention_backends
+        added = self.extensions.attention_backends
         needed = attention_kernels(config.attention_backend, self._dtype, head_dim, [arch], added)
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
@@ -293,8 +333,8 @@ class Engine:
             self._compile_log.watch()
             compile_missing(needed)
 
-    def _assemble(self, num_pages: int) -> DeviceState:
-        """Everything on the device but the graphs, over a pool of so many pages."""
+    def _assemble(self, num_pages: int) -> ModelRunner:
+        """Allocate everything on the device but the graphs, with a KV pool of num_pages pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
             local_kv_spec(model, self._comm, self._dtype),
@@ -304,7 +344,7 @@ class Engine:
             device=self._device,
         )
         rows, max_pages = config.max_running_reqs + 1, -(-self.max_seq_len // config.page_size)
-        return DeviceState(
+        return ModelRunner(
             model=self._model,
             pool=pool,
             attention=self._create_attention(
@@ -312,8 +352,9 @@ class Engine:
                 pool,
                 model.q_heads // self._comm.tp.size,
                 frozenset(layer.kind for layer in model.layers),
-                self._extensions.attention_backends,
+                self.extensions.attention_backends,
             ),
+            columns=self.extensions.sampling_columns,
             cos_sin=rope_table(
                 model.rope_theta, model.head_dim, model.rope_scaling, self.max_seq_len, self._device
             ),
@@ -325,62 +366,57 @@ class Engine:
             ),
         )
 
+    def _graph_sizes(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of requests and the numbers of tokens to capture graphs for."""
+        asked, rows = self._config.cuda_graph_max_bs, self._config.max_running_reqs
+        largest = min(rows, _MAX_GRAPH_REQS if asked is None else asked)
+        return graph_sizes(largest), piece_sizes(self._max_chunk_tokens + rows)
+
     @torch.inference_mode()
     def _capture(self, sizes: Sequence[int], token_sizes: Sequence[int]) -> None:
-        """Capture decode graphs and pieces of these sizes, on a GPU."""
+        """Capture decode graphs and piecewise graphs of these sizes, on a GPU."""
         if self._device.type == "cuda" and sizes:
             show = self._show_progress
-            graphs = DecodeGraphs(self._state, sizes, show)
+            graphs = DecodeGraphs(self._runner, sizes, show)
             self._graphs = graphs
             if graphs.graphs:
-                self._pieces = PieceGraphs(self._state, token_sizes, graphs.memory, show)
+                self._pieces = PieceGraphs(self._runner, token_sizes, graphs.memory, show)
             self._clear_dummy()
 
-    def _largest_graph(self) -> int:
-        asked, rows = self._config.cuda_graph_max_bs, self._config.max_running_reqs
-        return min(rows, _MOST_CAPTURED) if asked is None else min(asked, rows)
+    def _release_graphs(self) -> None:
+        self._graphs = self._pieces = None
 
     def _kv_bytes(self, free_before: int) -> int:
-        """Bytes for KV pages: a setting on CPU; on a GPU what is left of the share beside weights
-        and what steps and graphs take, which is found out by running and capturing the largest."""
-        if self._device.type == "cpu":
+        """Return the memory for KV pages in bytes.
+
+        On a CPU it is a setting. On a GPU it is the rest of memory_ratio beside weights, steps and
+        graphs. To find these, the largest step runs and the largest graphs are captured.
+        """
+        device = self._device
+        if device.type == "cpu":
             return self._config.cpu_kv_bytes
         if self._config.num_pages is not None:
             return 0
-        torch.cuda.synchronize(self._device)
-        loaded = self._free_bytes()
+        torch.cuda.synchronize(device)
+        free_loaded = free_bytes(device)
         self.num_pages = 1
-        self._state = self._assemble(self.num_pages)
-        step_timing.largest_step(self, self._state.pool.dummy_page, self._max_chunk_tokens)
-        steps = loaded - self._free_bytes()
-        graphs = self._graph_bytes()
-        del self._state
+        self._runner = self._assemble(self.num_pages)
+        warmup.run_largest(self, self._runner.pool.dummy_page, self._max_chunk_tokens)
+        step_bytes = free_loaded - free_bytes(device)
+        sizes, token_sizes = self._graph_sizes()
+        graph_bytes = measure_graph_bytes(
+            capture=lambda count: self._capture(sizes[-count:], token_sizes[-count:]),
+            release=self._release_graphs,
+            kinds=max(len(sizes), len(token_sizes)),
+            device=device,
+        )
+        del self._runner
         torch.cuda.empty_cache()
-        logger.info("memory beside weights and KV steps_bytes=%d graph_bytes=%d", steps, graphs)
-        left = int(self._config.memory_ratio * free_before) - (free_before - loaded)
-        return left - steps - graphs
-
-    def _graph_bytes(self) -> int:
-        """What all graphs take, by the two largest of either kind, captured on trial.
-
-        Tensors of smaller graphs find room where those of larger ones were; what each further one
-        takes is the driver's, outside of torch's pool, and mostly the number of its kernels (which
-        size does not change: a piece graph for each layer). Both trials count from one beginning,
-        since the driver may keep what it had for the first.
-        """
-        sizes = graph_sizes(self._largest_graph())
-        tokens = piece_sizes(self._max_chunk_tokens + self._config.max_running_reqs)
-        torch.cuda.empty_cache()
-        before = self._free_bytes()
-        taken: list[int] = []
-        for count in (1, 2):
-            self._capture(sizes[-count:], tokens[-count:])
-            taken.append(before - self._free_bytes())
-            self._graphs = self._pieces = None
-            torch.cuda.empty_cache()
-        others = max(len(sizes), len(tokens), 2) - 2
-        each = max(taken[1] - taken[0], 0) + _DRIVER_BLOCK_BYTES if taken[1] else 0
-        return taken[1] + each * others
+        logger.info(
+            "memory beside weights and KV steps_bytes=%d graph_bytes=%d", step_bytes, graph_bytes
+        )
+        share = int(self._config.memory_ratio * free_before)
+        return share - (free_before - free_loaded) - step_bytes - graph_bytes
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -391,19 +427,5 @@ class Engine:
 
     def _clear_dummy(self) -> None:
         with self._on_stream():
-            self._state.pool.clear_dummy()
+            self._runner.pool.clear_dummy()
             self._synchronize()
-
-    def _free_bytes(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return int(free)
-
-
-def _kinds(batch: Batch) -> tuple[bool, bool]:
-    """Whether some req draws at random, and whether some such req filters first."""
-    asked = batch.sampling
-    drawn: np.ndarray = asked.temperature > 0
-    filters = drawn & ((asked.top_k > 0) | (asked.top_p < 1) | (asked.min_p > 0))
-    return bool(drawn.any()), bool(filters.any())

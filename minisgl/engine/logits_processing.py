@@ -1,142 +1,197 @@
-"""The uncommon part of a step: edited logits and log-probabilities, launched beside the rest."""
+"""Logits processors: edits of a request's logits before its next token is sampled.
 
+A step in which no request has edited logits does not come here. For the others the engine collects
+the processors' edits before it queues the forward, and applies them, in the order of
+`Extensions.logits_processors`, to a float32 copy of all logits between forward and sampler.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, LogitEdits, PromptLogprobs, StepExtras, StepLogprobs
-from minisgl.engine.inputs import StepInputs, upload
-from minisgl.kernel import EditTensors, TopLogprobs, edit_logits, top_logprobs
-from minisgl.models import CausalLM
+from minisgl.core import Batch, EditedReq, SamplingParams
+from minisgl.kernel import PenaltyTensors, StepViews, add_bias, apply_penalties
 
-# Logits of so many prompt positions at a time: 150 MB at a vocabulary of 150,000.
-_PROMPT_ROWS = 256
+State = TypeVar("State")
+Edit = Callable[[Tensor], None]  # changes float32 [N, V] logits in place
+
+_ALIGNMENT = 8  # bytes of the widest element that `upload` sends, an int64
+_NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PendingLogprobs:
-    """Log-probabilities of a step, copied to the host without waiting; read after the step.
+class ProcessingStep:
+    """The step whose logits are to be edited.
 
-    prompts: of the chunk at each position in the batch that asks, in parts.
+    batch          the whole step, on the host.
+    places         intp [B]; row of the logits of each request of the batch. Device columns have the
+                   same order.
+    views          the batch's columns on the device, such as views.sampling[name], [N].
+    token_pool     int32 [rows, max_seq_len + 1] on the device; (batch.rows[i], position) is the id
+                   of a token that this engine sampled.
+    eos_token_ids  of the model.
     """
 
-    num_reqs: int
-    order: "np.ndarray[tuple[int], np.dtype[np.intp]]"
-    sampled: TopLogprobs | None
-    prompts: dict[int, list[TopLogprobs]]
-
-    def read(self) -> StepLogprobs:
-        """The host arrays; the step must have completed."""
-        width = 0 if self.sampled is None else self.sampled.ids.shape[1]
-        chosen = np.zeros(self.num_reqs, dtype=np.float32)
-        ids = np.zeros((self.num_reqs, width), dtype=np.int32)
-        values = np.zeros((self.num_reqs, width), dtype=np.float32)
-        if self.sampled is not None:
-            chosen[self.order] = self.sampled.chosen.numpy()
-            ids[self.order] = self.sampled.ids.numpy()
-            values[self.order] = self.sampled.values.numpy()
-        prompt = {
-            index: PromptLogprobs(
-                *(np.concatenate([part[i].numpy() for part in parts]) for i in range(3))
-            )
-            for index, parts in self.prompts.items()
-        }
-        return StepLogprobs(chosen, ids, values, prompt)
+    batch: Batch
+    places: NDArray[np.intp]
+    views: StepViews[Tensor]
+    token_pool: Tensor
+    eos_token_ids: tuple[int, ...]
 
 
-def apply_history(extras: StepExtras, token_pool: Tensor) -> None:
-    """Write ids that never pass through this engine into the token pool, for the penalties."""
-    edits = extras.edits
-    if edits is None or not len(edits.history_ids):
-        return
-    sent = upload(
-        {"rows": edits.history_rows, "cols": edits.history_cols, "ids": edits.history_ids},
-        token_pool.device,
-    )
-    token_pool[sent["rows"].long(), sent["cols"].long()] = sent["ids"]
+class LogitsProcessor(Protocol[State]):
+    """Edits the logits of the requests that ask for it.
+
+    `State` is what the processor keeps of one request, on each tensor-parallel rank: values read
+    from its parameters, or an object that changes, such as the matcher of a grammar. The scheduler
+    keeps it from the arrival of the request to its end, through preemption.
+
+    Processors of all ranks must make the same edits: they see the same requests and tokens, and
+    must not depend on a clock or on the order of a set.
+
+    A processor that fills a mask on the host (a grammar) must advance its matchers by each token
+    before the next one is sampled. If EditedReq.history is set, it holds all tokens of the request,
+    also the last ones that the matcher has not seen. Otherwise one token is new, and the
+    device may not have sampled it when the step is launched. `prepare` then queues a copy of
+    token_pool[batch.rows[index], position - 1] to the host and records an event, which waits for
+    the step before but not for this forward. The edit runs on the host while the device computes
+    the forward: it waits for the event, advances the matchers, fills the mask, uploads it and
+    queues the operation that applies it. So only the sampler waits for the mask.
+    """
+
+    def open(self, params: SamplingParams) -> State | None:
+        """Return the state of a new request, or None if it does not need this processor.
+
+        Called once for each request, on arrival. Raises RequestError to refuse the request.
+        """
+
+    def prepare(self, reqs: Sequence[tuple[EditedReq, State]], step: ProcessingStep) -> Edit | None:
+        """Return the edit of one step, or None if the step needs none.
+
+        reqs: the sampling requests of the step that have a state, at least one. Called before the
+        forward is queued, on the engine's stream; must not wait for the device. The edit is called
+        after the forward is queued. It changes only the rows places[req.index], and queues its work
+        on the same stream.
+        """
 
 
-def edited(logits: Tensor, batch: Batch, inputs: StepInputs, token_pool: Tensor) -> Tensor:
-    """The logits to sample from: float32 [B, V], a copy when some req edits them."""
-    extras = batch.extras
-    if extras is None or extras.edits is None:
-        return logits
-    tensors = _edit_tensors(extras.edits, batch, inputs, logits.device)
-    return edit_logits(logits, tensors, token_pool)
+class LogitBias:
+    """Adds SamplingParams.logit_bias."""
+
+    def open(self, params: SamplingParams) -> dict[int, float] | None:
+        return params.logit_bias or None
+
+    def prepare(
+        self, reqs: Sequence[tuple[EditedReq, dict[int, float]]], step: ProcessingStep
+    ) -> Edit | None:
+        return _bias_edit([(req.index, *item) for req, bias in reqs for item in bias.items()], step)
 
 
-def _edit_tensors(
-    edits: LogitEdits, batch: Batch, inputs: StepInputs, device: torch.device
-) -> EditTensors:
-    """Positions in the batch become rows of the logits."""
-    position = (batch.start + batch.lengths)[edits.index]
-    places = inputs.places.astype(np.int32)
-    sent = upload(
-        {
-            "index": places[edits.index],
-            "rows": batch.rows[edits.index],
+class MinTokens:
+    """Forbids EOS and stop token ids before SamplingParams.min_tokens output tokens."""
+
+    def open(self, params: SamplingParams) -> SamplingParams | None:
+        return params if params.min_tokens > 0 else None
+
+    def prepare(
+        self, reqs: Sequence[tuple[EditedReq, SamplingParams]], step: ProcessingStep
+    ) -> Edit | None:
+        entries: list[tuple[int, int, float]] = []
+        for req, params in reqs:
+            if req.position < req.prompt_len + params.min_tokens:
+                eos = () if params.ignore_eos else step.eos_token_ids
+                ids = {*params.stop_token_ids, *eos}
+                entries += [(req.index, token_id, _NEVER) for token_id in ids]
+        return _bias_edit(entries, step)
+
+
+class Penalties:
+    """Applies the frequency, presence and repetition penalties."""
+
+    def open(self, params: SamplingParams) -> tuple[float, float, float] | None:
+        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
+        return None if penalties == (0, 0, 1) else penalties
+
+    def prepare(
+        self, reqs: Sequence[tuple[EditedReq, tuple[float, float, float]]], step: ProcessingStep
+    ) -> Edit | None:
+        _send_history([req for req, _ in reqs if req.history is not None], step)
+        index = np.array([req.index for req, _ in reqs])
+        position = np.array([req.position for req, _ in reqs], dtype=np.int32)
+        values = np.array([penalties for _, penalties in reqs], dtype=np.float32)
+        arrays = {
+            "index": step.places[index].astype(np.int32),
+            "rows": step.batch.rows[index],
             "position": position,
-            "prompt_len": edits.prompt_len,
-            "frequency": edits.frequency,
-            "presence": edits.presence,
-            "repetition": edits.repetition,
-            "bias_index": places[edits.bias_index],
-            "bias_ids": edits.bias_ids,
-            "bias_values": edits.bias_values,
-        },
-        device,
-    )
-    return EditTensors(**sent, longest=int(position.max(initial=0)))
+            "prompt_len": np.array([req.prompt_len for req, _ in reqs], dtype=np.int32),
+            "frequency": values[:, 0],
+            "presence": values[:, 1],
+            "repetition": values[:, 2],
+        }
+        sent = upload(arrays, step.token_pool.device)
+        tensors = PenaltyTensors(**sent, longest=int(position.max()))
+        return lambda logits: apply_penalties(logits, tensors, step.token_pool)
 
 
-def start_logprobs(
-    model: CausalLM,
-    hidden: Tensor | None,
-    logits: Tensor | None,
-    tokens: Tensor | None,
-    batch: Batch,
-    inputs: StepInputs,
-) -> PendingLogprobs | None:
-    """Launch what batch.extras asks for.
+def prepare_edits(
+    processors: Sequence[LogitsProcessor[Any]], reqs: Sequence[EditedReq], step: ProcessingStep
+) -> list[Edit]:
+    """Return the edits of one step, in the order in which they apply."""
+    edits = []
+    for number, processor in enumerate(processors):
+        mine = [(req, req.states[number]) for req in reqs if req.states[number] is not None]
+        edit = processor.prepare(mine, step) if mine else None
+        if edit is not None:
+            edits.append(edit)
+    return edits
 
-    hidden: [T or more, H] where it asks for log-probabilities of prompts. logits, tokens: the
-    unedited float32 [B, V] and what was sampled from them, in the inputs' order.
+
+def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
+    """Copy all arrays to the device in one transfer. The tensors keep names and dtypes.
+
+    On a GPU the copy is asynchronous, from pinned memory that torch keeps until the copy is done.
     """
-    extras = batch.extras
-    if extras is None:
+    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]
+    offsets = np.cumsum([0, *sizes]).tolist()
+    buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    view = buffer.numpy()
+    for array, offset in zip(arrays.values(), offsets, strict=False):
+        view[offset : offset + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
+    sent = buffer.to(device, non_blocking=True)
+    return {
+        name: sent[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        for (name, array), offset in zip(arrays.items(), offsets, strict=False)
+    }
+
+
+def _send_history(reqs: Sequence[EditedReq], step: ProcessingStep) -> None:
+    """Write the tokens of these requests, which all have a history, to the token pool."""
+    if not reqs:
+        return
+    lengths = [req.position for req in reqs]
+    arrays = {
+        "rows": np.repeat(step.batch.rows[[req.index for req in reqs]], lengths),
+        "cols": np.concatenate([np.arange(length) for length in lengths]),
+        "ids": np.concatenate([req.history for req in reqs if req.history is not None]),
+    }
+    sent = upload(arrays, step.token_pool.device)
+    step.token_pool[sent["rows"].long(), sent["cols"]] = sent["ids"]
+
+
+def _bias_edit(entries: Sequence[tuple[int, int, float]], step: ProcessingStep) -> Edit | None:
+    """Return an edit that adds values; entries: (index in the batch, token id, value)."""
+    if not entries:
         return None
-    sampled = None
-    most = int(extras.logprobs.max(initial=-1))
-    if most >= 0 and logits is not None and tokens is not None:
-        sampled = _to_host(top_logprobs(logits, tokens, most))
-    prompts = {} if hidden is None else _start_prompts(model, hidden, batch, extras)
-    if sampled is None and not prompts:
-        return None
-    return PendingLogprobs(batch.num_reqs, inputs.order, sampled, prompts)
-
-
-def _start_prompts(
-    model: CausalLM, hidden: Tensor, batch: Batch, extras: StepExtras
-) -> dict[int, list[TopLogprobs]]:
-    pending: dict[int, list[TopLogprobs]] = {}
-    first_token = np.cumsum(batch.lengths) - batch.lengths
-    taken = 0
-    for index in np.flatnonzero(extras.prompt_logprobs >= 0).tolist():
-        begin, length = int(first_token[index]), int(batch.lengths[index])
-        count = int(extras.prompt_logprobs[index])
-        targets = extras.prompt_targets[taken : taken + length]
-        taken += length
-        on_device = upload({"targets": np.maximum(targets, 0)}, hidden.device)["targets"]
-        pending[index] = []
-        for offset in range(0, length, _PROMPT_ROWS):
-            rows = slice(begin + offset, begin + min(offset + _PROMPT_ROWS, length))
-            chosen = on_device[offset : offset + _PROMPT_ROWS]
-            logits = model.lm_head.all_gather_logits(model.lm_head.logits(hidden[rows])).float()
-            pending[index].append(_to_host(top_logprobs(logits, chosen, count)))
-    return pending
-
-
-def _to_host(found: TopLogprobs) -> TopLogprobs:
-    return TopLogprobs(*(part.to("cpu", non_blocking=True) for part in found))
+    index, ids, values = zip(*entries, strict=True)
+    arrays = {
+        "index": step.places[np.array(index)].astype(np.int32),
+        "ids": np.array(ids, dtype=np.int32),
+        "values": np.array(values, dtype=np.float32),
+    }
+    tensors = upload(arrays, step.token_pool.device)
+    return lambda logits: add_bias(logits, **tensors)

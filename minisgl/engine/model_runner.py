@@ -1,32 +1,39 @@
-"""What an engine holds on its device, and the two halves of a step over it: forward and choice.
-
-Both halves run eagerly or inside a CUDA graph: nothing in them waits or asks the device anything.
-"""
+"""The model with its device memory: packing of a step, its forward, and its pending result."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.attention import AttentionBackend, AttentionStep, StepAttention
-from minisgl.core import Int32Array
-from minisgl.kernel import SamplingTensors, StepViews, put_tokens, sample, stage_tokens
+from minisgl.core import Batch, Column, Int32Array, StepResult
+from minisgl.engine.logprobs import PendingLogprobs
+from minisgl.kernel import StepLayout, StepViews, stage_tokens
 from minisgl.kvcache.pool import KVPool
 from minisgl.models import Attended, CausalLM, ForwardContext
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceState:
-    """page_table  int32 [max_running_reqs + 1, max_pages]; the last row is for padding and points
-                at the dummy page.
+class ModelRunner:
+    """The tensors that live on the device between steps, and the forward over them.
+
+    Every method runs eagerly or inside a CUDA graph: none waits for the device or reads from it.
+
+    columns     sampling columns of the packed buffer.
+    page_table  int32 [max_running_reqs + 1, max_pages]; page ids of each row. The last row is for
+                padding and points to the dummy page.
     token_pool  int32 [max_running_reqs + 1, max_seq_len + 1]; (row, position) is the id of the
-                token at that position once it has been sampled. The next step's decode reqs read
-                their ids here, so that the host need not know them.
+                token at that position once it has been sampled. The decode requests of the next
+                step read their ids here, so that the host need not know them.
     """
 
     model: CausalLM
     pool: KVPool
     attention: AttentionBackend
+    columns: tuple[Column, ...]
     cos_sin: Tensor
     page_table: Tensor
     token_pool: Tensor
@@ -40,7 +47,7 @@ class DeviceState:
         return self.page_table.shape[0] - 1
 
     def attention_step(
-        self, views: StepViews, num_decode: int, start: Int32Array, lengths: Int32Array
+        self, views: StepViews[Tensor], num_decode: int, start: Int32Array, lengths: Int32Array
     ) -> AttentionStep:
         return AttentionStep(
             num_decode=num_decode,
@@ -53,24 +60,28 @@ class DeviceState:
         )
 
     def forward(
-        self, views: StepViews, num_decode: int, tokens: Tensor, attention: StepAttention
+        self,
+        views: StepViews[Tensor],
+        num_decode_tokens: int,
+        tokens: Tensor,
+        attention: StepAttention,
     ) -> Attended:
-        """What model.logits takes; keys and values of the T tokens are in the pool then.
+        """Run the T tokens of a step up to the last attention; their keys and values are stored.
 
-        tokens: int32 [3, T], overwritten with ids, positions and slots.
+        tokens: int32 [3, T], overwritten with ids, positions and KV slots.
         """
-        self.stage(views, num_decode, tokens)
+        self.stage(views, num_decode_tokens, tokens)
         return self.run(tokens, attention)
 
-    def stage(self, views: StepViews, num_decode: int, tokens: Tensor) -> None:
-        """The first half of `forward`: fill `tokens`."""
+    def stage(self, views: StepViews[Tensor], num_decode_tokens: int, tokens: Tensor) -> None:
+        """Fill `tokens`: the first half of `forward`."""
         ids, positions, slots = tokens.unbind(0)
         stage_tokens(
             views.rows,
             views.start,
             views.first,
             views.chunk_ids,
-            num_decode,
+            num_decode_tokens,
             self.page_table,
             self.token_pool,
             self.pool.page_size,
@@ -80,32 +91,127 @@ class DeviceState:
         )
 
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
-        """The second half: the model over what stands in `tokens`."""
+        """Run the model over `tokens` as `stage` fills them: the second half of `forward`."""
         ids, positions, slots = tokens.unbind(0)
         context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)
         return self.model.model.forward_to_last_attention(ids, context)
 
-    def choose(
-        self, logits: Tensor, views: StepViews, draws: bool, filters: bool, whole: bool = False
-    ) -> Tensor:
-        """Sample a token for each of the N rows, and put it where the next step reads it.
 
-        logits: as LMHead.logits, or as LMHead.all_gather_logits. Returns int32 [2, N]: tokens, and
-        whether the row was finite.
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """A batch on its way to the device. Its requests stand in an order of their own.
+
+    order           intp [B]; order[i] is the index in the batch of the request in row i.
+    start, lengths  int32 [N], in that order. N is B plus padding.
+    layout, packed  the packed buffer: int32 on the host, pinned for a GPU.
+    """
+
+    order: NDArray[np.intp]
+    start: Int32Array
+    lengths: Int32Array
+    layout: StepLayout
+    packed: Tensor
+
+    @property
+    def places(self) -> NDArray[np.intp]:
+        """Return intp [B]: the row of each request of the batch."""
+        return np.argsort(self.order)
+
+
+def pack(
+    batch: Batch, size: int, dummy_row: int, columns: tuple[Column, ...], pinned: bool
+) -> StepInputs:
+    """Write the batch to one buffer, padded to `size` requests.
+
+    Decode requests are ordered by falling context. The blocks of attention that start last are then
+    short, and all multiprocessors end at about the same time.
+    """
+    reqs, num_decode = batch.num_reqs, batch.num_decode
+    order = np.arange(reqs)
+    order[:num_decode] = np.argsort(-batch.start[:num_decode], kind="stable")
+    layout = StepLayout(size, len(batch.page_updates.ids), len(batch.chunk_ids), columns)
+    packed = torch.empty(layout.size, dtype=torch.int32, pin_memory=pinned)
+    host = layout.host_views(packed.numpy())
+    host.rows[:reqs] = batch.rows[order]
+    host.start[:reqs] = batch.start[order]
+    host.lengths[:reqs] = batch.lengths[order]
+    host.samples[:reqs] = batch.samples[order]
+    for column in columns:
+        values = batch.sampling.get(column.name)
+        host.sampling[column.name][:reqs] = column.neutral if values is None else values[order]
+    pad(host, reqs, dummy_row, columns)
+    host.page_rows[:], host.page_cols[:], host.page_ids[:] = batch.page_updates
+    host.chunk_ids[:] = batch.chunk_ids
+    return StepInputs(order, host.start, host.lengths, layout, packed)
+
+
+def pad(
+    host: StepViews[NDArray[Any]], begin: int, dummy_row: int, columns: tuple[Column, ...]
+) -> None:
+    """Fill the rows from `begin` on with padding requests, and compute host.first.
+
+    A padding request forwards one token to the dummy page and writes no sampled token.
+    """
+    host.rows[begin:] = dummy_row
+    host.start[begin:] = 0
+    host.lengths[begin:] = 1
+    host.samples[begin:] = 0
+    for column in columns:
+        host.sampling[column.name][begin:] = column.neutral
+    host.first[0] = 0
+    np.cumsum(host.lengths[:-1], out=host.first[1:])
+
+
+class LaunchedStep:
+    """A step in progress on the device; implements core.PendingStep.
+
+    It holds the batch and the packed buffer until the step is done. Device memory needs no holder:
+    torch reuses it in the order of the stream.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        inputs: StepInputs,
+        next_tokens: Tensor | None,
+        logprobs: PendingLogprobs | None = None,
+        by_graph: bool = False,
+    ) -> None:
+        """Queue the copy of the result to the host on the current stream.
+
+        next_tokens: int32 [2, N] as sampler.sample_tokens returns it; None when no request samples.
         """
-        params = SamplingTensors(
-            temperature=views.temperature,
-            top_k=views.top_k,
-            top_p=views.top_p,
-            min_p=views.min_p,
-            seed=views.seed,
-            position=views.start + views.lengths,
-            draws=draws,
-            filters=filters,
-        )
-        choose = sample if whole else self.model.lm_head.sample
-        sampled = choose(logits.float() if logits.is_cpu else logits, params)
-        put_tokens(
-            self.token_pool, views.rows, views.start, views.lengths, views.samples, sampled.tokens
-        )
-        return torch.stack((sampled.tokens, sampled.finite.int()))
+        self._batch = batch
+        self._inputs = inputs
+        self._logprobs = logprobs
+        self._by_graph = by_graph
+        self._host: Tensor | None = None
+        if next_tokens is not None:
+            self._host = next_tokens.to("cpu", non_blocking=True)
+        self._done: torch.cuda.Event | None = None
+        if inputs.packed.is_pinned():
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def done(self) -> bool:
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> StepResult:
+        """Block until the step is done. A request that did not sample has token 0 and is finite."""
+        if self._done is not None:
+            self._done.synchronize()
+        samples = self._batch.samples
+        tokens = np.zeros((len(samples), 1), dtype=np.int32)
+        finite: NDArray[np.bool_] = np.ones(len(samples), dtype=np.bool_)
+        if self._host is not None:
+            sampled, usable = self._host.numpy()[:, : len(samples)]
+            tokens[self._inputs.order, 0] = sampled
+            finite[self._inputs.order] = usable != 0
+            tokens[~samples] = 0
+            finite |= ~samples
+        counts = samples.astype(np.int32)
+        if self._logprobs is None:
+            return StepResult(tokens, counts, finite, by_graph=self._by_graph)
+        sampled_logprobs = self._logprobs.read_sampled()
+        prompts = self._logprobs.read_prompts()
+        return StepResult(tokens, counts, finite, sampled_logprobs, prompts, self._by_graph)

@@ -1,9 +1,10 @@
-"""CUDA graphs for steps with prompt tokens: one for all that lies between two attentions.
+"""CUDA graphs for steps with prompt tokens: one graph for the work between two attentions.
 
-How attention is launched depends on lengths that no graph can fix, so it runs eagerly; the rest
-depends on the number of tokens alone and is captured for some numbers, to which steps are padded.
-Launched one by one, the kernels of such a step take the host 0.3 ms a layer: longer than a small
-step takes the GPU. What follows on the last attention is DecodeGraph.finish, or eager.
+Attention is launched according to the lengths of the requests, which no graph can fix, so it runs
+eagerly. The rest depends only on the number of tokens. It is captured for some numbers of tokens,
+and steps are padded to them. Without graphs, launching the kernels of such a step takes the host
+0.3 ms a layer, which is longer than a small step takes the GPU. After the last attention follows
+DecodeGraph.finish, or eager work.
 """
 
 from bisect import bisect_left
@@ -16,18 +17,18 @@ from tqdm import tqdm
 
 from minisgl.attention import StepAttention
 from minisgl.core import step_sizes
-from minisgl.engine.model_runner import DeviceState
+from minisgl.engine.model_runner import ModelRunner
 from minisgl.kernel import StepViews
 from minisgl.models import Attended
 
 
 def piece_sizes(largest: int) -> list[int]:
-    """Numbers of tokens to capture: steps with prompts are padded to them."""
+    """Return the numbers of tokens to capture, to which steps with prompts are padded."""
     return step_sizes(min(largest, 4096))
 
 
 class _Piece(NamedTuple):
-    """A graph, and the layer, q and out [size, Hq, D] of the attention that follows it."""
+    """A graph, and layer, q and out, [size, Hq, D], of the attention that follows it."""
 
     graph: torch.cuda.CUDAGraph
     layer: int
@@ -36,7 +37,7 @@ class _Piece(NamedTuple):
 
 
 class _Cutter:
-    """Stands for attention during a capture: ends one graph there and begins the next, if any."""
+    """Takes the place of attention during a capture: ends one graph and begins the next."""
 
     def __init__(self, memory: Any, layers: int) -> None:
         self._memory, self._layers = memory, layers
@@ -55,14 +56,14 @@ class _Cutter:
 
 
 class _NoAttention:
-    """For the run before a capture."""
+    """Takes the place of attention in the run before a capture."""
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         out.zero_()
 
 
 class _Forward(NamedTuple):
-    """The graphs of one size. tokens: int32 [3, size]; attended: written last, of `size` tokens."""
+    """The graphs of one size. tokens: int32 [3, size], their input; attended: their result."""
 
     size: int
     tokens: Tensor
@@ -73,19 +74,19 @@ class _Forward(NamedTuple):
 class PieceGraphs:
     """Forwards of several sizes, which run one after the other on the engine's stream.
 
-    I1  Graphs share their memory, and views of it outlive the tensors that were captured: what a
-        step leaves there is read in the order of the stream, before the next graph runs.
+    I1  The graphs share their memory, and views of it outlive the captured tensors. The result of a
+        step is read in the order of the stream, before the next graph runs.
     """
 
     def __init__(
-        self, state: DeviceState, sizes: Sequence[int], memory: Any, show_progress: bool
+        self, runner: ModelRunner, sizes: Sequence[int], memory: Any, show_progress: bool
     ) -> None:
-        """memory: the pool of the decode graphs, which may share it. Blocks the host."""
-        self._state = state
-        pool, largest = state.pool, max(sizes, default=0)
-        self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=state.device)
+        """Capture graphs of these sizes; memory: the pool of the decode graphs. Blocks the host."""
+        self._runner = runner
+        pool, largest = runner.pool, max(sizes, default=0)
+        self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=runner.device)
         padding = [0, 0, pool.dummy_page * pool.page_size]  # id, position, slot
-        self._padding = torch.tensor(padding, dtype=torch.int32, device=state.device)[:, None]
+        self._padding = torch.tensor(padding, dtype=torch.int32, device=runner.device)[:, None]
         bar = tqdm(
             sorted(sizes, reverse=True),
             desc="capturing pieces",
@@ -94,40 +95,45 @@ class PieceGraphs:
         self._forwards = [self._capture(size, memory) for size in bar][::-1]
 
     def forward(
-        self, views: StepViews, num_decode: int, num_tokens: int, attention: StepAttention
+        self,
+        views: StepViews[Tensor],
+        num_decode_tokens: int,
+        num_tokens: int,
+        attention: StepAttention,
     ) -> Attended | None:
-        """As DeviceState.forward, with padded tokens behind the T; None where no size is large
-        enough. The result is overwritten by the next graph that runs.
+        """Do what ModelRunner.forward does, with padding tokens behind the T tokens.
 
-        Nothing is cut off here: which rows of a sum a rank has follows from their number, so that
-        the next sum takes as many, or Decoder.take makes them whole.
+        Returns None if no size is large enough. The next graph that runs overwrites the result. The
+        result keeps its padding: with tensor parallelism the number of rows decides which rows of a
+        sum this rank holds, so the next sum must have as many rows, or Attended.take_rows gathers
+        them.
         """
         index = bisect_left(self._forwards, num_tokens, key=lambda forward: forward.size)
         if index == len(self._forwards):
             return None
-        chosen = self._forwards[index]
-        tokens = chosen.tokens[:, :num_tokens]
-        if num_tokens < chosen.size:
-            chosen.tokens[:, num_tokens:] = self._padding
-        self._state.stage(views, num_decode, tokens)
-        for piece in chosen.pieces:
+        picked = self._forwards[index]
+        tokens = picked.tokens[:, :num_tokens]
+        if num_tokens < picked.size:
+            picked.tokens[:, num_tokens:] = self._padding
+        self._runner.stage(views, num_decode_tokens, tokens)
+        for piece in picked.pieces:
             piece.graph.replay()
             attention.forward(piece.layer, piece.q[:num_tokens], piece.out[:num_tokens])
-        return chosen.attended
+        return picked.attended
 
     def _capture(self, size: int, memory: Any) -> _Forward:
-        state = self._state
+        runner = self._runner
         tokens = torch.as_strided(self._tokens, (3, size), (size, 1))
         tokens[:] = self._padding
-        state.run(tokens, _NoAttention())  # compiles, and lets libraries choose
+        runner.run(tokens, _NoAttention())  # compiles kernels; libraries choose their algorithms
         torch.cuda.current_stream().synchronize()
-        cutter = _Cutter(memory, state.model.config.num_layers)
-        attended = state.run(tokens, cutter)
+        cutter = _Cutter(memory, runner.model.config.num_layers)
+        attended = runner.run(tokens, cutter)
         return _Forward(size, tokens, cutter.pieces, Attended(*map(_alias, attended)))
 
 
 class _Memory:
-    """Device memory as torch.as_tensor takes it, without owning it."""
+    """Device memory in the form that torch.as_tensor takes, without a reference to its owner."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -139,7 +145,10 @@ class _Memory:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same contiguous memory; `tensor` can be freed, and graphs captured later reuse it."""
+    """Return a tensor over the same memory that does not keep it allocated.
+
+    Graphs that are captured later can then reuse the memory.
+    """
     assert tensor.is_contiguous(), "kernels write whole tensors: this is a bug"
     flat = torch.as_tensor(_Memory(tensor), device=tensor.device)
     return flat.view(tensor.dtype).view(tensor.shape)

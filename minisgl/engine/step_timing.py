@@ -1,8 +1,4 @@
-"""Steps that belong to no request: to warm an engine up and to learn what a step costs.
-
-They run before any request. What they write goes to the dummy page; the contexts that they read
-lie all over the pool, as those of requests will.
-"""
+"""Timing of steps without requests, from which the engine learns what a step costs."""
 
 import itertools
 import time
@@ -12,70 +8,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import Batch, EngineLike, Int32Array, SamplingArrays, StepCost, StepExtras
+from minisgl.core import Batch, EngineLike, PageUpdates, StepCost
+from minisgl.engine.warmup import StepShape, warmup_batch
 
-_TIME_LIMIT_NS = 3 * 10**9  # for all of a calibration; slow machines stop at smaller sizes
-_REPEATS, _MOST_REPEATS = 3, 9
-_SETTLED_NS = 60 * 10**6  # of a shape with prompt tokens: a chip's clock follows its power slowly
-_HEAT_S = 0.3  # of steps with prompt tokens, before those of more than a few are timed
-_SCATTER = 1.1  # within which two durations say the same
-_LONGEST_STEP_S = 0.06  # predicted; larger shapes are for machines that take them in their stride
-
-
-class StepShape(NamedTuple):
-    """num_decode reqs with `context` tokens each, and `chunk` prompt tokens after `context` cached
-    ones, cut into several prompts where one would be too long."""
-
-    num_decode: int
-    chunk: int
-    context: int
+_TIME_LIMIT_NS = 3 * 10**9  # of a whole calibration; slow machines stop at smaller sizes
+_REPEATS = 3  # timings that are taken together
+_MAX_REPEATS = 9
+_SETTLED_NS = 60 * 10**6  # of a shape with prompt tokens, since a GPU's clock follows power slowly
+_HEAT_S = 0.3  # of steps with prompt tokens, before the larger ones are timed
+_SCATTER = 1.1  # two durations agree if the longer one is at most this many times the shorter one
+_LONGEST_STEP_S = 0.06  # shapes with a longer predicted time are left out
 
 
 class Timing(NamedTuple):
-    """What StepCost predicts from, and what a step took."""
+    """The arguments of StepCost.predict_s for one step, and the seconds that it took."""
 
     tokens: int
     decode_keys: int
     prefill_pairs: int
     seconds: float
-
-
-def warm_up(engine: EngineLike, dummy_page: int) -> None:
-    """One decode, one prefill and one mixed step, with every kind of sampling."""
-    for shape in (StepShape(0, 4, 0), StepShape(1, 0, 4), StepShape(2, 3, 4)):
-        for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 2)):
-            for edited in (False, True):
-                batch = probe_batch(
-                    engine, dummy_page, shape, temperature=temperature, top_k=top_k, edited=edited
-                )
-                if batch is not None:
-                    engine.launch(batch).wait()
-
-
-def every_size(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
-    """Decode steps of every number of reqs, and chunks of many lengths."""
-    shapes = [StepShape(reqs, 0, 4) for reqs in range(1, engine.max_running_reqs + 1)]
-    for power in range(max_chunk_tokens.bit_length()):
-        shapes += [
-            StepShape(0, 2**power, 0),
-            StepShape(0, 2**power + 1, 0),
-            StepShape(1, 2**power, 4),
-        ]
-    for shape in shapes:
-        batch = probe_batch(engine, dummy_page, shape, temperature=1.0, top_k=2)
-        if batch is not None and shape.chunk <= max_chunk_tokens:
-            engine.launch(batch).wait()
-
-
-def largest_step(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
-    """The step that takes the most memory: all rows in use, the longest chunk, all samplers."""
-    chunks = -(-max_chunk_tokens // engine.max_seq_len)
-    num_decode = max(engine.max_running_reqs - chunks, 0)
-    most = (engine.max_running_reqs - num_decode) * engine.max_seq_len
-    shape = StepShape(num_decode, min(max_chunk_tokens, most), 0)
-    batch = probe_batch(engine, dummy_page, shape, temperature=1.0, top_k=2)
-    assert batch is not None, "the largest step fits by construction: this is a bug"
-    engine.launch(batch).wait()
 
 
 def calibrate(
@@ -86,14 +37,15 @@ def calibrate(
     slowest_ns: Callable[[int], int],
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> StepCost:
-    """Time growing steps, smallest first, until the time is up or a step would take long.
+    """Time steps of growing size until the time is up or a step would take long, and fit the cost.
 
-    At its power limit a GPU takes longer for what differs than for zeros, and longer than rested:
-    5 % together (8B, H200). So ids differ, and larger steps are timed behind more of their kind.
+    At its power limit, a GPU needs 5 % more time (8B, H200) when it is warm and the data differ
+    than when it is rested and all values are zero. So the steps have different ids, and larger
+    steps are timed only after some time of work.
 
-    slowest_ns(own) is the largest duration of all ranks. Only such agreed durations are used, so
-    every rank runs the same steps (they hold collectives) and returns the same cost. A shape whose
-    durations do not settle, on a machine that does other work, is left out.
+    slowest_ns(own) returns the longest duration of all ranks. All decisions depend on such agreed
+    durations only, so every rank runs the same steps (they hold collectives) and returns the same
+    cost. A shape is left out if its durations do not settle, because the machine does other work.
     """
     timings: list[Timing] = []
     watch, hot = _StopWatch(engine, slowest_ns, clock_ns), False
@@ -101,7 +53,7 @@ def calibrate(
         known = len(timings) > 1
         if known and watch.expired:
             break
-        batch = probe_batch(engine, dummy_page, shape, num_ids=vocab_size)
+        batch = warmup_batch(engine, dummy_page, shape, num_ids=vocab_size)
         if batch is None or shape.chunk > max_chunk_tokens:
             continue
         work = _work(batch)
@@ -111,15 +63,15 @@ def calibrate(
         if known and shape.chunk and not hot:
             watch.durations_ns(batch, int(_HEAT_S / predicted_s))
             hot = True
-        found_ns = watch.middle_ns(batch, _SETTLED_NS if shape.chunk else 0, surely=not known)
-        if found_ns is not None:
-            timings.append(Timing(*work, found_ns / 1e9))
+        median_ns = watch.median_ns(batch, _SETTLED_NS if shape.chunk else 0, required=not known)
+        if median_ns is not None:
+            timings.append(Timing(*work, median_ns / 1e9))
     return fit(timings)
 
 
 @dataclass(slots=True)
 class _StopWatch:
-    """Times steps, as `calibrate` is told to, and knows how much of its time is spent."""
+    """Times steps for `calibrate`, and counts the time that this takes."""
 
     _engine: EngineLike
     _slowest_ns: Callable[[int], int]
@@ -130,27 +82,32 @@ class _StopWatch:
     def expired(self) -> bool:
         return self._spent_ns > _TIME_LIMIT_NS
 
-    def middle_ns(self, batch: Batch, least_ns: int, surely: bool) -> int | None:
-        """What such a step takes, once its durations come to least_ns and agree; None if they do
-        not, or, where something must be said, the least: a pause only adds."""
+    def median_ns(self, batch: Batch, least_ns: int, required: bool) -> int | None:
+        """Time the batch until its durations add up to least_ns and agree; return their median.
+
+        Returns None if they do not agree; with `required`, the shortest of them, because other work
+        on the machine only makes steps longer.
+        """
         durations_ns: list[int] = []
-        middle_ns = None
-        while len(durations_ns) < _MOST_REPEATS and (
-            middle_ns is None or sum(durations_ns) < least_ns
+        median_ns = None
+        while len(durations_ns) < _MAX_REPEATS and (
+            median_ns is None or sum(durations_ns) < least_ns
         ):
             durations_ns += self.durations_ns(batch, _REPEATS)
-            middle_ns = _middle(durations_ns)
+            median_ns = _agreed_median(durations_ns)
             if self.expired:
                 break
-        return min(durations_ns) if surely and middle_ns is None else middle_ns
+        return min(durations_ns) if required and median_ns is None else median_ns
 
     def durations_ns(self, batch: Batch, repeats: int) -> list[int]:
-        """From the end of a step to that of the next, which was launched meanwhile, as in serving;
-        of the slowest rank."""
+        """Return the times from the end of one step to the end of the next, of the slowest rank.
+
+        The next step is always launched before the one in progress ends, as in serving.
+        """
         ends_ns: list[int] = []
         running = self._engine.launch(batch)
-        none = batch.page_ids[:0]  # they are there now; real steps bring few
-        batch = replace(batch, page_rows=none, page_cols=none, page_ids=none)
+        no_updates = PageUpdates(*(array[:0] for array in batch.page_updates))
+        batch = replace(batch, page_updates=no_updates)  # sent once; real steps have few
         for _ in range(repeats + 1):
             following = self._engine.launch(batch)
             running.wait()
@@ -158,16 +115,17 @@ class _StopWatch:
             running = following
         running.wait()
         own_ns = [after - before for before, after in itertools.pairwise(ends_ns)]
-        agreed_ns = [*map(self._slowest_ns, own_ns)]
+        agreed_ns = [self._slowest_ns(duration_ns) for duration_ns in own_ns]
         self._spent_ns += sum(agreed_ns)
         return agreed_ns
 
 
 def _shapes(rows: int, max_seq_len: int) -> list[StepShape]:
-    """In about the order of their time. Some come again with a context, or with a longer one.
+    """Return the shapes to time, roughly by rising time. Some come again with a longer context.
 
-    Small ones only decode, up to all rows; the others hold a decode req beside a chunk. Large ones
-    lie behind a context, as most that a price is asked for: a prompt's first tokens take less.
+    Small shapes only decode, up to all rows; the others have one decode request beside a chunk. The
+    large chunks have a context before them, like most chunks whose time is predicted: the first
+    tokens of a prompt take less time.
     """
     half, far = min(max_seq_len - 1, 2048) // 2, min(max_seq_len * 3 // 4, 8192)
     shapes = [StepShape(1, 0, 1), StepShape(1, 15, 1)]
@@ -179,20 +137,21 @@ def _shapes(rows: int, max_seq_len: int) -> list[StepShape]:
     return shapes + [StepShape(1, size - 1, half) for size in (1024, 2048, 4096, 8192)]
 
 
-def _middle(durations_ns: list[int]) -> int | None:
-    """Their median, if one beside it says the same; None where they scatter, or there are few.
+def _agreed_median(durations_ns: list[int]) -> int | None:
+    """Return the median if one of its neighbours agrees with it; None otherwise, or for few values.
 
-    Not the least: a host that sees one end late finds the next step too short.
+    The minimum would be wrong: when the host notices the end of a step late, the next step seems
+    too short.
     """
-    ranked, middle = sorted(durations_ns), (len(durations_ns) - 1) // 2
-    if len(ranked) < 3:
+    if len(durations_ns) < 3:
         return None
-    low, found, high = ranked[middle - 1 : middle + 2]
-    return found if high <= _SCATTER * found or found <= _SCATTER * low else None
+    middle = (len(durations_ns) - 1) // 2
+    low, median, high = sorted(durations_ns)[middle - 1 : middle + 2]
+    return median if high <= _SCATTER * median or median <= _SCATTER * low else None
 
 
 def _work(batch: Batch) -> tuple[int, int, int]:
-    """Tokens, decode keys and prefill pairs, as in StepCost."""
+    """Return tokens, decode keys and prefill pairs of a batch, as StepCost counts them."""
     lengths = batch.lengths.astype(np.int64)
     keys = lengths * batch.start + lengths * (lengths + 1) // 2
     n = batch.num_decode
@@ -200,8 +159,11 @@ def _work(batch: Batch) -> tuple[int, int, int]:
 
 
 def fit(timings: list[Timing]) -> StepCost:
-    """Prices of keys and pairs from shapes timed again with a longer context; what remains of the
-    first timing is the price of their tokens, lowered to that of a larger step where it is more.
+    """Fit a StepCost to timings by rising time.
+
+    Shapes with the same number of tokens but longer contexts give the costs of keys and pairs. The
+    rest of the first timing of each size is the cost of its tokens. It is lowered to that of a
+    larger step if it is higher.
     """
     near: dict[int, Timing] = {}
     for timing in timings:
@@ -220,61 +182,8 @@ def fit(timings: list[Timing]) -> StepCost:
 
 
 def _lower_median(prices: list[float]) -> float:
-    """Not below 0; 0 of none. Lower, since what else a machine does only adds."""
-    return max(sorted(prices)[(len(prices) - 1) // 2], 0.0) if prices else 0.0
+    """Return the lower median, at least 0.0; 0.0 for no values.
 
-
-def probe_batch(
-    engine: EngineLike,
-    dummy_page: int,
-    shape: StepShape,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    edited: bool = False,
-    num_ids: int = 1,
-) -> Batch | None:
-    """A batch of that shape, or None where the engine has too few rows or too short a context.
-
-    edited: sampled as a batch in which some req edits its logits or asks for log-probabilities.
-    num_ids: how many ids the chunk has in turn.
+    Of two middle values the lower one is better, because other work only adds time.
     """
-    longest = max(engine.max_seq_len - shape.context, 1)
-    num_chunks = -(-shape.chunk // longest)
-    num_reqs = shape.num_decode + num_chunks
-    if num_reqs > engine.max_running_reqs or shape.context >= engine.max_seq_len:
-        return None
-    lengths = np.ones(num_reqs, dtype=np.int32)
-    lengths[shape.num_decode :] = longest
-    if num_chunks:
-        lengths[-1] = shape.chunk - (num_chunks - 1) * longest
-    pages = -(-(shape.context + int(lengths.max())) // engine.page_size)
-    read_only = shape.context // engine.page_size
-    page_ids = np.full((num_reqs, pages), dummy_page, dtype=np.int32)
-    scattered = np.arange(num_reqs * read_only, dtype=np.int32) % engine.num_pages
-    page_ids[:, :read_only] = scattered.reshape(num_reqs, read_only)
-    rows = np.arange(num_reqs, dtype=np.int32)
-    none = np.full(num_reqs, -1, dtype=np.int32)
-    return Batch(
-        step_id=0,
-        num_decode=shape.num_decode,
-        rows=rows,
-        start=np.full(num_reqs, shape.context, dtype=np.int32),
-        lengths=lengths,
-        samples=np.ones(num_reqs, dtype=np.bool_),
-        chunk_ids=np.arange(shape.chunk, dtype=np.int32) % num_ids,
-        page_rows=np.repeat(rows, pages),
-        page_cols=np.tile(np.arange(pages, dtype=np.int32), num_reqs),
-        page_ids=page_ids.ravel(),
-        sampling=_sampling(num_reqs, temperature, top_k),
-        extras=StepExtras(None, none, none, none[:0]) if edited else None,
-    )
-
-
-def _sampling(num_reqs: int, temperature: float, top_k: int) -> SamplingArrays:
-    def filled(value: float) -> np.ndarray:
-        return np.full(num_reqs, value, dtype=np.float32)
-
-    ks: Int32Array = np.full(num_reqs, top_k, dtype=np.int32)
-    seeds = np.zeros(num_reqs, dtype=np.int64)
-    return SamplingArrays(filled(temperature), ks, filled(1.0), filled(0.0), seeds)
+    return max(sorted(prices)[(len(prices) - 1) // 2], 0.0) if prices else 0.0

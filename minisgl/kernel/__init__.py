@@ -32,7 +32,7 @@ from minisgl.kernel.dispatch import (
 )
 from minisgl.kernel.elementwise import PendingNorm, rope, store_kv
 from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
-from minisgl.kernel.logits import EditTensors, TopLogprobs, edit_logits, top_logprobs
+from minisgl.kernel.logits import PenaltyTensors, add_bias, apply_penalties, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 from minisgl.kernel.step import StepLayout, StepViews
@@ -42,15 +42,16 @@ __all__ = [
     "CompileLog",
     "ContextCopy",
     "DecodeScratch",
-    "EditTensors",
+    "PenaltyTensors",
     "PendingNorm",
     "SampledTokens",
     "SamplingTensors",
     "StepLayout",
     "StepViews",
-    "TopLogprobs",
+    "add_bias",
     "add_linear",
     "add_rms_norm",
+    "apply_penalties",
     "balanced_decode",
     "best_of_part",
     "best_of_parts",
@@ -58,7 +59,6 @@ __all__ = [
     "context_slots",
     "count_blocks",
     "decode_scratch",
-    "edit_logits",
     "gated_linear",
     "gather_embedding",
     "gather_kv",

@@ -1,22 +1,27 @@
-"""What some requests ask for around sampling: edited logits before it, log-probabilities after.
+"""Edits of logits before sampling, and log-probabilities after it.
 
-Plain torch on every device: rare, and away from the captured graphs.
+Plain torch on every device: few requests ask for them, and they run outside of the CUDA graphs.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from minisgl.core import Logprobs
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EditTensors:
-    """core.LogitEdits on the device, indices into the N rows of logits.
+class PenaltyTensors:
+    """Penalties of E rows of logits, on the device.
 
-    index, rows, position, prompt_len  int [E]: row of logits, line in the token pool, number of
-                                       tokens in that line, and where the output begins.
-    longest                            largest position, known to the host.
+    index       int [E]; row of the logits.
+    rows        int [E]; row of the token pool.
+    position    int [E]; number of tokens in that row, prompt and output.
+    prompt_len  int [E]; position of the first output token.
+    frequency, presence, repetition
+                float32 [E], as in core.SamplingParams.
+    longest     the largest position, as a number on the host.
     """
 
     index: Tensor
@@ -26,59 +31,54 @@ class EditTensors:
     frequency: Tensor
     presence: Tensor
     repetition: Tensor
-    bias_index: Tensor
-    bias_ids: Tensor
-    bias_values: Tensor
     longest: int
 
 
-class TopLogprobs(NamedTuple):
-    """chosen float32 [N]; ids int32 and values float32 [N, K], most likely first."""
+def add_bias(logits: Tensor, index: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Add values (float32 [n]) to logits[index, ids] in place. No host sync.
 
-    chosen: Tensor
-    ids: Tensor
-    values: Tensor
-
-
-def edit_logits(logits: Tensor, edits: EditTensors, token_pool: Tensor) -> Tensor:
-    """A copy of logits (float32 [N, V]) with bias, then repetition, then the other penalties.
-
-    token_pool int32 [rows, positions] holds each line's prompt and output. No host sync.
+    logits: float32 [N, V]; index, ids: int [n], in which a pair may occur several times.
     """
-    edited = logits.clone()
-    where = (edits.bias_index.long(), edits.bias_ids.long())
-    edited.index_put_(where, edits.bias_values, accumulate=True)
-    if not len(edits.index):
-        return edited
-    index = edits.index.long()
-    seen = token_pool[edits.rows.long(), : edits.longest].long()
-    column = torch.arange(edits.longest, device=logits.device)
-    known = column < edits.position.unsqueeze(1)
-    in_output = known & (column >= edits.prompt_len.unsqueeze(1))
+    logits.index_put_((index.long(), ids.long()), values, accumulate=True)
+
+
+def apply_penalties(logits: Tensor, penalties: PenaltyTensors, token_pool: Tensor) -> None:
+    """Apply the repetition penalty, then the other two, to logits (float32 [N, V]) in place.
+
+    token_pool: int32 [rows, positions], prompt and output of each row. No host sync.
+    Source of the repetition penalty: Keskar et al., CTRL, 2019, section 4.1.
+    """
+    index = penalties.index.long()
+    seen = token_pool[penalties.rows.long(), : penalties.longest].long()
+    column = torch.arange(penalties.longest, device=logits.device)
+    known = column < penalties.position.unsqueeze(1)
+    in_output = known & (column >= penalties.prompt_len.unsqueeze(1))
     vocab_size = logits.shape[-1]
     anywhere = _counts(seen, known, vocab_size) > 0
     in_output_counts = _counts(seen, in_output, vocab_size)
-    rows = edited[index]
-    factor = edits.repetition.unsqueeze(1)
+    rows = logits[index]
+    factor = penalties.repetition.unsqueeze(1)
     repeated = torch.where(rows > 0, rows / factor, rows * factor)
     rows = torch.where(anywhere, repeated, rows)
-    rows = rows - edits.frequency.unsqueeze(1) * in_output_counts
-    rows = rows - edits.presence.unsqueeze(1) * (in_output_counts > 0)
-    edited[index] = rows
-    return edited
+    rows = rows - penalties.frequency.unsqueeze(1) * in_output_counts
+    rows = rows - penalties.presence.unsqueeze(1) * (in_output_counts > 0)
+    logits[index] = rows
 
 
 def _counts(ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:
-    """float32 [E, V]: how often each id occurs in its line where `valid`."""
+    """Return float32 [E, V]: how often each id occurs in a row of `ids` where `valid` is set."""
     counts = torch.zeros(len(ids), vocab_size + 1, device=ids.device)
-    target = torch.where(valid, ids, vocab_size)  # the extra column collects what does not count
+    target = torch.where(valid, ids, vocab_size)  # invalid ids are counted in the extra column
     counts.scatter_add_(1, target, torch.ones_like(target, dtype=counts.dtype))
     return counts[:, :vocab_size]
 
 
-def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> TopLogprobs:
-    """Log-softmax of logits (float32 [N, V]) at `chosen` (int [N]) and the `count` <= V largest."""
+def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs[Tensor]:
+    """Return the log-softmax of logits (float32 [N, V]) at `chosen` and at the largest logits.
+
+    chosen: int [N]; count: number of largest logits to report. K = min(count, V).
+    """
     norm = logits.logsumexp(dim=-1, keepdim=True)
     at_chosen = logits.gather(1, chosen.long().unsqueeze(1)) - norm
     values, ids = logits.topk(min(max(count, 1), logits.shape[-1]), dim=-1)
-    return TopLogprobs(at_chosen.squeeze(1), ids[:, :count].int(), (values - norm)[:, :count])
+    return Logprobs(at_chosen.squeeze(1), ids[:, :count].int(), (values - norm)[:, :count])

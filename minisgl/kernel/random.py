@@ -1,6 +1,7 @@
 """Counter-based random numbers: a draw is a pure function of (seed, position, token id).
 
-So a request's tokens do not depend on what shares its batch, on the device or on the rank.
+So the tokens of a request depend neither on the other requests of its batch nor on the device or
+the rank.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox4x32-10).
 """
 
@@ -18,7 +19,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Te
     """Encrypt four 32-bit counter words under two 32-bit key words.
 
     All words are int64 tensors with values in [0, 2**32), of shapes that broadcast together.
-    Returns four such words. Products wrap modulo 2**64, which keeps all 64 bits that are needed.
+    Returns four such words. Products wrap modulo 2**64, so no bit of the 64 that are used is lost.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -41,14 +42,14 @@ def _high(product: Tensor) -> Tensor:
 def gumbel_noise(
     seeds: Tensor, positions: Tensor, count: int, *, first: Tensor | int = 0, stream: int = 0
 ) -> Tensor:
-    """Gumbel(0, 1) noise for `count` ids of each row, from `first` on.
+    """Return Gumbel(0, 1) noise for `count` ids of each row, from `first` on: float32 [N, count].
 
-    seeds: int64 [N], any value; positions: integers [N], the position of the token drawn. first:
-    one for all rows, or a multiple of 4 for each. Returns float32 [N, count]. Id v of a row takes
-    word v % 4 of philox(counter = (v // 4, position, stream, 0), key = (low, high half of seed)).
+    seeds: int64 [N], any value. positions: integers [N], the position of the sampled token. first:
+    one id for all rows, or integers [N] that are multiples of 4. Id v of a row takes word v % 4 of
+    philox(counter = (v // 4, position, stream, 0), key = (low, high half of seed)).
 
-    A word r becomes u = (r + 0.5) / 2**32 and then -log(-log1p(-u)): the large values, which
-    decide an argmax, come from small u, where float32 still tells 2**32 steps apart.
+    A word r becomes u = (r + 0.5) / 2**32 and then -log(-log1p(-u)). The largest values decide an
+    argmax. They come from small u, where float32 still distinguishes 2**32 steps.
     """
     seeds, positions = seeds.long().unsqueeze(1), positions.long().unsqueeze(1)
     skipped = 0 if isinstance(first, Tensor) else first % 4

@@ -1,4 +1,4 @@
-"""Choosing the next tokens from logits: greedy, or by the Gumbel-max trick after filters."""
+"""References of the sampling kernels: greedy, or a random draw by the Gumbel-max trick."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,17 +8,20 @@ from torch import Tensor
 
 from minisgl.kernel.random import gumbel_noise
 
-GROUP = 16  # neighbouring ids that share their first draw
-GROUP_STREAM = 1  # whose noise is not that of the ids
+GROUP = 16  # neighbouring ids that are drawn together before one of them is drawn
+GROUP_STREAM = 1  # Philox stream of the noise of groups; the noise of single ids is stream 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingTensors:
-    """Parameters of N rows, on the device of the logits.
+    """Sampling parameters of N rows, on the device of the logits.
 
-    temperature float32 (0 greedy), top_k int32 (below 1 = all), top_p and min_p float32,
-    seed int64, position integer (of the token drawn). The two flags are known to the host:
-    draws: some row has temperature > 0; filters: some such row uses top_k, top_p or min_p.
+    temperature, top_k, top_p, min_p, seed
+                [N], the columns of core.SAMPLING_COLUMNS. Temperature 0 is greedy; top_k below 1
+                keeps all tokens.
+    position    integers [N]; position of the sampled token.
+    any_random  whether some row has a temperature above 0; known to the host.
+    filters     whether some such row uses top_k, top_p or min_p; known to the host.
     """
 
     temperature: Tensor
@@ -27,26 +30,26 @@ class SamplingTensors:
     min_p: Tensor
     seed: Tensor
     position: Tensor
-    draws: bool
+    any_random: bool
     filters: bool
 
 
 class SampledTokens(NamedTuple):
-    """tokens int32 [N], always valid ids; finite bool [N], False for a row of unusable logits."""
+    """tokens: int32 [N], always valid ids. finite: bool [N], False for unusable logits."""
 
     tokens: Tensor
     finite: Tensor
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
-    """Choose one token per row. logits: float32 [N, V], not changed; no host sync.
+    """Sample one token for each row. logits: float32 [N, V], not changed; no host sync.
 
-    A greedy row takes the first largest logit. A filtered row takes
+    A greedy row takes the first largest logit. A row with filters takes
     argmax(logits / temperature + gumbel(seed, position, id)) over the ids that pass the filters,
-    which is an exact draw from the softmax (Gumbel 1954; Maddison et al. 2014). Any other row
-    draws a group of ids in this way by its logsumexp, and then one of the group: as exact, and
-    with a sixteenth of the random numbers.
-    A row with NaN, with +inf or with nothing but -inf is not finite; its token means nothing.
+    which is an exact draw from the softmax (Gumbel 1954; Maddison et al. 2014). Any other random
+    row first draws a group of ids in the same way, by the logsumexp of the group, and then an id of
+    the group. This draw is exact as well, and needs a sixteenth of the random numbers.
+    A row with NaN, with +inf or with only -inf is not finite; its token has no meaning.
     """
     plain = best_of_parts(best_of_part(logits, params, 0).unsqueeze(0), params)
     if not params.filters:
@@ -60,18 +63,18 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
 
 
 def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
-    """What a rank that holds some of the ids offers for each row; filters are not looked at.
+    """Return the best candidate of each row among the ids of one rank, without filters.
 
     logits: float32 [N, n] of the ids from first_id on, a multiple of GROUP; n > 0. Returns int32
-    [N, 4]: an id, its part's largest logit and the score of the id over that one (both as bits of
-    float32), and whether a logit of the part is NaN or +inf.
+    [N, 4]: an id, the largest logit of this part, the score of the id relative to that logit (both
+    as bits of float32), and whether a logit of this part is NaN or +inf.
     """
-    largest = logits.amax(dim=-1, keepdim=True)  # NaN when the row holds one
+    largest = logits.amax(dim=-1, keepdim=True)  # NaN if the row holds a NaN
     ids = logits.argmax(dim=-1)
     score = torch.zeros_like(largest)
-    if params.draws:
+    if params.any_random:
         drawn_rows = params.temperature > 0
-        scaled = (logits - largest) / _divisors(params)  # at most 0: no temperature overflows it
+        scaled = (logits - largest) / _divisors(params)  # at most 0, so it cannot overflow
         drawn, best = _draw(scaled, params, first_id)
         ids = torch.where(drawn_rows, drawn, ids)
         score[:, 0] = torch.where(drawn_rows, best, 0.0)
@@ -81,10 +84,10 @@ def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tens
 
 
 def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
-    """One token per row from what all ranks offer, int32 [ranks, N, 4] in rank order.
+    """Return one token for each row from the offers of all ranks, int32 [ranks, N, 4] by rank.
 
-    Equal scores go to the lower id. The parts together give what `sample` gives for all of the
-    logits, except between candidates whose scores differ by rounding alone.
+    Equal scores go to the lower id. The result equals that of `sample` over all of the logits,
+    except between candidates whose scores differ only by rounding.
     """
     largest, score = offers.view(torch.float32)[..., 1:3].unbind(-1)
     over = (largest - largest.amax(dim=0)) / _divisors(params).squeeze(1) + score
@@ -100,7 +103,10 @@ def _divisors(params: SamplingTensors) -> Tensor:
 
 
 def _draw(scaled: Tensor, params: SamplingTensors, first_id: int) -> tuple[Tensor, Tensor]:
-    """A column of each row, and its group's score. scaled: [N, n] of ids from first_id on."""
+    """Draw a column of each row. Returns it with the score of its group.
+
+    scaled: [N, n] of the ids from first_id on.
+    """
     padded = torch.nn.functional.pad(scaled, (0, -scaled.shape[-1] % GROUP), value=-torch.inf)
     groups = padded.view(len(padded), -1, GROUP)
     seed, position, begin = params.seed, params.position, first_id // GROUP
@@ -113,10 +119,11 @@ def _draw(scaled: Tensor, params: SamplingTensors, first_id: int) -> tuple[Tenso
 
 
 def _filter(scaled: Tensor, params: SamplingTensors) -> Tensor:
-    """Mask what top_k, then top_p, then min_p drop. scaled: [N, V], each row's maximum is 0.
+    """Set the logits that top_k, then top_p, then min_p drop to -inf.
 
-    Each filter is a threshold on the logit, so ties with the last token kept are kept too and
-    the outcome does not depend on a sort order. At least the largest logit always stays.
+    scaled: [N, V], the maximum of each row is 0. Each filter is a threshold on the logit, so tokens
+    that tie with the last token kept are kept too, and the result does not depend on a sort order.
+    The largest logit always stays.
     """
     vocab_size = scaled.shape[-1]
     ordered = scaled.sort(dim=-1, descending=True).values
@@ -124,7 +131,7 @@ def _filter(scaled: Tensor, params: SamplingTensors) -> Tensor:
     threshold = ordered.gather(1, top_k.long().unsqueeze(1) - 1)
     ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
     probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs  # probability of everything more likely
+    before = probs.cumsum(dim=-1) - probs  # probability of all more likely tokens
     kept = (before < params.top_p.unsqueeze(1)) | (params.top_p >= 1).unsqueeze(1)
     kept[:, 0] = True
     least_kept = ordered.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True)

@@ -1,85 +1,104 @@
-"""A step's metadata on the device: the packed buffer it arrives in, and what is computed from it.
+"""Step metadata on the device: the packed buffer in which it arrives, and references of the kernels
+that compute more from it.
 
-One int32 buffer travels to the device for each step. Padding needs no flags: a padded req is the
-dummy row with start 0 and length 1, a padded page update writes the dummy page to the dummy row,
-so the kernels below compute harmless values for them, in place, over static tensors.
+One int32 buffer goes to the device for each step. Padding needs no flags: a padding request is the
+dummy row with start 0 and length 1, and a padding page update writes the dummy page to the dummy
+row. The kernels below compute harmless values for them, in place, over tensors of fixed addresses.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from minisgl.core import SAMPLING_COLUMNS, Column
+from minisgl.core.batch import Array
 
-class StepViews(NamedTuple):
+_WORDS = {np.int32: 1, np.float32: 1, np.int64: 2}  # int32 elements of one value
+_TORCH_DTYPES = {np.int32: torch.int32, np.float32: torch.float32, np.int64: torch.int64}
+
+
+class StepViews(NamedTuple, Generic[Array]):
     """Views of one packed buffer; R = max_reqs, U = max_updates, C = max_chunk_tokens.
 
-    seed int64 [R]; rows, start, lengths, first, samples, top_k int32 [R]; temperature, top_p,
-    min_p float32 [R]; page_rows, page_cols, page_ids int32 [U]; chunk_ids int32 [C].
-    first is the exclusive sum of lengths: where each req's tokens begin among the T.
-    samples is 1 where the req's next token is to be written to the token pool.
+    rows, start, lengths  int32 [R], as in core.Batch.
+    first                 int32 [R]; exclusive sum of lengths, so the index of each request's first
+                          token among the T tokens.
+    samples               int32 [R]; 1 where the next token is written to the token pool.
+    sampling              each sampling column, [R], by name.
+    page_rows, page_cols, page_ids
+                          int32 [U], as core.PageUpdates.
+    chunk_ids             int32 [C].
     """
 
-    seed: Tensor
-    rows: Tensor
-    start: Tensor
-    lengths: Tensor
-    first: Tensor
-    samples: Tensor
-    top_k: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    page_rows: Tensor
-    page_cols: Tensor
-    page_ids: Tensor
-    chunk_ids: Tensor
+    rows: Array
+    start: Array
+    lengths: Array
+    first: Array
+    samples: Array
+    sampling: dict[str, Array]
+    page_rows: Array
+    page_cols: Array
+    page_ids: Array
+    chunk_ids: Array
 
 
 class StepLayout(NamedTuple):
-    """Capacities of a packed buffer. chunk_ids come last, so that a copy may end where they do."""
+    """Capacities of a packed buffer, and the sampling columns in it.
+
+    The int64 columns come first, so that they are aligned. chunk_ids come last, so that one layout
+    of a capacity serves steps with fewer chunk tokens.
+    """
 
     max_reqs: int
     max_updates: int
     max_chunk_tokens: int
+    columns: tuple[Column, ...] = SAMPLING_COLUMNS
 
     @property
     def size(self) -> int:
-        """int32 elements of the buffer."""
+        """Return the number of int32 elements of the buffer."""
         return self.chunk_offset + self.max_chunk_tokens
 
     @property
     def chunk_offset(self) -> int:
-        """Elements before chunk_ids: a step with n chunk tokens is its first chunk_offset + n."""
-        return 11 * self.max_reqs + 3 * self.max_updates
+        """Return the number of elements before chunk_ids."""
+        words = 5 + sum(_WORDS[column.dtype] for column in self.columns)
+        return words * self.max_reqs + 3 * self.max_updates
 
-    def views(self, buffer: Tensor) -> StepViews:
+    def views(self, buffer: Tensor) -> StepViews[Tensor]:
         """Split an int32 [size] tensor, on host or device, aligned to 8 bytes, without a copy."""
+        return self._split(buffer, lambda part, dtype: part.view(_TORCH_DTYPES[dtype]))
+
+    def host_views(self, buffer: NDArray[np.int32]) -> StepViews[NDArray[Any]]:
+        """Split an int32 [size] array, aligned to 8 bytes, without a copy."""
+        return self._split(buffer, lambda part, dtype: part.view(dtype))
+
+    def _split(self, buffer: Any, cast: Callable[[Any, Any], Array]) -> StepViews[Array]:
+        offset = 0
+
+        def take(count: int, words: int = 1) -> Any:
+            nonlocal offset
+            begin, offset = offset, offset + count * words
+            return buffer[begin:offset]
+
+        wide = [column for column in self.columns if _WORDS[column.dtype] == 2]
+        narrow = [column for column in self.columns if _WORDS[column.dtype] == 1]
         reqs, updates = self.max_reqs, self.max_updates
-        fields = buffer[2 * reqs : 11 * reqs].view(9, reqs)
-        pages = buffer[11 * reqs : self.chunk_offset].view(3, updates)
-        return StepViews(
-            seed=buffer[: 2 * reqs].view(torch.int64),
-            rows=fields[0],
-            start=fields[1],
-            lengths=fields[2],
-            first=fields[3],
-            samples=fields[4],
-            top_k=fields[5],
-            temperature=fields[6].view(torch.float32),
-            top_p=fields[7].view(torch.float32),
-            min_p=fields[8].view(torch.float32),
-            page_rows=pages[0],
-            page_cols=pages[1],
-            page_ids=pages[2],
-            chunk_ids=buffer[self.chunk_offset :],
-        )
+        sampling = {column.name: cast(take(reqs, 2), column.dtype) for column in wide}
+        fields = take(5 * reqs).reshape(5, reqs)
+        sampling |= {column.name: cast(take(reqs), column.dtype) for column in narrow}
+        pages = take(3 * updates).reshape(3, updates)
+        return StepViews._make([*fields, sampling, *pages, buffer[offset:]])
 
 
 def update_pages(
     page_table: Tensor, page_rows: Tensor, page_cols: Tensor, page_ids: Tensor
 ) -> None:
-    """page_table[page_rows, page_cols] = page_ids, in place; equal pairs carry equal ids.
+    """Set page_table[page_rows, page_cols] = page_ids in place. Equal pairs carry equal ids.
 
     page_table: int32 [rows, max_pages]; the others int32 [U]. No host sync; graph-capturable.
     """
@@ -91,7 +110,7 @@ def stage_tokens(
     start: Tensor,
     first: Tensor,
     chunk_ids: Tensor,
-    num_decode: int,
+    num_decode_tokens: int,
     page_table: Tensor,
     token_pool: Tensor,
     page_size: int,
@@ -99,12 +118,13 @@ def stage_tokens(
     positions: Tensor,
     slots: Tensor,
 ) -> None:
-    """Fill ids, positions and slots of the T tokens of a step.
+    """Fill ids, positions and KV slots of the T tokens of a step.
 
-    rows, start, first: int32 [B], as in StepViews; the first num_decode reqs have one token each.
-    chunk_ids: int32, at least T - num_decode. page_table: int32 [rows, max_pages], up to date.
-    token_pool: int32 [rows, max_seq_len + 1]. ids, positions, slots: int32 [T], overwritten.
-    No host sync; graph-capturable while num_decode and T stay the same.
+    rows, start, first: int32 [B], as in StepViews. The ids of the first num_decode_tokens tokens
+    come from token_pool, int32 [rows, max_seq_len + 1], the others from chunk_ids, int32, at least
+    T - num_decode_tokens. page_table: int32 [rows, max_pages], with this step's updates. ids,
+    positions, slots: int32 [T], overwritten. No host sync; graph-capturable while
+    num_decode_tokens and T stay the same.
     """
     tokens = torch.arange(len(ids), device=ids.device, dtype=torch.int32)
     req = torch.searchsorted(first, tokens, right=True) - 1
@@ -113,8 +133,9 @@ def stage_tokens(
     positions.copy_(where)
     pages = page_table[row, (where // page_size).long()]
     slots.copy_(pages * page_size + where % page_size)
-    ids[:num_decode] = token_pool[row[:num_decode], where[:num_decode].long()]
-    ids[num_decode:] = chunk_ids[: len(ids) - num_decode]
+    decode = slice(num_decode_tokens)
+    ids[decode] = token_pool[row[decode], where[decode].long()]
+    ids[num_decode_tokens:] = chunk_ids[: len(ids) - num_decode_tokens]
 
 
 def kv_metadata(
@@ -127,12 +148,12 @@ def kv_metadata(
     kv_indices: Tensor,
     last_page_len: Tensor,
 ) -> None:
-    """Fill the paged-KV description of n reqs, whose contexts are start + lengths tokens.
+    """Fill the paged-KV description of n requests, whose contexts are start + lengths tokens.
 
     rows, start, lengths: int32 [n], n at most 8192. page_table: int32 [rows, max_pages].
-    kv_indptr: int32 [n + 1], cumulative numbers of pages; kv_indices: int32, the reqs' pages one
-    after the other, what lies behind them is left as it is; last_page_len: int32 [n], 1..page_size.
-    No host sync on a GPU; graph-capturable.
+    kv_indptr: int32 [n + 1], cumulative numbers of pages. kv_indices: int32, the pages of the
+    requests, concatenated; elements behind them keep their values. last_page_len: int32 [n], from
+    1 to page_size. No host sync on a GPU; graph-capturable.
     Source: the layout of FlashInfer's paged wrappers.
     """
     context = start + lengths
@@ -154,7 +175,7 @@ def put_tokens(
     samples: Tensor,
     tokens: Tensor,
 ) -> None:
-    """token_pool[rows, start + lengths] = tokens where samples is not 0, in place.
+    """Set token_pool[rows, start + lengths] = tokens where samples is not 0, in place.
 
     All int32; token_pool [rows, max_seq_len + 1], the others [B]. No host sync on a GPU;
     graph-capturable.

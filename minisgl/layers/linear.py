@@ -132,7 +132,7 @@ class LinearBuild(NamedTuple):
 
     tp: TPInfo
     dtype: torch.dtype
-    method: LinearMethodFactory = UnquantizedLinear
+    method: LinearMethodFactory
 
 
 def share_split_k_semaphores(model: nn.Module, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from minisgl.core import (
     WorkerDied,
 )
 from minisgl.distributed import SingleCommunicator
-from minisgl.engine import Engine
+from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.message import (
     AbortReq,
     AddReq,
@@ -66,8 +66,14 @@ def _uninterrupted() -> Iterator[None]:
 class LocalWorker:
     """A scheduler and an engine of one rank in the caller's process."""
 
-    def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
-        self._engine = Engine(engine, SingleCommunicator(), config.prefill_budget_tokens)
+    def __init__(
+        self,
+        engine: EngineConfig,
+        config: SchedulerConfig,
+        extensions: Extensions = DEFAULT_EXTENSIONS,
+    ) -> None:
+        budget = config.prefill_budget_tokens
+        self._engine = Engine(engine, SingleCommunicator(), budget, extensions)
         self._inbox = LocalInbox()
         self._outputs: list[StepOutput] = []
         try:

@@ -37,7 +37,7 @@ class MoeBackend(ABC):
     A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
     device: of the weights and the inputs.
     A class of our own stands in registry.MOE_BACKENDS; a class from outside is passed in
-    models.Extensions.
+    engine.Extensions.
     """
 
     name: ClassVar[str]

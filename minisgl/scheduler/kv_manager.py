@@ -61,7 +61,7 @@ class KVManager:
         pages_in_all = self.pages_for(len(req.tokens))
         own_pages = pages_in_all - len(match.pages)
         spare = min(1, self.pages_for(req.max_total_tokens) - pages_in_all)
-        may_grow = table.rows.allocated & (table.num_pages * self.page_size < table.limit)
+        may_grow = table.rows.allocated & (table.pages.counts * self.page_size < table.limit)
         needed = own_pages + spare + int(may_grow.sum())
         fits = needed <= self.pool.num_free + self.cache.evictable_pages
         pages = self.try_allocate(own_pages) if fits else None
@@ -96,7 +96,7 @@ class KVManager:
         if num_pages <= req.shared_pages or not self._use_prefix_cache:
             return
         key = table.tokens[row, : num_pages * self.page_size]
-        row_pages = table.page_table[row, :num_pages]
+        row_pages = table.pages.entries[row, :num_pages]
         fence = int(table.last_step[row])
         node, pages = self.cache.insert(key, row_pages, req.cache_salt)
         self.cache.lock(node)
@@ -106,7 +106,7 @@ class KVManager:
         duplicates = row_pages[own & (pages != row_pages)].copy()
         row_pages[:] = pages
         if len(duplicates):
-            table.clean_pages[row] = min(int(table.clean_pages[row]), req.shared_pages)
+            table.pages.sent[row] = min(int(table.pages.sent[row]), req.shared_pages)
         req.cache_node = node
         req.shared_pages = num_pages
         self.pool.release(duplicates, fence)
@@ -120,7 +120,7 @@ class KVManager:
         self.publish(req, table, cached_tokens)
         row = req.row
         fence = int(table.last_step[row])
-        own = table.page_table[row, req.shared_pages : table.num_pages[row]].copy()
+        own = table.pages.of_row(row)[req.shared_pages :].copy()
         self.pool.release(own, fence)
         assert req.cache_node is not None, "a running request has a node: this is a bug"
         self.cache.unlock(req.cache_node, fence)
@@ -143,7 +143,7 @@ class KVManager:
         self.cache.check_integrity()
         table.check_integrity()
         running = [req for req in table.reqs if req is not None]
-        own = [table.page_table[r.row, r.shared_pages : table.num_pages[r.row]] for r in running]
+        own = [table.pages.of_row(req.row)[req.shared_pages :] for req in running]
         owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
         if len(np.unique(owned)) != len(owned):
             raise InvariantBroken("two requests own the same page; this is a bug")

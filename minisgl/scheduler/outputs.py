@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Batch, FinishReason, Int32Array, PromptLogprobs, RequestError, StepResult
+from minisgl.core import Batch, FinishReason, HostLogprobs, Int32Array, RequestError, StepResult
 from minisgl.message import (
     AddReq,
     Finished,
@@ -46,32 +46,38 @@ class OutputBuilder:
     def logprobs(
         self, batch: Batch, result: StepResult, table: RequestTable, token_rows: Int32Array
     ) -> None:
-        """The log-probabilities that reqs of this step asked for. token_rows got a token."""
-        extras, found = batch.extras, result.logprobs
-        if extras is None or found is None:
+        """Add the log-probabilities that requests of this step ask for.
+
+        token_rows: rows that got a token in this step.
+        """
+        wanted, sampled = batch.logprobs, result.logprobs
+        if wanted is None:
             return
         got_token = set(token_rows.tolist())
-        for index in np.flatnonzero(extras.logprobs >= 0).tolist():
-            row, count = int(batch.rows[index]), int(extras.logprobs[index])
-            if row in got_token:
+        for index in np.flatnonzero(wanted.sampled >= 0).tolist() if sampled else ():
+            row, count = int(batch.rows[index]), int(wanted.sampled[index])
+            if row in got_token and sampled is not None:
                 self._next.logprobs.append(
                     TokenLogprobs(
                         uid=int(table.uid[row]),
-                        logprob=float(found.sampled[index]),
-                        top_ids=found.top_ids[index, :count].tolist(),
-                        top_logprobs=found.top[index, :count].tolist(),
+                        logprob=float(sampled.chosen[index]),
+                        top_ids=sampled.top_ids[index, :count].tolist(),
+                        top_logprobs=sampled.top[index, :count].tolist(),
                     )
                 )
-        for index, prompt in found.prompt.items():
+        for index, prompt in (result.prompt_logprobs or {}).items():
             req = table.reqs[batch.rows[index]]
             if req is not None:
-                count = int(extras.prompt_logprobs[index])
+                count = int(wanted.prompt[index])
                 self._prompt(req, int(batch.start[index]) + 1, prompt, count)
 
-    def _prompt(self, req: Req, position: int, found: PromptLogprobs, count: int) -> None:
-        """Prompt tokens from `position` on; a resumed req does not report any twice."""
+    def _prompt(self, req: Req, position: int, found: HostLogprobs, count: int) -> None:
+        """Add log-probabilities of prompt tokens from `position` on.
+
+        A request that was preempted computes its prompt again, and does not report a token twice.
+        """
         first = max(position, req.prompt_reported) - position
-        last = min(len(found.target), req.prompt_len - position)
+        last = min(len(found.chosen), req.prompt_len - position)
         if first >= last:
             return
         req.prompt_reported = position + last
@@ -80,7 +86,7 @@ class OutputBuilder:
             PromptTokenLogprobs(
                 uid=req.uid,
                 position=position + first,
-                logprobs=found.target[first:last].tolist(),
+                logprobs=found.chosen[first:last].tolist(),
                 top_ids=found.top_ids[first:last, :count].tolist(),
                 top_logprobs=found.top[first:last, :count].tolist(),
             )

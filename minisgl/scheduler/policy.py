@@ -15,7 +15,7 @@ from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, St
 from minisgl.kvcache import common_prefix
 from minisgl.scheduler.budget import PrefillBudget
 from minisgl.scheduler.kv_manager import KVManager
-from minisgl.scheduler.logits_processing import build_extras
+from minisgl.scheduler.logits_processing import edited_reqs, logprobs_request
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
 
@@ -68,10 +68,8 @@ class Planner:
         config: SchedulerConfig,
         kv_manager: KVManager,
         table: RequestTable,
-        eos_token_ids: tuple[int, ...],
     ) -> None:
         self._config = config
-        self._eos = eos_token_ids
         self._kv_manager = kv_manager
         self._table = table
         self.cost: StepCost | None = None
@@ -147,12 +145,12 @@ class Planner:
         """
         table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
-        growing = rows[table.computed[rows] // kv_manager.page_size >= table.num_pages[rows]]
+        growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
         if not len(growing):
             return rows, None
         pages = kv_manager.try_allocate(len(growing))
         if pages is not None:
-            self._append_pages(growing, pages)
+            table.pages.append(growing, pages)
             return rows, None
         return self._share_out(rows, growing, in_flight)
 
@@ -164,7 +162,7 @@ class Planner:
         pool = self._kv_manager.pool
         oldest_first = sorted(growing.tolist(), key=lambda row: req_at(row).arrival_index)
         served, starved = np.split(np.array(oldest_first, dtype=np.int32), [pool.num_free])
-        self._append_pages(served, pool.allocate(len(served)))
+        self._table.pages.append(served, pool.allocate(len(served)))
         kept = rows[~np.isin(rows, starved)]
         if pool.num_quarantined >= len(starved):
             return kept, None  # a step in flight frees enough
@@ -176,11 +174,6 @@ class Planner:
         victim = max(running, key=lambda req: req.arrival_index)
         self.remove(victim)
         return kept[kept != victim.row], victim
-
-    def _append_pages(self, rows: Int32Array, pages: Int32Array) -> None:
-        table = self._table
-        table.page_table[rows, table.num_pages[rows]] = pages
-        table.num_pages[rows] += 1
 
     # --- prefill --------------------------------------------------------------------------------
 
@@ -250,42 +243,29 @@ class Planner:
     # --- the batch ------------------------------------------------------------------------------
 
     def _build(self, step_id: int, decode_rows: Int32Array, chunks: dict[int, int]) -> Batch:
+        """Return the batch of these rows: decode rows with one token each, and the chunks."""
         table = self._table
-        n = len(decode_rows)
-        chunk_rows = np.array([*chunks], dtype=np.int32)
-        rows = np.concatenate([decode_rows, chunk_rows])
+        num_decode = len(decode_rows)
+        rows = np.concatenate([decode_rows, np.array([*chunks], dtype=np.int32)])
         start = table.computed[rows]
         lengths = np.ones(len(rows), dtype=np.int32)
-        lengths[n:] = [*chunks.values()]
+        lengths[num_decode:] = [*chunks.values()]
         ends = start + lengths
-        chunk_parts = zip(rows[n:], start[n:], ends[n:], strict=True)
-        ids = [table.tokens[row, first:end] for row, first, end in chunk_parts]
+        chunk_ids = [
+            table.tokens[row, table.computed[row] : table.computed[row] + length]
+            for row, length in chunks.items()
+        ]
         samples = ends >= table.prefill_end[rows]
-        extras = build_extras(table, rows, start, lengths, samples, self._eos)
-        page_rows, page_cols = self._dirty_entries(rows)
         return Batch(
             step_id=step_id,
-            num_decode=n,
+            num_decode=num_decode,
             rows=rows,
             start=start,
             lengths=lengths,
             samples=samples,
-            chunk_ids=np.concatenate([np.empty(0, dtype=np.int32), *ids]),
-            page_rows=page_rows,
-            page_cols=page_cols,
-            page_ids=table.page_table[page_rows, page_cols],
+            chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
+            page_updates=table.pages.take_updates(rows),
             sampling=table.sampling(rows),
-            extras=extras,
+            logit_edits=edited_reqs(table, rows, ends, samples),
+            logprobs=logprobs_request(table, rows, start, ends, samples),
         )
-
-    def _dirty_entries(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Page-table entries of `rows` that the device does not have; marks them as sent."""
-        table = self._table
-        first, end = table.clean_pages[rows], table.num_pages[rows]
-        counts = end - first
-        if not counts.any():
-            return rows[:0], rows[:0]
-        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        page_cols = (np.repeat(first, counts) + offsets).astype(np.int32)
-        table.clean_pages[rows] = end
-        return np.repeat(rows, counts), page_cols

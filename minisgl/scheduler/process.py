@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.distributed import TPInfo, connect
-from minisgl.engine import Engine, resolve_device
+from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions, resolve_device
 from minisgl.message import (
     LeaderStep,
     Ready,
@@ -28,7 +28,12 @@ STATS_INTERVAL_S = 0.05  # routers (endpoint pickers) scrape the metrics at this
 
 
 def run_scheduler(
-    engine_config: EngineConfig, scheduler_config: SchedulerConfig, *, tp_rank: int, socket_dir: str
+    engine_config: EngineConfig,
+    scheduler_config: SchedulerConfig,
+    *,
+    tp_rank: int,
+    socket_dir: str,
+    extensions: Extensions = DEFAULT_EXTENSIONS,
 ) -> None:
     """Load the model, send Ready, and run until a Shutdown message.
 
@@ -41,7 +46,7 @@ def run_scheduler(
     inbox = _inbox(tp, socket_dir)
     rendezvous = str(Path(socket_dir) / "rendezvous")
     comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
-    engine = Engine(engine_config, comm, scheduler_config.prefill_budget_tokens)
+    engine = Engine(engine_config, comm, scheduler_config.prefill_budget_tokens, extensions)
     api: Sender[Ready | SchedulerStats] = Sender(endpoint(socket_dir, "api"))
     send: Callable[[StepOutput], object] = _discard
     if tp.rank == 0:
@@ -75,6 +80,7 @@ def build_scheduler(
         eos_token_ids=facts.eos_token_ids,
         inbox=inbox,
         send=send,
+        extensions=engine.extensions,
     )
     engine.warm_up()
     if config.target_step_ms is not None or facts.device != "cpu":

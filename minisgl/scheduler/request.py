@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
@@ -42,6 +44,7 @@ class Req:
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
+    logit_states      state of each logits processor for this request; None if none needs one.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
     admitted_s        time of the first admission, as in PrefillDone; 0.0 before.
@@ -54,10 +57,10 @@ class Req:
     prompt_len: int
     max_total_tokens: int
     sampling: SamplingParams
-    seed: int
     text: TextSpec | None
     arrival_index: int
     cache_salt: str = ""
+    logit_states: tuple[Any, ...] | None = None
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
     row: int = -1
@@ -97,16 +100,17 @@ def accept_request(
             f"{capacity_tokens} tokens that context and KV pool allow",
             param="prompt",
         )
-    seed = message.sampling.seed
+    sampling = message.sampling
+    if sampling.seed is None:
+        # The API server draws a seed for a request without one. The uid is the fallback for other
+        # senders: every rank must use the same seed.
+        sampling = msgspec.structs.replace(sampling, seed=message.uid)
     return Req(
         uid=message.uid,
         tokens=tokens,
         prompt_len=len(tokens),
         max_total_tokens=capacity_tokens if max_tokens is None else needed,
-        sampling=message.sampling,
-        # The API server draws a seed for a request without one. The uid is the fallback for other
-        # senders: every rank must use the same seed.
-        seed=message.uid if seed is None else seed,
+        sampling=sampling,
         text=message.text,
         arrival_index=arrival_index,
         cache_salt=message.cache_salt,

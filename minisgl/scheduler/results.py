@@ -1,4 +1,4 @@
-"""What a completed step means for its reqs: which tokens are real and who ends."""
+"""Reads the result of a completed step: the new tokens of its requests, and which requests end."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,11 @@ from minisgl.scheduler.request_table import RequestTable
 
 
 class Outcome(NamedTuple):
-    """rows int32 [N] that got the token tokens int32 [N]; ended: row -> reason, in row order."""
+    """The effect of one step on its requests.
+
+    rows, tokens  int32 [n]; the new tokens, each with its row, in the order in which they stand.
+    ended         reason for each row that ends, in the order of the batch.
+    """
 
     rows: Int32Array
     tokens: Int32Array
@@ -19,27 +23,46 @@ class Outcome(NamedTuple):
 def read_result(
     batch: Batch, result: StepResult, table: RequestTable, eos_token_ids: Int32Array
 ) -> Outcome:
-    """Append the sampled tokens to their rows and find who ends.
+    """Append the sampled tokens to their rows and find the requests that end.
 
-    Rows that no longer belong to a req (they ended in the step before, while this one was in
-    flight) are passed over: their token is junk. A row with non-finite logits ends with ERROR and
-    gets no token.
+    A row that belongs to no request any more gets no token: its request ended in the step before,
+    while this one was in flight. A row with non-finite logits ends with ERROR and gets no token.
+    Tokens behind the one that ends a request are dropped. Draft tokens that the step did not accept
+    are taken off table.computed, so that the row forwards these positions again.
     """
     sampled = batch.samples & table.rows.allocated[batch.rows]
     broken = batch.rows[sampled & ~result.finite]
     sampled &= result.finite
-    rows, tokens = batch.rows[sampled], result.tokens[sampled]
-    position = batch.start[sampled] + batch.lengths[sampled]
-    table.tokens[rows, position] = tokens
-    table.known[rows] = position + 1
-    # where the token is an EOS id or a stop token id that counts for its req
-    stops = (tokens[:, None] == eos_token_ids).any(axis=1) & table.obeys_eos[rows]
+    rows: Int32Array = batch.rows[sampled]
+    tokens, counts = result.tokens[sampled], result.counts[sampled]
+    first: Int32Array = (batch.start + batch.lengths)[sampled]
+    width = tokens.shape[1]
+    if width > 1:
+        drafts = (batch.lengths - 1)[sampled]
+        drafts[np.flatnonzero(sampled) >= batch.num_decode] = 0
+        first -= drafts
+        table.computed[rows] -= drafts + 1 - counts
+    nth: Int32Array = np.arange(width, dtype=np.int32)
+    position: Int32Array = first[:, None] + nth
+    # A token stops its request if it is an EOS id or stop token id that the request obeys.
+    stops = (tokens[..., None] == eos_token_ids).any(axis=2) & table.obeys_eos[rows, None]
     for index in np.flatnonzero(table.has_stop_ids[rows]).tolist():
-        stops[index] |= int(tokens[index]) in table.req_at(rows[index]).sampling.stop_token_ids
-    stops &= position >= table.stop_from[rows]
-    at_limit = position + 1 >= table.limit[rows]
+        stop_ids = table.req_at(rows[index]).sampling.stop_token_ids
+        stops[index] |= np.isin(tokens[index], stop_ids)
+    stops &= position >= table.stop_from[rows, None]
+    ends = stops | (position + 1 >= table.limit[rows, None])
+    if width > 1:
+        ends &= nth < counts[:, None]
+        ending = ends.any(axis=1)
+        counts[ending] = ends[ending].argmax(axis=1) + 1
+        kept = nth < counts[:, None]
+        token_rows, tokens, token_positions = np.repeat(rows, counts), tokens[kept], position[kept]
+    else:
+        token_rows, tokens, token_positions = rows, tokens[:, 0], first
+    table.tokens[token_rows, token_positions] = tokens
+    table.known[rows] = first + counts
     ended = dict.fromkeys(broken.tolist(), FinishReason.ERROR)
-    for index in np.flatnonzero(stops | at_limit).tolist():
-        reason = FinishReason.STOP if stops[index] else FinishReason.LENGTH
-        ended[int(rows[index])] = reason
-    return Outcome(rows, tokens, ended)
+    for index in np.flatnonzero(ends.any(axis=1)).tolist():
+        stopped = stops[index, counts[index] - 1]
+        ended[int(rows[index])] = FinishReason.STOP if stopped else FinishReason.LENGTH
+    return Outcome(token_rows, tokens, ended)

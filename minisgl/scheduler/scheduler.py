@@ -18,6 +18,7 @@ from minisgl.core import (
     RequestError,
     SchedulerConfig,
 )
+from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.message import (
     AbortReq,
     AddReq,
@@ -74,20 +75,24 @@ class Scheduler:
         inbox: Inbox,
         send: Callable[[StepOutput], object],
         clock: Callable[[], float] = time.monotonic,
+        extensions: Extensions = DEFAULT_EXTENSIONS,
     ) -> None:
         """vocab_size: width of the logits. send: takes the output of an iteration and must not
-        block. clock: returns seconds."""
+        block. clock: returns seconds. extensions: those of the engine."""
         self._engine = engine
         self._config = config
         self._vocab_size = vocab_size
         self._eos: Int32Array = np.array(eos_token_ids, dtype=np.int32)
         self._inbox = inbox
+        self._extensions = extensions
         self._send = send
         max_pages = -(-engine.max_seq_len // engine.page_size)
-        self.table = RequestTable(engine.max_running_reqs, engine.max_seq_len, max_pages)
+        self.table = RequestTable(
+            engine.max_running_reqs, engine.max_seq_len, max_pages, extensions.sampling_columns
+        )
         use_prefix_cache = config.cache_type != "naive"
         self.kv_manager = KVManager(engine.page_size, engine.num_pages, use_prefix_cache)
-        self.planner = Planner(config, self.kv_manager, self.table, eos_token_ids)
+        self.planner = Planner(config, self.kv_manager, self.table)
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
         self._outputs = OutputBuilder()
@@ -193,6 +198,7 @@ class Scheduler:
                 capacity_tokens=self._capacity_tokens,
                 arrival_index=self._arrivals,
             )
+            req.logit_states = self._extensions.open_states(req.sampling)
         except RequestError as error:
             self._outputs.refuse(message, error)
             return

@@ -37,7 +37,7 @@ class StepMeter:
         duration_s = now_s - max(self._launched_s.popleft(), self._ended_s)
         self._ended_s = now_s
         chunk_tokens = batch.num_prefill_tokens
-        tokens = batch.num_decode + chunk_tokens
+        tokens = batch.num_decode_tokens + chunk_tokens
         if not chunk_tokens:
             phase = self.phases["decode"]
             self._decode_s.append(duration_s)

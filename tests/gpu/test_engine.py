@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl.core import Batch, EngineConfig, OutOfMemory
+from minisgl.core import Batch, EngineConfig, OutOfMemory, SamplingParams
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import Engine
-from minisgl.engine.pending import LaunchedStep
+from minisgl.engine.model_runner import LaunchedStep
 from minisgl.kernel import gumbel_noise
-from tests.parity.driver import Driver, Sampling, Work, logprobs_of, make_engine
+from tests.parity.driver import GREEDY, Driver, Work, logprobs_of, make_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,7 +71,7 @@ def test_cuda_gives_the_tokens_of_the_cpu(architecture: str, tmp_path: Path) -> 
     gpu.calibrate()
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, 1511, (37,), generator=generator).tolist()
-    for sampling in (Sampling(), Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=5)):
+    for sampling in (GREEDY, SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=5)):
         expected = Driver(cpu).generate(0, prompt, 12, 7, sampling)
         assert Driver(gpu).generate(0, prompt, 12, 7, sampling) == expected
 
@@ -84,7 +84,7 @@ def test_mixed_batch_on_cuda(tmp_path: Path) -> None:
         result = driver.step(
             Work(0, 30), Work(3, 3), Work(1, 0, [9, 8]), Work(5, 0, [4, 5], samples=False)
         )
-        results.append(result.tokens.tolist())
+        results.append(result.tokens[:, 0].tolist())
     assert results[0] == results[1]
 
 
@@ -108,7 +108,7 @@ def test_few_rows_behind_the_last_attention(architecture: str, tmp_path: Path) -
         later = Work(5, 0, list(range(70, 80)), samples=False)
         work = Work(3, 3), Work(0, 30, [7, 8, 9]), Work(1, 0, list(range(40, 67))), later
         for prompts in (False, True):
-            result = driver.step(*work, extras=logprobs_of(*work, prompts=prompts))
+            result = driver.step(*work, logprobs=logprobs_of(*work, prompts=prompts))
             assert result.logprobs is not None
             found.append(result.logprobs)
     best = [set(ids) for ids in found[0].top_ids[:3].tolist()]
@@ -145,7 +145,7 @@ def test_products_of_a_mixed_step_are_all_in_graphs(tmp_path: Path) -> None:
         driver.step(*work)
     assert not plain.names & products
     with Operations() as whole:
-        driver.step(*work, extras=logprobs_of(*work, prompts=True))
+        driver.step(*work, logprobs=logprobs_of(*work, prompts=True))
     assert whole.names & products
 
 

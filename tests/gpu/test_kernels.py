@@ -199,7 +199,7 @@ def packed_step() -> tuple[StepLayout, Tensor, Tensor, Tensor]:
     views.page_rows.copy_(torch.tensor([4, 6, 9, 9]))
     views.page_cols.copy_(torch.tensor([0, 24, 0, 0]))
     views.page_ids.copy_(torch.tensor([5000, 6000, 9999, 9999]))
-    views.seed.copy_(torch.arange(8) - 2**62)
+    views.sampling["seed"].copy_(torch.arange(8) - 2**62)
     page_table = torch.randperm(10 * 25, dtype=torch.int32).view(10, 25)
     token_pool = torch.randperm(10 * 420, dtype=torch.int32).view(10, 420)
     return layout, buffer.to(DEVICE), page_table.to(DEVICE), token_pool.to(DEVICE)
@@ -208,9 +208,9 @@ def packed_step() -> tuple[StepLayout, Tensor, Tensor, Tensor]:
 def test_packed_views_travel_with_the_buffer() -> None:
     layout, buffer, _, _ = packed_step()
     views = layout.views(buffer)
-    assert views.seed.tolist() == (torch.arange(8) - 2**62).tolist()
-    views.top_p.fill_(0.25)
-    assert set(layout.views(buffer.clone()).top_p.tolist()) == {0.25}
+    assert views.sampling["seed"].tolist() == (torch.arange(8) - 2**62).tolist()
+    views.sampling["top_p"].fill_(0.25)
+    assert set(layout.views(buffer.clone()).sampling["top_p"].tolist()) == {0.25}
     assert views.chunk_ids.data_ptr() - buffer.data_ptr() == 4 * layout.chunk_offset
 
 

@@ -45,7 +45,7 @@ def params(n: int, **columns: Any) -> SamplingTensors:
         min_p=column("min_p", torch.float32),
         seed=column("seed", torch.int64),
         position=column("position", torch.int32),
-        draws=True,
+        any_random=True,
         filters=any(values[name] != off for name, off in (("top_k", 0), ("top_p", 1.0)))
         or values["min_p"] != 0.0,
     )
@@ -98,7 +98,7 @@ def test_greedy_and_plain_rows(dtype: torch.dtype, rows: int) -> None:
     logits = (torch.randn(rows, VOCAB, device=DEVICE) * 3).to(dtype)
     temperature = [(0.0, 0.6, 1.0, 2.0, 1e-3)[row % 5] for row in range(rows)]
     check(logits, params(rows, temperature=temperature))
-    check(logits, replace(params(rows, temperature=0.0), draws=False))
+    check(logits, replace(params(rows, temperature=0.0), any_random=False))
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 2048, 4097])

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from minisgl.benchmark.models import write_model
-from minisgl.core import EngineConfig, SamplingParams, StepExtras, WorkerDied
+from minisgl.core import EngineConfig, LogprobsRequest, SamplingParams, WorkerDied
 from minisgl.distributed import Communicator, GroupCommunicator
 from minisgl.engine import Engine
-from minisgl.engine.step_timing import StepShape, probe_batch
+from minisgl.engine.warmup import StepShape, warmup_batch
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import RankWorkers
 from tests.parity.models import build_model, transformers_greedy, transformers_logits
@@ -183,16 +183,19 @@ def prompt_logprobs(comm: Communicator, path: str, tokens: int, device: str) -> 
             dummy_weight=True,
         )
         engine = Engine(config, comm, max_chunk_tokens=2048)
-        batch = probe_batch(engine, 0, StepShape(0, tokens, 0))
+        batch = warmup_batch(engine, 0, StepShape(0, tokens, 0))
         assert batch is not None
         ids = np.random.default_rng(0).integers(5, 1000, tokens + 1, dtype=np.int32)
         none, one = np.full(1, -1, dtype=np.int32), np.zeros(1, dtype=np.int32)
-        pages = np.arange(len(batch.page_ids), dtype=np.int32)
-        extras = StepExtras(None, none, one, ids[1:])
-        step = engine.launch(replace(batch, chunk_ids=ids[:-1], page_ids=pages, extras=extras))
-        told = step.wait().logprobs
-        assert told is not None
-        found.append(told.prompt[0].target.tolist())
+        updates = batch.page_updates
+        pages = updates._replace(ids=np.arange(len(updates.ids), dtype=np.int32))
+        wanted = LogprobsRequest(none, one, ids[1:])
+        step = engine.launch(
+            replace(batch, chunk_ids=ids[:-1], page_updates=pages, logprobs=wanted)
+        )
+        reported = step.wait().prompt_logprobs
+        assert reported is not None
+        found.append(reported[0].chosen.tolist())
         engine.close()
     return found
 

@@ -1,4 +1,4 @@
-"""Engine.launch against transformers: close logits and equal greedy tokens, for all chunkings."""
+"""Engine.launch against transformers: logits close, greedy tokens equal, however work is cut."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parity.driver import Driver, Sampling, Work, make_engine
+from minisgl.core import SamplingParams
+from tests.parity.driver import GREEDY, Driver, Work, make_engine
 from tests.parity.models import FAMILIES, VOCAB_SIZE, transformers_greedy, transformers_logits
 
 ModelPath = Callable[[str], str]
@@ -28,23 +29,23 @@ def test_whole_prompt_gives_the_same_tokens(family: str, model_path: ModelPath) 
 @pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> None:
-    """At a position past 300, so that rotary scaling has an effect.
+    """Past position 300, so that rotary scaling matters, and with the largest error in view.
 
-    folded: the norms' weights are folded into the linears, as the engine does in bfloat16.
+    folded: norms as in bfloat16, where the products that follow hold their weights.
     """
     path = model_path(family)
     prompt = prompt_of(330)
     engine = make_engine(path, num_pages=100)
     if folded:
-        engine._state.model.fold_norms()
+        engine._runner.model.fold_norms()
     seen: list[torch.Tensor] = []
-    compute = engine._state.model.lm_head.logits
+    compute = engine._runner.model.lm_head.logits
 
     def spy(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         seen.append(compute(hidden, out))
         return seen[-1]
 
-    engine._state.model.lm_head.logits = spy  # type: ignore[method-assign]
+    engine._runner.model.lm_head.logits = spy  # type: ignore[method-assign]
     Driver(engine).generate(0, prompt, 1)
     expected = transformers_logits(path, prompt)[-1]
     torch.testing.assert_close(seen[0][0], expected, atol=2e-4, rtol=2e-4)
@@ -74,16 +75,16 @@ def test_prefix_in_shared_pages_changes_nothing(page_size: int, model_path: Mode
     second = first[:shared] + tail
     driver.share(0, 1, shared)
     result = driver.step(Work(1, shared, tail))
-    assert [int(result.tokens[0])] == transformers_greedy(path, second, 1)
+    assert [int(result.tokens[0, 0])] == transformers_greedy(path, second, 1)
     # The first request goes on undisturbed by the request that shares its pages.
     result = driver.step(Work(0, len(first) + 2), Work(1, len(second)))
-    assert int(result.tokens[0]) == transformers_greedy(path, first, 4)[-1]
-    assert int(result.tokens[1]) == transformers_greedy(path, second, 2)[-1]
+    assert int(result.tokens[0, 0]) == transformers_greedy(path, first, 4)[-1]
+    assert int(result.tokens[1, 0]) == transformers_greedy(path, second, 2)[-1]
 
 
 @pytest.mark.parametrize("family", ["llama-linear-biases", "qwen3-moe"])
 def test_mixed_batches_change_nothing(family: str, model_path: ModelPath) -> None:
-    """One step with decode requests, a chunk that samples and a chunk that does not."""
+    """Decode reqs of different lengths, a chunk that samples, one that does not, in one step."""
     path = model_path(family)
     prompts = [prompt_of(5, 1), prompt_of(30, 2), prompt_of(17, 3), prompt_of(12, 4)]
     expected = [transformers_greedy(path, prompt, 3) for prompt in prompts]
@@ -92,10 +93,10 @@ def test_mixed_batches_change_nothing(family: str, model_path: ModelPath) -> Non
     result = driver.step(
         Work(0, 30), Work(3, 5), Work(1, 0, prompts[2]), Work(5, 0, prompts[3][:7], samples=False)
     )
-    assert result.tokens.tolist() == [expected[1][1], expected[0][1], expected[2][0], 0]
+    assert result.tokens[:, 0].tolist() == [expected[1][1], expected[0][1], expected[2][0], 0]
     assert result.finite.all()
     result = driver.step(Work(3, 6), Work(1, 17), Work(0, 31), Work(5, 7, prompts[3][7:]))
-    assert result.tokens.tolist() == [
+    assert result.tokens[:, 0].tolist() == [
         expected[0][2],
         expected[2][1],
         expected[1][2],
@@ -106,23 +107,27 @@ def test_mixed_batches_change_nothing(family: str, model_path: ModelPath) -> Non
 def test_seeded_draws_do_not_depend_on_the_batch(model_path: ModelPath) -> None:
     path = model_path("qwen3")
     prompt = prompt_of(11)
-    asked = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=-7)
+    asked = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=-7)
     alone = Driver(make_engine(path)).generate(0, prompt, 6, sampling=asked)
     driver = Driver(make_engine(path, page_size=16))
-    others = [Sampling(temperature=1.5, seed=5), Sampling(), Sampling(temperature=0.3, min_p=0.2)]
+    others = [
+        SamplingParams(temperature=1.5, seed=5),
+        GREEDY,
+        SamplingParams(temperature=0.3, min_p=0.2, seed=0),
+    ]
     works = [Work(i, 0, prompt_of(9 + i, i), sampling=s) for i, s in enumerate(others)]
     result = driver.step(*works, Work(4, 0, prompt, sampling=asked))
-    tokens = [int(result.tokens[-1])]
+    tokens = [int(result.tokens[-1, 0])]
     for i in range(5):
         works = [Work(row, 9 + row + i, sampling=s) for row, s in enumerate(others)]
         result = driver.step(*works, Work(4, len(prompt) + i, sampling=asked))
-        tokens.append(int(result.tokens[-1]))
+        tokens.append(int(result.tokens[-1, 0]))
     assert tokens == alone
     assert alone != transformers_greedy(path, prompt, 6)
 
 
 def test_nan_of_one_req_reaches_no_other(model_path: ModelPath) -> None:
-    """A request's own NaN, and a NaN behind another request's end, make only its own row bad."""
+    """Its pages, and a padded read past another req's end, hold NaN; only its own row is bad."""
     path = model_path("llama")
     prompt = prompt_of(30)
     expected = transformers_greedy(path, prompt[:6], 3)
@@ -131,11 +136,11 @@ def test_nan_of_one_req_reaches_no_other(model_path: ModelPath) -> None:
     driver.step(Work(0, 0, prompt[:6]), Work(1, 0, prompt))
     bad_page = driver.pages[1][0]
     for layer in range(2):
-        engine._state.pool.layer(layer)[1][bad_page] = torch.nan
-        engine._state.pool.layer(layer)[1][driver.pages[0][0], 10:] = (
+        engine._runner.pool.layer(layer)[1][bad_page] = torch.nan
+        engine._runner.pool.layer(layer)[1][driver.pages[0][0], 10:] = (
             torch.nan
-        )  # left behind by a former owner of the page
+        )  # a former owner's leftovers
     result = driver.step(Work(0, 6), Work(1, 30))
     assert result.finite.tolist() == [True, False]
-    assert int(result.tokens[0]) == expected[1]
-    assert 0 <= result.tokens[1] < VOCAB_SIZE
+    assert int(result.tokens[0, 0]) == expected[1]
+    assert 0 <= result.tokens[1, 0] < VOCAB_SIZE

@@ -104,7 +104,7 @@ def sampling_tensors(rows: int, filters: bool) -> SamplingTensors:
         min_p=torch.zeros(rows),
         seed=each * 977,
         position=each + 5,
-        draws=True,
+        any_random=True,
         filters=filters,
     )
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from minisgl.attention import AttentionBackend, AttentionStep, Capabilities, StepAttention
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed import SingleCommunicator
-from minisgl.engine import Engine
+from minisgl.engine import Engine, Extensions
 from minisgl.kvcache.pool import KVPool
-from minisgl.models import Extensions
 from minisgl.moe import ExpertWeights, MoeBackend, TorchMoe
 from tests.parity.driver import Driver
 from tests.parity.models import build_model, transformers_greedy

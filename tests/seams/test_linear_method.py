@@ -15,11 +15,10 @@ from torch.nn import functional
 
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed import SingleCommunicator
-from minisgl.engine import Engine
+from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.kernel import PendingNorm
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import LinearShards, Placement
-from minisgl.models import Extensions
 from tests.parity.driver import Driver
 from tests.parity.models import build_model
 
@@ -70,7 +69,9 @@ def quantised(source: str, folder: Path) -> tuple[str, str]:
     return paths[0], paths[1]
 
 
-def engine(path: str, extensions: Extensions | None = None, dtype: str = "float32") -> Engine:
+def engine(
+    path: str, extensions: Extensions = DEFAULT_EXTENSIONS, dtype: str = "float32"
+) -> Engine:
     config = EngineConfig(
         model_path=path, device="cpu", dtype=dtype, num_pages=64, page_size=4, max_running_reqs=4
     )

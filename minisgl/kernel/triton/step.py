@@ -1,4 +1,7 @@
-"""A step's metadata, computed on the device. All of it is latency: a few KB, 2 us a launch."""
+"""The kernels of minisgl.kernel.step: metadata of a step, computed on the device.
+
+They move a few KB, so their time is the latency of a launch: about 2 us.
+"""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -7,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 256
-_REQ_FIELDS = ["rows", "start"]  # views into the packed buffer
+_REQ_FIELDS = ["rows", "start"]  # views into the packed buffer, at any alignment
 
 
 @triton.jit(
@@ -25,7 +28,7 @@ def _update_pages(
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "num_decode", "search_steps"],
+    do_not_specialize=["num_reqs", "num_tokens", "num_decode_tokens", "search_steps"],
     do_not_specialize_on_alignment=[
         *_REQ_FIELDS,
         "first",
@@ -47,7 +50,7 @@ def _stage_tokens(
     slots,
     num_reqs,
     num_tokens,
-    num_decode,
+    num_decode_tokens,
     search_steps,
     table_stride,
     pool_stride,
@@ -56,7 +59,8 @@ def _stage_tokens(
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
-    # The last req whose first token is not after this one lies in [low, high).
+    # Binary search. The request of this token is the last one whose first token is not after
+    # it, and lies in [low, high).
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + num_reqs
     for _ in range(search_steps):
@@ -68,9 +72,11 @@ def _stage_tokens(
     begin = tl.load(start + low, mask=inside, other=0)
     position = begin + token - tl.load(first + low, mask=inside, other=0)
     page = tl.load(page_table + row * table_stride + position // PAGE_SIZE, mask=inside, other=0)
-    decodes = token < num_decode
+    decodes = token < num_decode_tokens
     sampled = tl.load(token_pool + row * pool_stride + position, mask=inside & decodes, other=0)
-    given = tl.load(chunk_ids + token - num_decode, mask=inside & (token >= num_decode), other=0)
+    given = tl.load(
+        chunk_ids + token - num_decode_tokens, mask=inside & (token >= num_decode_tokens), other=0
+    )
     tl.store(ids + token, tl.where(decodes, sampled, given), mask=inside)
     tl.store(positions + token, position, mask=inside)
     tl.store(slots + token, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
@@ -100,7 +106,7 @@ def _kv_metadata(
     REQS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program adds up all reqs' pages by itself, so that one launch is enough."""
+    """Each program adds up the pages of all requests, so that one launch is enough."""
     req = tl.program_id(0)
     each = tl.arange(0, REQS)
     exists = each < num_reqs
@@ -142,7 +148,7 @@ def _put_tokens(
 def update_pages(
     page_table: Tensor, page_rows: Tensor, page_cols: Tensor, page_ids: Tensor
 ) -> None:
-    """As the reference."""
+    """See the reference."""
     updates = len(page_ids)
     if updates:
         _update_pages[(triton.cdiv(updates, _BLOCK),)](
@@ -161,7 +167,7 @@ def stage_tokens(
     start: Tensor,
     first: Tensor,
     chunk_ids: Tensor,
-    num_decode: int,
+    num_decode_tokens: int,
     page_table: Tensor,
     token_pool: Tensor,
     page_size: int,
@@ -169,7 +175,7 @@ def stage_tokens(
     positions: Tensor,
     slots: Tensor,
 ) -> None:
-    """As the reference."""
+    """See the reference."""
     tokens, reqs = len(ids), len(rows)
     if tokens:
         _stage_tokens[(triton.cdiv(tokens, _BLOCK),)](
@@ -184,7 +190,7 @@ def stage_tokens(
             slots,
             reqs,
             tokens,
-            num_decode,
+            num_decode_tokens,
             (reqs - 1).bit_length(),
             page_table.stride(0),
             token_pool.stride(0),
@@ -203,7 +209,7 @@ def kv_metadata(
     kv_indices: Tensor,
     last_page_len: Tensor,
 ) -> None:
-    """As the reference; page_table has more rows than there are reqs."""
+    """See the reference. page_table must have more rows than there are requests."""
     reqs = len(rows)
     if reqs == 0:
         kv_indptr.zero_()
@@ -220,7 +226,9 @@ def kv_metadata(
         reqs,
         page_table.stride(0),
         PAGE_SIZE=page_size,
-        REQS=max(triton.next_power_of_2(len(page_table) - 1), 256),  # of any step
+        REQS=max(
+            triton.next_power_of_2(len(page_table) - 1), 256
+        ),  # the same for every step, so one kernel
         BLOCK=_BLOCK,
     )
 
@@ -233,7 +241,7 @@ def put_tokens(
     samples: Tensor,
     tokens: Tensor,
 ) -> None:
-    """As the reference."""
+    """See the reference."""
     reqs = len(rows)
     if reqs:
         _put_tokens[(triton.cdiv(reqs, _BLOCK),)](

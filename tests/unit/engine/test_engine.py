@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import ConfigError, EngineConfig, OutOfMemory
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory, SamplingParams
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import Engine, resolve_device
-from minisgl.engine.inputs import upload
-from minisgl.engine.settings import cpu_threads, memory_of
-from minisgl.engine.step_timing import StepShape, probe_batch
-from tests.parity.driver import Driver, Sampling, Work, logprobs_of, make_engine
+from minisgl.engine.logits_processing import upload
+from minisgl.engine.memory import cpu_threads, memory_of
+from minisgl.engine.warmup import StepShape, warmup_batch
+from tests.parity.driver import Driver, Work, logprobs_of, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
 
 
@@ -64,10 +64,10 @@ def test_token_pool_holds_what_was_sampled_and_nothing_else(path: str) -> None:
     engine = make_engine(path)
     driver = Driver(engine)
     result = driver.step(Work(2, 0, [5, 6, 7]), Work(4, 0, [8, 9], samples=False))
-    pool = engine._state.token_pool
-    assert int(pool[2, 3]) == result.tokens[0]
+    pool = engine._runner.token_pool
+    assert int(pool[2, 3]) == result.tokens[0, 0]
     assert pool.count_nonzero() <= 1
-    assert result.tokens[1] == 0
+    assert result.tokens[1, 0] == 0
 
 
 def test_last_position_of_the_context_can_be_computed(path: str) -> None:
@@ -75,7 +75,7 @@ def test_last_position_of_the_context_can_be_computed(path: str) -> None:
     driver = Driver(engine)
     driver.step(Work(0, 0, list(range(11))))
     result = driver.step(Work(0, 11))
-    assert int(engine._state.token_pool[0, 12]) == result.tokens[0]
+    assert int(engine._runner.token_pool[0, 12]) == result.tokens[0, 0]
 
 
 def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
@@ -84,10 +84,10 @@ def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
     def refuse(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         raise AssertionError("logits were computed")
 
-    engine._state.model.lm_head.logits = refuse  # type: ignore[method-assign]
+    engine._runner.model.lm_head.logits = refuse  # type: ignore[method-assign]
     driver = Driver(engine)
     result = driver.step(Work(0, 0, [1, 2, 3], samples=False))
-    assert result.tokens.tolist() == [0]
+    assert result.tokens[:, 0].tolist() == [0]
     assert result.finite.tolist() == [True]
     with pytest.raises(AssertionError, match="logits were computed"):
         driver.step(Work(1, 0, [1, 2, 3]))
@@ -98,13 +98,13 @@ def test_behind_the_last_attention_few_tokens_are_computed(family: str, tmp_path
     """Those that are sampled from, for the others' keys and values are stored by then."""
     engine = make_engine(build_model(family, tmp_path))
     seen: list[int] = []
-    for layer in engine._state.model.model.layers:
+    for layer in engine._runner.model.model.layers:
         layer.mlp.register_forward_hook(lambda block, given, out: seen.append(len(given[0].x)))
     driver = Driver(engine)
 
     def rows(*work: Work, prompts: bool = False) -> list[int]:
         seen.clear()
-        driver.step(*work, extras=logprobs_of(*work, prompts=True) if prompts else None)
+        driver.step(*work, logprobs=logprobs_of(*work, prompts=True) if prompts else None)
         return seen
 
     assert rows(Work(0, 0, [1, 2, 3, 4, 5]), Work(1, 0, [6, 7, 8])) == [8, 2]
@@ -123,18 +123,19 @@ def test_prompt_logprobs_change_nothing_else(folded: bool, path: str) -> None:
     for prompts in (False, True):
         engine = make_engine(path)
         if folded:
-            engine._state.model.fold_norms()
+            engine._runner.model.fold_norms()
         driver = Driver(engine)
         driver.step(Work(4, 0, [5, 6, 7]), Work(0, 0, list(range(11))))
         later = Work(2, 0, list(range(40, 49)), samples=False)
         work = Work(0, 11), Work(4, 3), Work(1, 0, list(range(20, 33))), later
-        result = driver.step(*work, extras=logprobs_of(*work, prompts=prompts))
+        result = driver.step(*work, logprobs=logprobs_of(*work, prompts=prompts))
         assert result.logprobs is not None
-        assert sorted(result.logprobs.prompt) == ([2, 3] if prompts else [])
-        found.append((result.tokens[:3].tolist(), result.logprobs))
+        assert result.prompt_logprobs is not None
+        assert sorted(result.prompt_logprobs) == ([2, 3] if prompts else [])
+        found.append((result.tokens[:3, 0].tolist(), result.logprobs))
     (tokens, few), (same_tokens, every) = found
     assert same_tokens == tokens
-    for name in ("sampled", "top_ids", "top"):
+    for name in ("chosen", "top_ids", "top"):
         np.testing.assert_allclose(getattr(every, name)[:3], getattr(few, name)[:3], atol=1e-5)
 
 
@@ -144,7 +145,7 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
     engine = make_engine(path)
     engine.warm_up()
     cost = engine.calibrate()
-    assert not engine._state.pool.layer(0)[0].any()
+    assert not engine._runner.pool.layer(0)[0].any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 100, 0) > 0
     assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)
@@ -152,9 +153,9 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
 
 def test_probes_read_distinct_pages_and_write_only_to_the_dummy(path: str) -> None:
     engine = make_engine(path)
-    batch = probe_batch(engine, engine.num_pages, StepShape(2, 5, 10))
+    batch = warmup_batch(engine, engine.num_pages, StepShape(2, 5, 10))
     assert batch is not None
-    pages = batch.page_ids.reshape(3, -1)
+    pages = batch.page_updates.ids.reshape(3, -1)
     assert engine.page_size == 4
     assert pages[:, :2].tolist() == [[0, 1], [2, 3], [4, 5]]
     assert (pages[:, 2:] == engine.num_pages).all()
@@ -162,7 +163,9 @@ def test_probes_read_distinct_pages_and_write_only_to_the_dummy(path: str) -> No
 
 def test_bfloat16_runs(path: str) -> None:
     engine = make_engine(path, dtype="bfloat16")
-    tokens = Driver(engine).generate(0, [1, 2, 3], 4, sampling=Sampling(temperature=0.8, top_k=5))
+    tokens = Driver(engine).generate(
+        0, [1, 2, 3], 4, sampling=SamplingParams(temperature=0.8, top_k=5, seed=0)
+    )
     assert all(0 <= token < VOCAB_SIZE for token in tokens)
     assert engine.facts().dtype == "bfloat16"
 
@@ -220,4 +223,4 @@ def test_close_gives_the_memory_back(path: str) -> None:
     comm = SingleCommunicator()
     engine = Engine(EngineConfig(model_path=path, num_pages=8), comm)
     engine.close()
-    assert not hasattr(engine, "_state")
+    assert not hasattr(engine, "_runner")

@@ -25,7 +25,7 @@ class VirtualPending:
 
     def wait(self) -> StepResult:
         self._engine.now_ns = max(self._engine.now_ns, self._end_ns)
-        return StepResult(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_))
+        return StepResult(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_))
 
 
 class VirtualEngine:

@@ -30,7 +30,7 @@ def params(n: int, **columns: Any) -> SamplingTensors:
         **tensors,
         seed=column("seed", torch.int64),
         position=column("position", torch.int32),
-        draws=bool(drawn.any()),
+        any_random=bool(drawn.any()),
         filters=bool((drawn & asks).any()),
     )
 

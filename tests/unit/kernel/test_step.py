@@ -1,7 +1,11 @@
-"""The references of step metadata and of the fused projection, against plain loops."""
+"""The references of step metadata and of the fused projection, compared with plain loops."""
 
+from operator import attrgetter
+
+import numpy as np
 import torch
 
+from minisgl.core import SAMPLING_COLUMNS, Column
 from minisgl.kernel import (
     StepLayout,
     kv_metadata,
@@ -20,13 +24,20 @@ def int32(*values: int) -> torch.Tensor:
 
 
 def test_packed_views_cover_the_buffer_without_overlap() -> None:
-    layout = StepLayout(max_reqs=4, max_updates=2, max_chunk_tokens=5)
+    extra = Column("boost", np.float32, neutral=0, read=attrgetter("boost"))
+    columns = (extra, *SAMPLING_COLUMNS, Column("wide", np.int64, neutral=0, read=float))
+    layout = StepLayout(max_reqs=4, max_updates=2, max_chunk_tokens=5, columns=columns)
     buffer = torch.zeros(layout.size, dtype=torch.int32)
-    for number, view in enumerate(layout.views(buffer), start=1):
+    views, host = layout.views(buffer), layout.host_views(buffer.numpy())
+    fields = [*views[:5], *views[6:], *views.sampling.values()]
+    host_fields = [*host[:5], *host[6:], *host.sampling.values()]
+    for number, view in enumerate(fields, start=1):
         view.copy_(torch.full_like(view, number))
-    for number, view in enumerate(layout.views(buffer), start=1):
-        assert set(view.tolist()) == {number}
-    assert layout.views(buffer).seed.dtype == torch.int64
+    for number, (view, array) in enumerate(zip(fields, host_fields, strict=True), start=1):
+        assert set(view.tolist()) == set(array.tolist()) == {number}
+    assert views.sampling["seed"].dtype == views.sampling["wide"].dtype == torch.int64
+    assert views.sampling["boost"].dtype == torch.float32
+    assert sum(view.nbytes for view in fields) == buffer.nbytes
 
 
 def test_stage_tokens_of_a_mixed_step() -> None:
@@ -41,6 +52,19 @@ def test_stage_tokens_of_a_mixed_step() -> None:
     assert ids.tolist() == [122, 7, 8, 9, 10]
     assert positions.tolist() == [6, 3, 4, 5, 6]
     assert slots.tolist() == [50 * 4 + 2, 8 * 4 + 3, 9 * 4, 9 * 4 + 1, 9 * 4 + 2]
+
+
+def test_stage_tokens_of_decode_requests_with_drafts() -> None:
+    page_table = torch.arange(12, dtype=torch.int32).view(3, 4)
+    token_pool = torch.arange(100, 148, dtype=torch.int32).view(3, 16)
+    ids, positions, slots = torch.full((3, 5), -1, dtype=torch.int32)
+    stage_tokens(
+        *(int32(1, 2, 0), int32(6, 3, 0), int32(0, 3, 4)),
+        *(int32(7), 4, page_table, token_pool, 4, ids, positions, slots),
+    )
+    assert ids.tolist() == [122, 123, 124, 135, 7]
+    assert positions.tolist() == [6, 7, 8, 3, 0]
+    assert slots.tolist() == [5 * 4 + 2, 5 * 4 + 3, 6 * 4, 8 * 4 + 3, 0]
 
 
 def test_kv_metadata_counts_the_last_page() -> None:

@@ -14,7 +14,7 @@ from minisgl.core import (
     SamplingParams,
 )
 from minisgl.engine import Engine
-from minisgl.engine.pending import LaunchedStep
+from minisgl.engine.model_runner import LaunchedStep
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
 from minisgl.scheduler.kv_manager import KVManager

@@ -1,9 +1,9 @@
-"""An engine without a model whose tokens depend on every KV slot that a real one would read.
+"""An engine without a model, whose tokens depend on every KV slot that a real engine would read.
 
 Each KV slot holds the hash of the token written there and its position. The next token is a hash
 over all slots from 0 to the last position, read through the engine's own page table: a page freed
 too early, a stale page-table entry, a lost chunk or a token written into a reused row changes it.
-Steps run as late as allowed, when their result is read, as on a GPU that is far behind.
+Steps run as late as allowed, when their result is read, like on a GPU that is far behind.
 """
 
 import numpy as np
@@ -21,19 +21,19 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def slot_values(tokens: np.ndarray, first_position: int) -> np.ndarray:
-    """What the KV slots of `tokens` hold when the first one stands at `first_position`."""
+    """Return the contents of the KV slots of `tokens`, the first one at `first_position`."""
     positions = np.arange(first_position, first_position + len(tokens), dtype=np.uint64)
     return _mixed(tokens.astype(np.uint64) * np.uint64(1_000_003) + positions + np.uint64(1))
 
 
 def next_token(slots: np.ndarray) -> int:
-    """The token after the sequence whose slots are given."""
+    """Return the token after the sequence whose slots are given."""
     total = _mixed(slots + np.arange(len(slots), dtype=np.uint64)).sum(dtype=np.uint64)
     return int(_mixed(np.array([total], dtype=np.uint64))[0] % np.uint64(VOCAB))
 
 
 def expected_output(prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
-    """The plain computation: no cache, no chunks, no batch."""
+    """Return the output of the plain computation, without cache, chunks or batch."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         token = next_token(slot_values(np.array(tokens), 0))
@@ -59,7 +59,11 @@ class _Pending:
 
 
 class FakeEngine:
-    """Implements core.EngineLike. `nonfinite_at` names (step_id, index) pairs to break."""
+    """Implements core.EngineLike.
+
+    eager               steps run at launch.
+    break_prompts_with  logits of steps that forward this token are not finite.
+    """
 
     def __init__(
         self,
@@ -98,32 +102,49 @@ class FakeEngine:
 
     def _run(self, batch: Batch) -> StepResult:
         assert len(set(batch.rows.tolist())) == len(batch.rows), "a row twice in one step"
-        pairs = list(zip(batch.page_rows.tolist(), batch.page_cols.tolist(), strict=True))
+        updates = batch.page_updates
+        pairs = list(zip(updates.rows.tolist(), updates.cols.tolist(), strict=True))
         assert len(set(pairs)) == len(pairs), "a page-table entry twice in one step"
-        self.page_table[batch.page_rows, batch.page_cols] = batch.page_ids
-        tokens = np.zeros(batch.num_reqs, dtype=np.int32)
+        self.page_table[updates.rows, updates.cols] = updates.ids
         finite = np.ones(batch.num_reqs, dtype=np.bool_)
         inputs, taken = [], 0
         for i in range(batch.num_reqs):  # the gather comes before any write of this step
             row, start, length = (int(a[i]) for a in (batch.rows, batch.start, batch.lengths))
             if i < batch.num_decode:
-                inputs.append(self.token_pool[row, start : start + 1].copy())
+                inputs.append(self.token_pool[row, start : start + length].copy())
             else:
                 inputs.append(batch.chunk_ids[taken : taken + length])
                 taken += length
+        width = max([1, *batch.lengths[: batch.num_decode].tolist()])
+        tokens = np.zeros((batch.num_reqs, width), dtype=np.int32)
+        counts = np.zeros(batch.num_reqs, dtype=np.int32)
         for i, ids in enumerate(inputs):
             row, start = int(batch.rows[i]), int(batch.start[i])
-            assert (ids >= 0).all(), "a token was read that nobody wrote"
+            assert (ids >= 0).all(), "a token was read that no step wrote"
             positions = np.arange(start + len(ids))
             where = (
                 self.page_table[row, positions // self.page_size] * self.page_size
                 + positions % self.page_size
             )
-            assert (where >= 0).all(), "a page-table entry was read that nobody wrote"
+            assert (where >= 0).all(), "a page-table entry was read that no step wrote"
             self.slots[where[start:]] = slot_values(ids, start)
             if batch.samples[i]:
-                tokens[i] = next_token(self.slots[where])
-                self.token_pool[row, start + len(ids)] = tokens[i]
+                drafts = ids[1:].tolist() if i < batch.num_decode else []
+                sampled = self._accept(where, drafts)
+                counts[i] = len(sampled)
+                tokens[i, : len(sampled)] = sampled
+                first = start + len(ids) - len(drafts)
+                self.token_pool[row, first : first + len(sampled)] = sampled
                 broken = self.break_prompts_with
                 finite[i] = broken is None or broken not in ids
-        return StepResult(tokens, finite)
+        return StepResult(tokens, counts, finite)
+
+    def _accept(self, where: np.ndarray, drafts: list[int]) -> list[int]:
+        """The tokens after the context in the slots `where`, whose last ones hold the drafts: as
+        many as agree with the drafts, and one more."""
+        sampled: list[int] = []
+        for index in range(len(drafts) + 1):
+            sampled.append(next_token(self.slots[where[: len(where) - len(drafts) + index]]))
+            if index < len(drafts) and sampled[-1] != drafts[index]:
+                break
+        return sampled

@@ -279,7 +279,9 @@ def test_two_ranks_with_the_same_messages_make_the_same_plans() -> None:
             harness.step()
         harness.abort(2)
         harness.run()
-        return [(b.rows.tolist(), b.start.tolist(), b.page_ids.tolist()) for b in engine.batches]
+        return [
+            (b.rows.tolist(), b.start.tolist(), b.page_updates.ids.tolist()) for b in engine.batches
+        ]
 
     assert plans() == plans()
 

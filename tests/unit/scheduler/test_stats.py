@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minisgl.core import Batch, SamplingArrays
+from minisgl.core import Batch, PageUpdates
 from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
 from minisgl.scheduler.stats import StepMeter
 from tests.unit.scheduler.fake_engine import FakeEngine
@@ -12,7 +12,6 @@ from tests.unit.scheduler.harness import Harness
 def batch(decode: int, chunks: tuple[int, ...] = ()) -> Batch:
     empty = np.empty(0, dtype=np.int32)
     count = decode + len(chunks)
-    floats, counts = np.zeros(count, dtype=np.float32), np.zeros(count, dtype=np.int32)
     return Batch(
         step_id=1,
         num_decode=decode,
@@ -21,10 +20,8 @@ def batch(decode: int, chunks: tuple[int, ...] = ()) -> Batch:
         lengths=np.array([1] * decode + list(chunks), dtype=np.int32),
         samples=np.ones(count, dtype=np.bool_),
         chunk_ids=np.zeros(sum(chunks), dtype=np.int32),
-        page_rows=empty,
-        page_cols=empty,
-        page_ids=empty,
-        sampling=SamplingArrays(floats, counts, floats, floats, counts.astype(np.int64)),
+        page_updates=PageUpdates(empty, empty, empty),
+        sampling={},
     )
 
 

@@ -1,8 +1,11 @@
-"""What an EngineConfig leaves open, decided from model and machine: device, dtype, sizes."""
+"""Values that an EngineConfig leaves open: device, dtype, context length, threads and KV memory.
+
+They follow from the model and the machine.
+"""
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,10 +16,14 @@ from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models import ModelConfig, local_kv_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DRIVER_BLOCK_BYTES = 2 * 2**20  # the driver's unit: a measured difference is off by one at most
 
 
 def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
-    """auto: this rank's GPU where there is one, else the CPU. Raises ConfigError."""
+    """Return the device; auto is this rank's GPU if there is one, else the CPU.
+
+    Raises ConfigError.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = config.device
     if name == "auto":
@@ -31,7 +38,10 @@ def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """auto: float32 on CPU, the checkpoint's dtype on a GPU. Raises ConfigError."""
+    """Return the dtype; auto is float32 on a CPU, the checkpoint's dtype on a GPU.
+
+    Raises ConfigError.
+    """
     name = config.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else model.dtype
@@ -41,9 +51,10 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
-    """None: the model's context. More than that is refused: positions would be meaningless.
+    """Return the context length in tokens; None in the config means the model's context.
 
-    So is a context in which a sliding window would have to hide something.
+    Raises ConfigError for more than the model's context, where positions have no meaning, and for a
+    context longer than the model's sliding window, which attention does not apply.
     """
     context = model.max_position
     length = context if config.max_seq_len is None else config.max_seq_len
@@ -55,7 +66,7 @@ def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     if window is not None and length > window:
         raise ConfigError(
             f"sliding_window {window} is not supported in a context of {length} tokens: attention "
-            f"would have to forget some; supported: max_seq_len up to {window}"
+            f"reads the whole context; supported: max_seq_len up to {window}"
         )
     return length
 
@@ -69,10 +80,10 @@ def resolve_num_pages(
     max_seq_len: int,
     available_bytes: int,
 ) -> int:
-    """KV pages to allocate, the same on every rank.
+    """Return the number of KV pages to allocate, the same on every rank.
 
-    available_bytes: what this rank can give to KV. Never more pages than all rows can fill.
-    Raises OutOfMemory when not even one page fits.
+    available_bytes: memory that this rank has for KV pages. The result is at most the number of
+    pages that all rows can fill. Raises OutOfMemory when not one page fits.
     """
     if config.num_pages is not None:
         return config.num_pages
@@ -87,22 +98,55 @@ def resolve_num_pages(
     return pages
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU; 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
+def measure_graph_bytes(
+    capture: Callable[[int], None], release: Callable[[], None], kinds: int, device: torch.device
+) -> int:
+    """Return the memory that all graphs take, from trial captures of the largest ones.
+
+    capture(n) captures the n largest sizes of each kind of graph, release() frees them; kinds: the
+    larger number of sizes of the two kinds.
+
+    The tensors of smaller graphs reuse the memory of larger ones. Each further graph takes memory
+    of the driver, outside of torch's pool. That depends mostly on its number of kernels, which is
+    the same for every size. Both trials are compared with the same beginning, since the driver may
+    keep the memory of the first one.
+    """
+    torch.cuda.empty_cache()
+    before = free_bytes(device)
+    taken: list[int] = []
+    for count in (1, 2):
+        capture(count)
+        taken.append(before - free_bytes(device))
+        release()
+        torch.cuda.empty_cache()
+    each = max(taken[1] - taken[0], 0) + _DRIVER_BLOCK_BYTES if taken[1] else 0
+    return taken[1] + each * max(kinds - 2, 0)
+
+
 @contextlib.contextmanager
 def memory_of(device: torch.device) -> Iterator[None]:
-    """Around what a start allocates. Raises OutOfMemory where the device has not so much."""
+    """Turn torch's errors about missing memory inside the block into OutOfMemory."""
     try:
         yield
     except RuntimeError as error:
-        lacks = isinstance(error, torch.OutOfMemoryError)  # a GPU; a CPU has no class for it
-        if not lacks and "can't allocate memory" not in str(error):
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)  # never raised for a CPU
+        if not out_of_memory and "can't allocate memory" not in str(error):
             raise
         raise OutOfMemory(f"not enough memory on {device}: {error}") from error
 
 
 def cpu_threads(tp_size: int) -> int | None:
-    """Threads for torch on this rank, or None to leave OMP_NUM_THREADS in charge.
+    """Return the number of torch's threads on this rank; None when OMP_NUM_THREADS sets it.
 
-    A container's CPU limit counts: threads beyond it only get throttled.
+    The CPU limit of the container counts, since the kernel throttles threads beyond it.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return None
@@ -111,5 +155,5 @@ def cpu_threads(tp_size: int) -> int | None:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         cores = cores if quota == "max" else min(cores, int(quota) / int(period))
     except (OSError, ValueError):
-        pass  # not in a cgroup v2 container: the affinity mask is all there is to know
+        pass  # not in a container with cgroup v2: only the affinity mask limits the cores
     return max(1, int(cores) // tp_size)

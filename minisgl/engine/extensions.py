@@ -1,0 +1,40 @@
+"""The parts that a program can add to engine and scheduler without changing this package."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
+from minisgl.engine.logits_processing import LogitBias, LogitsProcessor, MinTokens, Penalties
+from minisgl.models import ModelExtensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extensions(ModelExtensions):
+    """Parts of an engine and its scheduler, beside those of ModelExtensions.
+
+    An entry point passes one record to both.
+
+        mine = BoostProcessor()
+        Extensions(
+            sampling_columns=(*SAMPLING_COLUMNS, BOOST),
+            logits_processors=(*DEFAULT_EXTENSIONS.logits_processors, mine),
+        )
+
+    sampling_columns   parameters with one value for each row of a step; must begin with
+                       SAMPLING_COLUMNS, which the sampler reads.
+    logits_processors  in the order in which they edit the logits.
+    """
+
+    sampling_columns: tuple[Column, ...] = SAMPLING_COLUMNS
+    logits_processors: tuple[LogitsProcessor[Any], ...] = (LogitBias(), MinTokens(), Penalties())
+
+    def open_states(self, params: SamplingParams) -> tuple[Any, ...] | None:
+        """Return the states of a new request by processor; None if no processor needs it.
+
+        Raises RequestError when a processor refuses the request.
+        """
+        states = tuple(processor.open(params) for processor in self.logits_processors)
+        return None if all(state is None for state in states) else states
+
+
+DEFAULT_EXTENSIONS = Extensions()

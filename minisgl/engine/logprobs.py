@@ -1,0 +1,92 @@
+"""Log-probabilities of sampled tokens and of prompt tokens, launched beside the rest of a step.
+
+They are computed from the logits as the model returns them, before any edit.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minisgl.core import Batch, HostLogprobs, Logprobs, LogprobsRequest
+from minisgl.engine.logits_processing import upload
+from minisgl.kernel import top_logprobs
+from minisgl.models import CausalLM
+
+_PROMPT_ROWS = 256  # prompt positions at a time: their logits take 150 MB at 150,000 ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingLogprobs:
+    """Log-probabilities on their way to the host. They are valid once the step has completed.
+
+    order     intp [B]; order[i] is the index in the batch of row i of `sampled`.
+    sampled   of the sampled tokens; None if no request asks for them.
+    prompts   for each index in the batch that asks, the parts of its chunk.
+    """
+
+    order: NDArray[np.intp]
+    sampled: Logprobs[Tensor] | None
+    prompts: dict[int, list[Logprobs[Tensor]]]
+
+    def read_sampled(self) -> HostLogprobs | None:
+        """Return the log-probabilities of the sampled tokens, in the order of the batch."""
+        if self.sampled is None:
+            return None
+        places = np.argsort(self.order)
+        return Logprobs(*(part.numpy()[places] for part in self.sampled))
+
+    def read_prompts(self) -> dict[int, HostLogprobs]:
+        """Return the log-probabilities of prompt tokens by index in the batch."""
+        return {
+            index: Logprobs(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
+            for index, parts in self.prompts.items()
+        }
+
+
+def start_logprobs(
+    model: CausalLM,
+    wanted: LogprobsRequest,
+    batch: Batch,
+    order: NDArray[np.intp],
+    hidden: Tensor | None,
+    logits: Tensor | None,
+    tokens: Tensor | None,
+) -> PendingLogprobs:
+    """Queue the computation of `wanted` and its copies to the host.
+
+    hidden: [T or more, H] after the final norm, where a prompt's log-probabilities are wanted.
+    logits, tokens: float32 [B, V] and the tokens sampled for the same rows, in the order `order`;
+    None when no request samples.
+    """
+    sampled = None
+    count = int(wanted.sampled.max(initial=-1))
+    if count >= 0 and logits is not None and tokens is not None:
+        sampled = _to_host(top_logprobs(logits, tokens, count))
+    prompts = {} if hidden is None else _start_prompts(model, hidden, batch, wanted)
+    return PendingLogprobs(order, sampled, prompts)
+
+
+def _start_prompts(
+    model: CausalLM, hidden: Tensor, batch: Batch, wanted: LogprobsRequest
+) -> dict[int, list[Logprobs[Tensor]]]:
+    pending: dict[int, list[Logprobs[Tensor]]] = {}
+    first_token = np.cumsum(batch.lengths) - batch.lengths
+    targets = upload({"targets": np.maximum(wanted.prompt_targets, 0)}, hidden.device)["targets"]
+    head, taken = model.lm_head, 0
+    for index in np.flatnonzero(wanted.prompt >= 0).tolist():
+        length, count = int(batch.lengths[index]), int(wanted.prompt[index])
+        positions = torch.split(hidden[int(first_token[index]) :][:length], _PROMPT_ROWS)
+        chosen = torch.split(targets[taken : taken + length], _PROMPT_ROWS)
+        pending[index] = [
+            _to_host(top_logprobs(head.all_gather_logits(head.logits(rows)).float(), ids, count))
+            for rows, ids in zip(positions, chosen, strict=True)
+        ]
+        taken += length
+    return pending
+
+
+def _to_host(found: Logprobs[Tensor]) -> Logprobs[Tensor]:
+    return Logprobs(*(part.to("cpu", non_blocking=True) for part in found))

@@ -1,0 +1,115 @@
+"""Steps without requests: they warm the engine up before it serves.
+
+Their tokens go to the dummy page. The contexts that they read are spread over the whole KV pool, as
+those of requests are later.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.core import (
+    Batch,
+    EngineLike,
+    LogprobsRequest,
+    PageUpdates,
+    SamplingParams,
+    sampling_arrays,
+)
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+FILTERED = SamplingParams(temperature=1.0, top_k=2, seed=0)
+_KINDS = (GREEDY, SamplingParams(temperature=1.0, seed=0), FILTERED)
+
+
+class StepShape(NamedTuple):
+    """Size of a step.
+
+    num_decode  decode requests, each with `context` tokens in the KV cache.
+    chunk       prompt tokens behind `context` cached ones, in several prompts if one is too short.
+    """
+
+    num_decode: int
+    chunk: int
+    context: int
+
+
+def warm_up(engine: EngineLike, dummy_page: int) -> None:
+    """Run one decode, one prefill and one mixed step with every kind of sampling."""
+    for shape in (StepShape(0, 4, 0), StepShape(1, 0, 4), StepShape(2, 3, 4)):
+        for params in _KINDS:
+            for logprobs in (False, True):
+                batch = warmup_batch(engine, dummy_page, shape, params, logprobs=logprobs)
+                if batch is not None:
+                    engine.launch(batch).wait()
+
+
+def run_every_size(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
+    """Run decode steps of every number of requests, and chunks of many lengths."""
+    shapes = [StepShape(reqs, 0, 4) for reqs in range(1, engine.max_running_reqs + 1)]
+    for power in range(max_chunk_tokens.bit_length()):
+        shapes += [
+            StepShape(0, 2**power, 0),
+            StepShape(0, 2**power + 1, 0),
+            StepShape(1, 2**power, 4),
+        ]
+    for shape in shapes:
+        batch = warmup_batch(engine, dummy_page, shape, FILTERED)
+        if batch is not None and shape.chunk <= max_chunk_tokens:
+            engine.launch(batch).wait()
+
+
+def run_largest(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
+    """Run the step that takes the most memory: all rows, the longest chunk, random sampling."""
+    chunks = -(-max_chunk_tokens // engine.max_seq_len)
+    num_decode = max(engine.max_running_reqs - chunks, 0)
+    most = (engine.max_running_reqs - num_decode) * engine.max_seq_len
+    shape = StepShape(num_decode, min(max_chunk_tokens, most), 0)
+    batch = warmup_batch(engine, dummy_page, shape, FILTERED)
+    assert batch is not None, "the largest step fits by construction: this is a bug"
+    engine.launch(batch).wait()
+
+
+def warmup_batch(
+    engine: EngineLike,
+    dummy_page: int,
+    shape: StepShape,
+    params: SamplingParams = GREEDY,
+    *,
+    logprobs: bool = False,
+    num_ids: int = 1,
+) -> Batch | None:
+    """Return a batch of that shape, or None if the engine has too few rows or too short a context.
+
+    logprobs: the step takes the path of requests with edited logits or log-probabilities, but
+    reports nothing. num_ids: the chunk's ids run from 0 to num_ids - 1, over and over.
+    """
+    longest = max(engine.max_seq_len - shape.context, 1)
+    num_chunks = -(-shape.chunk // longest)
+    num_reqs = shape.num_decode + num_chunks
+    if num_reqs > engine.max_running_reqs or shape.context >= engine.max_seq_len:
+        return None
+    lengths = np.ones(num_reqs, dtype=np.int32)
+    lengths[shape.num_decode :] = longest
+    if num_chunks:
+        lengths[-1] = shape.chunk - (num_chunks - 1) * longest
+    pages = -(-(shape.context + int(lengths.max())) // engine.page_size)
+    read_only = shape.context // engine.page_size
+    page_ids = np.full((num_reqs, pages), dummy_page, dtype=np.int32)
+    scattered = np.arange(num_reqs * read_only, dtype=np.int32) % engine.num_pages
+    page_ids[:, :read_only] = scattered.reshape(num_reqs, read_only)
+    rows = np.arange(num_reqs, dtype=np.int32)
+    cols = np.tile(np.arange(pages, dtype=np.int32), num_reqs)
+    nothing = np.full(num_reqs, -1, dtype=np.int32)
+    return Batch(
+        step_id=0,
+        num_decode=shape.num_decode,
+        rows=rows,
+        start=np.full(num_reqs, shape.context, dtype=np.int32),
+        lengths=lengths,
+        samples=np.ones(num_reqs, dtype=np.bool_),
+        chunk_ids=np.arange(shape.chunk, dtype=np.int32) % num_ids,
+        page_updates=PageUpdates(np.repeat(rows, pages), cols, page_ids.ravel()),
+        sampling=sampling_arrays([params] * num_reqs),
+        logprobs=LogprobsRequest(nothing, nothing, nothing[:0]) if logprobs else None,
+    )

@@ -1,0 +1,47 @@
+"""The host's copy of the page table, and which of its entries the device does not have yet."""
+
+import numpy as np
+
+from minisgl.core import Int32Array, PageUpdates
+
+
+class PageTable:
+    """Page ids of each row, for one KV pool.
+
+    entries  int32 [R, max_pages]; the first counts[row] entries of a row are valid.
+    counts   int32 [R]; number of valid entries.
+    sent     int32 [R]; leading entries that the device has.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int) -> None:
+        self.entries: Int32Array = np.zeros((num_rows, max_pages), dtype=np.int32)
+        self.counts: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.sent: Int32Array = np.zeros(num_rows, dtype=np.int32)
+
+    def open_row(self, row: int, pages: Int32Array) -> None:
+        """Replace the entries of a row."""
+        self.entries[row, : len(pages)] = pages
+        self.counts[row] = len(pages)
+        self.sent[row] = 0
+
+    def append(self, rows: Int32Array, pages: Int32Array) -> None:
+        """Append one page to each of these rows, which are distinct."""
+        self.entries[rows, self.counts[rows]] = pages
+        self.counts[rows] += 1
+
+    def of_row(self, row: int) -> Int32Array:
+        """Return a view of the valid entries of a row."""
+        return self.entries[row, : self.counts[row]]
+
+    def take_updates(self, rows: Int32Array) -> PageUpdates:
+        """Return the entries of `rows` that the device does not have, and mark them as sent."""
+        first, end = self.sent[rows], self.counts[rows]
+        unsent = end - first
+        if not unsent.any():
+            nothing = rows[:0]
+            return PageUpdates(nothing, nothing, nothing)
+        offsets = np.arange(unsent.sum()) - np.repeat(np.cumsum(unsent) - unsent, unsent)
+        update_rows = np.repeat(rows, unsent)
+        cols = (np.repeat(first, unsent) + offsets).astype(np.int32)
+        self.sent[rows] = end
+        return PageUpdates(update_rows, cols, self.entries[update_rows, cols])

@@ -1,0 +1,191 @@
+"""A program adds per-row sampling parameters and logits processors without changing the package.
+
+Real forwards of a tiny model run on the CPU, through the scheduler and the engine.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.core import (
+    SAMPLING_COLUMNS,
+    Column,
+    EditedReq,
+    EngineConfig,
+    FinishReason,
+    InvalidRequest,
+    SamplingParams,
+    SchedulerConfig,
+)
+from minisgl.distributed import SingleCommunicator
+from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
+from minisgl.engine.logits_processing import Edit, ProcessingStep
+from minisgl.message import AddReq, StepOutput
+from minisgl.scheduler import LocalInbox, Scheduler
+from tests.parity.models import VOCAB_SIZE, build_model
+
+TOKENS = 12
+PROMPTS = [[5, 6, 7, 8], [50, 40, 30], [9] * 20, [100, 101]]
+
+
+class PushParams(SamplingParams, frozen=True, kw_only=True):
+    """Adds `boost` to the logit of `push_id`, or counts upwards from the last token."""
+
+    push_id: int = 0
+    boost: float = 0.0
+    counts_up: bool = False
+
+
+PUSH_COLUMNS = (
+    Column("push_id", np.int32, neutral=0, read=attrgetter("push_id")),
+    Column("boost", np.float32, neutral=0, read=attrgetter("boost")),
+)
+
+
+class Push:
+    """Reads both parameters from their device columns."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def open(self, params: SamplingParams) -> bool | None:
+        assert isinstance(params, PushParams)
+        if not 0 <= params.push_id < VOCAB_SIZE:
+            raise InvalidRequest("push_id is no token id", param="push_id")
+        return True if params.boost else None
+
+    def prepare(self, reqs: Sequence[tuple[EditedReq, bool]], step: ProcessingStep) -> Edit | None:
+        self.steps += 1
+        rows = torch.from_numpy(step.places[[req.index for req, _ in reqs]])
+        ids, boost = step.views.sampling["push_id"][rows], step.views.sampling["boost"][rows]
+
+        def edit(logits: Tensor) -> None:
+            logits[rows, ids.long()] += boost
+
+        return edit
+
+
+class Counter:
+    """The state of one request that counts upwards: stands for the matcher of a grammar."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+
+class CountUp:
+    """Allows only the successor of the last token, by a mask that is filled on the host."""
+
+    def open(self, params: SamplingParams) -> Counter | None:
+        assert isinstance(params, PushParams)
+        return Counter() if params.counts_up else None
+
+    def prepare(
+        self, reqs: Sequence[tuple[EditedReq, Counter]], step: ProcessingStep
+    ) -> Edit | None:
+        token_rows = torch.from_numpy(step.batch.rows[[req.index for req, _ in reqs]]).long()
+        positions = torch.tensor([req.position - 1 for req, _ in reqs])
+        on_host = step.token_pool[token_rows, positions].to("cpu", non_blocking=True)
+
+        def edit(logits: Tensor) -> None:
+            mask = torch.full_like(logits, -torch.inf)
+            for (req, counter), last in zip(reqs, on_host, strict=True):
+                if req.history is not None:
+                    counter.seen = req.history[req.prompt_len :].tolist()
+                else:
+                    counter.seen.append(int(last))
+                following = counter.seen[-1] + 1 if counter.seen else 3
+                mask[step.places[req.index], following] = 0.0
+            rows = torch.from_numpy(step.places[[req.index for req, _ in reqs]])
+            logits[rows] += mask[rows]
+
+        return edit
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build_model("qwen3", Path(tmp_path_factory.mktemp("models")))
+
+
+def generate(
+    path: str, params: Sequence[PushParams], num_pages: int = 64
+) -> tuple[list[list[int]], Push, Scheduler, list[StepOutput]]:
+    """The tokens of each prompt with the parameters at its place."""
+    push = Push()
+    extensions = Extensions(
+        sampling_columns=(*SAMPLING_COLUMNS, *PUSH_COLUMNS),
+        logits_processors=(*DEFAULT_EXTENSIONS.logits_processors, push, CountUp()),
+    )
+    config = EngineConfig(
+        model_path=path, device="cpu", page_size=4, num_pages=num_pages, max_running_reqs=6
+    )
+    engine = Engine(config, SingleCommunicator(), extensions=extensions)
+    engine.warm_up()
+    inbox, outbox = LocalInbox(), deque[StepOutput]()
+    scheduler = Scheduler(
+        engine,
+        SchedulerConfig(target_step_ms=None, prefill_budget_tokens=16),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(2,),
+        inbox=inbox,
+        send=outbox.append,
+        extensions=extensions,
+    )
+    for uid, (prompt, sampling) in enumerate(zip(PROMPTS, params, strict=True)):
+        ids = np.array(prompt, dtype="<i4").tobytes()
+        inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=sampling))
+    while inbox.messages or not scheduler.idle:
+        scheduler.iterate()
+        scheduler.check_integrity()
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    for output in outbox:
+        for uid, token in zip(output.uids, output.token_ids, strict=True):
+            tokens[uid].append(token)
+    return tokens, push, scheduler, list(outbox)
+
+
+def params(push_id: int = 0, boost: float = 0.0, counts_up: bool = False) -> PushParams:
+    return PushParams(
+        temperature=0.0,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        push_id=push_id,
+        boost=boost,
+        counts_up=counts_up,
+    )
+
+
+def test_a_boost_changes_the_answer_of_its_row_alone(path: str) -> None:
+    plain, push, _, _ = generate(path, [params()] * 4)
+    assert push.steps == 0, "a processor that no request needs does not run"
+    asked = [params(), params(77, 1000.0), params(), params(31, 1000.0)]
+    boosted, push, scheduler, _ = generate(path, asked)
+    assert boosted == [plain[0], [77] * TOKENS, plain[2], [31] * TOKENS]
+    assert push.steps >= TOKENS
+    assert scheduler.totals.overlapped_steps_total > 0
+
+
+@pytest.mark.parametrize("num_pages", [64, 13], ids=["roomy", "preempted"])
+def test_a_mask_from_the_host_follows_the_sampled_tokens(path: str, num_pages: int) -> None:
+    plain, _, _, _ = generate(path, [params()] * 4)
+    asked = [params(), params(counts_up=True), params(), params(counts_up=True)]
+    masked, _, scheduler, _ = generate(path, asked, num_pages)
+    counting = list(range(3, 3 + TOKENS))
+    assert masked == [plain[0], counting, plain[2], counting]
+    assert (scheduler.totals.preemptions_total > 0) == (num_pages < 64)
+    assert scheduler.totals.overlapped_steps_total > 0
+
+
+def test_a_processor_can_refuse_a_request(path: str) -> None:
+    asked = [params(), params(push_id=-1), params(), params()]
+    tokens, _, _, outputs = generate(path, asked)
+    refused = [finished for output in outputs for finished in output.finished if finished.uid == 1]
+    assert [(one.reason, one.error) for one in refused] == [
+        (FinishReason.ERROR, "push_id is no token id")
+    ]
+    assert [len(one) for one in tokens] == [TOKENS, 0, TOKENS, TOKENS]
