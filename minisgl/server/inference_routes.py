@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 
 from minisgl.core import InvalidRequest
-from minisgl.server.engine_client import Generation
+from minisgl.server.generation import Generation
 from minisgl.server.handler import start
 from minisgl.server.middleware import answer
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
@@ -61,7 +61,7 @@ async def _generate(route: str, call: CallContext, converter: RequestReader) -> 
     if request.stream:
         return EventStream(client, writer, generation)
     try:
-        ended = asyncio.ensure_future(generation.until(generation.finished))
+        ended = asyncio.ensure_future(generation.wait_until(generation.finished))
         await call.unless_disconnected(ended)
         return Response(writer.whole(generation), media_type="application/json")
     finally:
@@ -97,7 +97,7 @@ async def detokenize(call: CallDep, converter: ConverterDep) -> Response:
     given = converter.table.detokenize("", parse_body(raw))
     token_ids = converter.ids_prompt("tokens", given["tokens"], facts)
     skip_special = given.get("skip_special_tokens", False)
-    text = await _ask_tokenizer(call, lambda g: call.client.decode(token_ids, skip_special, g))
+    text = await _ask_tokenizer(call, lambda g: call.client.detokenize(token_ids, skip_special, g))
     return answer({"prompt": text})
 
 

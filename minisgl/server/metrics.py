@@ -23,7 +23,7 @@ from minisgl.server.lifecycle import Phase
 from minisgl.server.stats import StatsCollector
 
 if TYPE_CHECKING:
-    from minisgl.server.engine_client import Choice
+    from minisgl.server.generation import Choice
 
 # A text takes 1.8 ms of the event loop, as OpenMetrics 2.9: 2 or 3 % of it, whoever scrapes.
 KEPT_S = 0.1
@@ -93,7 +93,7 @@ class Metrics:
 
     def on_update(self, choice: "Choice", update: TextUpdate, now_s: float) -> None:
         """The engine says something of a choice, to which it is not applied yet."""
-        if not choice.opened and update.admitted_s:
+        if not choice.prefill_done and update.admitted_s:
             self._count("prompt_tokens_total", choice.prompt_share)
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message import TextSpec, TokenizeChat, TokenizeText
+from minisgl.message import TextOptions, TokenizeChat, TokenizeText
 from minisgl.server import checks
 from minisgl.server.chat import count_chars
 from minisgl.server.config import ServerConfig
@@ -38,7 +38,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[tuple[str, Prompt], ...]
     n: int
     sampling: SamplingParams
-    text: TextSpec
+    text: TextOptions
     explicit_max_tokens: bool
     stream: bool = False
     include_usage: bool = False
@@ -79,7 +79,7 @@ class RequestReader:
         silent = max_tokens == 0
         if silent and not echo:
             raise checks.reject("max_tokens", "must be at least 1 without echo")
-        text = TextSpec(
+        text = TextOptions(
             stop=given.get("stop", []),
             skip_special_tokens=given.get("skip_special_tokens", True),
             include_stop=given.get("include_stop_str_in_output", False),

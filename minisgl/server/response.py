@@ -9,8 +9,8 @@ import msgspec
 
 import minisgl
 from minisgl.core import FinishReason
-from minisgl.message import TokenText
-from minisgl.server.engine_client import Choice, ChoiceDelta, Generation
+from minisgl.message import TokenLogprob
+from minisgl.server.generation import Choice, ChoiceDelta, Generation
 from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.requests import GenerateRequest
 
@@ -175,10 +175,10 @@ def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": _number(logprob), "bytes": list(data)}
 
 
-def _chat_logprob(entry: TokenText) -> dict[str, Any]:
+def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
     assert entry.logprob is not None, "a generated token has a log-probability: this is a bug"
     top = [_chat_token(data, logprob) for data, logprob in entry.top]
-    return {**_chat_token(entry.data, entry.logprob), "top_logprobs": top}
+    return {**_chat_token(entry.token_bytes, entry.logprob), "top_logprobs": top}
 
 
 def _completion_token(data: bytes) -> str:
@@ -189,7 +189,7 @@ def _completion_token(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _completion_logprobs(entries: list[TokenText]) -> dict[str, Any]:
+def _completion_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
     """Four parallel lists. The token itself is among the most likely ones, or beside them."""
     tops: list[dict[str, float] | None] = []
     for entry in entries:
@@ -197,11 +197,11 @@ def _completion_logprobs(entries: list[TokenText]) -> dict[str, Any]:
             tops.append(None)
             continue
         top: dict[str, float] = {}
-        for data, logprob in [*entry.top, (entry.data, entry.logprob)]:
+        for data, logprob in [*entry.top, (entry.token_bytes, entry.logprob)]:
             top.setdefault(_completion_token(data), _number(logprob))
         tops.append(top)
     return {
-        "tokens": [_completion_token(entry.data) for entry in entries],
+        "tokens": [_completion_token(entry.token_bytes) for entry in entries],
         "token_logprobs": [None if e.logprob is None else _number(e.logprob) for e in entries],
         "top_logprobs": tops,
         "text_offset": [entry.offset for entry in entries],

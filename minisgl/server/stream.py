@@ -8,8 +8,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import Cancelled
-from minisgl.server.engine_client import ChoiceDelta, EngineClient, Generation
+from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import error_reply
+from minisgl.server.generation import ChoiceDelta, Generation
 from minisgl.server.handler import unless_disconnected
 from minisgl.server.response import DONE, ResponseWriter, sse
 
@@ -28,12 +29,12 @@ async def events(generation: Generation, shape: ResponseWriter) -> AsyncIterator
     running = list(generation.choices)
     begun: set[int] = set()
     while running:
-        await generation.news()
+        await generation.wait_for_change()
         parts = []
         for choice in running:
             text, extras = choice.take()
             first = None
-            if choice.opened and choice.index not in begun:
+            if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
                 first = generation
                 text = generation.echo(choice) + text
@@ -55,9 +56,9 @@ async def events(generation: Generation, shape: ResponseWriter) -> AsyncIterator
         piece = b"".join(parts)
         if piece:
             yield piece
-        elif generation.beat:
+        elif generation.keep_alive:
             yield KEEP_ALIVE
-        generation.beat = False
+        generation.keep_alive = False
 
 
 class EventStream(Response):

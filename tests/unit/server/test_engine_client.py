@@ -56,7 +56,7 @@ def test_answered_request_leaves_nothing() -> None:
         world.update(add.uid, "he")
         generation = await task
         world.update(add.uid, "llo", finish=FinishReason.LENGTH)
-        await generation.until(generation.finished)
+        await generation.wait_until(generation.finished)
         assert generation.choices[0].take() == ("hello", None)
         world.client.close(generation)
         world.client.close(generation)
@@ -301,9 +301,9 @@ def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
         call = request(b'{"model":"m","prompt":"hi","stream":true}')
         generation = world.client.open(1)
         stream = events(generation, ResponseWriter(call))
-        world.client.beat()
+        world.client.send_keep_alives()
         assert await anext(stream) == KEEP_ALIVE
-        world.client.beat()
+        world.client.send_keep_alives()
         world.update(generation.choices[0].uid, "he")
         assert b'"text":"he"' in await anext(stream)
         world.finish(generation.choices[0].uid)

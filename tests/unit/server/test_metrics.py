@@ -282,7 +282,9 @@ def test_a_broken_tokenizer_is_an_error() -> None:
         asking = asyncio.create_task(world.client.tokenize(prompt, "prompt", world.client.open(1)))
         await asyncio.sleep(0)
         (asked,) = world.tokenizers[0].sent
-        world.client.receive_answer(TokenizeResult(uid=asked.uid, error="x", internal=True))
+        world.client.receive_tokenize_result(
+            TokenizeResult(uid=asked.uid, error="x", internal=True)
+        )
         with pytest.raises(EngineFailure):
             await asking
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from minisgl.core import SamplingParams, WorkerDied
-from minisgl.message import Sender, endpoint
+from minisgl.message import Sender, TextOptions, endpoint
 from minisgl.message.messages import AddReq, Ready, Shutdown, ToApi
 from minisgl.server.config import ChildSpec
 from minisgl.server.lifecycle import Phase
@@ -37,7 +37,7 @@ def test_scheduler_hangs_only_over_what_it_was_given(tmp_path: Path) -> None:
     (choice,) = server.client.open(1).choices
     assert [server.stuck(), server.stuck()] == [False, False]
     request = AddReq(uid=choice.uid, token_ids=b"", sampling=SamplingParams())
-    server.client.submit(choice, request, 0)
+    server.client.submit(choice, request, TextOptions(), 0)
     assert [server.stuck(), server.stuck()] == [False, True]
 
 
