@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.core import ConfigError
 from minisgl.server.errors import AdminOnly, NotAuthenticated
-from minisgl.server.middleware import OPEN_PATHS, error_answer
+from minisgl.server.middleware import DOCS_PATHS, OPEN_PATHS, error_answer
 
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 
@@ -52,7 +52,7 @@ class Auth:
     def _refusal(self, scope: Scope) -> NotAuthenticated | AdminOnly | None:
         # The path of the scope is what the router matches; one made of headers can be forged.
         path = scope["path"]
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path in DOCS_PATHS:
             return None
         if path in ADMIN_PATHS:
             if not self._admin_keys:

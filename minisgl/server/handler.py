@@ -5,11 +5,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
 
 from minisgl.core import (
     Cancelled,
-    DeadlineExceeded,
     InvalidRequest,
     ModelFacts,
     PromptTooLong,
@@ -17,11 +15,8 @@ from minisgl.core import (
 )
 from minisgl.core.sampling import MAX_SEED
 from minisgl.message import AddReq, TokenizeText
-from minisgl.server.connection import KEPT
 from minisgl.server.engine_client import EngineClient, Generation
-from minisgl.server.errors import NotReady
 from minisgl.server.requests import GenerateRequest, TokenArray
-from minisgl.server.service import Service
 
 # A character has at most four bytes, so at most three tokens of it can lie in the prompt.
 PROMPT_TAIL_TOKENS = 4
@@ -102,29 +97,6 @@ def fit_max_tokens(
             param=param,
         )
     return msgspec.structs.replace(sampling, max_tokens=context - size)
-
-
-async def read_call(service: Service, request: Request) -> tuple[bytes, ModelFacts]:
-    """The body of a call of the model, and its facts. Raises NotReady, also if it drains then."""
-    kept = request.scope.get("state", {}).get(KEPT, False)
-    service.lifecycle.require_accepting(kept)
-    return await read_body(service, request), service.lifecycle.require_accepting(kept)
-
-
-async def read_body(service: Service, request: Request) -> bytes:
-    """The body, which is waited for as long as a first token is."""
-    most_s = service.config.limits.max_wait_s
-    try:
-        async with asyncio.timeout(most_s):
-            # not request.body(), which would keep it for as long as the answer takes
-            return b"".join([part async for part in request.stream()])
-    except ClientDisconnect:
-        raise Cancelled("the client closed the connection") from None
-    except asyncio.CancelledError:  # by uvicorn, which then answers in plain text
-        raise NotReady("the server is shutting down") from None
-    except TimeoutError:
-        late = f"the body did not come within {most_s:g} s"
-        raise DeadlineExceeded(late, limit="max_wait_s") from None
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

@@ -19,6 +19,10 @@ from minisgl.server.metrics import Metrics
 _MAX_ID_CHARS = 128
 # Answered without a key, and however many requests there are; they do not count as such.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+# Answered without a key: the page of the API documentation and its files, which hold no data.
+DOCS_PATHS = frozenset(
+    {"/docs", "/docs/page.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"}
+)
 
 
 def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

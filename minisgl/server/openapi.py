@@ -7,8 +7,15 @@ from minisgl.server.auth import ADMIN_PATHS
 from minisgl.server.checks import Schema, object_schema
 from minisgl.server.errors import status_table
 from minisgl.server.middleware import OPEN_PATHS
-from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
-from minisgl.server.routes import ABORT, detokenize_check, tokenize_check
+from minisgl.server.params import (
+    ABORT,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    HARMLESS,
+    NOT_OFFERED,
+    ParamTable,
+)
 
 _TEXT, _INT = {"type": "string"}, {"type": "integer"}
 _REQUIRED = {CHAT: "messages", COMPLETIONS: "prompt", GENERATE: "input_ids"}
@@ -21,10 +28,10 @@ def document(table: ParamTable, has_keys: bool) -> Schema:
         "/v1/completions": _stream(table, COMPLETIONS, "text_completion", {"text": _TEXT}),
         "/generate": _stream(table, GENERATE, "generation", {"text": _TEXT}),
         "/tokenize": _post(
-            tokenize_check(table).schema,
+            table.tokenize.schema,
             _object(count=_INT, max_model_len=_INT, tokens=_list(_INT)),
         ),
-        "/detokenize": _post(detokenize_check(table).schema, _object(prompt=_TEXT)),
+        "/detokenize": _post(table.detokenize.schema, _object(prompt=_TEXT)),
         "/abort": _post(ABORT.schema, _object(aborted=_INT)),
         "/flush_cache": {"post": _operation(_object(status=_TEXT))},
         "/server_info": {"get": _operation({"type": "object"})},

@@ -197,6 +197,8 @@ class ParamTable:
             COMPLETIONS: {**plain, "prompt": _prompts(limits.max_prompts)},
             GENERATE: {**plain, "input_ids": IDS_PROMPT},
         }
+        self.tokenize = _tokenize_check(self)
+        self.detokenize = _detokenize_check(self)
 
     def validate(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The offered parameters that were given, checked one by one; null counts as not given.
@@ -246,3 +248,25 @@ def _prompts(max_prompts: int) -> Check:
     one = [TEXT_PROMPT.schema, IDS_PROMPT.schema]
     many = {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": max_prompts}
     return Check(checks.as_is, {"anyOf": [*one, many]})
+
+
+ABORT = checks.fields(
+    {"request_id": checks.string(max_chars=128, empty=False)}, required=("request_id",)
+)
+
+
+def _tokenize_check(table: ParamTable) -> Check:
+    """The body of /tokenize: either a prompt or messages, as completions and chat take them."""
+    chat = table.offered[CHAT]
+    shared = {name: chat[name] for name in ("model", "messages", "chat_template_kwargs")}
+    known = checks.fields({**shared, "prompt": TEXT_PROMPT, "add_special_tokens": checks.boolean})
+    one_of = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+        for name in ("prompt", "messages")
+    ]
+    return Check(known.run, {**known.schema, "oneOf": one_of})
+
+
+def _detokenize_check(table: ParamTable) -> Check:
+    known = {"model": table.model, "tokens": IDS_PROMPT, "skip_special_tokens": checks.boolean}
+    return checks.fields(known, required=("tokens",))

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import Cancelled
@@ -60,13 +60,17 @@ async def events(generation: Generation, shape: ResponseWriter) -> AsyncIterator
         generation.beat = False
 
 
-@dataclass(eq=False)
-class EventStream:
-    """An ASGI answer: sends the events, and closes the generation whatever ends the stream."""
+class EventStream(Response):
+    """An ASGI answer: sends the events, and closes the generation whatever ends the stream.
 
-    client: EngineClient
-    shape: ResponseWriter
-    generation: Generation
+    A Response by its type only, which is how FastAPI tells that there is nothing left to encode.
+    """
+
+    def __init__(self, client: EngineClient, shape: ResponseWriter, generation: Generation) -> None:
+        self.client = client
+        self.shape = shape
+        self.generation = generation
+        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,9 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import AddReq, Ready
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
+from minisgl.server.auth import key_hashes
 from minisgl.server.lifecycle import Lifecycle
+from minisgl.server.middleware import DOCS_PATHS
 from minisgl.server.response import ResponseWriter
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
@@ -48,10 +52,12 @@ async def answer_all(world: World) -> None:
                 world.update(message.uid, "llo", completion_tokens=2, finish=FinishReason.LENGTH)
 
 
-def call(method: str, path: str, hangs: bool = False, **options: Any) -> httpx.Response:
+def call(
+    method: str, path: str, hangs: bool = False, config: ServerConfig = CONFIG, **options: Any
+) -> httpx.Response:
     async def main() -> httpx.Response:
         world = World()
-        service = FakeService(world)
+        service = FakeService(world, config)
         service.hangs = hangs
         engine = asyncio.create_task(answer_all(world))
         transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
@@ -229,7 +235,6 @@ def test_probes(path: str, hangs: bool, status: int) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/", 404, "not_found"),
-        ("GET", "/docs", 404, "not_found"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("PUT", "/v1/models", 405, "method_not_allowed"),
         ("TRACE", "/livez", 405, "method_not_allowed"),
@@ -240,6 +245,48 @@ def test_other_paths_and_methods_have_nested_errors(
 ) -> None:
     answer = call(method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+KEYED = msgspec.structs.replace(CONFIG, api_key_hashes=key_hashes(["sesame"], None))
+
+
+def test_docs_page_needs_no_key_and_its_document_does() -> None:
+    for path in DOCS_PATHS:
+        answer = call("GET", path, config=KEYED)
+        assert answer.status_code == 200, path
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert call("GET", "/openapi.json", config=KEYED).status_code == 401
+    headers = {"authorization": "Bearer sesame"}
+    document = call("GET", "/openapi.json", config=KEYED, headers=headers).json()
+    operations = [o for path in document["paths"].values() for o in path.values()]
+    ids = [operation["operationId"] for operation in operations]
+    assert len(set(ids)) == len(ids) == 14
+
+
+def test_docs_page_loads_only_its_own_files() -> None:
+    page = call("GET", "/docs").text
+    loaded = set(re.findall(r'(?:src|href)="([^"]*)"', page))
+    assert loaded == {path.removeprefix("/") for path in DOCS_PATHS - {"/docs"}} | {"data:,"}
+    assert call("GET", "/docs/NOTICE").status_code == 404
+    assert call("GET", "/docs/..%2fapp.py").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/abort%0A", "/docs%0A", "/livez%0A", "/v1/models/m%0A", "/livez/", "/v1/models%0A"]
+)
+def test_paths_match_to_the_last_character(path: str) -> None:
+    """The pattern of a route ends in `$`, which a newline may follow."""
+    for method in ("GET", "POST"):
+        answer = call(method, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_a_wrong_method_is_told_the_right_ones() -> None:
+    assert call("POST", "/v1/models").headers["allow"].split(", ") in (
+        ["GET", "HEAD"],
+        ["HEAD", "GET"],
+    )
+    assert call("HEAD", "/v1/completions").headers["allow"] == "POST"
 
 
 def test_model_ids_may_have_slashes() -> None:
