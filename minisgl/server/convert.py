@@ -87,19 +87,17 @@ class RequestConverter:
         prompts = self._prompts(body, n, facts)
         if body.stream_options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
-        max_tokens, logprobs, echo = body.max_tokens, None, False
+        max_tokens, echo = body.max_tokens, False
         if isinstance(body, ChatBody):
+            self._check_logprobs("top_logprobs", body.top_logprobs)
+            if body.top_logprobs and not body.logprobs:
+                raise reject("top_logprobs", "is allowed only with logprobs set to true")
+            logprobs = body.top_logprobs or 0 if body.logprobs else None
             if body.max_completion_tokens is not None:
                 max_tokens = body.max_completion_tokens
-            if body.logprobs:
-                logprobs = body.top_logprobs or 0
-            elif body.top_logprobs:
-                raise reject("top_logprobs", "is allowed only with logprobs set to true")
         else:
+            self._check_logprobs("logprobs", body.logprobs)
             logprobs, echo = body.logprobs, body.echo or False
-        if logprobs is not None and logprobs > self.limits.max_logprobs:
-            param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-            raise reject(param, f"must be from 0 to {self.limits.max_logprobs}", "max_logprobs")
         silent = max_tokens == 0
         if silent and not echo:
             raise reject("max_tokens", "must be at least 1 without echo")
@@ -231,6 +229,11 @@ class RequestConverter:
             raise reject("prompt", f"must have at most {most} entries", "max_prompts")
         if prompts * n > most:
             raise reject("n", f"times the number of prompts must be at most {most}", "max_choices")
+
+    def _check_logprobs(self, param: str, count: int | None) -> None:
+        most = self.limits.max_logprobs
+        if count is not None and count > most:
+            raise reject(param, f"must be from 0 to {most}", "max_logprobs")
 
     def _check_chars(self, param: str, chars: int, facts: ModelFacts) -> None:
         most = self.limits.max_prompt_chars

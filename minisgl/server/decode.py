@@ -115,8 +115,8 @@ def _is_neutral(name: str, value: Any, given: Mapping[str, Any]) -> bool:
     if name == "tools" and given.get("tool_choice") == "none":
         return isinstance(value, list)
     # The types are compared too, because True equals 1 in Python.
-    neutral = [v for v in UNSUPPORTED[name] if value == v and _json_type(value) is _json_type(v)]
-    return value is None or bool(neutral)
+    same = [value == v and _json_type(value) is _json_type(v) for v in UNSUPPORTED[name]]
+    return value is None or any(same)
 
 
 def _json_type(value: Any) -> type:
@@ -145,15 +145,11 @@ def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
     if text.startswith("Object contains unknown field"):
         name = text.split("`")[1][:64]
         field = re.sub(r"\[\d+\]$", "", param).rpartition(".")[2]
-        return reject(
-            param,
-            f"has an unknown field '{name}'{near_names(name, _OBJECTS[field].__struct_fields__)}",
-        )
+        hint = near_names(name, _OBJECTS[field].__struct_fields__)
+        return reject(param, f"has an unknown field '{name}'{hint}")
     if text.startswith("Invalid enum value"):  # msgspec repeats the value
-        roles = ", ".join(get_args(Role))
-        return reject(
-            param, f"must be one of {roles}" if param.endswith("role") else "is not valid"
-        )
+        values = get_args(Role) if param.endswith(".role") else ("function",)
+        return reject(param, f"must be one of {', '.join(values)}")
     over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
     limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None
     text = f"{param}: {text[:1].lower()}{text[1:]}"

@@ -38,9 +38,9 @@ from minisgl.message import (
     ToTokenizer,
 )
 from minisgl.server.config import Limits
+from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.metrics import Metrics
-from minisgl.server.requests import Prompt, TokenArray
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from minisgl.core import (
 )
 from minisgl.core.sampling import MAX_SEED
 from minisgl.message import AddReq, TokenizeText
+from minisgl.server.convert import GenerateRequest, TokenArray
 from minisgl.server.engine_client import EngineClient, Generation
-from minisgl.server.requests import GenerateRequest, TokenArray
 
 # A character has at most four bytes, so at most three tokens of it can lie in the prompt.
 PROMPT_TAIL_TOKENS = 4

@@ -8,9 +8,8 @@ from minisgl.core import Cancelled
 from minisgl.server.errors import RETRY_AFTER
 from minisgl.server.lifecycle import Phase
 from minisgl.server.middleware import answer
-from minisgl.server.params import ABORT
-from minisgl.server.requests import parse_body
-from minisgl.server.routing import CallDep, ServiceDep, new_router
+from minisgl.server.protocol.responses import AbortResponse, StatusResponse
+from minisgl.server.routing import CallDep, ConverterDep, ServiceDep, new_router
 
 probe_router = new_router("probes")
 admin_router = new_router("admin")  # `Auth` lets only the admin keys pass.
@@ -20,10 +19,10 @@ admin_router = new_router("admin")  # `Auth` lets only the admin keys pass.
 async def livez(service: ServiceDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
     if service.stuck():
-        return answer({"status": "the scheduler makes no progress"}, 503)
+        return answer(StatusResponse("the scheduler makes no progress"), 503)
     if service.lifecycle.phase is Phase.FAILED:
-        return answer({"status": "failed"}, 503)
-    return answer({"status": "ok"})
+        return answer(StatusResponse("failed"), 503)
+    return answer(StatusResponse("ok"))
 
 
 @probe_router.get("/readyz")
@@ -32,8 +31,8 @@ async def readyz(service: ServiceDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
     phase = service.lifecycle.phase
     if phase is Phase.READY and not service.stuck():
-        return answer({"status": "ok"})
-    return answer({"status": phase.value}, 503, {"retry-after": RETRY_AFTER})
+        return answer(StatusResponse("ok"))
+    return answer(StatusResponse(phase.value), 503, {"retry-after": RETRY_AFTER})
 
 
 @probe_router.get("/metrics")
@@ -64,11 +63,11 @@ async def server_info(service: ServiceDep) -> Response:
 
 
 @admin_router.post("/abort")
-async def abort(call: CallDep) -> Response:
+async def abort(call: CallDep, converter: ConverterDep) -> Response:
     """End every open call whose x-request-id equals `request_id`."""
-    given = ABORT("", parse_body(await call.read_body()))
+    request_id = converter.read_abort(await call.read_body())
     error = Cancelled("this request was aborted by an operator")
-    return answer({"aborted": call.client.end_by_id(given["request_id"], error)})
+    return answer(AbortResponse(call.client.end_by_id(request_id, error)))
 
 
 @admin_router.post("/flush_cache")
@@ -79,4 +78,4 @@ async def flush_cache(service: ServiceDep) -> Response:
     """
     service.lifecycle.require_accepting()
     service.client.flush_cache()
-    return answer({"status": "ok"})
+    return answer(StatusResponse("ok"))

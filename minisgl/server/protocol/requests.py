@@ -63,7 +63,13 @@ PresencePenalty = Annotated[
 RepetitionPenalty = Annotated[
     float, _range("repetition_penalty", "Above 1, tokens that occurred are less likely.")
 ]
-LogitBias = Annotated[dict[TokenId, Bias], _text("Numbers to add to the logits of token ids.")]
+LogitBias = Annotated[
+    dict[TokenId, Bias],
+    Meta(
+        description="Numbers to add to the logits of token ids.",
+        extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
+    ),
+]
 Stream = Annotated[bool, _text("Answer by server-sent events.")]
 SkipSpecial = Annotated[bool, _text("Leave special tokens out of the text. Default: true.")]
 KeepStop = Annotated[bool, _text("Keep the stop string that ended the text.")]
@@ -77,7 +83,7 @@ ChatTokens = Annotated[
 Logprobs = Annotated[bool, _text("Report the log-probability of each token.")]
 TopLogprobs = Annotated[int, _range("logprobs", "Number of likely tokens to report for each.")]
 SeparateReasoning = Annotated[
-    bool, _text("Move text between <think> and </think> to reasoning_content. Default: true.")
+    bool, _text("Move text in `<think>` to `reasoning_content`. Default: true.")
 ]
 TextTokens = Annotated[
     int, Meta(ge=0, le=MAX_TOKENS, description="Output tokens at most; 0 needs echo. Default: 16.")

@@ -61,11 +61,11 @@ class TextLogprobs(msgspec.Struct):
 FinishName: TypeAlias = Literal["stop", "length"]
 
 
-class AnswerMessage(msgspec.Struct):
+class AnswerMessage(msgspec.Struct, kw_only=True):
     """The message that the model wrote."""
 
-    content: str
     role: Literal["assistant"] = "assistant"
+    content: str
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
 
@@ -181,21 +181,21 @@ class StatusResponse(msgspec.Struct):
     status: str
 
 
-class ModelCard(msgspec.Struct):
+class ModelCard(msgspec.Struct, kw_only=True):
     """A served model name. max_model_len is null until the model is loaded."""
 
     id: str
-    created: int
-    max_model_len: int | None
     object: Literal["model"] = "model"
+    created: int
     owned_by: str = "minisgl"
+    max_model_len: int | None
 
 
-class ModelList(msgspec.Struct):
+class ModelList(msgspec.Struct, kw_only=True):
     """All served model names."""
 
-    data: list[ModelCard]
     object: Literal["list"] = "list"
+    data: list[ModelCard]
 
 
 class ErrorDetail(msgspec.Struct):
