@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from minisgl.core import ConfigError
@@ -54,7 +53,7 @@ def _compile(arguments: Sequence[str]) -> int:
     parser.add_argument("--arch", nargs="+", default=[], type=_arch, metavar="X.Y", help=help_text)
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")
-    config = resolve(flags, os.environ, partial(resolve_model, weights=False), _demo_path)
+    config = resolve(flags, os.environ, resolve_model, _demo_path, weights=False)
     from minisgl.engine import compile_kernels
 
     compile_kernels(config.engine, config.scheduler.prefill_budget_tokens, options.arch)

@@ -102,10 +102,13 @@ def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable
 def resolve(
     argv: Sequence[str],
     environ: Mapping[str, str],
-    resolve_model: Callable[[str, str | None], str],
+    resolve_model: Callable[[str, str | None, bool], str],
     demo_path: Callable[[], Path],
+    weights: bool = True,
 ) -> ServerConfig:
     """Parse flags and environment, find the model, and return the complete configuration.
+
+    weights: False needs a model's configuration and tokenizer only, as --dummy-weight does.
 
     Exits with 2 for a wrong flag; raises ConfigError for a model or setting that cannot be used.
     """
@@ -123,7 +126,8 @@ def resolve(
     if options.model is None:
         folder = str(demo_path())
     else:
-        folder = resolve_model(options.model, options.revision)
+        needs_weights = weights and not options.dummy_weight
+        folder = resolve_model(options.model, options.revision, needs_weights)
     given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for flags in _read_flags().values():
         for names, flag in flags.items():

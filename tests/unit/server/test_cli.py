@@ -10,7 +10,10 @@ from minisgl.server.cli import build_parser, resolve
 
 
 def config(*flags: str, **environ: str) -> ServerConfig:
-    return resolve(flags, environ, lambda name, revision: f"/models/{name}", lambda: Path("/demo"))
+    def find(name: str, revision: str | None, weights: bool) -> str:
+        return f"/models/{name}" if weights else f"/without-weights/{name}"
+
+    return resolve(flags, environ, find, lambda: Path("/demo"))
 
 
 def test_no_flags_serve_the_demo_on_loopback() -> None:
@@ -28,7 +31,7 @@ def test_flag_names_of_mini_sglang_mean_the_same() -> None:
         *("--num-pages", "99", "--page-size", "32", "--attn", "torch", "--cache", "naive"),
     )
     engine = found.engine
-    assert engine.model_path == "/models/org/name"
+    assert engine.model_path == "/without-weights/org/name", "random weights need no weights"
     assert (engine.tp_size, engine.max_running_reqs, engine.max_seq_len) == (2, 8, 512)
     assert (engine.memory_ratio, engine.dummy_weight, engine.cuda_graph_max_bs) == (0.5, True, 0)
     assert (engine.num_pages, engine.page_size, engine.attention_backend) == (99, 32, "torch")
