@@ -7,6 +7,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from minisgl.core import ConfigError
 from minisgl.core.hub import resolve_model
@@ -35,8 +37,18 @@ def _serve(arguments: Sequence[str]) -> int:
 
     setup_logging("launcher", "info")
     # PID 1 has no default actions, and a download may take minutes. Nothing has been started yet.
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    signal.signal(signal.SIGTERM, _end_download)
     return launch(resolve(arguments, os.environ, resolve_model, _demo_path))
+
+
+def _end_download(number: int, frame: FrameType | None) -> NoReturn:
+    text = (
+        "minisgl: error: SIGTERM ended the start while the model was looked up or downloaded; if "
+        "Kubernetes sent it, the startup probe allows too little time: raise "
+        "startup.budgetSeconds of the chart, or keep downloads with cache.enabled\n"
+    )
+    os.write(sys.stderr.fileno(), text.encode())
+    os._exit(128 + number)
 
 
 def _compile(arguments: Sequence[str]) -> int:
