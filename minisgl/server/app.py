@@ -136,14 +136,16 @@ def _probes(service: Service) -> list[Route]:
 
     async def ready(request: Request) -> Response:
         phase = service.lifecycle.phase
-        if phase is Phase.READY and not service.stuck():
+        stalled = service.stalled()
+        if phase is Phase.READY and not stalled:
             return answer({"status": "ok"})
-        return answer({"status": phase.value}, 503, {"retry-after": RETRY_AFTER})
+        status = "the scheduler makes no progress" if stalled else phase.value
+        return answer({"status": status}, 503, {"retry-after": RETRY_AFTER})
 
     async def scrape(request: Request) -> Response:
         client = service.client
         accept, phase = request.headers.get("accept", ""), service.lifecycle.phase
-        body, kind = client.metrics.render(accept, phase, service.stuck(), client.open_choices)
+        body, kind = client.metrics.render(accept, phase, service.stalled(), client.open_choices)
         return Response(body, headers={"content-type": kind})
 
     paths = {"/livez": live, "/readyz": ready, "/health": ready, "/metrics": scrape}

@@ -162,7 +162,7 @@ class Metrics:
             self._texts.clear()
 
     def render(
-        self, accept: str, phase: Phase, is_stuck: bool, open_choices: int
+        self, accept: str, phase: Phase, is_stalled: bool, open_choices: int
     ) -> tuple[bytes, str]:
         """The text, and its content type. It has every answer that a lone client has read; what
         overlapping requests count may be missing for KEPT_S."""
@@ -172,13 +172,13 @@ class Metrics:
         now_s = self._clock()
         made_s, text = self._texts.get(modern, (-inf, b""))
         if now_s - made_s >= KEPT_S:
-            self._refresh(phase, is_stuck, open_choices)
+            self._refresh(phase, is_stalled, open_choices)
             text = encode(self._registry)
             self._texts[modern] = now_s, text
         return text, content_type
 
-    def _refresh(self, phase: Phase, is_stuck: bool, open_choices: int) -> None:
-        self._ready.set(phase is Phase.READY and not is_stuck)
+    def _refresh(self, phase: Phase, is_stalled: bool, open_choices: int) -> None:
+        self._ready.set(phase is Phase.READY and not is_stalled)
         self._draining.set(phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)

@@ -89,6 +89,10 @@ class ApiServer:
         """Some process has work and has done none of it for step_timeout_s."""
         return self._hanging() is not None
 
+    def stalled(self) -> bool:
+        """The scheduler has work and makes no step, so that /readyz asks for no new requests."""
+        return self.stuck() or self._pulse.stalled("scheduler", time.monotonic())
+
     def _hanging(self) -> str | None:
         if self.lifecycle.phase is Phase.LOADING:
             return None

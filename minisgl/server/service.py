@@ -18,3 +18,6 @@ class Service(Protocol):
 
     def stuck(self) -> bool:
         """Some process hangs."""
+
+    def stalled(self) -> bool:
+        """The scheduler makes no progress, or some process hangs."""

@@ -168,19 +168,37 @@ def test_child_that_fails_to_load_is_one_line(tiny_model: Path) -> None:
         assert "Traceback" not in server.stderr
 
 
+def _complete(url: str) -> None:
+    body = {"model": "tiny", "prompt": "hi", "stream": True}
+    with contextlib.suppress(httpx.TransportError):
+        httpx.post(url + "/v1/completions", json=body, timeout=DEADLINE_S)
+
+
 def test_hung_scheduler_turns_livez_503_and_ends_the_service(tiny_model: Path) -> None:
     flags = ("--model", str(tiny_model), "--step-timeout", "1")
     with run_server(*flags, stub="hang") as server:
         url = server.wait_ready().url
-        body = {"model": "tiny", "prompt": "hi", "stream": True}
-        caller = threading.Thread(
-            target=lambda: httpx.post(url + "/v1/completions", json=body, timeout=DEADLINE_S)
-        )
+        caller = threading.Thread(target=_complete, args=(url,))
         caller.start()
         wait_for(lambda: server.status("/livez") == 503, "livez 503")
         assert server.wait_exit() == 1
         caller.join(DEADLINE_S)
         assert "no progress" in server.stderr
+
+
+def test_stalled_scheduler_is_unready_in_seconds_and_live_until_the_timeout(
+    tiny_model: Path,
+) -> None:
+    """For the whole step timeout of 60 s, a hung replica was sent new requests."""
+    with run_server("--model", str(tiny_model), stub="hang") as server:
+        url = server.wait_ready().url
+        caller = threading.Thread(target=_complete, args=(url,))
+        caller.start()
+        wait_for(lambda: server.status("/readyz") == 503, "readyz 503", deadline_s=30)
+        assert server.status("/livez") == 200
+        assert server.metrics()["ready"] == 0
+        server.process.kill()
+        caller.join(DEADLINE_S)
 
 
 def test_idle_server_stays_live_beyond_the_step_timeout(tiny_model: Path) -> None:

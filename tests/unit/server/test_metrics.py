@@ -370,6 +370,9 @@ class _Service:
     def stuck(self) -> bool:
         return False
 
+    def stalled(self) -> bool:
+        return False
+
 
 def test_http_answers_count_by_the_pattern_of_the_route_while_loading_too() -> None:
     """A path, method or name that a client makes up adds no series of its own."""
