@@ -19,6 +19,9 @@ CHAT = "chat"
 COMPLETIONS = "completions"
 GENERATE = "generate"
 _INT32 = 2**31 - 1
+_MAX_STOP_STRINGS = 16
+_MAX_STOP_CHARS = 256
+_MAX_STOP_TOKEN_IDS = 128
 
 HARMLESS = frozenset(
     {
@@ -99,9 +102,9 @@ def _model(served: Sequence[str]) -> Check:
     return Check(check, {"type": "string", "enum": list(served)})
 
 
-def _stop(limits: Limits) -> Check:
-    one = checks.string(limits.max_stop_chars, empty=False, limit="max_stop_chars")
-    many = checks.list_of(one, limits.max_stop_strings, limit="max_stop_strings")
+def _stop() -> Check:
+    one = checks.string(_MAX_STOP_CHARS, empty=False, limit="max_stop_chars")
+    many = checks.list_of(one, _MAX_STOP_STRINGS, limit="max_stop_strings")
 
     def check(param: str, value: Any) -> list[str]:
         return [one(param, value)] if isinstance(value, str) else list(many(param, value))
@@ -164,10 +167,10 @@ class ParamTable:
             "top_k": checks.integer(-1, _INT32),
             "min_p": checks.number(0, 1),
             "seed": checks.integer(),
-            "n": checks.integer(1, limits.max_n, "max_n"),
-            "stop": _stop(limits),
+            "n": checks.integer(1, limits.max_choices, "max_n"),
+            "stop": _stop(),
             "stop_token_ids": checks.list_of(
-                token_id, limits.max_stop_token_ids, limit="max_stop_token_ids"
+                token_id, _MAX_STOP_TOKEN_IDS, limit="max_stop_token_ids"
             ),
             "min_tokens": checks.integer(0, _INT32),
             "ignore_eos": checks.boolean,
@@ -194,7 +197,7 @@ class ParamTable:
                 "top_logprobs": most_logprobs,
                 "separate_reasoning": checks.boolean,
             },
-            COMPLETIONS: {**plain, "prompt": _prompts(limits.max_prompts)},
+            COMPLETIONS: {**plain, "prompt": _prompts(limits.max_choices)},
             GENERATE: {**plain, "input_ids": IDS_PROMPT},
         }
 

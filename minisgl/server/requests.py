@@ -157,8 +157,8 @@ class RequestReader:
             return [(name, self.ids_prompt(name, value, facts))]
         named = [(name, value)]
         if isinstance(value, list) and value and not isinstance(value[0], int):
-            if len(value) > self._limits.max_prompts:
-                most = f"must have at most {self._limits.max_prompts} items"
+            if len(value) > self._limits.max_choices:
+                most = f"must have at most {self._limits.max_choices} items"
                 raise checks.reject(name, most, "max_prompts")
             named = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
         return [(param, self._prompt(param, item, facts)) for param, item in named]

@@ -51,9 +51,7 @@ def _run(spec: ChildSpec) -> None:
     elif spec.role == "tokenizer":
         from minisgl.tokenizer import run_tokenizer
 
-        limits = config.limits
-        most_s, most_chars = limits.template_timeout_s, limits.max_template_chars
-        run_tokenizer(spec.name, model_path, spec.socket_dir, most_s, most_chars)
+        run_tokenizer(spec.name, model_path, spec.socket_dir, config.limits.template_timeout_s)
     elif spec.role == "detokenizer":
         from minisgl.tokenizer import run_detokenizer
 

@@ -44,7 +44,7 @@ BOUNDED = settings(
 @pytest.fixture(scope="module")
 def server(tiny_model: Any):
     flags = ("--num-pages", "256", "--admin-api-key", "root", "--max-seq-len-override", "200")
-    with run_server("--model", str(tiny_model), *flags, "--max-n", "4") as found:
+    with run_server("--model", str(tiny_model), *flags, "--max-choices", "4") as found:
         yield found.wait_ready()
 
 
