@@ -1,4 +1,4 @@
-"""`minisgl` and `python -m minisgl`: serve, or dispatch to a subcommand."""
+"""`minisgl` and `python -m minisgl`: serve a model, or run a subcommand."""
 
 import argparse
 import importlib.util
@@ -16,7 +16,7 @@ from minisgl.utils import setup_logging, supervise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. Errors of the user are one line on stderr."""
+    """Run the command line, and return the exit code. A ConfigError is one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["bench"]:
@@ -36,18 +36,18 @@ def _serve(arguments: Sequence[str]) -> int:
     from minisgl.server.launch import launch
 
     setup_logging("launcher", "info")
-    # PID 1 has no default actions, and a download may take minutes. Nothing has been started yet.
+    # PID 1 has no default action for signals, and a download may take minutes.
     signal.signal(signal.SIGTERM, _end_download)
     return launch(resolve(arguments, os.environ, resolve_model, _demo_path))
 
 
 def _end_download(number: int, frame: FrameType | None) -> NoReturn:
-    text = (
+    """Exit at once: sys.exit would wait for the threads of the download."""
+    sys.stderr.write(
         "minisgl: error: SIGTERM ended the start while the model was looked up or downloaded; if "
-        "Kubernetes sent it, the startup probe allows too little time: raise "
-        "startup.budgetSeconds of the chart, or keep downloads with cache.enabled\n"
+        "Kubernetes sent it, raise startup.budgetSeconds of the chart or set cache.enabled\n"
     )
-    os.write(sys.stderr.fileno(), text.encode())
+    sys.stderr.flush()
     os._exit(128 + number)
 
 
@@ -56,12 +56,12 @@ def _compile(arguments: Sequence[str]) -> int:
 
     parser = ArgumentParser(
         prog="minisgl compile",
-        description="Compile what serving a model runs on GPUs into the folder --kernel-cache. "
-        "Needs no GPU, but nvcc, g++ and ninja; reads no weights.",
-        epilog="All flags of minisgl are known, and to be given as for serving.",
+        description="Compile the GPU kernels of a model into the folder --kernel-cache. "
+        "Needs nvcc, g++ and ninja, but no GPU and no weights.",
+        epilog="Accepts all flags of minisgl; give those of the server that will use the folder.",
         allow_abbrev=False,
     )
-    help_text = "compute capabilities, 9.0 for Hopper; none: of the GPUs here"
+    help_text = "compute capabilities, such as 9.0; without this flag, those of the local GPUs"
     parser.add_argument("--arch", nargs="+", default=[], type=_arch, metavar="X.Y", help=help_text)
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")
@@ -73,7 +73,7 @@ def _compile(arguments: Sequence[str]) -> int:
 
 
 def _arch(text: str) -> int:
-    """90 for 9.0."""
+    """Parse a compute capability: 90 for 9.0."""
     major, _, minor = text.partition(".")
     if not (major.isdigit() and len(minor) == 1 and minor.isdigit()):
         raise argparse.ArgumentTypeError("must be a compute capability such as 9.0")
@@ -82,7 +82,7 @@ def _arch(text: str) -> int:
 
 def _demo_path() -> Path:
     if importlib.util.find_spec("minisgl.demo") is None:
-        raise ConfigError("the demo model is not installed; give --model")
+        raise ConfigError("no --model is given, and the demo model is not installed; give --model")
     from minisgl.demo import model_path
 
     return model_path()
