@@ -40,7 +40,7 @@ from minisgl.message import (
 from minisgl.server.config import Limits
 from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
-from minisgl.server.metrics import Metrics
+from minisgl.server.metrics import ChoiceProgress, Metrics
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
@@ -64,26 +64,15 @@ class ChoiceDelta:
 
 
 @dataclass(eq=False, slots=True)
-class Choice:
-    """One answer under way: a uid in the engine, and the text that the client has not got yet.
-
-    latest: the engine's last word, whose counts are those so far.
-    """
+class Choice(ChoiceProgress):
+    """One answer of a call: a uid in the engine, and the text that the client has not received."""
 
     uid: int
     index: int
     _changed: asyncio.Event
-    started_s: float  # CLOCK_MONOTONIC, as first_s and last_s
     text: list[str] = field(default_factory=list)
-    latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
     extras: ChoiceDelta | None = None
-    finish: FinishReason | None = None
-    error: RequestError | None = None
-    opened: bool = False
     submitted: bool = False
-    prompt_share: int = 0  # tokens of its prompt; 0 when a sibling brings them
-    first_s: float = 0.0  # of the first and the last output, 0: none
-    last_s: float = 0.0
 
     def take(self) -> tuple[str, ChoiceDelta | None]:
         """The text that has arrived since the last call, and what came beside it; None: nothing."""
@@ -235,7 +224,9 @@ class EngineClient:
             raise Overloaded("the request queue is full; try again later", limit="max_queued_reqs")
         generation = Generation(request_id)
         for index in range(num_choices):
-            choice = Choice(next(self._uids), index, generation.changed, generation.started_s)
+            choice = Choice(
+                next(self._uids), index, generation.changed, started_s=generation.started_s
+            )
             generation.choices.append(choice)
             self._choices[choice.uid] = choice
         self.queued += num_choices

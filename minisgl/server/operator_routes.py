@@ -29,10 +29,11 @@ async def livez(service: ServiceDep) -> Response:
 @probe_router.get("/health", name="health")
 async def readyz(service: ServiceDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
-    phase = service.lifecycle.phase
-    if phase is Phase.READY and not service.stuck():
+    phase, stalled = service.lifecycle.phase, service.stalled()
+    if phase is Phase.READY and not stalled:
         return answer(StatusResponse("ok"))
-    return answer(StatusResponse(phase.value), 503, {"retry-after": RETRY_AFTER})
+    status = "the scheduler makes no progress" if stalled else phase.value
+    return answer(StatusResponse(status), 503, {"retry-after": RETRY_AFTER})
 
 
 @probe_router.get("/metrics")
@@ -40,8 +41,8 @@ async def metrics(request: Request, service: ServiceDep) -> Response:
     """All metrics in the text format of Prometheus, or in OpenMetrics if the client accepts it."""
     client = service.client
     accept = request.headers.get("accept", "")
-    phase, stuck = service.lifecycle.phase, service.stuck()
-    body, media_type = client.metrics.render(accept, phase, stuck, client.open_choices)
+    phase, stalled = service.lifecycle.phase, service.stalled()
+    body, media_type = client.metrics.render(accept, phase, stalled, client.open_choices)
     return Response(body, headers={"content-type": media_type})
 
 

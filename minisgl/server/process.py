@@ -37,7 +37,7 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.utils import process_age_s
+from minisgl.utils import process_age_s, supervise
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class ApiServer:
         self.stats: SchedulerStats | None = None
         self._pulse = Watchdog(config.step_timeout_s)
         self._url = spec.url
+        self._reason_fd = spec.reason_fd
         self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
@@ -87,6 +88,10 @@ class ApiServer:
     def stuck(self) -> bool:
         """Some process has work and has done none of it for step_timeout_s."""
         return self._hanging() is not None
+
+    def stalled(self) -> bool:
+        """The scheduler has work and makes no step, so that /readyz asks for no new requests."""
+        return self.stuck() or self._pulse.stalled("scheduler", time.monotonic())
 
     def _hanging(self) -> str | None:
         if self.lifecycle.phase is Phase.LOADING:
@@ -229,6 +234,8 @@ class ApiServer:
 
     def _ask_to_drain(self, number: signal.Signals, grace_s: float) -> None:
         if self.lifecycle.phase is Phase.LOADING:  # there is nothing to drain
+            still_loading = ", ".join(sorted(self.lifecycle.missing))
+            supervise.write_reason(self._reason_fd, "api", still_loading)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._drain_grace_s = grace_s

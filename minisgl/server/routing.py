@@ -66,6 +66,9 @@ class Service(Protocol):
     def stuck(self) -> bool:
         """True while a worker process is hung."""
 
+    def stalled(self) -> bool:
+        """True while a process is hung or the scheduler makes no progress."""
+
 
 class CallContext:
     """One HTTP call: its request, its id, and the part of the service that its handler uses."""

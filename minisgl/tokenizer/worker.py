@@ -8,7 +8,7 @@ from functools import partial
 
 from minisgl.message import DecodeIds, TokenizeRequest, TokenizeResult, TokenizeText, ToTokenizer
 from minisgl.tokenizer.pump import serve_queue
-from minisgl.tokenizer.template import TemplateError
+from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS, TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,10 @@ def handle(
         return TokenizeResult(uid=message.uid, error=reason, internal=True)
 
 
-def run_tokenizer(
-    name: str, model_path: str, socket_dir: str, template_timeout_s: float, max_template_chars: int
-) -> None:
+def run_tokenizer(name: str, model_path: str, socket_dir: str, template_timeout_s: float) -> None:
     """Serve the queue `name` for ever. Raises ConfigError when the folder cannot be used."""
     # One message at a time: the library's thread pool would only fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = TextTokenizer.load(model_path, max_template_chars)
+    tokenizer = TextTokenizer.load(model_path, MAX_TEMPLATE_CHARS)
     answer = partial(handle, tokenizer, timeout_s=template_timeout_s)
     serve_queue(name, socket_dir, ToTokenizer, answer)

@@ -11,8 +11,8 @@ from typing import Any
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.server import ServerConfig
 from minisgl.server.cli import build_parser
+from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.convert import RequestConverter
-from minisgl.server.declared import LIMITS
 from minisgl.server.errors import status_table
 from minisgl.server.openapi import component_schemas
 from minisgl.server.protocol.requests import (
@@ -33,6 +33,14 @@ CONFIG = ServerConfig(
 )
 SCHEMAS = component_schemas(RequestConverter(CONFIG))
 ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
+FIXED_LIMITS = (
+    "| `--max-choices` | | `max_n` | n of one request |",
+    "| `--max-choices` | | `max_prompts` | prompts of one completions request |",
+    "| none | 16 N | `max_stop_strings` | stop strings of one request |",
+    "| none | 256 CHARS | `max_stop_chars` | characters of one stop string |",
+    "| none | 128 N | `max_stop_token_ids` | stop token ids of one request |",
+    "| none | 8,388,608 CHARS | `max_template_chars` | text that a chat may render to |",
+)
 
 
 def with_tables(page: str) -> str:
@@ -123,9 +131,11 @@ def limits() -> str:
         default, unit = actions[name].default, flag["unit"]
         shown = "-" if default is None else f"{default:,} {unit}"
         rows.append(f"| `{name}` | {shown} | `{flag['to'].split('.')[1]}` | {flag['help']} |")
-    what = "of prompt and answer together"
+    what = "tokens of prompt and answer together"
     rows.append(f"| `--max-seq-len-override` | the model's TOKENS | `max_seq_len` | {what} |")
-    assert {row.split("`")[3] for row in rows[2:]} == set(LIMITS), "each limit has flag and metric"
+    rows += FIXED_LIMITS
+    found = {name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[3])}
+    assert found == set(LIMIT_NAMES), "each limit has a row"
     return "\n".join(rows)
 
 
