@@ -83,6 +83,9 @@ class _Service:
     def stuck(self) -> bool:
         return False
 
+    def stalled(self) -> bool:
+        return False
+
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager

@@ -69,7 +69,10 @@ class LLM:
         tp > 1 every method may raise WorkerDied, within seconds of the end of a process; the LLM
         can then only be closed.
         """
-        path = str(demo_model_path() if model is None else resolve_model(model, revision))
+        if model is None:
+            path = str(demo_model_path())
+        else:
+            path = resolve_model(model, revision, weights=not dummy_weight)
         engine_config = EngineConfig(
             model_path=path,
             dtype=dtype,

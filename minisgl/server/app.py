@@ -27,13 +27,13 @@ from starlette.types import ASGIApp
 import minisgl
 from minisgl.core import RequestError
 from minisgl.server.auth import Auth
+from minisgl.server.convert import RequestConverter
 from minisgl.server.docs_routes import docs_router
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
 from minisgl.server.inference_routes import generation_router, model_router, token_router
 from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_answer
-from minisgl.server.openapi import document
+from minisgl.server.openapi import openapi_document
 from minisgl.server.operator_routes import admin_router, probe_router
-from minisgl.server.requests import RequestReader
 from minisgl.server.routing import Service
 from minisgl.utils import log_event
 
@@ -58,7 +58,7 @@ def build_app(service: Service) -> ASGIApp:
 
     app = _Application(
         service,
-        RequestReader(config),
+        RequestConverter(config),
         exception_handlers=_error_handlers(on_refused),
     )
     limited = LimitMiddleware(app, config.limits, on_refused)
@@ -77,7 +77,7 @@ def build_app(service: Service) -> ASGIApp:
 class _Application(FastAPI):
     """FastAPI with our routers. Request bodies are described by `minisgl.server.openapi`."""
 
-    def __init__(self, service: Service, converter: RequestReader, **options: Any) -> None:
+    def __init__(self, service: Service, converter: RequestConverter, **options: Any) -> None:
         super().__init__(
             title="minisgl",
             version=minisgl.__version__,
@@ -98,15 +98,9 @@ class _Application(FastAPI):
         """FastAPI's document of the routes, with the bodies that msgspec decodes and encodes."""
         if self.openapi_schema is None:
             has_keys = bool(self.state.service.config.api_key_hashes)
-            bodies = document(self.state.converter.table, has_keys)
             with warnings.catch_warnings(action="ignore"):  # HEAD has the operation id of its GET.
                 found = get_openapi(title=self.title, version=self.version, routes=self.routes)
-            for path, operations in found["paths"].items():
-                operations.pop("head", None)
-                for method, operation in operations.items():
-                    operation |= bodies["paths"][path][method]
-            found["components"] = bodies["components"]
-            self.openapi_schema = found
+            self.openapi_schema = openapi_document(found, self.state.converter, has_keys)
         return self.openapi_schema
 
 

@@ -45,10 +45,10 @@ from minisgl.message import (
     ToTokenizer,
 )
 from minisgl.server.config import Limits
+from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Choice, Generation
 from minisgl.server.metrics import Metrics
-from minisgl.server.requests import Prompt, TokenArray
 from minisgl.server.tokenizer_pool import TokenizerPool
 from minisgl.utils import log_event
 

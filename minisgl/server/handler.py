@@ -9,9 +9,9 @@ import msgspec
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
 from minisgl.core.sampling import MAX_SEED
 from minisgl.message import AddReq, TextOptions, TokenizeText
+from minisgl.server.convert import GenerateRequest, TokenArray
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.generation import Generation
-from minisgl.server.requests import GenerateRequest, TokenArray
 
 # A character has at most four bytes, so the prompt ends with at most three tokens of an incomplete
 # one.

@@ -3,17 +3,22 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.responses import Response
 
-from minisgl.core import InvalidRequest
+from minisgl.server.convert import RequestConverter
 from minisgl.server.generation import Generation
 from minisgl.server.handler import start
 from minisgl.server.middleware import answer
-from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
-from minisgl.server.requests import RequestReader, parse_body
-from minisgl.server.response import ResponseWriter
+from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
+from minisgl.server.protocol.responses import (
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+)
+from minisgl.server.response import EventStream, ResponseWriter
 from minisgl.server.routing import (
     CallContext,
     CallDep,
@@ -22,7 +27,6 @@ from minisgl.server.routing import (
     ServiceDep,
     new_router,
 )
-from minisgl.server.stream import EventStream
 
 T = TypeVar("T")
 
@@ -49,7 +53,7 @@ async def generate(call: CallDep, converter: ConverterDep) -> Response:
     return await _generate(GENERATE, call, converter)
 
 
-async def _generate(route: str, call: CallContext, converter: RequestReader) -> Response:
+async def _generate(route: str, call: CallContext, converter: RequestConverter) -> Response:
     """The common path of the three routes above, up to the choice of the response."""
     raw, facts = await call.read()
     request = converter.read(route, raw, facts)
@@ -72,33 +76,18 @@ async def _generate(route: str, call: CallContext, converter: RequestReader) -> 
 async def tokenize(call: CallDep, converter: ConverterDep) -> Response:
     """The token ids of a prompt or of a chat, in the format of vLLM."""
     raw, facts = await call.read()
-    given = converter.table.tokenize("", parse_body(raw))
-    if ("prompt" in given) == ("messages" in given):
-        raise InvalidRequest("either prompt or messages is required", param="prompt")
-    if "messages" in given:
-        name, prompt = "messages", converter.chat_prompt(given, facts)
-    else:
-        name, add_special = "prompt", given.get("add_special_tokens", True)
-        prompt = converter.text_prompt(name, given[name], facts, add_special)
+    name, prompt = converter.read_tokenize(raw, facts)
     token_ids = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
-    return answer(
-        {
-            "count": len(token_ids),
-            "max_model_len": facts.max_seq_len,
-            "tokens": token_ids.tolist(),
-        }
-    )
+    return answer(TokenizeResponse(len(token_ids), facts.max_seq_len, token_ids.tolist()))
 
 
 @token_router.post("/detokenize")
 async def detokenize(call: CallDep, converter: ConverterDep) -> Response:
     """The text of token ids, in the format of vLLM."""
     raw, facts = await call.read()
-    given = converter.table.detokenize("", parse_body(raw))
-    token_ids = converter.ids_prompt("tokens", given["tokens"], facts)
-    skip_special = given.get("skip_special_tokens", False)
+    token_ids, skip_special = converter.read_detokenize(raw, facts)
     text = await _ask_tokenizer(call, lambda g: call.client.detokenize(token_ids, skip_special, g))
-    return answer({"prompt": text})
+    return answer(DetokenizeResponse(text))
 
 
 async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitable[T]]) -> T:
@@ -114,7 +103,7 @@ async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitabl
 async def list_models(service: ServiceDep) -> Response:
     """Every name under which the model is served."""
     cards = [_model_card(service, name) for name in service.config.served_names]
-    return answer({"object": "list", "data": cards})
+    return answer(ModelList(data=cards))
 
 
 @model_router.get("/v1/models/{model_id:path}")
@@ -122,18 +111,13 @@ async def get_model(call: CallDep, service: ServiceDep, converter: ConverterDep)
     """One served name. Model ids may contain slashes."""
     # Not a parameter of this function: FastAPI would validate it with pydantic.
     model_id = call.request.path_params["model_id"]
-    return answer(_model_card(service, converter.table.model("model", model_id)))
+    return answer(_model_card(service, converter.check_model(model_id)))
 
 
 _STARTED_AT = int(time.time())
 
 
-def _model_card(service: Service, name: str) -> dict[str, Any]:
+def _model_card(service: Service, name: str) -> ModelCard:
     facts = service.lifecycle.facts
-    return {
-        "id": name,
-        "object": "model",
-        "created": _STARTED_AT,
-        "owned_by": "minisgl",
-        "max_model_len": facts.max_seq_len if facts else None,
-    }
+    length = facts.max_seq_len if facts else None
+    return ModelCard(id=name, created=_STARTED_AT, max_model_len=length)

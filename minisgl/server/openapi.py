@@ -1,148 +1,165 @@
-"""The OpenAPI document: requests from the validator's own tables, and what comes back."""
+"""Completes FastAPI's OpenAPI document with the bodies that msgspec decodes and encodes.
 
+FastAPI knows the routes and their descriptions. The schemas come from the structs of `protocol`,
+with the bounds and model names of this server, and the errors from the status table.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
-import minisgl
+import msgspec
+
 from minisgl.server.auth import ADMIN_PATHS
-from minisgl.server.checks import Schema, object_schema
+from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import status_table
 from minisgl.server.middleware import OPEN_PATHS
-from minisgl.server.params import (
-    ABORT,
-    CHAT,
-    COMPLETIONS,
-    GENERATE,
-    HARMLESS,
-    NOT_OFFERED,
-    ParamTable,
-)
+from minisgl.server.protocol import requests, responses
+from minisgl.server.protocol.requests import BODIES, IGNORED, UNSUPPORTED
 
-_TEXT, _INT = {"type": "string"}, {"type": "integer"}
-_REQUIRED = {CHAT: "messages", COMPLETIONS: "prompt", GENERATE: "input_ids"}
+Schema = dict[str, Any]
+
+# The structs of each route's request, response and stream events.
+_GENERATION_ROUTES = {
+    "/v1/chat/completions": (
+        requests.ChatBody,
+        responses.ChatCompletion,
+        responses.ChatCompletionChunk,
+    ),
+    "/v1/completions": (
+        requests.CompletionBody,
+        responses.Completion,
+        responses.CompletionChunk,
+    ),
+    "/generate": (requests.GenerateBody, responses.Completion, responses.CompletionChunk),
+}
+_OTHER_ROUTES: dict[str, tuple[type | None, type | None]] = {
+    "/tokenize": (requests.TokenizeBody, responses.TokenizeResponse),
+    "/detokenize": (requests.DetokenizeBody, responses.DetokenizeResponse),
+    "/abort": (requests.AbortBody, responses.AbortResponse),
+    "/flush_cache": (None, responses.StatusResponse),
+    "/server_info": (None, None),
+    "/v1/models": (None, responses.ModelList),
+    "/v1/models/{model_id}": (None, responses.ModelCard),
+}
+_PROBES = ("/livez", "/readyz", "/health")
+# Fields whose bound the command line sets: the type that it bounds, the keyword, the limit.
+_CONFIGURED = {
+    "messages": ("array", "maxItems", "max_messages"),
+    "n": ("integer", "maximum", "max_choices"),
+    "logprobs": ("integer", "maximum", "max_logprobs"),
+    "top_logprobs": ("integer", "maximum", "max_logprobs"),
+    "logit_bias": ("object", "maxProperties", "max_logit_bias"),
+}
 
 
-def document(table: ParamTable, has_keys: bool) -> Schema:
-    """The whole document of one configured server."""
-    paths = {
-        "/v1/chat/completions": _stream(table, CHAT, "chat.completion", _MESSAGE),
-        "/v1/completions": _stream(table, COMPLETIONS, "text_completion", {"text": _TEXT}),
-        "/generate": _stream(table, GENERATE, "generation", {"text": _TEXT}),
-        "/tokenize": _post(
-            table.tokenize.schema,
-            _object(count=_INT, max_model_len=_INT, tokens=_list(_INT)),
-        ),
-        "/detokenize": _post(table.detokenize.schema, _object(prompt=_TEXT)),
-        "/abort": _post(ABORT.schema, _object(aborted=_INT)),
-        "/flush_cache": {"post": _operation(_object(status=_TEXT))},
-        "/server_info": {"get": _operation({"type": "object"})},
-        "/v1/models": {"get": _operation(_object(object={"const": "list"}, data=_list(_MODEL)))},
-        "/v1/models/{model_id}": {"get": {**_operation(_MODEL), "parameters": [_MODEL_ID]}},
-        **{path: {"get": {"responses": _PROBE}} for path in ("/livez", "/readyz", "/health")},
-        "/metrics": {"get": {"responses": {"200": _METRICS}}},
-    }
+def openapi_document(base: Schema, converter: RequestConverter, has_keys: bool) -> Schema:
+    """The document of one configured server. base: FastAPI's document, which is changed in place.
+
+    has_keys: the server asks for API keys.
+    """
     schemes: Schema = {}
-    for path, operations in paths.items():
-        scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
-        if scheme is not None and path not in OPEN_PATHS:
-            schemes[scheme] = {"type": "http", "scheme": "bearer"}
-            for operation in operations.values():
+    for path, operations in base["paths"].items():
+        operations.pop("head", None)  # as GET, without a body
+        for operation in operations.values():
+            operation |= _bodies(path)
+            scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
+            if scheme is not None and path not in OPEN_PATHS:
+                schemes[scheme] = {"type": "http", "scheme": "bearer"}
                 operation["security"] = [{scheme: []}]
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "minisgl", "version": minisgl.__version__},
-        "paths": paths,
-        "components": {"schemas": {"Error": _ERROR}, "securitySchemes": schemes},
-    }
+    schemas = component_schemas(converter)
+    return {**base, "components": {"schemas": schemas, "securitySchemes": schemes}}
 
 
-def request_schema(table: ParamTable, route: str) -> Schema:
-    """What `table.validate` and the readers behind it accept, as far as a schema can say it."""
-    properties = {name: check.schema for name, check in table.offered[route].items()}
-    found = object_schema(properties, ("model", _REQUIRED[route]))
-    others = {name: {"enum": [*neutral, None]} for name, neutral in NOT_OFFERED.items()}
-    found["properties"] = {name: {} for name in HARMLESS} | others | found["properties"]
+def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
+    """The schema of each body by the name of its struct, with the bounds of this server."""
+    routes = [*_GENERATION_ROUTES.values(), *_OTHER_ROUTES.values()]
+    structs = {struct for route in routes for struct in route if struct is not None}
+    structs |= {responses.ErrorResponse, responses.StatusResponse}
+    by_name = sorted(structs, key=lambda struct: struct.__name__)
+    _, found = msgspec.json.schema_components(by_name, ref_template="#/components/schemas/{name}")
+    others = {name: {"enum": [*neutral, None]} for name, neutral in UNSUPPORTED.items()}
+    for struct in BODIES.values():
+        schema = found[struct.__name__]
+        schema["properties"] |= {name: {} for name in sorted(IGNORED)} | others
+    for schema in found.values():
+        if schema.get("additionalProperties") is False:
+            _add_configuration(schema["properties"], converter)
+    # A schema cannot say that null is absent, so each arm also refuses null.
+    found["TokenizeBody"]["oneOf"] = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+        for name in ("prompt", "messages")
+    ]
     return found
 
 
-def _object(**properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(properties)}
+def _add_configuration(properties: Schema, converter: RequestConverter) -> None:
+    for name, (kind, keyword, limit) in _CONFIGURED.items():
+        for arm in _arms(properties.get(name, {})):
+            if arm.get("type") == kind:
+                arm[keyword] = getattr(converter.limits, limit)
+    if converter.served_names:
+        for arm in _arms(properties.get("model", {})):
+            if arm.get("type") == "string":
+                arm["enum"] = list(converter.served_names)
 
 
-def _list(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
+def _arms(schema: Schema) -> Sequence[Schema]:
+    arms: list[Schema] = schema.get("anyOf", [schema])
+    return arms
 
 
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _answer(kind: str, content: dict[str, Schema]) -> Schema:
-    finish = {"enum": ["stop", "length"]}
-    logprobs = _or_null({"type": "object"})
-    choice = _object(index=_INT, **content, logprobs=logprobs, finish_reason=finish)
-    choice["properties"] |= {"token_ids": _list(_INT), "prompt_token_ids": _list(_INT)}
-    head = {"id": _TEXT, "object": {"const": kind}, "created": _INT, "model": _TEXT}
-    return _object(**head, system_fingerprint=_TEXT, choices=_list(choice), usage=_USAGE)
-
-
-def _content(schema: Schema, *kinds: str) -> Schema:
-    return {kind: {"schema": schema} for kind in kinds or ("application/json",)}
-
-
-def _operation(answer: Schema) -> Schema:
-    good = {"description": "The answer.", "content": _content(answer)}
-    return {"responses": {"200": good, **_REFUSALS}}
-
-
-def _post(body: Schema, answer: Schema) -> Schema:
-    given = {"required": True, "content": _content(body)}
-    return {"post": {"requestBody": given, **_operation(answer)}}
-
-
-def _stream(table: ParamTable, route: str, kind: str, content: dict[str, Schema]) -> Schema:
-    found = _post(request_schema(table, route), _answer(kind, content))
-    found["post"]["responses"]["200"]["content"] |= _content({}, "text/event-stream")
+def _bodies(path: str) -> Schema:
+    """Request body, parameters and responses of one route."""
+    if path in _PROBES:
+        state = _content(_ref(responses.StatusResponse))
+        refused = {"description": "The server is not ready or not alive.", "content": state}
+        return {
+            "responses": {
+                "200": {"description": "The probe succeeds.", "content": state},
+                "405": _errors()["405"],
+                "503": refused,
+            }
+        }
+    if path == "/metrics":
+        kinds = ("text/plain", "application/openmetrics-text")
+        text = _content({"type": "string"}, *kinds)
+        return {"responses": {"200": {"description": "All metrics.", "content": text}}}
+    if path in _GENERATION_ROUTES:
+        request, response, chunk = _GENERATION_ROUTES[path]
+        stream = {"description": f"Events of {chunk.__name__} as JSON, then [DONE]."}
+        content = _content(_ref(response)) | _content(stream, "text/event-stream")
+        return _operation(request, content)
+    body, answer = _OTHER_ROUTES[path]
+    found = _operation(body, _content({"type": "object"} if answer is None else _ref(answer)))
+    if "{model_id}" in path:
+        name = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        found["parameters"] = [name]
     return found
 
 
-def _refusals() -> Schema:
-    """Each status, with all that it may mean."""
+def _operation(body: type | None, content: Schema) -> Schema:
+    good = {"description": "The answer.", "content": content}
+    found: Schema = {"responses": {"200": good, **_errors()}}
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": _content(_ref(body))}
+    return found
+
+
+def _errors() -> Schema:
+    """Each status of the error table, with all its meanings."""
     meanings: dict[int, list[str]] = {}
     for status, _, meaning in status_table():
         meanings.setdefault(status, []).append(meaning)
-    content = _content({"$ref": "#/components/schemas/Error"})
+    content = _content(_ref(responses.ErrorResponse))
     return {
         str(status): {"description": " ".join(texts), "content": content}
         for status, texts in meanings.items()
     }
 
 
-_REFUSALS = _refusals()
-_ERROR = _object(
-    error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))
-)
-_MODEL = _object(
-    id=_TEXT, object={"const": "model"}, created=_INT, owned_by=_TEXT, max_model_len=_or_null(_INT)
-)
-_MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT}
-_USAGE = _object(
-    prompt_tokens=_INT,
-    completion_tokens=_INT,
-    total_tokens=_INT,
-    prompt_tokens_details=_object(cached_tokens=_INT),
-    completion_tokens_details=_object(reasoning_tokens=_INT),
-)
-_MESSAGE: dict[str, Any] = {
-    "message": _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
-}
-_MESSAGE["message"]["properties"]["reasoning_content"] = _TEXT
-_STATE = _content(_object(status=_TEXT))
-_PROBE = {
-    "200": {"description": "Yes.", "content": _STATE},
-    "405": _REFUSALS["405"],
-    "503": {"description": "No; the body says why.", "content": _STATE},
-}
-_METRICS = {
-    "description": "For Prometheus.",
-    "content": _content(_TEXT, "text/plain", "application/openmetrics-text"),
-}
+def _ref(struct: type) -> Schema:
+    return {"$ref": f"#/components/schemas/{struct.__name__}"}
+
+
+def _content(schema: Schema, *kinds: str) -> Schema:
+    return {kind: {"schema": schema} for kind in kinds or ("application/json",)}

@@ -8,9 +8,8 @@ from minisgl.core import Cancelled
 from minisgl.server.errors import RETRY_AFTER
 from minisgl.server.lifecycle import Phase
 from minisgl.server.middleware import answer
-from minisgl.server.params import ABORT
-from minisgl.server.requests import parse_body
-from minisgl.server.routing import CallDep, ServiceDep, new_router
+from minisgl.server.protocol.responses import AbortResponse, StatusResponse
+from minisgl.server.routing import CallDep, ConverterDep, ServiceDep, new_router
 
 probe_router = new_router("probes")
 admin_router = new_router("admin")  # `Auth` lets only the admin keys pass.
@@ -20,20 +19,21 @@ admin_router = new_router("admin")  # `Auth` lets only the admin keys pass.
 async def livez(service: ServiceDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
     if service.stuck():
-        return answer({"status": "the scheduler makes no progress"}, 503)
+        return answer(StatusResponse("the scheduler makes no progress"), 503)
     if service.lifecycle.phase is Phase.FAILED:
-        return answer({"status": "failed"}, 503)
-    return answer({"status": "ok"})
+        return answer(StatusResponse("failed"), 503)
+    return answer(StatusResponse("ok"))
 
 
 @probe_router.get("/readyz")
 @probe_router.get("/health", name="health")
 async def readyz(service: ServiceDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
-    phase = service.lifecycle.phase
-    if phase is Phase.READY and not service.stuck():
-        return answer({"status": "ok"})
-    return answer({"status": phase.value}, 503, {"retry-after": RETRY_AFTER})
+    phase, stalled = service.lifecycle.phase, service.stalled()
+    if phase is Phase.READY and not stalled:
+        return answer(StatusResponse("ok"))
+    status = "the scheduler makes no progress" if stalled else phase.value
+    return answer(StatusResponse(status), 503, {"retry-after": RETRY_AFTER})
 
 
 @probe_router.get("/metrics")
@@ -41,8 +41,8 @@ async def metrics(request: Request, service: ServiceDep) -> Response:
     """All metrics in the text format of Prometheus, or in OpenMetrics if the client accepts it."""
     client = service.client
     accept = request.headers.get("accept", "")
-    phase, stuck = service.lifecycle.phase, service.stuck()
-    body, media_type = client.metrics.render(accept, phase, stuck, client.open_choices)
+    phase, stalled = service.lifecycle.phase, service.stalled()
+    body, media_type = client.metrics.render(accept, phase, stalled, client.open_choices)
     return Response(body, headers={"content-type": media_type})
 
 
@@ -64,11 +64,11 @@ async def server_info(service: ServiceDep) -> Response:
 
 
 @admin_router.post("/abort")
-async def abort(call: CallDep) -> Response:
+async def abort(call: CallDep, converter: ConverterDep) -> Response:
     """End every open call whose x-request-id equals `request_id`."""
-    given = ABORT("", parse_body(await call.read_body()))
+    request_id = converter.read_abort(await call.read_body())
     error = Cancelled("this request was aborted by an operator")
-    return answer({"aborted": call.client.end_by_id(given["request_id"], error)})
+    return answer(AbortResponse(call.client.end_by_id(request_id, error)))
 
 
 @admin_router.post("/flush_cache")
@@ -79,4 +79,4 @@ async def flush_cache(service: ServiceDep) -> Response:
     """
     service.lifecycle.require_accepting()
     service.client.flush_cache()
-    return answer({"status": "ok"})
+    return answer(StatusResponse("ok"))

@@ -44,7 +44,7 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.utils import process_age_s
+from minisgl.utils import process_age_s, supervise
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class ApiServer:
         self.stats: SchedulerStats | None = None
         self._watchdog = Watchdog(config.step_timeout_s)
         self._url = spec.url
+        self._reason_fd = spec.reason_fd
         self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
@@ -105,6 +106,10 @@ class ApiServer:
     def stuck(self) -> bool:
         """Some worker has work, and has made no progress for step_timeout_s."""
         return self._hung_worker() is not None
+
+    def stalled(self) -> bool:
+        """The scheduler has work and runs no step, so /readyz asks for no new requests."""
+        return self.stuck() or self._watchdog.stalled("scheduler", time.monotonic())
 
     def _hung_worker(self) -> str | None:
         if self.lifecycle.phase is Phase.LOADING:
@@ -252,6 +257,8 @@ class ApiServer:
 
     def _ask_to_drain(self, number: signal.Signals, grace_s: float) -> None:
         if self.lifecycle.phase is Phase.LOADING:  # There is nothing to drain.
+            still_loading = ", ".join(sorted(self.lifecycle.missing))
+            supervise.write_reason(self._reason_fd, "api", still_loading)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._drain_grace_s = grace_s

@@ -23,11 +23,11 @@ from minisgl.core import Cancelled, DeadlineExceeded, ModelFacts
 from minisgl.message import SchedulerStats
 from minisgl.server.config import ServerConfig
 from minisgl.server.connection import KEPT
+from minisgl.server.convert import RequestConverter
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import NotReady
 from minisgl.server.handler import unless_disconnected
 from minisgl.server.lifecycle import Lifecycle
-from minisgl.server.requests import RequestReader
 
 T = TypeVar("T")
 
@@ -65,6 +65,9 @@ class Service(Protocol):
 
     def stuck(self) -> bool:
         """True while a worker process is hung."""
+
+    def stalled(self) -> bool:
+        """True while a process is hung or the scheduler makes no progress."""
 
 
 class CallContext:
@@ -111,8 +114,8 @@ async def _service(request: Request) -> Service:
     return service
 
 
-async def _converter(request: Request) -> RequestReader:
-    converter: RequestReader = request.app.state.converter
+async def _converter(request: Request) -> RequestConverter:
+    converter: RequestConverter = request.app.state.converter
     return converter
 
 
@@ -121,5 +124,5 @@ async def _call(request: Request) -> CallContext:
 
 
 ServiceDep = Annotated[Service, Depends(_service)]
-ConverterDep = Annotated[RequestReader, Depends(_converter)]
+ConverterDep = Annotated[RequestConverter, Depends(_converter)]
 CallDep = Annotated[CallContext, Depends(_call)]

@@ -19,6 +19,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MAX_TEMPLATE_CHARS = 8 * 2**20  # that one chat may render to in the server
+
 
 class TemplateError(Exception):
     """This chat cannot be rendered; the message is for the client. limit: what was exceeded."""

@@ -30,19 +30,19 @@ from minisgl.message import (
     endpoint,
 )
 from minisgl.tokenizer.detokenizer import Detokenizer
-from minisgl.tokenizer.template import TemplateError
+from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS, TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
 
 def run_tokenizer(
-    name: str, model_path: str, socket_dir: str, template_timeout_s: float, max_template_chars: int
+    name: str, model_path: str, socket_dir: str, template_timeout_s: float
 ) -> NoReturn:
     """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used."""
     # One message at a time: the library's thread pool would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = TextTokenizer.load(model_path, max_template_chars)
+    tokenizer = TextTokenizer.load(model_path, MAX_TEMPLATE_CHARS)
     handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
     _serve_queue(name, socket_dir, ToTokenizer, handler)
 

@@ -15,7 +15,7 @@ def main() -> int:
     mode, *flags = sys.argv[1:]
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though the tests may run under nohup
     setup_logging("launcher", "info")
-    config = resolve(flags, os.environ, lambda name, revision: name, lambda: Path("."))
+    config = resolve(flags, os.environ, lambda name, revision, weights: name, lambda: Path("."))
     command = (sys.executable, "-m", "tests.process.stub_scheduler", mode)
     try:
         return launch(config, scheduler_command=command)

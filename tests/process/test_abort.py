@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from minisgl.server.metrics import KEPT_S
+from minisgl.server.metrics import CACHED_S
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
@@ -107,7 +107,7 @@ def between_chunks(server: ServerProcess, leave: Leave) -> None:
     call = Call(server, prompt=LONG)
     wait_for(lambda: prefills() > before, "a chunk")
     with stopped(server, "scheduler"):
-        time.sleep(KEPT_S)  # the text of a scrape may be that old while a request is open
+        time.sleep(CACHED_S)  # the text of a scrape may be that old while a request is open
         assert server.metrics()["time_to_first_token_seconds_count"] == firsts, "too late"
         leave(call)
         wait_for(lambda: info(server)["open_requests"] == 0, "its end in the API server")

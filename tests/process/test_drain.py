@@ -259,11 +259,14 @@ def test_sigterm_ends_a_download_at_once() -> None:
         process = subprocess.Popen(
             [sys.executable, "-m", "minisgl", "--model", "someone/something"],
             env={**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0"},
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        with process, hub.accept()[0]:  # it has asked, and gets no answer
+        with process, hub.accept()[0]:  # the hub accepts the connection and does not answer
             process.send_signal(signal.SIGTERM)
-            assert process.wait(DEADLINE_S) == 0
+            _, errors = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert "SIGTERM ended the start while the model was looked up" in errors.splitlines()[-1]
 
 
 def test_real_engine_drains_and_exits_0(tiny_model: Path) -> None:

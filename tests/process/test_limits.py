@@ -15,7 +15,7 @@ import pytest
 
 from minisgl.message import Sender, endpoint
 from minisgl.message.messages import Ready
-from minisgl.server.declared import LIMITS
+from minisgl.server.config import LIMIT_NAMES
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 from tests.process.stub_scheduler import FACTS
 
@@ -25,32 +25,26 @@ TEMPLATE = """
 {%- if messages[0].content == 'slow' -%}
 {%- for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor -%}
 {%- endif -%}
-{{ messages[0].content * (500 if messages[0].content == 'long' else 1) }}"""
+{{ messages[0].content * (3000000 if messages[0].content == 'long' else 1) }}"""
 SMALL = {
-    "--max-prompts": "3",
-    "--max-n": "4",
     "--max-choices": "8",
-    "--max-stop-strings": "2",
-    "--max-stop-chars": "5",
-    "--max-stop-token-ids": "2",
     "--max-logprobs": "2",
     "--max-logit-bias": "2",
     "--max-messages": "2",
     "--max-prompt-chars": "3000",
     "--max-body-bytes": "10000",
     "--template-timeout": "0.2",
-    "--max-template-chars": "1000",
     "--max-request-time": "1",
 }
 USER = {"role": "user", "content": "hi"}
-# What exceeds the limit, and no other one.
+# A request that exceeds this limit and no other.
 OVER: dict[str, dict[str, Any]] = {
-    "max_prompts": {"prompt": ["a"] * 4},
-    "max_n": {"n": 5},
+    "max_prompts": {"prompt": ["a"] * 9},
+    "max_n": {"n": 9},
     "max_choices": {"prompt": ["a"] * 3, "n": 3},
-    "max_stop_strings": {"stop": ["a", "b", "c"]},
-    "max_stop_chars": {"stop": "123456"},
-    "max_stop_token_ids": {"stop_token_ids": [1, 2, 3]},
+    "max_stop_strings": {"stop": ["a"] * 17},
+    "max_stop_chars": {"stop": "a" * 257},
+    "max_stop_token_ids": {"stop_token_ids": [1] * 129},
     "max_logprobs": {"logprobs": 3},
     "max_logit_bias": {"logit_bias": {"1": 1, "2": 1, "3": 1}},
     "max_prompt_chars": {"prompt": "a" * 3001},
@@ -72,7 +66,7 @@ def post(server: ServerProcess, **body: Any) -> httpx.Response:
 
 
 def test_every_limit_is_tested() -> None:
-    assert {*OVER, *BY_THE_ENGINE, *BY_ALL_TOGETHER, *IN_TEST_ACCESS} == set(LIMITS)
+    assert {*OVER, *BY_THE_ENGINE, *BY_ALL_TOGETHER, *IN_TEST_ACCESS} == set(LIMIT_NAMES)
 
 
 @pytest.fixture(scope="module")

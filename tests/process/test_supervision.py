@@ -79,8 +79,9 @@ def _assert_ends_when_killed(server: ServerProcess, name: str, phase: str) -> No
     psutil.Process(server.child_pid(name)).kill()
     assert server.wait_exit() == 1
     _assert_all_gone(pids)
-    assert f"error: {name} (pid" in server.stderr
-    assert "SIGKILL" in server.stderr
+    last_line = server.stderr.splitlines()[-1]
+    assert f"error: {name} (pid" in last_line
+    assert "SIGKILL" in last_line
     _assert_told(stream, name)
 
 
@@ -119,6 +120,20 @@ def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str) -> None
         _assert_all_gone(pids)
 
 
+def test_reason_of_a_crash_is_the_last_line_with_many_open_streams(tiny_model: Path) -> None:
+    """Kubernetes keeps the last 2,048 bytes of the log, and each open call logs its own end."""
+    with run_server("--model", str(tiny_model), stub="echo") as server:
+        server.wait_ready()
+        streams = [_start_long_stream(server) for _ in range(20)]
+        psutil.Process(server.child_pid("scheduler")).kill()
+        assert server.wait_exit() == 1
+        for client, _ in streams:
+            client.close()
+        lines = server.stderr.splitlines()
+    assert sum("call ended" in line for line in lines) == 20
+    assert "error: scheduler (pid" in lines[-1]
+
+
 def _start_long_prefill(server: ServerProcess) -> threading.Thread:
     """A prompt of 3,900 tokens in chunks of 16, of which some have run and most have not."""
 
@@ -153,19 +168,37 @@ def test_child_that_fails_to_load_is_one_line(tiny_model: Path) -> None:
         assert "Traceback" not in server.stderr
 
 
+def _complete(url: str) -> None:
+    body = {"model": "tiny", "prompt": "hi", "stream": True}
+    with contextlib.suppress(httpx.TransportError):
+        httpx.post(url + "/v1/completions", json=body, timeout=DEADLINE_S)
+
+
 def test_hung_scheduler_turns_livez_503_and_ends_the_service(tiny_model: Path) -> None:
     flags = ("--model", str(tiny_model), "--step-timeout", "1")
     with run_server(*flags, stub="hang") as server:
         url = server.wait_ready().url
-        body = {"model": "tiny", "prompt": "hi", "stream": True}
-        caller = threading.Thread(
-            target=lambda: httpx.post(url + "/v1/completions", json=body, timeout=DEADLINE_S)
-        )
+        caller = threading.Thread(target=_complete, args=(url,))
         caller.start()
         wait_for(lambda: server.status("/livez") == 503, "livez 503")
         assert server.wait_exit() == 1
         caller.join(DEADLINE_S)
         assert "no progress" in server.stderr
+
+
+def test_stalled_scheduler_is_unready_in_seconds_and_live_until_the_timeout(
+    tiny_model: Path,
+) -> None:
+    """For the whole step timeout of 60 s, a hung replica was sent new requests."""
+    with run_server("--model", str(tiny_model), stub="hang") as server:
+        url = server.wait_ready().url
+        caller = threading.Thread(target=_complete, args=(url,))
+        caller.start()
+        wait_for(lambda: server.status("/readyz") == 503, "readyz 503", deadline_s=30)
+        assert server.status("/livez") == 200
+        assert server.metrics()["ready"] == 0
+        server.process.kill()
+        caller.join(DEADLINE_S)
 
 
 def test_idle_server_stays_live_beyond_the_step_timeout(tiny_model: Path) -> None:
@@ -203,12 +236,19 @@ def test_front_end_processes_load_no_torch(real_server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_loading_ends_at_once(tiny_model: Path, number: signal.Signals) -> None:
+    """A start that the startup probe had cut ended as "Completed 0" without a message."""
     with run_server("--model", str(tiny_model), stub="loading") as server:
         _bring_into(server, "loading")
+        wait_for(lambda: "still_loading=scheduler\n" in server.stderr, "the other processes")
         pids = list(server.child_pids().values())
         server.signal(number)
-        assert server.wait_exit() == 0
+        assert server.wait_exit() == 128 + number
         _assert_all_gone(pids)
+        last_line = server.stderr.splitlines()[-1]
+    if number is signal.SIGTERM:
+        assert "error: SIGTERM ended the start after " in last_line
+        assert "while still loading: scheduler; " in last_line
+        assert "startup probe" in last_line
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -217,7 +257,7 @@ def test_signal_before_the_children_can_hear_it(tiny_model: Path, number: signal
     with run_server("--model", str(tiny_model), stub="loading") as server:
         wait_for(lambda: "listening on" in server.stderr, "the first lines")
         server.signal(number)
-        assert server.wait_exit() == 0
+        assert server.wait_exit() == 128 + number
         assert "Traceback" not in server.stderr
 
 

@@ -64,7 +64,7 @@ def test_aiperf_completes_a_run(demo_server: ServerProcess, tmp_path: Path) -> N
 def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     """Each case that breaks the schema is refused, each answer is as described, and no 5xx."""
     tool = make_venv(tmp_path / "venv", "schemathesis") / "schemathesis"
-    small = ("--max-seq-len-override", "160", "--max-n", "4", "--max-choices", "16")
+    small = ("--max-seq-len-override", "160", "--max-choices", "4")
     with run_server("--num-pages", "1024", "--admin-api-key", "root", *small) as server:
         server.wait_ready()
         command = [str(tool), "run", server.url + "/openapi.json", "--continue-on-failure"]

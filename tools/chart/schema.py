@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from minisgl.server.declared import HISTOGRAMS
+from minisgl.server.metrics import HISTOGRAMS
 
 __all__ = [
     "NULLABLE",

@@ -1,13 +1,16 @@
 """The offline LLM, on the demo model: the server's scheduler with its input and output replaced."""
 
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from minisgl.core import ConfigError, FinishReason, InvalidRequest, OutOfMemory, SamplingParams
+from minisgl.demo import model_path
 from minisgl.engine import Engine
 from minisgl.engine.pending import LaunchedStep
 from minisgl.llm import LLM, Completion
@@ -23,6 +26,13 @@ ADD = [{"role": "user", "content": "What is 12 + 30?"}]
 def llm() -> Iterator[LLM]:
     with LLM(num_pages=512, max_seq_len=512) as llm:
         yield llm
+
+
+def test_random_weights_need_no_weight_files(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_path() / name, tmp_path)
+    with LLM(str(tmp_path), dummy_weight=True, num_pages=64, max_seq_len=64) as model:
+        assert one(model.generate("hello", GREEDY, progress=False)).token_ids
 
 
 def one(result: Completion | list[Completion]) -> Completion:

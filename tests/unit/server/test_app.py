@@ -37,6 +37,9 @@ class FakeService:
     def stuck(self) -> bool:
         return self.hangs
 
+    def stalled(self) -> bool:
+        return self.hangs
+
 
 async def answer_all(world: World) -> None:
     """Tokenize everything, and answer each request by two texts."""

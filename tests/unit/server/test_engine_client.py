@@ -16,17 +16,16 @@ from minisgl.core import (
     RequestError,
 )
 from minisgl.message.messages import AbortReq, AddReq
+from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.handler import start, unless_disconnected
-from minisgl.server.params import CHAT, COMPLETIONS
-from minisgl.server.requests import GenerateRequest, RequestReader
-from minisgl.server.response import ResponseWriter
-from minisgl.server.stream import KEEP_ALIVE, events
+from minisgl.server.protocol.requests import CHAT, COMPLETIONS
+from minisgl.server.response import KEEP_ALIVE, ResponseWriter, events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
 def request(body: bytes = b'{"model":"m","prompt":"hi"}') -> GenerateRequest:
-    return RequestReader(CONFIG).read(COMPLETIONS, body, FACTS)
+    return RequestConverter(CONFIG).read(COMPLETIONS, body, FACTS)
 
 
 def run(main: Callable[[World], Coroutine[object, object, None]], **options: float) -> World:
@@ -114,7 +113,7 @@ def test_reasoning_and_answer_of_one_wake_up_leave_in_two_deltas() -> None:
     """Clients do `if delta.reasoning_content: ... else: answer += delta.content`, which loses text
     where two steps have come together and one delta holds both."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "return_token_ids": True}
-    call = RequestReader(CONFIG).read(CHAT, json.dumps(body).encode(), FACTS)
+    call = RequestConverter(CONFIG).read(CHAT, json.dumps(body).encode(), FACTS)
 
     async def main(world: World) -> None:
         generation = world.client.open(1)

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from minisgl.core import ConfigError
-from minisgl.server.env import read_env
+from minisgl.server.cli import read_env
 
 
 @pytest.mark.parametrize(

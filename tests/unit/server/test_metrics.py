@@ -20,7 +20,7 @@ from minisgl.message.messages import Ready, SchedulerStats, TextUpdate, Tokenize
 from minisgl.server.app import build_app
 from minisgl.server.errors import EngineFailure, NotReady, RanTooLong
 from minisgl.server.lifecycle import Lifecycle, Phase
-from minisgl.server.metrics import KEPT_S, Metrics
+from minisgl.server.metrics import CACHED_S, Metrics
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 TABLE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
@@ -140,7 +140,7 @@ def test_a_text_is_kept_for_a_while_but_not_past_the_answer_to_a_lone_request() 
         return scraped(metrics)[failed]
 
     assert (counted(), counted()) == (1, 1)
-    time_s = KEPT_S
+    time_s = CACHED_S
     assert (counted(), counted()) == (3, 3)
     modern, _ = metrics.render(OPENMETRICS, *READY)
     assert values(parse_openmetrics(modern.decode()))[failed] == 4, "each format has its own text"
@@ -370,6 +370,9 @@ class _Service:
         self.stats = None
 
     def stuck(self) -> bool:
+        return False
+
+    def stalled(self) -> bool:
         return False
 
 

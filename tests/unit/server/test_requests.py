@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 from minisgl.core import InvalidRequest, PromptTooLong, RequestError, Unsupported
 from minisgl.message.messages import TokenizeChat
 from minisgl.server import Limits
+from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import error_reply
 from minisgl.server.handler import fit_max_tokens
-from minisgl.server.params import CHAT, COMPLETIONS, HARMLESS, NOT_OFFERED, ParamTable
-from minisgl.server.requests import GenerateRequest, RequestReader
+from minisgl.server.protocol.requests import (
+    CHAT,
+    COMPLETIONS,
+    IGNORED,
+    UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+)
 from tests.unit.server.fakes import CONFIG, FACTS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -23,7 +30,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 def read(route: str = CHAT, config: Any = CONFIG, facts: Any = FACTS, **body: Any) -> Any:
     base = {"messages": MESSAGES} if route == CHAT else {"prompt": "hi"}
     raw = json.dumps({"model": "m", **base, **body}).encode()
-    return RequestReader(config).read(route, raw, facts)
+    return RequestConverter(config).read(route, raw, facts)
 
 
 def rendered(**body: Any) -> Any:
@@ -38,10 +45,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMES = sorted(
-    set(ParamTable(Limits()).offered[CHAT])
-    | set(ParamTable(Limits()).offered[COMPLETIONS])
-    | HARMLESS
-    | set(NOT_OFFERED)
+    {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *IGNORED, *UNSUPPORTED}
 )
 
 
@@ -55,7 +59,7 @@ def test_any_body_gives_a_request_or_a_4xx(route: str, body: dict[str, Any]) -> 
         base = {"model": "m", "prompt": "hi"}
     raw = json.dumps({**base, **body}).encode("utf-8", "surrogatepass")
     try:
-        request = RequestReader(CONFIG).read(route, raw, FACTS)
+        request = RequestConverter(CONFIG).read(route, raw, FACTS)
     except RequestError as error:
         reply = error_reply(error)
         assert 400 <= reply.status < 500
@@ -68,7 +72,7 @@ def test_any_body_gives_a_request_or_a_4xx(route: str, body: dict[str, Any]) -> 
 @given(st.binary(max_size=60))
 def test_any_bytes_give_an_invalid_request(raw: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        RequestReader(CONFIG).read(CHAT, raw, FACTS)
+        RequestConverter(CONFIG).read(CHAT, raw, FACTS)
 
 
 ARGUMENTS = st.text(max_size=9) | JSON.map(json.dumps)
@@ -91,7 +95,7 @@ def test_any_messages_give_a_chat_or_a_4xx(messages: list[Any]) -> None:
     raw = json.dumps({"model": "m", "messages": messages}).encode()
     statuses = []
     try:
-        ((_, prompt),) = RequestReader(CONFIG).read(CHAT, raw, FACTS).prompts
+        ((_, prompt),) = RequestConverter(CONFIG).read(CHAT, raw, FACTS).prompts
     except RequestError as error:
         statuses.append(error_reply(error).status)
     else:
@@ -107,12 +111,12 @@ def test_huge_number_in_tool_arguments_is_a_4xx_or_kept() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": 10**40}
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS))
+@pytest.mark.parametrize("name", sorted(IGNORED))
 def test_harmless_parameters_are_ignored(name: str) -> None:
     assert read(**{name: {"any": "thing"}}) == read()
 
 
-@pytest.mark.parametrize("name", sorted(NOT_OFFERED))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
     with pytest.raises((Unsupported, InvalidRequest)) as caught:
         read(COMPLETIONS, **{name: {"x": 1}})

@@ -4,7 +4,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
-from minisgl.server.stats import StatsCollector
+from minisgl.server.metrics import StatsCollector
 from tests.unit.server.test_metrics import stats, values
 
 MIXED = PhaseStats(

@@ -4,9 +4,9 @@ import asyncio
 
 from minisgl.core import DeadlineExceeded
 from minisgl.message.messages import TokenizeResult, TokenizeText
+from minisgl.server.convert import TokenArray
 from minisgl.server.generation import Generation
 from minisgl.server.handler import start
-from minisgl.server.requests import TokenArray
 from tests.unit.server.fakes import FACTS, World
 from tests.unit.server.test_engine_client import request, run, settle
 
