@@ -54,8 +54,3 @@ class TokenizerPool:
             size = self._send_functions[worker](msgspec.structs.replace(request, uid=uid))
             self._outstanding_bytes[worker] += size
             self._sent[uid] = worker, size, result
-
-    @property
-    def is_idle(self) -> bool:
-        """No request waits, and none is with a process."""
-        return not self._waiting and not self._sent

@@ -72,7 +72,9 @@ class World:
         return (
             not client.open_generations
             and not client.open_choices
-            and client._tokenizers.is_idle
+            and not client._tokenizers._waiting
+            and not client._tokenizers._sent
+            and not any(client._tokenizers._outstanding_bytes)
             and client.queued == 0
             and client.queued_tokens == 0
         )

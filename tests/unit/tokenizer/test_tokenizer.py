@@ -1,4 +1,4 @@
-"""Loading a folder, BOS exactly once, and templates that cannot do harm."""
+"""TextTokenizer: loading a folder, BOS exactly once, and the limits of templates."""
 
 import array
 import json
@@ -52,7 +52,7 @@ def test_chat_has_bos_exactly_once(folder: Path) -> None:
     assert tokenizer.vocabulary.decode(tokenizer.encode_chat(CHAT), False) == "<bos>[user]hello"
 
 
-def test_template_file_wins_over_the_config(folder: Path) -> None:
+def test_template_file_has_precedence_over_the_config(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("file")
     assert TextTokenizer.load(folder).render_chat(CHAT) == "file"
 
@@ -121,7 +121,7 @@ def test_model_without_template_says_so(folder: Path) -> None:
         TextTokenizer.load(folder).encode_chat(CHAT)
 
 
-def test_worker_survives_what_is_no_chat_at_all(folder: Path) -> None:
+def test_worker_survives_messages_that_are_no_chat(folder: Path) -> None:
     answer = tokenize(TextTokenizer.load(folder), TokenizeChat(uid=1, messages_json=b"nope"), 1.0)
     assert answer.internal
 
