@@ -5,6 +5,7 @@ checks the rules that need several fields, the configuration or the model.
 """
 
 import array
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -76,7 +77,7 @@ class RequestConverter:
 
         Raises a RequestError whose class, `param` and `limit` tell the client what was wrong.
         """
-        body = decode(raw, BODIES[route], self._allow_unknown)
+        body = decode(raw, BODIES[route], self._check_sizes, self._allow_unknown)
         self.check_model(body.model)
         options = body.stream_options
         if options is not None and not body.stream:
@@ -120,7 +121,7 @@ class RequestConverter:
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
         """The prompt in a body of /tokenize, after its name: "prompt" or "messages"."""
-        body = decode(raw, requests.TokenizeBody)
+        body = decode(raw, requests.TokenizeBody, self._check_sizes)
         self.check_model(body.model)
         if body.prompt is not None and body.messages is None:
             return "prompt", self.text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
@@ -130,13 +131,13 @@ class RequestConverter:
 
     def read_detokenize(self, raw: bytes, facts: ModelFacts) -> tuple[TokenArray, bool]:
         """The token ids in a body of /detokenize, and whether the text omits special tokens."""
-        body = decode(raw, requests.DetokenizeBody)
+        body = decode(raw, requests.DetokenizeBody, self._check_sizes)
         self.check_model(body.model)
         return self.ids_prompt("tokens", body.tokens, facts), body.skip_special_tokens
 
     def read_abort(self, raw: bytes) -> str:
         """The request id in a body of /abort."""
-        return decode(raw, requests.AbortBody).request_id
+        return decode(raw, requests.AbortBody, self._check_sizes).request_id
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound for a name that is not served here. None stands for any name."""
@@ -150,13 +151,6 @@ class RequestConverter:
         facts: ModelFacts,
     ) -> Prompt:
         """The messages in the form that chat templates expect, with the template's options."""
-        parts = sum([len(m.content) for m in messages if isinstance(m.content, list)])
-        calls = sum([len(m.tool_calls) for m in messages if m.tool_calls])
-        counts = {"entries": len(messages), "text parts in all": parts, "tool calls in all": calls}
-        for name, count in counts.items():
-            if count > self.limits.max_messages:
-                rule = f"must have at most {self.limits.max_messages} {name}"
-                raise reject("messages", rule, "max_messages")
         chars = sum([_prepare_message(message, i) for i, message in enumerate(messages)])
         self._check_chars("messages", chars, facts)
         return TokenizeChat(
@@ -200,10 +194,8 @@ class RequestConverter:
         elif isinstance(body, GenerateBody):
             named = [("input_ids", body.input_ids)]
         else:
-            self._check_choices(1, body.n)
             prompt = self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
             return [("messages", prompt)]
-        self._check_choices(len(named), body.n)
         return [(param, self._prompt(param, prompt, facts)) for param, prompt in named]
 
     def _prompt(self, param: str, prompt: str | int | list[Any], facts: ModelFacts) -> Prompt:
@@ -212,6 +204,25 @@ class RequestConverter:
         if isinstance(prompt, int):
             raise reject(param, "must be text or a list of token ids, like the first prompt")
         return self.ids_prompt(param, prompt, facts)
+
+    def _check_sizes(self, given: Mapping[str, Any]) -> None:
+        """Refuse lists that are longer than this server allows."""
+        most, messages = self.limits.max_messages, given.get("messages")
+        if isinstance(messages, list):
+            counts = {"messages": len(messages)}
+            for field in ("content", "tool_calls"):
+                entries = [m.get(field) for m in messages[:most] if isinstance(m, dict)]
+                counts[f"entries of {field}"] = sum([len(e) for e in entries if type(e) is list])
+            for name, count in counts.items():
+                if count > most:
+                    raise reject("messages", f"must have at most {most} {name}", "max_messages")
+        most, bias = self.limits.max_logit_bias, given.get("logit_bias")
+        if isinstance(bias, dict) and len(bias) > most:
+            raise reject("logit_bias", f"must have at most {most} entries", "max_logit_bias")
+        prompt, n, prompts = given.get("prompt"), given.get("n"), 1
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompts = len(prompt)
+        self._check_choices(prompts, n if isinstance(n, int) else 1)
 
     def _check_choices(self, prompts: int, n: int) -> None:
         """One request asks for at most max_choices answers, which is prompts times n."""
@@ -248,9 +259,6 @@ class RequestConverter:
         echo: bool,
         facts: ModelFacts,
     ) -> SamplingParams:
-        if len(body.logit_bias or ()) > self.limits.max_logit_bias:
-            rule = f"must have at most {self.limits.max_logit_bias} entries"
-            raise reject("logit_bias", rule, "max_logit_bias")
         values: dict[str, Any] = dict(facts.sampling_defaults) if self._use_model_defaults else {}
         for name in _SAME_IN_SAMPLING:
             if (value := getattr(body, name)) is not None:

@@ -5,7 +5,7 @@ fault, for example `messages[3].content`. No message repeats more than 64 charac
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -48,9 +48,16 @@ def reject(param: str, rule: str, limit: str | None = None) -> InvalidRequest:
     return InvalidRequest(f"{param} {rule}", param=param, limit=limit)
 
 
-def decode(raw: bytes, kind: type[Body], allow_unknown: bool = False) -> Body:
+def decode(
+    raw: bytes,
+    kind: type[Body],
+    check_sizes: Callable[[Mapping[str, Any]], None],
+    allow_unknown: bool = False,
+) -> Body:
     """The body as this struct.
 
+    check_sizes: raises for lists that are too long. It sees the plain JSON, because filling 600,000
+    structs, for which a body has room, would take seconds.
     allow_unknown: ignore fields that a generating route does not know.
     Raises InvalidRequest, or Unsupported for a parameter that the server knows but does not offer.
     """
@@ -61,6 +68,7 @@ def decode(raw: bytes, kind: type[Body], allow_unknown: bool = False) -> Body:
             _check_unknown(name, given, kind, allow_unknown)
         elif value is not None:
             known[name] = value
+    check_sizes(known)
     try:
         return msgspec.convert(known, kind, str_keys=True)
     except msgspec.ValidationError as error:
