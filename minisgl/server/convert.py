@@ -5,6 +5,7 @@ checks the rules that need several fields, the configuration or the model.
 """
 
 import array
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -15,18 +16,13 @@ from minisgl.message import TextOptions, TokenizeChat, TokenizeText
 from minisgl.server.config import ServerConfig
 from minisgl.server.decode import decode, reject
 from minisgl.server.errors import ModelNotFound
+from minisgl.server.protocol import requests
 from minisgl.server.protocol.requests import (
     BODIES,
     GENERATE,
-    AbortBody,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     GenerateBody,
-    Message,
-    ParsedFunctionCall,
-    StreamOptions,
-    TokenizeBody,
 )
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11
@@ -81,95 +77,85 @@ class RequestConverter:
 
         Raises a RequestError whose class, `param` and `limit` tell the client what was wrong.
         """
-        body = decode(raw, BODIES[route], self._allow_unknown)
+        body = decode(raw, BODIES[route], self._check_sizes, self._allow_unknown)
         self.check_model(body.model)
-        n = body.n or 1
-        prompts = self._prompts(body, n, facts)
-        if body.stream_options is not None and not body.stream:
+        options = body.stream_options
+        if options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
-        max_tokens, echo = body.max_tokens, False
+        max_tokens = body.max_tokens
         if isinstance(body, ChatBody):
             self._check_logprobs("top_logprobs", body.top_logprobs)
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
-            logprobs = body.top_logprobs or 0 if body.logprobs else None
-            if body.max_completion_tokens is not None:
-                max_tokens = body.max_completion_tokens
+            logprobs = body.top_logprobs if body.logprobs else None
+            max_tokens = body.max_completion_tokens or max_tokens
+            echo, reasoning = False, body.separate_reasoning
         else:
-            self._check_logprobs("logprobs", body.logprobs)
-            logprobs, echo = body.logprobs, body.echo or False
+            self._check_logprobs("logprobs", body.logprobs or 0)
+            logprobs, echo, reasoning = body.logprobs, body.echo, False
         silent = max_tokens == 0
         if silent and not echo:
             raise reject("max_tokens", "must be at least 1 without echo")
-        text = TextOptions(
-            stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
-            skip_special_tokens=body.skip_special_tokens is not False,
-            include_stop=body.include_stop_str_in_output or False,
-            min_tokens=body.min_tokens or 0,
-            token_ids=route == GENERATE or body.return_token_ids or False,
-            reasoning=isinstance(body, ChatBody) and body.separate_reasoning is not False,
-            silent=silent,
-        )
         return GenerateRequest(
             route=route,
             model=body.model,
-            prompts=tuple(prompts),
-            n=n,
+            prompts=tuple(self._prompts(body, facts)),
+            n=body.n,
             sampling=self._sampling(body, 1 if silent else max_tokens, logprobs, echo, facts),
-            text=text,
+            text=TextOptions(
+                stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+                skip_special_tokens=body.skip_special_tokens,
+                include_stop=body.include_stop_str_in_output,
+                min_tokens=body.min_tokens,
+                token_ids=route == GENERATE or body.return_token_ids,
+                reasoning=reasoning,
+                silent=silent,
+            ),
             explicit_max_tokens=max_tokens is not None,
-            stream=body.stream or False,
-            include_usage=(body.stream_options or StreamOptions()).include_usage or False,
+            stream=body.stream,
+            include_usage=body.stream_options is not None
+            and bool(body.stream_options.include_usage),
             echo=echo,
-            cache_salt=body.cache_salt or "",
+            cache_salt=body.cache_salt,
         )
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
         """The prompt in a body of /tokenize, after its name: "prompt" or "messages"."""
-        body = decode(raw, TokenizeBody)
-        self._check_optional_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
+        body = decode(raw, requests.TokenizeBody, self._check_sizes)
+        self.check_model(body.model)
+        if body.prompt is not None and body.messages is None:
+            return "prompt", self.text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
+        if body.prompt is not None or body.messages is None:
             raise InvalidRequest("either prompt or messages is required", param="prompt")
-        if body.prompt is None:
-            return "messages", self.chat_prompt(body, facts)
-        add_special = body.add_special_tokens is not False
-        return "prompt", self.text_prompt("prompt", body.prompt, facts, add_special)
+        return "messages", self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
 
     def read_detokenize(self, raw: bytes, facts: ModelFacts) -> tuple[TokenArray, bool]:
         """The token ids in a body of /detokenize, and whether the text omits special tokens."""
-        body = decode(raw, DetokenizeBody)
-        self._check_optional_model(body.model)
-        return self.ids_prompt("tokens", body.tokens, facts), body.skip_special_tokens or False
+        body = decode(raw, requests.DetokenizeBody, self._check_sizes)
+        self.check_model(body.model)
+        return self.ids_prompt("tokens", body.tokens, facts), body.skip_special_tokens
 
     def read_abort(self, raw: bytes) -> str:
         """The request id in a body of /abort."""
-        return decode(raw, AbortBody).request_id
+        return decode(raw, requests.AbortBody, self._check_sizes).request_id
 
-    def check_model(self, name: str) -> str:
-        """The name, if it is served here. Raises ModelNotFound."""
-        if name not in self.served_names:
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound for a name that is not served here. None stands for any name."""
+        if name is not None and name not in self.served_names:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
-        return name
 
-    def _check_optional_model(self, name: str | None) -> None:
-        if name is not None:
-            self.check_model(name)
-
-    def chat_prompt(self, body: ChatBody | TokenizeBody, facts: ModelFacts) -> Prompt:
+    def chat_prompt(
+        self,
+        messages: list[requests.Message],
+        options: requests.TemplateOptions,
+        facts: ModelFacts,
+    ) -> Prompt:
         """The messages in the form that chat templates expect, with the template's options."""
-        messages = body.messages or []
-        parts = sum([len(m.content) for m in messages if isinstance(m.content, list)])
-        calls = sum([len(m.tool_calls) for m in messages if m.tool_calls])
-        counts = {"entries": len(messages), "text parts in all": parts, "tool calls in all": calls}
-        for name, count in counts.items():
-            if count > self.limits.max_messages:
-                rule = f"must have at most {self.limits.max_messages} {name}"
-                raise reject("messages", rule, "max_messages")
         chars = sum([_prepare_message(message, i) for i, message in enumerate(messages)])
         self._check_chars("messages", chars, facts)
         return TokenizeChat(
             messages_json=msgspec.json.encode(messages),
-            template_kwargs_json=msgspec.json.encode(body.chat_template_kwargs or {}),
+            template_kwargs_json=msgspec.json.encode(options),
         )
 
     def text_prompt(
@@ -197,28 +183,46 @@ class RequestConverter:
         return token_ids
 
     def _prompts(
-        self, body: ChatBody | CompletionBody | GenerateBody, n: int, facts: ModelFacts
+        self, body: ChatBody | CompletionBody | GenerateBody, facts: ModelFacts
     ) -> list[tuple[str, Prompt]]:
         """Each prompt with its path in the body."""
+        named: list[tuple[str, Any]]
         if isinstance(body, CompletionBody):
-            prompt = body.prompt
-            several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-            self._check_choices(len(prompt) if several else 1, n)
-            if not several:
-                return [("prompt", self._prompt("prompt", prompt, facts))]
-            named = [(f"prompt[{index}]", one) for index, one in enumerate(prompt)]
-            return [(param, self._prompt(param, one, facts)) for param, one in named]
-        self._check_choices(1, n)
-        if isinstance(body, ChatBody):
-            return [("messages", self.chat_prompt(body, facts))]
-        return [("input_ids", self.ids_prompt("input_ids", body.input_ids, facts))]
+            named = [("prompt", body.prompt)]
+            if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int):
+                named = [(f"prompt[{index}]", one) for index, one in enumerate(body.prompt)]
+        elif isinstance(body, GenerateBody):
+            named = [("input_ids", body.input_ids)]
+        else:
+            prompt = self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
+            return [("messages", prompt)]
+        return [(param, self._prompt(param, prompt, facts)) for param, prompt in named]
 
     def _prompt(self, param: str, prompt: str | int | list[Any], facts: ModelFacts) -> Prompt:
-        if isinstance(prompt, int):
-            raise reject(param, "must be text or a list of token ids, like the first prompt")
         if isinstance(prompt, str):
             return self.text_prompt(param, prompt, facts)
+        if isinstance(prompt, int):
+            raise reject(param, "must be text or a list of token ids, like the first prompt")
         return self.ids_prompt(param, prompt, facts)
+
+    def _check_sizes(self, given: Mapping[str, Any]) -> None:
+        """Refuse lists that are longer than this server allows."""
+        most, messages = self.limits.max_messages, given.get("messages")
+        if isinstance(messages, list):
+            counts = {"messages": len(messages)}
+            for field in ("content", "tool_calls"):
+                entries = [m.get(field) for m in messages[:most] if isinstance(m, dict)]
+                counts[f"entries of {field}"] = sum([len(e) for e in entries if type(e) is list])
+            for name, count in counts.items():
+                if count > most:
+                    raise reject("messages", f"must have at most {most} {name}", "max_messages")
+        most, bias = self.limits.max_logit_bias, given.get("logit_bias")
+        if isinstance(bias, dict) and len(bias) > most:
+            raise reject("logit_bias", f"must have at most {most} entries", "max_logit_bias")
+        prompt, n, prompts = given.get("prompt"), given.get("n"), 1
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompts = len(prompt)
+        self._check_choices(prompts, n if isinstance(n, int) else 1)
 
     def _check_choices(self, prompts: int, n: int) -> None:
         """One request asks for at most max_choices answers, which is prompts times n."""
@@ -230,9 +234,9 @@ class RequestConverter:
         if prompts * n > most:
             raise reject("n", f"times the number of prompts must be at most {most}", "max_choices")
 
-    def _check_logprobs(self, param: str, count: int | None) -> None:
+    def _check_logprobs(self, param: str, count: int) -> None:
         most = self.limits.max_logprobs
-        if count is not None and count > most:
+        if count > most:
             raise reject(param, f"must be from 0 to {most}", "max_logprobs")
 
     def _check_chars(self, param: str, chars: int, facts: ModelFacts) -> None:
@@ -255,12 +259,7 @@ class RequestConverter:
         echo: bool,
         facts: ModelFacts,
     ) -> SamplingParams:
-        if len(body.logit_bias or ()) > self.limits.max_logit_bias:
-            rule = f"must have at most {self.limits.max_logit_bias} entries"
-            raise reject("logit_bias", rule, "max_logit_bias")
-        values: dict[str, Any] = {}
-        if self._use_model_defaults:
-            values |= facts.sampling_defaults
+        values: dict[str, Any] = dict(facts.sampling_defaults) if self._use_model_defaults else {}
         for name in _SAME_IN_SAMPLING:
             if (value := getattr(body, name)) is not None:
                 values[name] = value
@@ -269,7 +268,7 @@ class RequestConverter:
         sampling = SamplingParams(
             **values,
             max_tokens=max_tokens,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
+            stop_token_ids=tuple(body.stop_token_ids),
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo else None,
         )
@@ -277,7 +276,7 @@ class RequestConverter:
         return sampling
 
 
-def _prepare_message(message: Message, index: int) -> int:
+def _prepare_message(message: requests.Message, index: int) -> int:
     """Bring one message to the form that chat templates expect; how many characters it has.
 
     `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
@@ -313,7 +312,7 @@ def _prepare_message(message: Message, index: int) -> int:
     return chars
 
 
-def _parse_arguments(message: Message, index: int) -> int:
+def _parse_arguments(message: requests.Message, index: int) -> int:
     """Replace the arguments of the message's tool calls by their parsed JSON; the characters."""
     chars = 0
     for number, call in enumerate(message.tool_calls or ()):
@@ -323,6 +322,6 @@ def _parse_arguments(message: Message, index: int) -> int:
         except (msgspec.MsgspecError, RecursionError):
             param = f"messages[{index}].tool_calls[{number}].function.arguments"
             raise reject(param, "must be JSON in a string") from None
-        call.function = ParsedFunctionCall(name=name, arguments=parsed)
+        call.function = requests.ParsedFunctionCall(name=name, arguments=parsed)
         chars += len(call.id) + len(name) + len(arguments)
     return chars

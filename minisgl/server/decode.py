@@ -5,25 +5,14 @@ fault, for example `messages[3].content`. No message repeats more than 64 charac
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from minisgl.core import InvalidRequest, RequestError, Unsupported
-from minisgl.server.protocol.requests import (
-    EMPTY_FIELDS,
-    IGNORED,
-    UNSUPPORTED,
-    Bias,
-    GenerationBody,
-    Message,
-    RequestBody,
-    Role,
-    StreamOptions,
-    TemplateOptions,
-    TextPart,
-)
+from minisgl.server.protocol import requests
+from minisgl.server.protocol.requests import IGNORED, UNSUPPORTED, GenerationBody, RequestBody
 from minisgl.utils import near_names
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -31,12 +20,12 @@ Body = TypeVar("Body", bound=RequestBody)
 # The text of a msgspec error and the path at its end, if there is one.
 _ERROR = re.compile(r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
 _TEXT_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
-_EMPTY_FIELD = re.compile(rf"messages\[\d+\]\.(?:{'|'.join(EMPTY_FIELDS)})\b")
+_EMPTY_FIELD = re.compile(rf"messages\[\d+\]\.(?:{'|'.join(requests.EMPTY_FIELDS)})\b")
 _OBJECTS: dict[str, type[RequestBody]] = {
-    "messages": Message,
-    "content": TextPart,
-    "stream_options": StreamOptions,
-    "chat_template_kwargs": TemplateOptions,
+    "messages": requests.Message,
+    "content": requests.TextPart,
+    "stream_options": requests.StreamOptions,
+    "chat_template_kwargs": requests.TemplateOptions,
 }
 # Bounds of `protocol` whose violations are counted in minisgl_limits_exceeded_total, by field and
 # type.
@@ -47,7 +36,7 @@ _LIMITS = {
     ("logprobs", "int"): "max_logprobs",
     ("top_logprobs", "int"): "max_logprobs",
 }
-_WHY_UNSUPPORTED = {
+_WHY = {
     "chat_template": "cannot be set by a request",
     "reasoning_effort": "is not supported; see chat_template_kwargs",
     "tools": 'is supported with "tool_choice": "none" only',
@@ -59,16 +48,27 @@ def reject(param: str, rule: str, limit: str | None = None) -> InvalidRequest:
     return InvalidRequest(f"{param} {rule}", param=param, limit=limit)
 
 
-def decode(raw: bytes, kind: type[Body], allow_unknown: bool = False) -> Body:
+def decode(
+    raw: bytes,
+    kind: type[Body],
+    check_sizes: Callable[[Mapping[str, Any]], None],
+    allow_unknown: bool = False,
+) -> Body:
     """The body as this struct.
 
+    check_sizes: raises for lists that are too long. It sees the plain JSON, because filling 600,000
+    structs, for which a body has room, would take seconds.
     allow_unknown: ignore fields that a generating route does not know.
     Raises InvalidRequest, or Unsupported for a parameter that the server knows but does not offer.
     """
     given = parse_body(raw)
-    known = given
-    if not given.keys() <= set(kind.__struct_fields__):
-        known = _without_ignored(given, kind, allow_unknown)
+    known = {}
+    for name, value in given.items():
+        if name not in kind.__struct_fields__:
+            _check_unknown(name, given, kind, allow_unknown)
+        elif value is not None:
+            known[name] = value
+    check_sizes(known)
     try:
         return msgspec.convert(known, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -88,39 +88,32 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _without_ignored(
-    given: Mapping[str, Any], kind: type[RequestBody], allow_unknown: bool
-) -> dict[str, Any]:
-    """The fields that the struct has. Raises for those that are neither ignored nor neutral."""
-    names = set(kind.__struct_fields__)
+def _check_unknown(
+    name: str, given: Mapping[str, Any], kind: type[RequestBody], allow_unknown: bool
+) -> None:
+    """Raise for a field that the struct lacks, unless the field cannot change the answer."""
     generates = issubclass(kind, GenerationBody)
-    known = {}
-    for name, value in given.items():
-        if name in names:
-            known[name] = value
-        elif generates and name in UNSUPPORTED:
-            if not _is_neutral(name, value, given):
-                reason = _WHY_UNSUPPORTED.get(name, "is not supported")
-                raise Unsupported(f"{name} {reason}", param=name)
-        elif not generates or not (allow_unknown or name in IGNORED):
-            shown = name[:64]
-            others = {*names, *IGNORED, *UNSUPPORTED} if generates else names
-            text = f"unknown parameter '{shown}'{near_names(shown, others)}"
-            raise InvalidRequest(text, param=shown, code="unknown_parameter")
-    return known
+    if generates and name in UNSUPPORTED:
+        if not _is_neutral(name, given):
+            raise Unsupported(f"{name} {_WHY.get(name, 'is not supported')}", param=name)
+    elif not generates or not (allow_unknown or name in IGNORED):
+        shown = name[:64]
+        others = (*IGNORED, *UNSUPPORTED) if generates else ()
+        hint = near_names(shown, (*kind.__struct_fields__, *others))
+        text = f"unknown parameter '{shown}'{hint}"
+        raise InvalidRequest(text, param=shown, code="unknown_parameter")
 
 
-def _is_neutral(name: str, value: Any, given: Mapping[str, Any]) -> bool:
+def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
     """Whether an unsupported parameter asks for nothing."""
+    value = given[name]
     if name == "tools" and given.get("tool_choice") == "none":
         return isinstance(value, list)
-    # The types are compared too, because True equals 1 in Python.
-    same = [value == v and _json_type(value) is _json_type(v) for v in UNSUPPORTED[name]]
+    # True equals 1 in Python, so booleans need a comparison of the types too.
+    same = [
+        value == v and isinstance(value, bool) == isinstance(v, bool) for v in UNSUPPORTED[name]
+    ]
     return value is None or any(same)
-
-
-def _json_type(value: Any) -> type:
-    return float if type(value) is int else type(value)
 
 
 def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
@@ -148,7 +141,7 @@ def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
         hint = near_names(name, _OBJECTS[field].__struct_fields__)
         return reject(param, f"has an unknown field '{name}'{hint}")
     if text.startswith("Invalid enum value"):  # msgspec repeats the value
-        values = get_args(Role) if param.endswith(".role") else ("function",)
+        values = get_args(requests.Role) if param.endswith(".role") else ("function",)
         return reject(param, f"must be one of {', '.join(values)}")
     over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
     limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None
@@ -160,7 +153,7 @@ def _bias_at_fault(given: Mapping[str, Any]) -> str:
     """The path of the first value of logit_bias that is not allowed."""
     for name, value in given.items():
         try:
-            msgspec.convert(value, Bias)
+            msgspec.convert(value, requests.Bias)
         except msgspec.ValidationError:
             return f"logit_bias.{name[:64]}"
     return "logit_bias"

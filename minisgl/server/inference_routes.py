@@ -111,7 +111,8 @@ async def get_model(call: CallDep, service: ServiceDep, converter: ConverterDep)
     """One served name. Model ids may contain slashes."""
     # Not a parameter of this function: FastAPI would validate it with pydantic.
     model_id = call.request.path_params["model_id"]
-    return answer(_model_card(service, converter.check_model(model_id)))
+    converter.check_model(model_id)
+    return answer(_model_card(service, model_id))
 
 
 _STARTED_AT = int(time.time())

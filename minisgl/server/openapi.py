@@ -4,8 +4,7 @@ FastAPI knows the routes and their descriptions. The schemas come from the struc
 with the bounds and model names of this server, and the errors from the status table.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,34 +13,34 @@ from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import status_table
 from minisgl.server.middleware import OPEN_PATHS
 from minisgl.server.protocol import requests, responses
-from minisgl.server.protocol.requests import BODIES, IGNORED, UNSUPPORTED
 
 Schema = dict[str, Any]
 
-# The structs of each route's request, response and stream events.
-_GENERATION_ROUTES = {
-    "/v1/chat/completions": (
-        requests.ChatBody,
-        responses.ChatCompletion,
-        responses.ChatCompletionChunk,
+
+class _Bodies(NamedTuple):
+    """The structs of one route: its request, its answer, and each event of its stream."""
+
+    request: type | None = None
+    answer: type | None = None
+    event: type | None = None
+
+
+_STATUS = _Bodies(None, responses.StatusResponse)
+_COMPLETION = responses.Completion, responses.CompletionChunk
+_ROUTES = {
+    "/v1/chat/completions": _Bodies(
+        requests.ChatBody, responses.ChatCompletion, responses.ChatCompletionChunk
     ),
-    "/v1/completions": (
-        requests.CompletionBody,
-        responses.Completion,
-        responses.CompletionChunk,
-    ),
-    "/generate": (requests.GenerateBody, responses.Completion, responses.CompletionChunk),
+    "/v1/completions": _Bodies(requests.CompletionBody, *_COMPLETION),
+    "/generate": _Bodies(requests.GenerateBody, *_COMPLETION),
+    "/tokenize": _Bodies(requests.TokenizeBody, responses.TokenizeResponse),
+    "/detokenize": _Bodies(requests.DetokenizeBody, responses.DetokenizeResponse),
+    "/abort": _Bodies(requests.AbortBody, responses.AbortResponse),
+    "/flush_cache": _STATUS,
+    "/v1/models": _Bodies(None, responses.ModelList),
+    "/v1/models/{model_id}": _Bodies(None, responses.ModelCard),
+    **dict.fromkeys(("/livez", "/readyz", "/health"), _STATUS),
 }
-_OTHER_ROUTES: dict[str, tuple[type | None, type | None]] = {
-    "/tokenize": (requests.TokenizeBody, responses.TokenizeResponse),
-    "/detokenize": (requests.DetokenizeBody, responses.DetokenizeResponse),
-    "/abort": (requests.AbortBody, responses.AbortResponse),
-    "/flush_cache": (None, responses.StatusResponse),
-    "/server_info": (None, None),
-    "/v1/models": (None, responses.ModelList),
-    "/v1/models/{model_id}": (None, responses.ModelCard),
-}
-_PROBES = ("/livez", "/readyz", "/health")
 # Fields whose bound the command line sets: the type that it bounds, the keyword, the limit.
 _CONFIGURED = {
     "messages": ("array", "maxItems", "max_messages"),
@@ -59,32 +58,36 @@ def openapi_document(base: Schema, converter: RequestConverter, has_keys: bool) 
     """
     schemes: Schema = {}
     for path, operations in base["paths"].items():
-        operations.pop("head", None)  # as GET, without a body
+        operations.pop("head", None)  # the same as GET, without a body
         for operation in operations.values():
-            operation |= _bodies(path)
+            operation |= _operation(path)
             scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
             if scheme is not None and path not in OPEN_PATHS:
                 schemes[scheme] = {"type": "http", "scheme": "bearer"}
                 operation["security"] = [{scheme: []}]
-    schemas = component_schemas(converter)
-    return {**base, "components": {"schemas": schemas, "securitySchemes": schemes}}
+    return {
+        **base,
+        "components": {"schemas": component_schemas(converter), "securitySchemes": schemes},
+    }
 
 
 def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
     """The schema of each body by the name of its struct, with the bounds of this server."""
-    routes = [*_GENERATION_ROUTES.values(), *_OTHER_ROUTES.values()]
-    structs = {struct for route in routes for struct in route if struct is not None}
-    structs |= {responses.ErrorResponse, responses.StatusResponse}
-    by_name = sorted(structs, key=lambda struct: struct.__name__)
+    structs = {struct for bodies in _ROUTES.values() for struct in bodies if struct is not None}
+    by_name = sorted(structs | {responses.ErrorResponse}, key=lambda struct: struct.__name__)
     _, found = msgspec.json.schema_components(by_name, ref_template="#/components/schemas/{name}")
-    others = {name: {"enum": [*neutral, None]} for name, neutral in UNSUPPORTED.items()}
-    for struct in BODIES.values():
+    unsupported = {name: {"enum": [*v, None]} for name, v in requests.UNSUPPORTED.items()}
+    for struct in by_name:
+        if not issubclass(struct, requests.RequestBody):
+            continue
         schema = found[struct.__name__]
-        schema["properties"] |= {name: {} for name in sorted(IGNORED)} | others
-    for schema in found.values():
-        if schema.get("additionalProperties") is False:
-            _add_configuration(schema["properties"], converter)
-    # A schema cannot say that null is absent, so each arm also refuses null.
+        for name, value in schema["properties"].items():
+            _configure(name, value, converter)
+            if name not in schema["required"] and "null" not in str(value.get("anyOf")):
+                schema["properties"][name] = {"anyOf": [value, {"type": "null"}]}
+        if issubclass(struct, requests.GenerationBody):
+            ignored: Schema = {name: {} for name in sorted(requests.IGNORED)}
+            schema["properties"] |= ignored | unsupported
     found["TokenizeBody"]["oneOf"] = [
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
         for name in ("prompt", "messages")
@@ -92,69 +95,48 @@ def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
     return found
 
 
-def _add_configuration(properties: Schema, converter: RequestConverter) -> None:
-    for name, (kind, keyword, limit) in _CONFIGURED.items():
-        for arm in _arms(properties.get(name, {})):
-            if arm.get("type") == kind:
-                arm[keyword] = getattr(converter.limits, limit)
-    if converter.served_names:
-        for arm in _arms(properties.get("model", {})):
-            if arm.get("type") == "string":
-                arm["enum"] = list(converter.served_names)
+def _configure(name: str, schema: Schema, converter: RequestConverter) -> None:
+    """Add the bound that the command line sets for this field, or the served model names."""
+    for arm in schema.get("anyOf", [schema]):
+        if name == "model" and arm["type"] == "string" and converter.served_names:
+            arm["enum"] = list(converter.served_names)
+        kind, keyword, limit = _CONFIGURED.get(name, (None, "", ""))
+        if kind is not None and arm["type"] == kind:
+            arm[keyword] = getattr(converter.limits, limit)
 
 
-def _arms(schema: Schema) -> Sequence[Schema]:
-    arms: list[Schema] = schema.get("anyOf", [schema])
-    return arms
-
-
-def _bodies(path: str) -> Schema:
+def _operation(path: str) -> Schema:
     """Request body, parameters and responses of one route."""
-    if path in _PROBES:
-        state = _content(_ref(responses.StatusResponse))
-        refused = {"description": "The server is not ready or not alive.", "content": state}
-        return {
-            "responses": {
-                "200": {"description": "The probe succeeds.", "content": state},
-                "405": _errors()["405"],
-                "503": refused,
-            }
-        }
+    bodies = _ROUTES.get(path, _Bodies())
+    content = _content(_ref(bodies.answer) if bodies.answer else {"type": "object"})
+    if bodies.event is not None:
+        text = f"Events of {bodies.event.__name__} as JSON, then [DONE]."
+        content |= _content({"description": text}, "text/event-stream")
     if path == "/metrics":
-        kinds = ("text/plain", "application/openmetrics-text")
-        text = _content({"type": "string"}, *kinds)
-        return {"responses": {"200": {"description": "All metrics.", "content": text}}}
-    if path in _GENERATION_ROUTES:
-        request, response, chunk = _GENERATION_ROUTES[path]
-        stream = {"description": f"Events of {chunk.__name__} as JSON, then [DONE]."}
-        content = _content(_ref(response)) | _content(stream, "text/event-stream")
-        return _operation(request, content)
-    body, answer = _OTHER_ROUTES[path]
-    found = _operation(body, _content({"type": "object"} if answer is None else _ref(answer)))
+        content = _content({"type": "string"}, "text/plain", "application/openmetrics-text")
+    found: Schema = {"responses": {"200": {"description": "The answer.", "content": content}}}
+    if path not in OPEN_PATHS:
+        found["responses"] |= _errors()
+    elif path != "/metrics":
+        text = "The server is not ready, or a process hangs or has failed."
+        found["responses"] |= {"503": {"description": text, "content": content}}
+        found["responses"] |= {"405": _errors()["405"]}
+    if bodies.request is not None:
+        found["requestBody"] = {"required": True, "content": _content(_ref(bodies.request))}
     if "{model_id}" in path:
         name = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
         found["parameters"] = [name]
     return found
 
 
-def _operation(body: type | None, content: Schema) -> Schema:
-    good = {"description": "The answer.", "content": content}
-    found: Schema = {"responses": {"200": good, **_errors()}}
-    if body is not None:
-        found["requestBody"] = {"required": True, "content": _content(_ref(body))}
-    return found
-
-
 def _errors() -> Schema:
     """Each status of the error table, with all its meanings."""
-    meanings: dict[int, list[str]] = {}
+    found: Schema = {}
     for status, _, meaning in status_table():
-        meanings.setdefault(status, []).append(meaning)
-    content = _content(_ref(responses.ErrorResponse))
-    return {
-        str(status): {"description": " ".join(texts), "content": content}
-        for status, texts in meanings.items()
-    }
+        content = _content(_ref(responses.ErrorResponse))
+        entry = found.setdefault(str(status), {"description": "", "content": content})
+        entry["description"] = f"{entry['description']} {meaning}".strip()
+    return found
 
 
 def _ref(struct: type) -> Schema:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,25 +24,8 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import error_reply
 from minisgl.server.generation import Choice, ChoiceDelta, Generation
 from minisgl.server.handler import unless_disconnected
+from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
-from minisgl.server.protocol.responses import (
-    AnswerMessage,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatTokenLogprob,
-    Completion,
-    CompletionTokensDetails,
-    Delta,
-    FinishName,
-    PromptTokensDetails,
-    TextChoice,
-    TextChunkChoice,
-    TextLogprobs,
-    TopLogprob,
-    Usage,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -94,53 +76,37 @@ class ResponseWriter:
 
     def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
-        if self._is_chat:
-            body: ChatCompletion | Completion = ChatCompletion(
-                **self._head,
-                choices=[self._chat_choice(choice, generation) for choice in generation.choices],
-                usage=self._usage(generation),
-                prompt_token_ids=_prompt_ids(generation, 0),
-            )
-        else:
-            body = Completion(
-                **self._head,
-                choices=[self._text_choice(choice, generation) for choice in generation.choices],
-                usage=self._usage(generation),
-            )
-        return msgspec.json.encode(body)
+        choices = [self._whole_choice(choice, generation) for choice in generation.choices]
+        body = {**self._head, "choices": choices, "usage": self._usage(generation)}
+        if not self._is_chat:
+            return msgspec.json.encode(responses.Completion(**body))
+        if generation.prompt_ids:
+            body["prompt_token_ids"] = generation.prompt_ids[0]
+        return msgspec.json.encode(responses.ChatCompletion(**body))
 
-    def _chat_choice(self, choice: Choice, generation: Generation) -> ChatChoice:
+    def _whole_choice(
+        self, choice: Choice, generation: Generation
+    ) -> responses.ChatChoice | responses.TextChoice:
         text, extras = choice.take()
         extras = extras or ChoiceDelta()
-        return ChatChoice(
-            index=choice.index,
-            message=AnswerMessage(content=text, reasoning_content=extras.reasoning or UNSET),
-            logprobs=self._chat_logprobs(extras),
-            finish_reason=_finish_name(choice),
-            token_ids=self._token_ids(extras),
-        )
-
-    def _text_choice(self, choice: Choice, generation: Generation) -> TextChoice:
-        text, extras = choice.take()
-        extras = extras or ChoiceDelta()
-        return TextChoice(
-            index=choice.index,
-            text=generation.echo(choice) + text,
-            logprobs=self._text_logprobs(extras),
-            finish_reason=_finish_name(choice),
-            token_ids=self._token_ids(extras),
-            prompt_token_ids=_prompt_ids(generation, choice.index // self.request.n),
-        )
+        values = self._values(choice, extras, generation)
+        values["finish_reason"] = _finish_name(choice)
+        if not self._is_chat:
+            return responses.TextChoice(text=generation.echo(choice) + text, **values)
+        message = responses.AnswerMessage(content=text)
+        if extras.reasoning:
+            message.reasoning_content = extras.reasoning
+        return responses.ChatChoice(message=message, **values)
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
         """The event before any generated text: the role of a chat, nothing for a completion."""
         if not self._is_chat:
             return b""
-        first = ChatChunkChoice(index=choice.index, delta=Delta(role="assistant", content=""))
         ids = b""
         if generation.prompt_ids:
             ids = b',"prompt_token_ids":' + msgspec.json.encode(generation.prompt_ids[0])
-        return self._chunk(first, ids)
+        delta = responses.Delta(role="assistant", content="")
+        return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta), ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """New text of one choice, and nothing else: the event that a server sends most."""
@@ -155,104 +121,77 @@ class ResponseWriter:
 
         generation: given for the first event of a choice, which has the ids of the prompt.
         """
-        if not self._is_chat:
-            prompt_ids: list[int] | UnsetType = UNSET
-            if generation is not None:
-                prompt_ids = _prompt_ids(generation, choice.index // self.request.n)
-            return self._chunk(
-                TextChunkChoice(
-                    index=choice.index,
-                    text=text,
-                    logprobs=self._text_logprobs(extras),
-                    token_ids=self._token_ids(extras),
-                    prompt_token_ids=prompt_ids,
-                )
-            )
-        if extras.reasoning and text:
+        if self._is_chat and extras.reasoning and text:
             # Two events: a client that finds reasoning in a delta may not look for content.
             thought, rest = ChoiceDelta(reasoning=extras.reasoning), replace(extras, reasoning="")
             before = self.rich_chunk(choice, "", thought, None)
             return before + self.rich_chunk(choice, text, rest, generation)
-        delta = Delta(content=text)
+        values = self._values(choice, extras, generation)
+        if not self._is_chat:
+            return self._chunk(responses.TextChunkChoice(text=text, **values))
+        delta = responses.Delta(content=text)
         if extras.reasoning:
-            delta = Delta(reasoning_content=extras.reasoning)
-        return self._chunk(
-            ChatChunkChoice(
-                index=choice.index,
-                delta=delta,
-                logprobs=self._chat_logprobs(extras),
-                token_ids=self._token_ids(extras),
-            )
-        )
+            delta = responses.Delta(reasoning_content=extras.reasoning)
+        return self._chunk(responses.ChatChunkChoice(delta=delta, **values))
 
     def last_chunk(self, choice: Choice) -> bytes:
         """The finish reason of one choice."""
-        finish = _finish_name(choice)
+        values: dict[str, Any] = {"index": choice.index, "finish_reason": _finish_name(choice)}
         if self._is_chat:
-            return self._chunk(
-                ChatChunkChoice(index=choice.index, delta=Delta(), finish_reason=finish)
-            )
-        return self._chunk(TextChunkChoice(index=choice.index, text="", finish_reason=finish))
+            return self._chunk(responses.ChatChunkChoice(delta=responses.Delta(), **values))
+        return self._chunk(responses.TextChunkChoice(text="", **values))
 
     def usage_chunk(self, generation: Generation) -> bytes:
         """The last event of a stream with include_usage."""
-        return (
-            self._before + b'],"usage":' + msgspec.json.encode(self._usage(generation)) + b"}\n\n"
-        )
+        usage = msgspec.json.encode(self._usage(generation))
+        return self._before + b'],"usage":' + usage + b"}\n\n"
 
-    def _chunk(self, choice: ChatChunkChoice | TextChunkChoice, ids: bytes = b"") -> bytes:
+    def _chunk(self, choice: msgspec.Struct, ids: bytes = b"") -> bytes:
         return b"%b%b]%b%b" % (self._before, msgspec.json.encode(choice), ids, self._after)
 
-    def _token_ids(self, extras: ChoiceDelta) -> list[int] | UnsetType:
-        return extras.token_ids if self.request.text.token_ids else UNSET
+    def _values(
+        self, choice: Choice, extras: ChoiceDelta, generation: Generation | None
+    ) -> dict[str, Any]:
+        """The fields beside the text of a choice, for its struct."""
+        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(extras)}
+        if self.request.text.token_ids:
+            values["token_ids"] = extras.token_ids
+            if generation is not None and not self._is_chat:
+                values["prompt_token_ids"] = generation.prompt_ids[choice.index // self.request.n]
+        return values
 
-    def _chat_logprobs(self, extras: ChoiceDelta) -> ChatLogprobs | None:
+    def _logprobs(
+        self, extras: ChoiceDelta
+    ) -> responses.ChatLogprobs | responses.TextLogprobs | None:
         if self.request.sampling.logprobs is None:
             return None
+        if not self._is_chat:
+            return _text_logprobs([*extras.prompt_logprobs, *extras.logprobs])
         # As in OpenAI's answers, the token that ended the text has no entry.
-        return ChatLogprobs([_chat_logprob(entry) for entry in extras.logprobs if not entry.ends])
+        kept = [_chat_logprob(entry) for entry in extras.logprobs if not entry.ends]
+        return responses.ChatLogprobs(kept)
 
-    def _text_logprobs(self, extras: ChoiceDelta) -> TextLogprobs | None:
-        """The token itself is among the most likely ones, or is added to them."""
-        if self.request.sampling.logprobs is None:
-            return None
-        entries = [*extras.prompt_logprobs, *extras.logprobs]
-        return TextLogprobs(
-            tokens=[_text_token(entry.token_bytes) for entry in entries],
-            token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
-            top_logprobs=[_text_top(entry) for entry in entries],
-            text_offset=[entry.offset for entry in entries],
-        )
-
-    def _usage(self, generation: Generation) -> Usage:
+    def _usage(self, generation: Generation) -> responses.Usage:
         """Each prompt counts once, however many choices it has."""
         firsts = [choice.latest for choice in generation.choices[:: self.request.n]]
         latest = [choice.latest for choice in generation.choices]
         prompt_tokens = sum(update.prompt_tokens for update in firsts)
         completion_tokens = sum(update.completion_tokens for update in latest)
-        return Usage(
+        cached = sum(update.cached_tokens for update in firsts)
+        reasoning = sum(update.reasoning_tokens for update in latest)
+        return responses.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(sum(u.cached_tokens for u in firsts)),
-            completion_tokens_details=CompletionTokensDetails(
-                sum(update.reasoning_tokens for update in latest)
-            ),
+            prompt_tokens_details=responses.PromptTokensDetails(cached),
+            completion_tokens_details=responses.CompletionTokensDetails(reasoning),
         )
 
 
-def _prompt_ids(generation: Generation, prompt: int) -> list[int] | UnsetType:
-    """The ids of one prompt, if the client asked for ids."""
-    return generation.prompt_ids[prompt] if generation.prompt_ids else UNSET
-
-
-def _finish_name(choice: Choice) -> FinishName:
-    if choice.finish is FinishReason.STOP:
-        return "stop"
-    assert choice.finish is FinishReason.LENGTH, (
-        f"an answer ended by {choice.finish}; this is a bug"
-    )
-    return "length"
+def _finish_name(choice: Choice) -> str:
+    good = (FinishReason.STOP, FinishReason.LENGTH)
+    assert choice.finish in good, f"an answer ended by {choice.finish}; this is a bug"
+    return choice.finish.value
 
 
 def _finite(logprob: float) -> float:
@@ -260,17 +199,15 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
-def _chat_logprob(entry: TokenLogprob) -> ChatTokenLogprob:
+def _chat_logprob(entry: TokenLogprob) -> responses.ChatTokenLogprob:
     assert entry.logprob is not None, "a generated token has a log-probability; this is a bug"
-    return ChatTokenLogprob(
-        token=entry.token_bytes.decode("utf-8", "replace"),
-        logprob=_finite(entry.logprob),
-        bytes=list(entry.token_bytes),
-        top_logprobs=[
-            TopLogprob(data.decode("utf-8", "replace"), _finite(logprob), list(data))
-            for data, logprob in entry.top
-        ],
-    )
+    top = [_chat_token(data, logprob) for data, logprob in entry.top]
+    token = _chat_token(entry.token_bytes, entry.logprob)
+    return responses.ChatTokenLogprob(token.token, token.logprob, token.bytes, top)
+
+
+def _chat_token(data: bytes, logprob: float) -> responses.TopLogprob:
+    return responses.TopLogprob(data.decode("utf-8", "replace"), _finite(logprob), list(data))
 
 
 def _text_token(data: bytes) -> str:
@@ -281,13 +218,23 @@ def _text_token(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _text_top(entry: TokenLogprob) -> dict[str, float] | None:
-    if entry.logprob is None:  # the first token of a prompt
-        return None
-    top: dict[str, float] = {}
-    for data, logprob in [*entry.top, (entry.token_bytes, entry.logprob)]:
-        top.setdefault(_text_token(data), _finite(logprob))
-    return top
+def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
+    """Four parallel lists. The token itself is among the most likely ones, or is added to them."""
+    tops: list[dict[str, float] | None] = []
+    for entry in entries:
+        if entry.logprob is None:  # the first token of a prompt
+            tops.append(None)
+            continue
+        top: dict[str, float] = {}
+        for data, logprob in [*entry.top, (entry.token_bytes, entry.logprob)]:
+            top.setdefault(_text_token(data), _finite(logprob))
+        tops.append(top)
+    return responses.TextLogprobs(
+        tokens=[_text_token(entry.token_bytes) for entry in entries],
+        token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
+        top_logprobs=tops,
+        text_offset=[entry.offset for entry in entries],
+    )
 
 
 def _sse(payload: bytes) -> bytes:

@@ -1,19 +1,19 @@
-"""Request bodies. Null and an absent field mean the same."""
+"""Request bodies.
+
+`decode` removes the null parameters of a body before it fills the struct, so null means absent.
+"""
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from minisgl.core.sampling import MAX_TOKENS, RANGES
+from minisgl.core.sampling import RANGES
 
 CHAT = "chat"
 COMPLETIONS = "completions"
 GENERATE = "generate"
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 128
 _INT32 = 2**31 - 1
 
 
@@ -34,35 +34,25 @@ TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Text = Annotated[str, Meta(min_length=1)]
 ShortText = Annotated[str, Meta(max_length=64)]
-Count = Annotated[int, Meta(ge=0, le=_INT32)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
-# One type for each parameter of text generation.
-Model = Annotated[str, _text("A served model name.")]
+# One type for each parameter whose description does not fit beside its name.
 Temperature = Annotated[float, _range("temperature", "0 always chooses the most likely token.")]
 TopP = Annotated[float, _range("top_p", "Sample from the smallest set with this probability.")]
 TopK = Annotated[int, _range("top_k", "Sample from the k most likely tokens; 0 and -1: from all.")]
 MinP = Annotated[float, _range("min_p", "Drop tokens below min_p times the top probability.")]
 Seed = Annotated[int, _range("seed", "A draw depends only on the seed and the token's position.")]
-NumAnswers = Annotated[int, Meta(ge=1, description="Number of answers to each prompt.")]
-Stop = Annotated[StopString | StopStrings | None, _text("The text ends before a stop string.")]
-StopIds = Annotated[
-    list[TokenId],
-    Meta(max_length=MAX_STOP_TOKEN_IDS, description="More token ids that end the text."),
-]
 MinTokens = Annotated[int, _range("min_tokens", "EOS and stops do not end a shorter text.")]
-IgnoreEos = Annotated[bool, _text("EOS does not end the text.")]
-FrequencyPenalty = Annotated[
-    float, _range("frequency_penalty", "Lowers the logit of a token for each occurrence.")
-]
-PresencePenalty = Annotated[
-    float, _range("presence_penalty", "Lowers the logit of each token that occurred.")
-]
-RepetitionPenalty = Annotated[
-    float, _range("repetition_penalty", "Above 1, tokens that occurred are less likely.")
-]
+Frequency = Annotated[float, _range("frequency_penalty", "Lowers a logit for each occurrence.")]
+Presence = Annotated[float, _range("presence_penalty", "Lowers the logit of each earlier token.")]
+Repetition = Annotated[float, _range("repetition_penalty", "Above 1, tokens repeat less often.")]
+ChatTokens = Annotated[int, _range("max_tokens", "Output tokens. Default: the context's rest.")]
+TopLogprobs = Annotated[int, _range("logprobs", "Number of likely tokens to report for each.")]
+TextTokens = Annotated[int, Meta(ge=0, le=_INT32, description="Output tokens. Default: 16.")]
+Stop = Annotated[StopString | StopStrings, _text("The text ends before a stop string.")]
+StopIds = Annotated[list[TokenId], Meta(max_length=128, description="Token ids that end the text.")]
 LogitBias = Annotated[
     dict[TokenId, Bias],
     Meta(
@@ -70,28 +60,11 @@ LogitBias = Annotated[
         extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
     ),
 ]
-Stream = Annotated[bool, _text("Answer by server-sent events.")]
-SkipSpecial = Annotated[bool, _text("Leave special tokens out of the text. Default: true.")]
+SkipSpecial = Annotated[bool, _text("Leave special tokens out of the text.")]
 KeepStop = Annotated[bool, _text("Keep the stop string that ended the text.")]
 ReturnIds = Annotated[bool, _text("Add prompt_token_ids, and token_ids to each choice.")]
-CacheSalt = Annotated[
-    str, Meta(max_length=128, description="Share cached prefixes with equal salts only.")
-]
-ChatTokens = Annotated[
-    int, _range("max_tokens", "Output tokens at most. Default: the rest of the context.")
-]
-Logprobs = Annotated[bool, _text("Report the log-probability of each token.")]
-TopLogprobs = Annotated[int, _range("logprobs", "Number of likely tokens to report for each.")]
-SeparateReasoning = Annotated[
-    bool, _text("Move text in `<think>` to `reasoning_content`. Default: true.")
-]
-TextTokens = Annotated[
-    int, Meta(ge=0, le=MAX_TOKENS, description="Output tokens at most; 0 needs echo. Default: 16.")
-]
-TextLogprobs = Annotated[
-    int, _range("logprobs", "Report log-probabilities, with this many likely tokens.")
-]
-Echo = Annotated[bool, _text("Begin the text with the prompt.")]
+Salt = Annotated[str, Meta(max_length=128, description="Separates the cached prefixes.")]
+Separate = Annotated[bool, _text("Move text in `<think>` to `reasoning_content`.")]
 # Clients that send an earlier answer back also send these fields, with an empty value.
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
@@ -155,7 +128,7 @@ class TemplateOptions(RequestBody, kw_only=True, omit_defaults=True):
     thinking: bool | None = None
     preserve_thinking: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
-    thinking_budget: Count | None = None
+    thinking_budget: TokenId | None = None
     date_string: ShortText | None = None
     builtin_tools: Annotated[list[ShortText], Meta(max_length=16)] | None = None
 
@@ -168,49 +141,52 @@ class StreamOptions(RequestBody, kw_only=True):
 
 
 class GenerationBody(RequestBody, kw_only=True):
-    """Parameters of every route that generates text."""
+    """Parameters of every route that generates text.
 
-    model: Model
+    None stands for the default of the model (generation_config.json), or for a random seed.
+    """
+
+    model: Annotated[str, _text("A served model name.")]
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
-    seed: Seed | None = None
-    n: NumAnswers | None = None
-    stop: Stop = None
-    stop_token_ids: StopIds | None = None
-    min_tokens: MinTokens | None = None
-    ignore_eos: IgnoreEos | None = None
-    frequency_penalty: FrequencyPenalty | None = None
-    presence_penalty: PresencePenalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    repetition_penalty: Repetition | None = None
+    frequency_penalty: Frequency | None = None
+    presence_penalty: Presence | None = None
     logit_bias: LogitBias | None = None
-    stream: Stream | None = None
+    seed: Seed | None = None
+    n: Annotated[int, Meta(ge=1, description="Number of answers to each prompt.")] = 1
+    stop: Stop = []
+    stop_token_ids: StopIds = []
+    min_tokens: MinTokens = 0
+    ignore_eos: Annotated[bool, _text("EOS does not end the text.")] = False
+    stream: Annotated[bool, _text("Answer by server-sent events.")] = False
     stream_options: StreamOptions | None = None
-    skip_special_tokens: SkipSpecial | None = None
-    include_stop_str_in_output: KeepStop | None = None
-    return_token_ids: ReturnIds | None = None
-    cache_salt: CacheSalt | None = None
+    skip_special_tokens: SkipSpecial = True
+    include_stop_str_in_output: KeepStop = False
+    return_token_ids: ReturnIds = False
+    cache_salt: Salt = ""
 
 
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, description="The chat so far.")]
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: TemplateOptions = msgspec.field(default_factory=TemplateOptions)
     max_tokens: ChatTokens | None = None
     max_completion_tokens: ChatTokens | None = None
-    logprobs: Logprobs | None = None
-    top_logprobs: TopLogprobs | None = None
-    separate_reasoning: SeparateReasoning | None = None
+    logprobs: Annotated[bool, _text("Report the log-probability of each token.")] = False
+    top_logprobs: TopLogprobs = 0
+    separate_reasoning: Separate = True
 
 
 class TextBody(GenerationBody, kw_only=True):
     """Parameters of the routes that take a prompt instead of a chat."""
 
     max_tokens: TextTokens | None = None
-    logprobs: TextLogprobs | None = None
-    echo: Echo | None = None
+    logprobs: Annotated[int, _range("logprobs", "Number of likely tokens to report.")] | None = None
+    echo: Annotated[bool, _text("Begin the text with the prompt.")] = False
 
 
 class CompletionBody(TextBody, kw_only=True):
@@ -233,9 +209,9 @@ class TokenizeBody(RequestBody, kw_only=True):
 
     model: str | None = None
     prompt: Text | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool = True
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: TemplateOptions = msgspec.field(default_factory=TemplateOptions)
 
 
 class DetokenizeBody(RequestBody, kw_only=True):
@@ -243,7 +219,7 @@ class DetokenizeBody(RequestBody, kw_only=True):
 
     model: str | None = None
     tokens: TokenIds
-    skip_special_tokens: bool | None = None
+    skip_special_tokens: bool = False
 
 
 class AbortBody(RequestBody, kw_only=True):
