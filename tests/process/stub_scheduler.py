@@ -1,4 +1,4 @@
-"""A scheduler that loads nothing and repeats the prompt as its answer; speaks the wire protocol.
+"""A scheduler without a model that repeats the prompt as its answer, over the real queues.
 
 Modes: echo; loading (never ready); hang (never a step); refuse (each request ends with an error);
 broken (a ConfigError while loading).

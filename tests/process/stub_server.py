@@ -1,4 +1,4 @@
-"""`python -m tests.process.stub_server MODE FLAGS..`: minisgl with the stub as its scheduler."""
+"""`python -m tests.process.stub_server MODE FLAGS..`: minisgl with the stub scheduler."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Resolving a model name: local folders, and a loopback stand-in for the hub."""
+"""Resolving a model name: local folders, and a stub of the hub on loopback."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ FILES = {
 
 
 class StubHub(BaseHTTPRequestHandler):
-    """Answers for owner/good, owner/bin, owner/gated; everything else does not exist."""
+    """Has owner/good, owner/bin and owner/gated, and no other repository."""
 
     fetched: list[str]
 
@@ -216,7 +216,7 @@ def test_folder_that_the_user_cannot_enter_is_named(
 
 @contextlib.contextmanager
 def as_unprivileged_user() -> Iterator[None]:
-    """Permissions do not bind root, in whose name tests run in containers."""
+    """File permissions do not apply to root, and tests in containers run as root."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
