@@ -123,7 +123,7 @@ def test_endless_head_is_a_431_or_invalid_http(keyed: ServerProcess, head: bytes
 
 
 def test_head_over_the_limit_in_one_packet_is_refused(keyed: ServerProcess) -> None:
-    """The limit applied only to incomplete heads, so that one read of the socket could exceed it."""
+    """The limit applied only to incomplete heads, so that a single packet could exceed it."""
     size, start = 4096, b"GET /livez HTTP/1.1\r\nconnection: close\r\nx: "
     for length, status in ((size, b"200"), (size + 1, b"431")):
         with connect(keyed) as connection:
