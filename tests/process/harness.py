@@ -47,7 +47,7 @@ class ServerProcess:
         self._out = folder / "out"
         self._err = folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            # a killed launcher cannot remove its socket directory: it goes with the folder
+            # A killed launcher leaves its socket folder behind; it is removed with this folder.
             environment = {**os.environ, "TMPDIR": str(folder)}
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
 

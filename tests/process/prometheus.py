@@ -44,7 +44,7 @@ def prometheus_on(
     server: ServerProcess, folder: Path, labels: Mapping[str, str], rules: object = None
 ) -> Iterator[Prometheus]:
     """Scrape `server` and evaluate `rules` each second, with these labels."""
-    (folder / "rules.yml").write_text(json.dumps(rules or {}))  # JSON is YAML, too
+    (folder / "rules.yml").write_text(json.dumps(rules or {}))  # JSON is also YAML
     target = {"targets": [server.url.removeprefix("http://")], "labels": dict(labels)}
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},

@@ -305,7 +305,7 @@ def test_https(tiny_model: Path, tmp_path: Path) -> None:
             wait_for(lambda: _ready(user), "readiness")
             body = {"model": "tiny", "prompt": "one two", "max_tokens": 3}
             assert user.post("/v1/completions", json=body).status_code == 200
-        # They count from the end of their handshake on, for which they have a minute.
+        # A connection counts after its TLS handshake, which may take a minute.
         closed = select.poll()
         with contextlib.ExitStack() as stack:
             for _ in range(700):

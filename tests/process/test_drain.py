@@ -186,7 +186,7 @@ def test_drain_does_not_wait_for_a_client_that_does_not_read(tiny_model: Path) -
         deaf.connect((url.host, url.port))
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
         deaf.sendall(head % len(text) + text)
-        # 200 bytes each, of which all buffers take some 500 KB.
+        # All buffers together take some 500 KB, at 200 bytes per token.
         wait_for(lambda: server.metrics()["generation_tokens_total"] > 10_000, "full buffers")
         server.signal(signal.SIGTERM)
         assert server.wait_exit() == 0
@@ -202,7 +202,9 @@ def test_drain_does_not_wait_for_pipelined_requests_of_a_client_that_does_not_re
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         url = httpx.URL(server.url)
         deaf.connect((url.host, url.port))
-        deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 600)  # no buffer takes all
+        deaf.sendall(
+            b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 600
+        )  # more than all buffers hold
 
         def begun() -> bool:
             scrape = httpx.get(server.url + "/metrics", timeout=DEADLINE_S)
@@ -224,7 +226,7 @@ def test_process_that_dies_after_the_drain_leaves_no_traceback(tiny_model: Path)
         wait_for(lambda: server.metrics()["http_requests_in_flight"], "the request")
         server.signal(signal.SIGTERM)
         wait_for(lambda: " drained" in server.stderr, "the end of the drain")
-        with contextlib.suppress(psutil.NoSuchProcess):  # the body is awaited for 3 s more
+        with contextlib.suppress(psutil.NoSuchProcess):  # the server waits 3 s for the body
             tokenizer.kill()
         server.wait_exit()
         assert "Traceback" not in server.stderr
@@ -239,7 +241,7 @@ def test_second_signal_ends_at_once(tiny_model: Path) -> None:
         def told() -> bool:
             return "stopping at once" in server.stderr
 
-        while not told():  # one within 0.2 s of the first counts as the same signal
+        while not told():  # within 0.2 s it counts as the first signal
             server.signal(signal.SIGTERM)
             with contextlib.suppress(AssertionError):
                 wait_for(told, "the second signal", deadline_s=1)
@@ -290,7 +292,7 @@ def test_sigterm_works_as_pid_1(tiny_model: Path, tmp_path: Path) -> None:
     script = (
         "import os, subprocess, sys\n"
         "assert os.getpid() == 1\n"
-        # An orphan that becomes ours: its exit must be reaped and must not end the service.
+        # PID 1 inherits this orphan. It must reap it, and must not end the service.
         "subprocess.Popen(['sh', '-c', 'sleep 0.1 & sleep 0.2 &']).wait()\n"
         "from tests.process import stub_server\n"
         "sys.exit(stub_server.main())\n"

@@ -16,8 +16,8 @@ from tests.process.prometheus import needs_prometheus, prometheus_on
 pytestmark = pytest.mark.process
 
 MODEL = "minisgl-demo"
-LONG = [10 + i % 50 for i in range(40)]  # two whole pages of 16 tokens and a half
-SHORT = [70 + i for i in range(10)]  # less than a page, so nothing of it is ever cached
+LONG = [10 + i % 50 for i in range(40)]  # two and a half pages of 16 tokens
+SHORT = [70 + i for i in range(10)]  # less than a page, so that none of it is cached
 
 
 class Scrape(dict[str, float]):

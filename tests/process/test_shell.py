@@ -79,7 +79,7 @@ def terminal(stub_server: ServerProcess) -> Iterator[Terminal]:
 def test_answer_streams_and_the_conversation_goes_on(terminal: Terminal) -> None:
     terminal.type("hello there\r")
     terminal.expect("hello there")
-    terminal.expect("assistant")  # the stub repeats the prompt, so its end comes round
+    terminal.expect("assistant")  # the stub repeats the rendered prompt, which ends so
     terminal.type("\x03")
     terminal.expect("(stopped)")
     terminal.type("/history\r")

@@ -72,7 +72,7 @@ def answers(parts: Iterable[bytes]) -> bytes:
             before = b"?"
             while wire.written != before:
                 before = wire.written
-                for _ in range(10):  # rounds of the loop, more than one answer takes
+                for _ in range(10):  # more turns of the loop than a response needs
                     await asyncio.sleep(0)
         connection.connection_lost(None)
         return wire.written
