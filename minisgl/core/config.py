@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy of the scheduler, as told by flags.toml and server/env.py."""
+    """The policy of the scheduler. server/flags.toml and EnvSettings explain the fields."""
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 16.0

@@ -37,10 +37,11 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
             raise ConfigError(f"model folder {name} does not exist")
         return _checked(_download(name, revision, weights), name, weights)
     except PermissionError as error:
-        folder = _closed_folder(Path(error.filename or name))
+        folder = _forbidden_folder(Path(error.filename or name).absolute())
         raise ConfigError(
-            f"the folder {folder} cannot be entered by user {os.geteuid()}; give this user read "
-            f"and execute permission on it, or use another folder (model {name})"
+            f"user {os.geteuid()} has no permission for the folder {folder}; give this user read "
+            "and execute permission for the folder of a model, and write permission too for the "
+            f"cache of downloads, HF_HOME (model {name})"
         ) from None
 
 
@@ -67,13 +68,12 @@ def _checked(folder: Path, name: str, weights: bool) -> str:
     return str(folder)
 
 
-def _closed_folder(path: Path) -> Path:
-    """The outermost folder on the way to `path` that this user may not enter."""
-    path = path.absolute()
+def _forbidden_folder(path: Path) -> Path:
+    """The outermost folder on the way to `path` that this user may not enter, or write."""
     for folder in reversed(path.parents):
         if not os.access(folder, os.X_OK, effective_ids=True):
-            return folder
-    return path
+            return folder if folder.exists() else folder.parent
+    return path.parent
 
 
 def _download(repo_id: str, revision: str | None, weights: bool) -> Path:

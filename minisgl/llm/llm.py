@@ -22,7 +22,7 @@ from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
-from minisgl.message import AbortReq, AddReq, StepOutput, TextSpec
+from minisgl.message import AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.tokenizer import TextStream, TextTokenizer
 
 Prompt = str | Sequence[int]
@@ -195,10 +195,10 @@ class LLM:
                 prompt, one = prompts[index], params[index]
                 ids = _as_ids(encode(prompt) if isinstance(prompt, str) else prompt)
                 uid, self._next_uid = self._next_uid, self._next_uid + 1
-                spec = TextSpec(
+                options = TextOptions(
                     prompt_tail=ids[-8:].tolist(), stop=stops, min_tokens=one.min_tokens
                 )
-                text = TextStream(self.tokenizer.vocabulary, spec)
+                text = TextStream(self.tokenizer.vocabulary, options)
                 running[uid] = Generation(index, text, whole)
                 self.worker.send(AddReq(uid=uid, token_ids=ids.tobytes(), sampling=one))
             while running:
@@ -216,8 +216,8 @@ class LLM:
 
     def _read(self, output: StepOutput) -> Iterator[Piece]:
         running = self._running
-        for opened in output.opened:
-            running[opened.uid].opened = opened
+        for done in output.prefill_done:
+            running[done.uid].prefill_done = done
         for told in output.prompt_logprobs:
             running[told.uid].prompt_logprobs.append(told)
         for found in output.logprobs:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason
-from minisgl.message import Finished, PrefillDone, PromptTokenLogprobs, TokenLogprobs
+from minisgl.message import Finished, PrefillDone, TokenLogprobs
 from minisgl.tokenizer import TextStream
 
 
@@ -11,10 +11,12 @@ from minisgl.tokenizer import TextStream
 class Completion:
     """One finished generation.
 
-    token_ids include the stop token; text does not. error says why finish_reason is ERROR: that
-    input alone failed (say, a prompt that is too long), the others of the same call did not.
-    Where the sampling parameters ask for them: logprobs, of each of token_ids; prompt_logprobs, of
-    the prompt but its first token, in parts.
+    text             does not include the stop token; token_ids do.
+    error            why finish_reason is ERROR: this input failed, for example because its prompt
+                     is too long. The other inputs of the same call are not affected.
+    logprobs         one entry per token of token_ids, if the sampling parameters ask for them.
+    prompt_logprobs  one entry per part of the prompt, without its first token; the parts are in
+                     order. Empty if the sampling parameters do not ask for them.
     """
 
     text: str
@@ -24,7 +26,7 @@ class Completion:
     cached_tokens: int
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[PromptTokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Piece:
 class Generation:
     """One generation in the making. whole: its text is made when it is done, not piece by piece.
 
-    opened: comes before anything else is told of it.
+    prefill_done: arrives before any of its outputs.
     """
 
     index: int
@@ -49,8 +51,8 @@ class Generation:
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[PromptTokenLogprobs] = field(default_factory=list)
-    opened: PrefillDone = field(init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prefill_done: PrefillDone = field(init=False)
     completion: Completion | None = None
 
     def push(self, token_id: int, ends_by_stop: bool) -> Piece | None:
@@ -85,8 +87,8 @@ class Generation:
             text="".join(self.parts),
             token_ids=self.token_ids,
             finish_reason=reason,
-            prompt_tokens=self.opened.prompt_tokens,
-            cached_tokens=self.opened.cached_tokens,
+            prompt_tokens=self.prefill_done.prompt_tokens,
+            cached_tokens=self.prefill_done.cached_tokens,
             error=error,
             logprobs=self.logprobs[: len(self.token_ids)],  # not what came after a stop string
             prompt_logprobs=self.prompt_logprobs,

@@ -36,7 +36,6 @@ def accept(message: AddReq, *, vocab_size: int, most_tokens: int, serial: int) -
         sampling=message.sampling,
         # the front end draws a seed for those who gave none; every rank must use the same
         seed=message.uid if seed is None else seed,
-        text=message.text,
         serial=serial,
         cache_salt=message.cache_salt,
     )

@@ -5,7 +5,6 @@ from enum import StrEnum
 
 from minisgl.core import FinishReason, Int32Array, SamplingParams
 from minisgl.kvcache import RadixNode
-from minisgl.message import TextSpec
 
 
 class ReqState(StrEnum):
@@ -35,7 +34,7 @@ class Req:
     cache_salt     reqs of another salt do not share its prefix.
     prompt_reported  prompt tokens whose log-probabilities have been sent.
     cached_tokens  prefix hit of the first admission, which is what the client is told.
-    admitted_s     when that was, as in Opened; 0 before.
+    admitted_s     when that was, as in PrefillDone; 0 before.
     """
 
     uid: int
@@ -44,7 +43,6 @@ class Req:
     limit: int
     sampling: SamplingParams
     seed: int
-    text: TextSpec | None
     serial: int
     cache_salt: str = ""
     state: ReqState = ReqState.WAITING

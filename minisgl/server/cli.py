@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -176,14 +176,16 @@ def resolve(
         needs_weights = weights and not options.dummy_weight
         folder = resolve_model(options.model, options.revision, needs_weights)
     given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-    for flag, value in _values(options):
+    flags = _read_flags()
+    for name, flag in (item for title in flags for item in flags[title].items()):
+        value = getattr(options, name.split()[0][2:].replace("-", "_"))
         if "to" in flag:
             section, field = flag["to"].split(".")
             given[section][field] = tuple(value) if isinstance(value, list) else value
     engine, scheduler, limits = given["engine"], given["scheduler"], given["limits"]
     engine["kernel_cache"] = engine["kernel_cache"] or env.kernel_cache
     scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
-    limits["max_choices"] = _lowered_choices(options, limits["max_choices"])
+    _obey_replaced(options, limits)
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
         scheduler=SchedulerConfig(
@@ -201,21 +203,14 @@ def resolve(
     )
 
 
-def _values(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Each flag with its value. Warns of flags of earlier versions."""
-    for title, flags in _read_flags().items():
-        for names, flag in flags.items():
-            name = names.split()[0]
-            value = getattr(options, name[2:].replace("-", "_"))
-            if title == "replaced" and value is not None:
-                logger.warning("the flag %s has been replaced: %s", name, flag["help"])
-            yield flag, value
-
-
-def _lowered_choices(options: argparse.Namespace, max_choices: int) -> int:
-    """max_choices, or --max-n or --max-prompts of earlier versions if that is lower."""
-    given: list[int | None] = [options.max_n, options.max_prompts]
-    return min([max_choices, *(value for value in given if value is not None)])
+def _obey_replaced(options: argparse.Namespace, limits: dict[str, Any]) -> None:
+    """Warn of flags of earlier versions. --max-n and --max-prompts still lower max_choices."""
+    for name, flag in _read_flags()["replaced"].items():
+        value = getattr(options, name[2:].replace("-", "_"))
+        if value is not None:
+            logger.warning("the flag %s has been replaced: %s", name, flag["help"])
+            if name in ("--max-n", "--max-prompts"):
+                limits["max_choices"] = min(limits["max_choices"], value)
 
 
 def _check_certificate(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message import TextSpec, TokenizeChat, TokenizeText
+from minisgl.message import TextOptions, TokenizeChat, TokenizeText
 from minisgl.server.config import ServerConfig
 from minisgl.server.decode import decode, reject
 from minisgl.server.errors import ModelNotFound
@@ -51,7 +51,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[tuple[str, Prompt], ...]
     n: int
     sampling: SamplingParams
-    text: TextSpec
+    text: TextOptions
     explicit_max_tokens: bool
     stream: bool = False
     include_usage: bool = False
@@ -102,7 +102,7 @@ class RequestConverter:
             prompts=tuple(self._prompts(body, facts)),
             n=body.n,
             sampling=self._sampling(body, 1 if silent else max_tokens, logprobs, echo, facts),
-            text=TextSpec(
+            text=TextOptions(
                 stop=[body.stop] if isinstance(body.stop, str) else body.stop,
                 skip_special_tokens=body.skip_special_tokens,
                 include_stop=body.include_stop_str_in_output,

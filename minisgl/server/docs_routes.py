@@ -12,29 +12,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from minisgl.server.middleware import answer
+from minisgl.server.middleware import DOCS_PATHS, answer
 from minisgl.server.routing import new_router
 
 docs_router = new_router("docs")
 
 _FOLDER = Path(__file__).parent / "docs_page"
-_MEDIA_TYPES = MappingProxyType(
-    {
-        "index.html": "text/html; charset=utf-8",
-        "page.js": "text/javascript; charset=utf-8",
-        "swagger-ui-bundle.js": "text/javascript; charset=utf-8",
-        "swagger-ui.css": "text/css; charset=utf-8",
-    }
-)
 _HEADERS = MappingProxyType(
     {
         "cache-control": "no-cache",
-        "content-security-policy": (
-            # Swagger UI sets style attributes, and draws its icons from data: URLs.
-            "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-            "img-src 'self' data:; connect-src 'self'; form-action 'none'; frame-ancestors 'none'"
-        ),
-        "x-content-type-options": "nosniff",
+        # Swagger UI sets style attributes, and draws its icons from data: URLs.
+        "content-security-policy": "default-src 'none'; script-src 'self'; "
+        "style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
+        "form-action 'none'; frame-ancestors 'none'",
     }
 )
 
@@ -46,20 +36,11 @@ async def openapi_document(request: Request) -> Response:
 
 
 @docs_router.get("/docs", include_in_schema=False)
-async def docs_page(request: Request) -> Response:
-    """The page itself."""
-    return _file("index.html")
-
-
 @docs_router.get("/docs/{name}", include_in_schema=False)
-async def docs_file(request: Request) -> Response:
-    """A script or style sheet of the page."""
-    return _file(request.path_params["name"])
-
-
-def _file(name: str) -> Response:
-    media_type = _MEDIA_TYPES.get(name)
-    if media_type is None:
+async def docs_page(request: Request) -> Response:
+    """The page, or a script or style sheet of it."""
+    if request.scope["path"] not in DOCS_PATHS:
         raise HTTPException(404)
+    name = request.path_params.get("name", "index.html")
     # FileResponse sends the file in parts, each when the client has read the one before.
-    return FileResponse(_FOLDER / name, headers=_HEADERS, media_type=media_type)
+    return FileResponse(_FOLDER / name, headers=_HEADERS)

@@ -4,7 +4,6 @@ core/errors.py draws the whole tree. The classes here are raised by the HTTP fro
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -76,28 +75,26 @@ _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
 # The nearest base class counts, so that every error has a status.
-_TABLE: Mapping[type[BaseException], _Kind] = MappingProxyType(
-    {
-        InvalidRequest: _Kind(400, _INVALID),
-        PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),
-        Unsupported: _Kind(400, _INVALID, "unsupported_parameter"),
-        ModelNotFound: _Kind(404, _INVALID, "model_not_found"),
-        RouteNotFound: _Kind(404, _INVALID, "not_found"),
-        MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),
-        BodyTooLarge: _Kind(413, _INVALID, "body_too_large"),
-        HeadTooLarge: _Kind(431, _INVALID, "head_too_large"),
-        NotAuthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
-        AdminOnly: _Kind(403, "permission_error", "admin_only"),
-        RanTooLong: _Kind(504, _SERVER, "ran_too_long"),
-        Overloaded: _Kind(503, _SERVER, "overloaded"),
-        NotReady: _Kind(503, _SERVER, "not_ready"),
-        DeadlineExceeded: _Kind(503, _SERVER, "deadline_exceeded"),
-        Cancelled: _Kind(499, _INVALID, "cancelled"),
-        EngineFailure: _Kind(500, _SERVER, "engine_error"),
-        EngineError: _Kind(500, _SERVER, "engine_error"),
-        BaseException: _Kind(500, _SERVER, "internal_error"),
-    }
-)
+_TABLE: Mapping[type[BaseException], _Kind] = {
+    InvalidRequest: _Kind(400, _INVALID),
+    PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),
+    Unsupported: _Kind(400, _INVALID, "unsupported_parameter"),
+    ModelNotFound: _Kind(404, _INVALID, "model_not_found"),
+    RouteNotFound: _Kind(404, _INVALID, "not_found"),
+    MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),
+    BodyTooLarge: _Kind(413, _INVALID, "body_too_large"),
+    HeadTooLarge: _Kind(431, _INVALID, "head_too_large"),
+    NotAuthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
+    AdminOnly: _Kind(403, "permission_error", "admin_only"),
+    RanTooLong: _Kind(504, _SERVER, "ran_too_long"),
+    Overloaded: _Kind(503, _SERVER, "overloaded"),
+    NotReady: _Kind(503, _SERVER, "not_ready"),
+    DeadlineExceeded: _Kind(503, _SERVER, "deadline_exceeded"),
+    Cancelled: _Kind(499, _INVALID, "cancelled"),
+    EngineFailure: _Kind(500, _SERVER, "engine_error"),
+    EngineError: _Kind(500, _SERVER, "engine_error"),
+    BaseException: _Kind(500, _SERVER, "internal_error"),
+}
 
 
 def status_table() -> list[tuple[int, str, str]]:

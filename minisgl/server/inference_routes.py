@@ -8,7 +8,7 @@ from typing import TypeVar
 from starlette.responses import Response
 
 from minisgl.server.convert import RequestConverter
-from minisgl.server.engine_client import Generation
+from minisgl.server.generation import Generation
 from minisgl.server.handler import start
 from minisgl.server.middleware import answer
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
@@ -65,7 +65,7 @@ async def _generate(route: str, call: CallContext, converter: RequestConverter) 
     if request.stream:
         return EventStream(client, writer, generation)
     try:
-        ended = asyncio.ensure_future(generation.until(generation.finished))
+        ended = asyncio.ensure_future(generation.wait_until(generation.finished))
         await call.unless_disconnected(ended)
         return Response(writer.whole(generation), media_type="application/json")
     finally:
@@ -86,7 +86,7 @@ async def detokenize(call: CallDep, converter: ConverterDep) -> Response:
     """The text of token ids, in the format of vLLM."""
     raw, facts = await call.read()
     token_ids, skip_special = converter.read_detokenize(raw, facts)
-    text = await _ask_tokenizer(call, lambda g: call.client.decode(token_ids, skip_special, g))
+    text = await _ask_tokenizer(call, lambda g: call.client.detokenize(token_ids, skip_special, g))
     return answer(DetokenizeResponse(text))
 
 

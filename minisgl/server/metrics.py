@@ -7,20 +7,13 @@ for readers is in docs/operations.md.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import inf
 from typing import TypeVar
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    disable_created_metrics,
-)
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics import MetricWrapperBase
@@ -39,18 +32,18 @@ from minisgl.message import (
 )
 from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply
+from minisgl.server.generation import Choice
 from minisgl.server.lifecycle import Phase
 
-# Encoding a scrape takes 1.8 ms of the event loop, in OpenMetrics 2.9 ms. A scrape that is reused
-# for so long costs at most 3 % of the loop, however many clients scrape.
+# Encoding a scrape takes 1.8 ms of the event loop, in OpenMetrics 2.9 ms. A scrape is reused for
+# CACHED_S, so that encoding takes at most 3 % of the loop with any number of clients.
 CACHED_S = 0.1
-HIT_RATIO_REQS = 1000
+_HIT_RATIO_REQS = 1000
 
 _OPENMETRICS = "application/openmetrics-text"
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _REJECT_REASONS = {Phase.LOADING: "loading", Phase.FAILED: "failed"}
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-_STARTUP_PHASES = ("load", "kv_alloc", "cuda_graph", "warm_up", "total")
 
 _FIRST_S: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)
 _FIRST_S += (1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -60,45 +53,33 @@ _WHOLE_S: tuple[float, ...] = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20
 _WHOLE_S += (120, 240, 480, 960, 1920)
 _TOKENS = tuple(first * 10**power for power in range(6) for first in (1, 2, 5))
 
-# By name without "minisgl_": the help text, and for each label the values that are known from the
-# start. A series exists at 0 for each combination of known values. A label with () has none.
-_Declared = Mapping[str, tuple[str, Mapping[str, tuple[str, ...]]]]
-
-# These have the label model_name too: the first served name.
-_GAUGES: _Declared = {
-    "requests_running": ("Requests in the batch.", {}),
-    "requests_waiting": ("Requests accepted and not yet admitted to the batch.", {}),
-    "prefix_cache_hit_ratio": (
-        f"Share of the prompt tokens of the last {HIT_RATIO_REQS} requests found in the cache.",
-        {},
-    ),
-    "scheduler_last_step_timestamp_seconds": ("Unix time of the end of the last step.", {}),
-    "model_info": ("Always 1.", {"dtype": (), "device": (), "tp_size": ()}),
+# Help texts by name, without "minisgl_" in front. All of them have the label model_name, the first
+# served name, except those in _OF_PROCESS.
+_GAUGES: Mapping[str, str] = {
+    "requests_running": "Requests in the batch.",
+    "requests_waiting": "Requests accepted and not yet admitted to the batch.",
+    "prefix_cache_hit_ratio": "Share of prompt tokens found in the cache, last 1000 requests.",
+    "scheduler_last_step_timestamp_seconds": "Unix time of the end of the last step.",
+    "model_info": "Always 1.",
+    "http_requests_in_flight": "HTTP requests without a complete response, probes excluded.",
+    "startup_seconds": "Duration of each phase of the start.",
+    "ready": "1 while /readyz answers 200.",
+    "draining": "1 after SIGTERM.",
+    "build_info": "Always 1.",
 }
-_COUNTERS: _Declared = {
-    "prompt_tokens_total": ("Prompt tokens of admitted requests, each prompt once.", {}),
-    "generation_tokens_total": ("Generated tokens.", {}),
-    "requests_total": (
-        "Requests that ended, without requests that were invalid.",
-        {"outcome": ("stop", "length", "abort", "error", "rejected")},
-    ),
-    "requests_rejected_total": (
-        "Requests rejected with status 503.",
-        {"reason": ("queue_full", "loading", "draining", "failed")},
-    ),
-    "limits_exceeded_total": (
-        "Requests and connections that exceeded a limit.",
-        {"limit": LIMIT_NAMES},
-    ),
+_COUNTERS: Mapping[str, str] = {
+    "prompt_tokens_total": "Prompt tokens of admitted requests, each prompt once.",
+    "generation_tokens_total": "Generated tokens.",
+    "requests_total": "Requests that ended; invalid requests do not count.",
+    "requests_rejected_total": "Requests rejected with status 503.",
+    "limits_exceeded_total": "Requests and connections that exceeded a limit.",
+    "http_requests_total": "HTTP responses.",
 }
-# By name: the help text and the upper bounds of the buckets.
-HISTOGRAMS = {
+# With the upper bounds of the buckets.
+HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("Time from arrival to the first output.", _FIRST_S),
     "inter_token_latency_seconds": ("Time between two outputs of a request.", _BETWEEN_S),
-    "time_per_output_token_seconds": (
-        "Mean time per token after the first, of one request.",
-        _BETWEEN_S,
-    ),
+    "time_per_output_token_seconds": ("Mean time per token after the first.", _BETWEEN_S),
     "request_duration_seconds": ("Time from arrival to the last output.", _WHOLE_S),
     "request_queue_seconds": ("Time from arrival to the first admission.", _WHOLE_S),
     "request_prefill_seconds": ("Time from first admission to first output.", _WHOLE_S),
@@ -106,42 +87,38 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     "request_generation_tokens": ("Generated tokens of a request.", _TOKENS),
 }
-# These belong to the process and not to a model.
-_PROCESS_GAUGES: _Declared = {
-    "http_requests_in_flight": (
-        "HTTP requests without a complete response, including streams, without probes.",
-        {},
-    ),
-    "startup_seconds": ("Duration of each phase of the start.", {"phase": _STARTUP_PHASES}),
-    "ready": ("1 while /readyz answers 200.", {}),
-    "draining": ("1 after SIGTERM.", {}),
-    "build_info": ("Always 1.", {"version": (), "commit": ()}),
+# Made from SchedulerStats at each scrape.
+_OF_ENGINE: Mapping[str, str] = {
+    "kv_cache_usage_ratio": "Share of KV tokens held by requests, 0 to 1.",
+    "kv_cache_page_size_tokens": "Tokens in a KV page.",
+    "kv_cache_pages": "KV pages.",
+    "kv_cache_tokens": "KV tokens by state.",
+    "prefix_cache_query_tokens_total": "Prompt tokens looked up in the cache, once per request.",
+    "prefix_cache_hit_tokens_total": "Prompt tokens found in the cache.",
+    "prefix_cache_evicted_tokens_total": "Tokens evicted from the cache.",
+    "preemptions_total": "Running requests put back into the queue.",
+    "nonfinite_rows_total": "Rows of logits with NaN or infinity.",
+    "forward_passes_total": "Forward passes, with and without a CUDA graph.",
+    "forward_seconds_total": "Time in forward passes.",
+    "batch_size": "Requests in a forward pass.",
+    "batch_tokens": "Tokens computed by a forward pass.",
 }
-_PROCESS_COUNTERS: _Declared = {
-    "http_requests_total": ("HTTP responses.", {"route": (), "method": (), "code": ()})
+_HTTP = ("http_requests_in_flight", "http_requests_total")
+_OF_PROCESS = (*_HTTP, "startup_seconds", "ready", "draining", "build_info")
+# Further labels with the values that are known from the start: a series exists at 0 for each
+# combination. () stands for values that are not known.
+_LABELS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "model_info": {"dtype": (), "device": (), "tp_size": ()},
+    "startup_seconds": {"phase": ("load", "kv_alloc", "cuda_graph", "warm_up", "total")},
+    "build_info": {"version": (), "commit": ()},
+    "requests_total": {"outcome": ("stop", "length", "abort", "error", "rejected")},
+    "requests_rejected_total": {"reason": ("queue_full", "loading", "draining", "failed")},
+    "limits_exceeded_total": {"limit": LIMIT_NAMES},
+    "http_requests_total": {"route": (), "method": (), "code": ()},
 }
 
+_Series = dict[tuple[str, ...], float]  # by label values
 _Kind = TypeVar("_Kind", bound=MetricWrapperBase)
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class ChoiceProgress:
-    """The state of one choice that metrics are computed from. Times are CLOCK_MONOTONIC.
-
-    first_s, last_s: times of the first and the last output; 0 before there is one.
-    prompt_share: tokens of the prompt; 0 for all but the first choice of one prompt.
-    latest: the latest update of the engine, with the counts so far.
-    opened: the engine has sent an update.
-    """
-
-    started_s: float
-    first_s: float = 0.0
-    last_s: float = 0.0
-    prompt_share: int = 0
-    latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
-    opened: bool = False
-    finish: FinishReason | None = None
-    error: RequestError | None = None
 
 
 class Metrics:
@@ -151,19 +128,17 @@ class Metrics:
         self, model_name: str, commit: str = "unknown", clock: Callable[[], float] = time.monotonic
     ) -> None:
         # The library otherwise adds a gauge with the creation time of each counter and histogram.
-        disable_created_metrics()
+        prometheus_client.disable_created_metrics()
         self._registry = registry = CollectorRegistry()
         self._model_name = model_name
         self._clock = clock
         self._scrapes: dict[bool, tuple[float, bytes]] = {}
         self._open_http = 0
-        self._recent: deque[tuple[int, int]] = deque(maxlen=HIT_RATIO_REQS)
+        self._recent: deque[tuple[int, int]] = deque(maxlen=_HIT_RATIO_REQS)
         self._stats = StatsCollector(model_name)
         registry.register(self._stats)
         self._gauges = _families(Gauge, _GAUGES, registry, model_name)
         self._counters = _families(Counter, _COUNTERS, registry, model_name)
-        self._process = _families(Gauge, _PROCESS_GAUGES, registry)
-        self._responses = _families(Counter, _PROCESS_COUNTERS, registry)["http_requests_total"]
         self._histograms = {
             name: Histogram(
                 f"minisgl_{name}", text, ("model_name",), buckets=bounds, registry=registry
@@ -172,7 +147,7 @@ class Metrics:
         }
         self._generated = self._counters["generation_tokens_total"].labels(model_name)
         self._set("scheduler_last_step_timestamp_seconds", time.time())
-        self._process["build_info"].labels(minisgl.__version__, commit).set(1)
+        self._gauges["build_info"].labels(minisgl.__version__, commit).set(1)
         text = "Unix time of the start of the API process."
         Gauge("process_start_time_seconds", text, registry=registry).set_to_current_time()
 
@@ -186,16 +161,16 @@ class Metrics:
                 self.on_started(phase, seconds)
 
     def on_started(self, phase: str, seconds: float) -> None:
-        self._process["startup_seconds"].labels(phase).set(seconds)
+        self._gauges["startup_seconds"].labels(phase).set(seconds)
 
     def on_stats(self, stats: SchedulerStats) -> None:
         if stats.step_id != self._stats.latest.step_id:
             self._set("scheduler_last_step_timestamp_seconds", time.time())
         self._stats.latest = stats
 
-    def on_update(self, choice: ChoiceProgress, update: TextUpdate, now_s: float) -> None:
+    def on_update(self, choice: Choice, update: TextUpdate, now_s: float) -> None:
         """The engine has sent an update, which the choice does not hold yet."""
-        if not choice.opened and update.admitted_s:
+        if not choice.prefill_done and update.admitted_s:
             self._count("prompt_tokens_total", choice.prompt_share)
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
@@ -212,7 +187,7 @@ class Metrics:
                 self._observe("request_prefill_seconds", now_s - update.admitted_s)
         choice.last_s = now_s
 
-    def on_end(self, choice: ChoiceProgress) -> None:
+    def on_end(self, choice: Choice) -> None:
         """A choice that reached the engine has ended, or its client is gone."""
         if choice.error is not None and error_reply(choice.error).status < 499:
             return
@@ -249,11 +224,11 @@ class Metrics:
 
     def on_http(self, route: str, method: str, code: int) -> None:
         known = method if method in _METHODS else "other"
-        self._responses.labels(route, known, str(code)).inc()
+        self._counters["http_requests_total"].labels(route, known, str(code)).inc()
 
     def on_http_open(self, change: int) -> None:
         """+1: a request has arrived; -1: its response is complete; 0: a probe."""
-        self._process["http_requests_in_flight"].inc(change)
+        self._gauges["http_requests_in_flight"].inc(change)
         self._open_http += change
         if change:
             self._renew()
@@ -284,8 +259,8 @@ class Metrics:
         return body, content_type
 
     def _refresh(self, phase: Phase, is_stalled: bool, open_choices: int) -> None:
-        self._process["ready"].set(phase is Phase.READY and not is_stalled)
-        self._process["draining"].set(phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
+        self._gauges["ready"].set(phase is Phase.READY and not is_stalled)
+        self._gauges["draining"].set(phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)
         self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
@@ -313,65 +288,50 @@ class StatsCollector(Collector):
         self.latest = SchedulerStats()
 
     def collect(self) -> Iterator[Metric]:
-        stats, size, one = self.latest, self.page_size, self._one
+        stats, size = self.latest, self.page_size
         used, pages = stats.locked_pages, stats.total_pages
-        ratio = used / pages if pages else 0
-        yield one("kv_cache_usage_ratio", "Share of KV tokens held by requests, 0 to 1.", ratio)
-        yield one("kv_cache_page_size_tokens", "Tokens in a KV page.", size)
-        yield one("kv_cache_pages", "KV pages.", pages)
+        values = {
+            "kv_cache_usage_ratio": used / pages if pages else 0,
+            "kv_cache_page_size_tokens": size,
+            "kv_cache_pages": pages,
+            "prefix_cache_query_tokens_total": stats.prompt_tokens_total,
+            "prefix_cache_hit_tokens_total": stats.cached_tokens_total,
+            "prefix_cache_evicted_tokens_total": stats.evicted_pages_total * size,
+            "preemptions_total": stats.preemptions_total,
+            "nonfinite_rows_total": stats.nonfinite_rows_total,
+        }
+        for name, value in values.items():
+            yield self._family(name, {(): value})
         states = {"used": used, "evictable": stats.evictable_pages, "free": stats.free_pages}
-        tokens = (((state,), count * size) for state, count in states.items())
-        yield self._family("kv_cache_tokens", "KV tokens by state.", tokens, "state")
-        asked, found = stats.prompt_tokens_total, stats.cached_tokens_total
-        yield one("prefix_cache_query_tokens_total", "Prompt tokens, once per request.", asked)
-        yield one("prefix_cache_hit_tokens_total", "Prompt tokens found in the cache.", found)
-        evicted = stats.evicted_pages_total * size
-        yield one("prefix_cache_evicted_tokens_total", "Tokens evicted from the cache.", evicted)
-        preempted, nonfinite = stats.preemptions_total, stats.nonfinite_rows_total
-        yield one("preemptions_total", "Running requests put back into the queue.", preempted)
-        yield one("nonfinite_rows_total", "Rows of logits with NaN or infinity.", nonfinite)
+        tokens: _Series = {(state,): count * size for state, count in states.items()}
+        yield self._family("kv_cache_tokens", tokens, "state")
         phases = {name: stats.phases.get(name, PhaseStats()) for name in STEP_PHASES}
-        yield from self._of_steps(phases)
-
-    def _of_steps(self, phases: Mapping[str, PhaseStats]) -> Iterator[Metric]:
-        passes = (
-            ((phase, by_graph), steps)
-            for phase, of in phases.items()
-            for by_graph, steps in (("true", of.graph_steps), ("false", of.eager_steps))
-        )
-        text = "Forward passes, with and without a CUDA graph."
-        yield self._family("forward_passes_total", text, passes, "phase", "cuda_graph")
-        seconds = (((phase,), of.seconds) for phase, of in phases.items())
-        yield self._family("forward_seconds_total", "Time in forward passes.", seconds, "phase")
-        reqs = {phase: (of.reqs_counts, of.reqs) for phase, of in phases.items()}
-        text = "Requests in a forward pass."
-        yield self._histogram("batch_size", text, BATCH_SIZE_BOUNDS, reqs)
-        tokens = {phase: (of.tokens_counts, of.tokens) for phase, of in phases.items()}
-        text = "Tokens computed by a forward pass."
-        yield self._histogram("batch_tokens", text, BATCH_TOKENS_BOUNDS, tokens)
-
-    def _one(self, name: str, text: str, value: float) -> Metric:
-        return self._family(name, text, [((), value)])
+        passes: _Series = {(name, "true"): phase.graph_steps for name, phase in phases.items()}
+        passes |= {(name, "false"): phase.eager_steps for name, phase in phases.items()}
+        yield self._family("forward_passes_total", passes, "phase", "cuda_graph")
+        seconds: _Series = {(name,): phase.seconds for name, phase in phases.items()}
+        yield self._family("forward_seconds_total", seconds, "phase")
+        reqs = {name: (phase.reqs_counts, phase.reqs) for name, phase in phases.items()}
+        yield self._histogram("batch_size", BATCH_SIZE_BOUNDS, reqs)
+        batch_tokens = {name: (phase.tokens_counts, phase.tokens) for name, phase in phases.items()}
+        yield self._histogram("batch_tokens", BATCH_TOKENS_BOUNDS, batch_tokens)
 
     def _family(
-        self, name: str, text: str, series: Iterable[tuple[tuple[str, ...], float]], *labels: str
-    ) -> Metric:
-        """A counter if the name ends in _total, otherwise a gauge. series: by label values."""
+        self, name: str, series: _Series, *labels: str
+    ) -> CounterMetricFamily | GaugeMetricFamily:
+        """A counter if the name ends in _total, otherwise a gauge."""
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family = kind(f"minisgl_{name}", text, labels=("model_name", *labels))
-        for values, value in series:
+        family = kind(f"minisgl_{name}", _OF_ENGINE[name], labels=("model_name", *labels))
+        for values, value in series.items():
             family.add_metric((self._model_name, *values), value)
         return family
 
     def _histogram(
-        self,
-        name: str,
-        text: str,
-        bounds: Sequence[int],
-        series: Mapping[str, tuple[Sequence[int], float]],
-    ) -> Metric:
+        self, name: str, bounds: Sequence[int], series: Mapping[str, tuple[Sequence[int], float]]
+    ) -> HistogramMetricFamily:
         """series: the counts of the buckets and the sum, by phase."""
-        family = HistogramMetricFamily(f"minisgl_{name}", text, labels=("model_name", "phase"))
+        labels = ("model_name", "phase")
+        family = HistogramMetricFamily(f"minisgl_{name}", _OF_ENGINE[name], labels=labels)
         limits = [*(str(float(bound)) for bound in bounds), "+Inf"]
         for phase, (counts, total) in series.items():
             buckets = list(zip(limits, accumulate(counts), strict=True))
@@ -380,14 +340,16 @@ class StatsCollector(Collector):
 
 
 def _families(
-    kind: type[_Kind], declared: _Declared, registry: CollectorRegistry, *model_name: str
+    kind: type[_Kind], help_texts: Mapping[str, str], registry: CollectorRegistry, model_name: str
 ) -> dict[str, _Kind]:
-    """Make the declared metrics. model_name: the value of a first label of this name, if any."""
+    """Make these metrics, with their series at 0."""
     made = {}
-    for name, (text, labels) in declared.items():
-        names = (*("model_name" for _ in model_name), *labels)
-        family = kind(f"minisgl_{name}", text, names, registry=registry)
-        for values in product(*labels.values()) if names else ():
-            family.labels(*model_name, *values)
+    for name, text in help_texts.items():
+        of_model = {} if name in _OF_PROCESS else {"model_name": (model_name,)}
+        labels = {**of_model, **_LABELS.get(name, {})}
+        family = kind(f"minisgl_{name}", text, tuple(labels), registry=registry)
+        if labels:
+            for values in product(*labels.values()):
+                family.labels(*values)
         made[name] = family
     return made

@@ -18,10 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 import minisgl
 from minisgl.core import Cancelled, FinishReason
-from minisgl.message import TokenText
+from minisgl.message import TokenLogprob
 from minisgl.server.convert import GenerateRequest
-from minisgl.server.engine_client import Choice, ChoiceDelta, EngineClient, Generation
+from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import error_reply
+from minisgl.server.generation import Choice, ChoiceDelta, Generation
 from minisgl.server.handler import unless_disconnected
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
@@ -198,15 +199,15 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
-def _chat_logprob(entry: TokenText) -> responses.ChatTokenLogprob:
+def _chat_logprob(entry: TokenLogprob) -> responses.ChatTokenLogprob:
     assert entry.logprob is not None, "a generated token has a log-probability; this is a bug"
     top = [_chat_token(data, logprob) for data, logprob in entry.top]
-    token = _chat_token(entry.data, entry.logprob)
+    token = _chat_token(entry.token_bytes, entry.logprob)
     return responses.ChatTokenLogprob(token.token, token.logprob, token.bytes, top)
 
 
-def _chat_token(data: bytes, logprob: float) -> responses.TokenLogprob:
-    return responses.TokenLogprob(data.decode("utf-8", "replace"), _finite(logprob), list(data))
+def _chat_token(data: bytes, logprob: float) -> responses.TopLogprob:
+    return responses.TopLogprob(data.decode("utf-8", "replace"), _finite(logprob), list(data))
 
 
 def _text_token(data: bytes) -> str:
@@ -217,7 +218,7 @@ def _text_token(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _text_logprobs(entries: list[TokenText]) -> responses.TextLogprobs:
+def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
     """Four parallel lists. The token itself is among the most likely ones, or is added to them."""
     tops: list[dict[str, float] | None] = []
     for entry in entries:
@@ -225,11 +226,11 @@ def _text_logprobs(entries: list[TokenText]) -> responses.TextLogprobs:
             tops.append(None)
             continue
         top: dict[str, float] = {}
-        for data, logprob in [*entry.top, (entry.data, entry.logprob)]:
+        for data, logprob in [*entry.top, (entry.token_bytes, entry.logprob)]:
             top.setdefault(_text_token(data), _finite(logprob))
         tops.append(top)
     return responses.TextLogprobs(
-        tokens=[_text_token(entry.data) for entry in entries],
+        tokens=[_text_token(entry.token_bytes) for entry in entries],
         token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
         top_logprobs=tops,
         text_offset=[entry.offset for entry in entries],
@@ -246,12 +247,12 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
     running = list(generation.choices)
     begun: set[int] = set()
     while running:
-        await generation.news()
+        await generation.wait_for_change()
         parts = []
         for choice in running:
             text, extras = choice.take()
             first = None
-            if choice.opened and choice.index not in begun:
+            if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
                 first = generation
                 text = generation.echo(choice) + text
@@ -273,9 +274,9 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
         piece = b"".join(parts)
         if piece:
             yield piece
-        elif generation.beat:
+        elif generation.keep_alive:
             yield KEEP_ALIVE
-        generation.beat = False
+        generation.keep_alive = False
 
 
 class EventStream(Response):

@@ -1,4 +1,4 @@
-"""Whatever dies, everything ends, within seconds, with one line that says what died (W12, W30)."""
+"""If one process dies, all end within seconds, and one line names the process (W12, W30)."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ CHILDREN = ["api", "scheduler", "tokenizer-0", "detokenizer"]
 
 
 def _start_long_stream(server: ServerProcess) -> tuple[httpx.Client, httpx.Response]:
-    """A stream whose first text has arrived, so that the request decodes."""
+    """Start a stream and wait for its status, so that the request decodes."""
     client = httpx.Client(timeout=DEADLINE_S)
     body = {"model": "tiny", "prompt": "one two three", "max_tokens": 2000, "stream": True}
     body |= {"ignore_eos": True}
@@ -35,7 +35,7 @@ DRAIN = ("--drain-grace", "600", "--drain-timeout", "600")
 
 
 def _bring_into(server: ServerProcess, phase: str) -> Stream | None:
-    """The stream that runs then, if any."""
+    """Wait for this phase. Returns the stream that runs in it, if any."""
     if phase == "loading":
         wait_for(lambda: server.status("/livez") == 200, "livez while loading")
         assert server.status("/readyz") == 503
@@ -49,7 +49,7 @@ def _bring_into(server: ServerProcess, phase: str) -> Stream | None:
 
 
 def _assert_told(stream: Stream | None, name: str) -> None:
-    """The client of a stream is told what it can be told."""
+    """The client of the stream receives an error, or loses its connection to a dead API server."""
     if stream is None:
         return
     client, response = stream
@@ -110,7 +110,7 @@ def test_killed_child_of_the_real_engine_ends_the_service(
 
 @pytest.mark.parametrize("phase", ["loading", "idle", "decode", "draining"])
 def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str) -> None:
-    """W28: the children hang on the launcher by a signal and by a pipe."""
+    """W28: a signal and a pipe end the children with the launcher."""
     stub = {"loading": "loading", "draining": None}.get(phase, "echo")
     with run_server("--model", str(tiny_model), *DRAIN, stub=stub) as server:
         _bring_into(server, phase)
@@ -135,7 +135,7 @@ def test_reason_of_a_crash_is_the_last_line_with_many_open_streams(tiny_model: P
 
 
 def _start_long_prefill(server: ServerProcess) -> threading.Thread:
-    """A prompt of 3,900 tokens in chunks of 16, of which some have run and most have not."""
+    """Start a prompt of 3,900 tokens in chunks of 16, and wait for the first chunks."""
 
     def ask() -> None:
         body = {"model": "minisgl-demo", "prompt": [5, 6, 7] * 1300, "max_tokens": 4}
@@ -202,7 +202,7 @@ def test_stalled_scheduler_is_unready_in_seconds_and_live_until_the_timeout(
 
 
 def test_idle_server_stays_live_beyond_the_step_timeout(tiny_model: Path) -> None:
-    """A scheduler that has nothing to do makes no steps, and that is no hang."""
+    """An idle scheduler makes no steps, and does not count as hung."""
     flags = ("--model", str(tiny_model), "--step-timeout", "0.2")
     with run_server(*flags, stub="echo") as server:
         server.wait_ready()
@@ -252,8 +252,8 @@ def test_signal_while_loading_ends_at_once(tiny_model: Path, number: signal.Sign
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_before_the_children_can_hear_it(tiny_model: Path, number: signal.Signals) -> None:
-    """Ctrl-C in the first half second showed where the API server's imports stood."""
+def test_signal_before_the_children_have_handlers(tiny_model: Path, number: signal.Signals) -> None:
+    """Ctrl-C in the first half second ended in a traceback from the imports of the API server."""
     with run_server("--model", str(tiny_model), stub="loading") as server:
         wait_for(lambda: "listening on" in server.stderr, "the first lines")
         server.signal(number)
@@ -288,8 +288,8 @@ def test_killed_second_rank_ends_the_service(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["tokenizer-0", "detokenizer"])
-def test_stopped_worker_is_a_hang(tiny_model: Path, role: str) -> None:
-    """A stopped process is alive for the launcher; only its silence gives it away."""
+def test_stopped_worker_counts_as_hung(tiny_model: Path, role: str) -> None:
+    """The launcher takes a stopped process for alive; only its silence shows that it hangs."""
     flags = ("--model", str(tiny_model), "--step-timeout", "1")
     with run_server(*flags, stub="echo") as server:
         server.wait_ready()

@@ -28,7 +28,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails
 
 
-class TokenLogprob(msgspec.Struct):
+class TopLogprob(msgspec.Struct):
     """A likely token. `bytes` is exact; `token` replaces bytes that are not whole characters."""
 
     token: str
@@ -36,10 +36,10 @@ class TokenLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class ChatTokenLogprob(TokenLogprob):
+class ChatTokenLogprob(TopLogprob):
     """A generated token with the most likely tokens at its position."""
 
-    top_logprobs: list[TokenLogprob]
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):

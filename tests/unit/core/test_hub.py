@@ -1,6 +1,7 @@
-"""Resolving a model name: local folders, and a loopback stand-in for the hub."""
+"""Resolving a model name: local folders, and a stub of the hub on loopback."""
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import ConfigError
+from minisgl.core import hub as hub_module
 from minisgl.core.hub import resolve_model
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -29,7 +31,7 @@ FILES = {
 
 
 class StubHub(BaseHTTPRequestHandler):
-    """Answers for owner/good, owner/bin, owner/gated; everything else does not exist."""
+    """Has owner/good, owner/bin and owner/gated, and no other repository."""
 
     fetched: list[str]
 
@@ -211,12 +213,23 @@ def test_folder_that_the_user_cannot_enter_is_named(
             monkeypatch.undo()
     (line,) = str(refused.value).splitlines()
     named = Path("outer", closed) if closed else Path("outer")
-    assert f"/{named} cannot be entered by user" in line
+    assert f"has no permission for the folder {Path(base) / named}; " in line
+
+
+def test_cache_folder_that_the_user_cannot_write_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def download(*arguments: object) -> Path:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "hub" / "x.json"))
+
+    monkeypatch.setattr(hub_module, "_download", download)
+    with pytest.raises(ConfigError, match=f"no permission for the folder {tmp_path}; "):
+        resolve_model("owner/name")
 
 
 @contextlib.contextmanager
 def as_unprivileged_user() -> Iterator[None]:
-    """Permissions do not bind root, in whose name tests run in containers."""
+    """File permissions do not apply to root, and tests in containers run as root."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

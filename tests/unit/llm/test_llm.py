@@ -148,15 +148,17 @@ def test_log_probabilities_come_with_the_tokens(llm: LLM) -> None:
     prompt = [*llm.tokenizer.encode_text("planet")]  # no chat, so the model is unsure
     asked = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
     found = one(llm.generate(prompt, asked, progress=False))
-    assert [told.top_ids[0] for told in found.logprobs] == found.token_ids
-    assert [told.top_logprobs[0] for told in found.logprobs] == [f.logprob for f in found.logprobs]
+    assert [told.top_ids[0][0] for told in found.logprobs] == found.token_ids
+    assert [told.top_logprobs[0][:1] for told in found.logprobs] == [
+        told.logprobs for told in found.logprobs
+    ]
     assert not found.prompt_logprobs
-    assert min(told.logprob for told in found.logprobs) < -1
+    assert min(told.logprobs[0] for told in found.logprobs) < -1
     again = SamplingParams(max_tokens=1, prompt_logprobs=0)
     whole = one(llm.generate([*prompt, *found.token_ids], again, progress=False))
     told_again = [value for part in whole.prompt_logprobs for value in part.logprobs]
     assert len(told_again) == len(prompt) + len(found.token_ids) - 1
-    logprobs = [told.logprob for told in found.logprobs]
+    logprobs = [told.logprobs[0] for told in found.logprobs]
     assert told_again[len(prompt) - 1 :] == pytest.approx(logprobs, abs=1e-3)
     stopped = one(llm.chat(SPELL, asked, stop="n", progress=False))
     assert stopped.text == "p-l-a-"

@@ -95,10 +95,10 @@ def test_scheduler_stats_hold_every_step_and_every_token() -> None:
     assert all(phase.graph_steps == 0 for phase in phases.values())
 
 
-def test_opened_tells_when_a_req_was_admitted() -> None:
+def test_prefill_done_says_when_a_req_was_admitted() -> None:
     harness = Harness(FakeEngine(num_pages=64, page_size=4))
     harness.add([1, 2, 3], max_tokens=1)
     harness.scheduler.iterate()
     harness.scheduler.drain_in_flight()
-    (opened,) = [o for output in harness.outbox for o in output.opened]
-    assert opened.admitted_s > 0
+    (done,) = [done for output in harness.outbox for done in output.prefill_done]
+    assert done.admitted_s > 0

@@ -1,4 +1,4 @@
-"""The routes and layers over ASGI, without any process."""
+"""The application with its middleware over ASGI, without any other process."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
 class FakeService:
-    """A ready service whose engine is a `World`."""
+    """A ready service with a `World` in place of the worker processes."""
 
     def __init__(self, world: World, config: ServerConfig = CONFIG) -> None:
         self.config = config
@@ -42,7 +42,7 @@ class FakeService:
 
 
 async def answer_all(world: World) -> None:
-    """Tokenize everything, and answer each request by two texts."""
+    """Answer every tokenize request, and each AddReq with two updates."""
     done: set[int] = set()
     while True:
         await asyncio.sleep(0)
@@ -73,8 +73,8 @@ def call(
     return asyncio.run(main())
 
 
-def test_body_that_the_end_of_the_server_cuts_off_is_told_to_come_again() -> None:
-    """A drain does not wait for it; uvicorn cancelled it, with a traceback and a plain 500."""
+def test_incomplete_body_at_the_end_of_the_server_is_a_503_with_retry_after() -> None:
+    """A drain does not wait for such a body: uvicorn cancels its handler."""
 
     async def main() -> list[Any]:
         parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
@@ -104,8 +104,8 @@ def test_body_that_the_end_of_the_server_cuts_off_is_told_to_come_again() -> Non
     assert json.loads(body["body"])["error"]["code"] == "not_ready"
 
 
-def test_questions_wait_in_the_queue_of_calls_and_no_longer() -> None:
-    """Any number of them waited for the tokenizers, for ever."""
+def test_tokenize_requests_count_in_the_queue_and_have_its_time_limit() -> None:
+    """Any number of them waited for the tokenizers, without a time limit."""
 
     async def main() -> list[str]:
         world = World(max_queued_reqs=1)
@@ -125,7 +125,7 @@ def test_questions_wait_in_the_queue_of_calls_and_no_longer() -> None:
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """The parsed events, with [DONE] as it is."""
+    """The events, parsed, except [DONE]."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     blocks = answer.text.split("\n\n")
     assert blocks[-1] == ""
@@ -199,7 +199,7 @@ def test_completions_stream_echoes_each_prompt() -> None:
 
 
 def test_echo_alone_streams_the_prompt_ids_too() -> None:
-    """Nothing but the echo came where no token was asked for; the whole answer had the ids."""
+    """The stream of a call with max_tokens 0 lacked the ids that the whole answer had."""
     body = {"model": "m", "prompt": "a", "echo": True, "max_tokens": 0, "return_token_ids": True}
     (whole,) = call("POST", "/v1/completions", json=body).json()["choices"]
     assert (whole["prompt_token_ids"], whole["token_ids"]) == ([1], [])
@@ -284,7 +284,7 @@ def test_paths_match_to_the_last_character(path: str) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
-def test_a_wrong_method_is_told_the_right_ones() -> None:
+def test_answer_to_a_wrong_method_lists_the_right_ones() -> None:
     assert call("POST", "/v1/models").headers["allow"].split(", ") in (
         ["GET", "HEAD"],
         ["HEAD", "GET"],

@@ -1,4 +1,4 @@
-"""Flags and environment to one complete configuration."""
+"""Flags and environment become one complete configuration."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def config(*flags: str, **environ: str) -> ServerConfig:
     return resolve(flags, environ, find, lambda: Path("/demo"))
 
 
-def test_no_flags_serve_the_demo_on_loopback() -> None:
+def test_without_flags_the_demo_is_served_on_loopback() -> None:
     found = config()
     assert (found.host, found.port) == ("127.0.0.1", 1919)
     assert found.served_names == ("minisgl-demo",)
@@ -39,14 +39,14 @@ def test_flag_names_of_mini_sglang_mean_the_same() -> None:
     assert (found.num_tokenizers, found.served_names) == (3, ("org/name",))
 
 
-def test_what_an_image_says_of_itself() -> None:
+def test_settings_of_an_image_come_from_the_environment() -> None:
     found = config(MINISGL_COMMIT="abc", MINISGL_KERNEL_CACHE="/kernels")
     assert (found.commit, found.engine.kernel_cache) == ("abc", "/kernels")
     assert config("--kernel-cache", "/own", MINISGL_KERNEL_CACHE="/k").engine.kernel_cache == "/own"
 
 
 def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
-    """mini-sglang told every client the path on the server's disk."""
+    """mini-sglang sent the path on the server's disk to every client."""
     assert config("--model", str(tmp_path)).served_names == (tmp_path.name,)
 
 
@@ -93,7 +93,7 @@ def test_page_size_is_a_power_of_two() -> None:
 
 
 def test_certificate_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
-    """It was a traceback of the API process that named no file."""
+    """It was a traceback of the API process without the name of a file."""
     paths = certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     flags = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
     for text in ("", "no PEM"):
@@ -103,7 +103,7 @@ def test_certificate_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
             path.write_text(text)
 
 
-def test_environment_switches_overlap_off_and_is_checked() -> None:
+def test_environment_can_switch_overlap_off_and_is_checked() -> None:
     assert not config(MINISGL_DISABLE_OVERLAP_SCHEDULING="1").scheduler.overlap
     with pytest.raises(ConfigError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING"):
         config(MINISGL_DISABLE_OVERLAP_SCHEDULING="maybe")

@@ -1,4 +1,4 @@
-"""When requests are accepted, and what counts as a hang."""
+"""Phases that accept requests, and the detection of hung and stalled workers."""
 
 import pytest
 
