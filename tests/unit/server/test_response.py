@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from minisgl.core import FinishReason
-from minisgl.message.messages import TokenText
+from minisgl.message.messages import TokenLogprob
 from minisgl.server.convert import RequestConverter
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS
@@ -22,7 +22,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 WHOLE = {CHAT: responses.ChatCompletion, COMPLETIONS: responses.Completion}
 EVENT = {CHAT: responses.ChatCompletionChunk, COMPLETIONS: responses.CompletionChunk}
-TOKEN = TokenText(data=b"he", logprob=-0.5, offset=0, top=[(b"\xff", float("-inf"))])
+TOKEN = TokenLogprob(token_bytes=b"he", logprob=-0.5, offset=0, top=[(b"\xff", float("-inf"))])
 
 
 def generation_of(world: World, **first: Any) -> Any:
