@@ -1,4 +1,4 @@
-"""`minisgl bench ...`: what things cost, measured. Prints tables for people, JSON for scripts."""
+"""`minisgl bench ...`: benchmarks. Each prints a table, and one line of JSON for scripts."""
 
 from minisgl.benchmark.cli import main
 

@@ -5,26 +5,29 @@ import sys
 from collections.abc import Sequence
 
 _HELP = {
-    "floor": "the least time that a workload can take, from bytes and operations",
-    "kernels": "each GPU kernel beside the time its bytes take",
+    "floor": "the shortest possible time of a workload, from bytes and operations",
+    "kernels": "time of each GPU kernel, and the time to move its bytes",
     "offline": "throughput of the offline engine, as a fraction of the floor",
     "online": "latencies and throughput of a server under load over HTTP",
-    "reduce": "sums over GPUs as the engine asks for them, and by NCCL",
-    "scheduler": "CPU time of the scheduler alone, with a model that does no work",
-    "server": "stream events per second and core of the API process, with a stub engine",
-    "simulate": "the scheduler and its prefix cache under a load, in virtual time",
-    "step": "one decode step on the GPU, kernel by kernel",
+    "reduce": "all-reduce over GPUs, by the engine and by NCCL",
+    "scheduler": "CPU time of the scheduler, with an engine that does no work",
+    "server": "stream events per second and core of the API process, without an engine",
+    "simulate": "scheduler and prefix cache under a load, in simulated time",
+    "step": "one decode step on the GPU, with the time of each kernel",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark named first in `argv`; the rest is its own. Returns the exit code."""
+    """Run a benchmark and return its exit code.
+
+    argv: the name of the benchmark, then its flags; None for the process's command line.
+    """
     parser = argparse.ArgumentParser(
         prog="minisgl bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"  {name:<12} {text}" for name, text in _HELP.items()),
     )
-    parser.add_argument("name", choices=sorted(_HELP), help="which benchmark")
+    parser.add_argument("name", choices=sorted(_HELP), help="the benchmark to run")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = parser.parse_args(arguments[:1]).name
     if name == "scheduler":
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif name == "online":
         from minisgl.benchmark.online import main as run
     elif name == "reduce":
-        from minisgl.benchmark.reduce import main as run
+        from minisgl.benchmark.all_reduce import main as run
     elif name == "server":
         from minisgl.benchmark.server import main as run
     elif name == "simulate":

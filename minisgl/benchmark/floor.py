@@ -1,10 +1,10 @@
-"""The least time that a workload can take on a machine, from bytes, operations and ceilings.
+"""The floor: the shortest possible time of a workload, from bytes, operations and the hardware.
 
-A step takes max(weight bytes / bandwidth, operations / matmul rate) + KV bytes / bandwidth. Of
-experts, those count that some token of the step takes, if tokens choose evenly and independently.
-With several GPUs each has an equal part, and the measured sums between them are added.
-The workload: all prompts are computed first, in chunks of the budget, then all reqs decode
-together, fewer and fewer as they end.
+A step takes max(weight bytes / bandwidth, operations / matmul rate) + KV bytes / bandwidth. The
+weights of an expert count when at least one token of the step is routed to it; routing is assumed
+to be uniform and independent. With several GPUs each holds an equal part of the model, and the
+measured time of the all-reduces is added. All prompts are computed first, in chunks of the budget.
+Then all requests decode together; the batch shrinks as requests end.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.flags import positive, whole
+from minisgl.benchmark.flag_types import positive, whole
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError
@@ -26,33 +26,39 @@ from minisgl.models import ModelConfig, load_model_config
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured on one H200 with torch 2.11 and CUDA 13.0: a large copy (read plus write) and a
-    bf16 matrix product of 8192 x 8192 x 8192."""
+    """The rates of the hardware. The defaults were measured on one H200 with torch 2.11 and
+    CUDA 13.0: a large copy (reads plus writes) and a bf16 matrix product of 8192 x 8192 x 8192."""
 
     bytes_per_s: float = 4.25e12
     operations_per_s: float = 686e12
 
 
 class Cost(NamedTuple):
-    """weight_bytes: read by each step; operations: of the matrices, for one token; kv_bytes: of
-    one token of context, all layers; expert_bytes: of all experts of all layers, of which a token
-    takes the share `taken`; sums: between GPUs, of sum_bytes for each token. bf16, on one GPU."""
+    """Bytes and operations of a model in bf16 on one GPU.
+
+    weight_bytes  weights that every step reads.
+    operations    floating-point operations of the matrix products, for one token.
+    kv_bytes      KV of one token, all layers.
+    expert_bytes  weights of all experts of all layers.
+    expert_share  share of the experts to which one token is routed.
+    reduces       all-reduces of a step, each of reduce_bytes for each token.
+    """
 
     weight_bytes: int
     operations: int
     kv_bytes: int
     expert_bytes: int = 0
-    taken: float = 0.0
-    sums: int = 0
-    sum_bytes: int = 0
+    expert_share: float = 0.0
+    reduces: int = 0
+    reduce_bytes: int = 0
 
     def read_bytes(self, tokens: int) -> float:
-        """Of weights, by a step of so many tokens."""
-        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.taken) ** tokens)
+        """Return the expected weight bytes that a step of `tokens` tokens reads."""
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
 
 
-# Sums over GPUs of one host in a CUDA graph, the faster of NCCL 2.28 and torch's symmetric memory,
-# 2026-11: microseconds by MB, for bfloat16 rows of 5,120.
+# Microseconds of an all-reduce over the GPUs of one host in a CUDA graph, by MB, for bfloat16 rows
+# of 5,120. The faster of NCCL 2.28 and torch's symmetric memory, measured 2026-11.
 _REDUCE_MB = tuple(rows * 10_240 / 1e6 for rows in (1, 8, 64, 256, 2048, 8192))
 _REDUCE_US = MappingProxyType(
     {2: (6.4, 7.4, 8.6, 14.9, 99, 309), 4: (6.8, 9.1, 10.5, 19.9, 120, 403)}
@@ -60,18 +66,21 @@ _REDUCE_US = MappingProxyType(
 
 
 def reduce_s(tp: int, num_bytes: float) -> float:
-    """Seconds of one sum of so many bytes over tp GPUs. Raises ConfigError where none was timed."""
+    """Return the seconds of an all-reduce of num_bytes over tp GPUs.
+
+    Raises ConfigError for a number of GPUs that was not measured.
+    """
     if tp == 1:
         return 0.0
     if tp not in _REDUCE_US:
-        raise ConfigError(f"no sum over {tp} GPUs was measured; measured: 2, 4")
+        raise ConfigError(f"all-reduce over {tp} GPUs was not measured; measured: 2, 4 GPUs")
     mb = num_bytes / 1e6
     beyond = max(mb / _REDUCE_MB[-1], 1.0)
     return float(np.interp(mb, _REDUCE_MB, _REDUCE_US[tp])) * beyond / 1e6
 
 
 class Floor(NamedTuple):
-    """Seconds, and the output tokens per second that follow."""
+    """The floor in seconds, and the resulting output tokens per second."""
 
     prefill_s: float
     decode_s: float
@@ -83,19 +92,23 @@ class Floor(NamedTuple):
 
 
 def cost_of(model: ModelConfig, tp: int = 1) -> Cost:
-    """Embeddings are looked up, not read; the head is read. KV heads fewer than tp are copied."""
-    whole = _whole_cost(model)
-    return whole._replace(
-        weight_bytes=whole.weight_bytes // tp,
-        operations=whole.operations // tp,
-        kv_bytes=whole.kv_bytes // min(tp, model.kv_heads),
-        expert_bytes=whole.expert_bytes // tp,
-        sums=2 * model.num_layers + 1,
-        sum_bytes=2 * model.hidden_size,
+    """Return the cost of a model on each of tp GPUs.
+
+    A step reads the output head as a whole, but only a few rows of the embedding. When there are
+    fewer KV heads than GPUs, each GPU holds a copy of one head.
+    """
+    total = _single_gpu_cost(model)
+    return total._replace(
+        weight_bytes=total.weight_bytes // tp,
+        operations=total.operations // tp,
+        kv_bytes=total.kv_bytes // min(tp, model.kv_heads),
+        expert_bytes=total.expert_bytes // tp,
+        reduces=2 * model.num_layers + 1,
+        reduce_bytes=2 * model.hidden_size,
     )
 
 
-def _whole_cost(model: ModelConfig) -> Cost:
+def _single_gpu_cost(model: ModelConfig) -> Cost:
     hidden, dim, moe = model.hidden_size, model.head_dim, model.moe
     attention = hidden * dim * (2 * model.q_heads + 2 * model.kv_heads)
     sparse = 0 if moe is None else len(moe.sparse_layers)
@@ -106,9 +119,9 @@ def _whole_cost(model: ModelConfig) -> Cost:
         return Cost(2 * parameters, 2 * parameters, 2 * kv)
     parameters += sparse * hidden * moe.num_experts  # routers
     experts = sparse * 3 * hidden * moe.intermediate_size * moe.num_experts
-    taken = moe.experts_per_token / moe.num_experts
-    operations = 2 * parameters + int(2 * experts * taken)
-    return Cost(2 * parameters, operations, 2 * kv, 2 * experts, taken)
+    expert_share = moe.experts_per_token / moe.num_experts
+    operations = 2 * parameters + int(2 * experts * expert_share)
+    return Cost(2 * parameters, operations, 2 * kv, 2 * experts, expert_share)
 
 
 def floor_of(
@@ -118,12 +131,12 @@ def floor_of(
     budget_tokens: int = 8192,
     tp: int = 1,
 ) -> Floor:
-    """The least time for `workload`, with prompts in chunks of budget_tokens, on tp GPUs."""
+    """Return the floor of `workload` on tp GPUs, with prompts in chunks of budget_tokens."""
     cost = cost_of(model, tp)
     prompts, outputs = workload.prompt_lengths(), workload.output_lengths()
     prompt_tokens = int(prompts.sum())
     chunks = -(-prompt_tokens // budget_tokens)
-    # the head is computed for a prompt's last token alone
+    # The output head is computed for the last token of a prompt only.
     head = 2 * model.hidden_size * model.vocab_size // tp
     prefill_operations: float = (cost.operations - head) * prompt_tokens + head * len(prompts)
     pairs = float((prompts * (prompts + 1) / 2).sum())
@@ -132,27 +145,30 @@ def floor_of(
         chunks * cost.read_bytes(budget_tokens) / ceilings.bytes_per_s,
         prefill_operations / ceilings.operations_per_s,
     )
-    prefill_s += chunks * cost.sums * reduce_s(tp, prompt_tokens / chunks * cost.sum_bytes)
+    prefill_s += chunks * cost.reduces * reduce_s(tp, prompt_tokens / chunks * cost.reduce_bytes)
     decode_s = 0.0
-    for step in range(1, int(outputs.max())):  # the first token comes from prefill
+    for step in range(1, int(outputs.max())):  # prefill gives the first token
         running = outputs > step
         tokens = int(running.sum())
         weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
         arithmetic = cost.operations * tokens / ceilings.operations_per_s
         context = int((prompts[running] + step).sum())
         decode_s += max(weights, arithmetic) + context * cost.kv_bytes / ceilings.bytes_per_s
-        decode_s += cost.sums * reduce_s(tp, tokens * cost.sum_bytes)
+        decode_s += cost.reduces * reduce_s(tp, tokens * cost.reduce_bytes)
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
 
 
 def load_shape(model: str, folder: Path) -> tuple[str, ModelConfig]:
-    """A folder to load and its config: one of SHAPES, written to `folder`, or a model folder."""
+    """Return a model folder and its config.
+
+    model: a name in SHAPES, whose files are written to `folder`, or a model folder.
+    """
     path = write_model(model, folder) if model in SHAPES else model
     return path, load_model_config(path)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the floor and one line of JSON."""
+    """Print the floor and a line of JSON."""
     import tempfile
 
     parser = argparse.ArgumentParser(prog="minisgl bench floor", description=__doc__)
@@ -162,8 +178,8 @@ def main(argv: Sequence[str]) -> int:
     add_workload_flags(parser)
     parser.add_argument("--bandwidth", type=positive, default=4.25, help="TB/s (4.25: one H200)")
     parser.add_argument("--matmul", type=positive, default=686, help="TFLOP/s (686: one H200)")
-    parser.add_argument("--budget", type=whole, default=8192, help="prompt tokens a step (8192)")
-    parser.add_argument("--tp", type=whole, default=1, help="GPUs that share the model (1)")
+    parser.add_argument("--budget", type=whole, default=8192, help="prompt tokens per step (8192)")
+    parser.add_argument("--tp", type=whole, default=1, help="tensor-parallel GPUs (1)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         _, model = load_shape(options.model, Path(folder))
@@ -173,13 +189,13 @@ def main(argv: Sequence[str]) -> int:
     cost = cost_of(model, options.tp)
     outputs = int(np.sum(workload.output_lengths()))
     print(
-        f"{options.model}: {cost.read_bytes(1) / 1e9:.2f} GB of weights read by a step of 1 token, "
-        f"{cost.read_bytes(256) / 1e9:.2f} GB by one of 256, "
-        f"{cost.kv_bytes} bytes of KV a token"
+        f"{options.model}: a step of 1 token reads {cost.read_bytes(1) / 1e9:.2f} GB of weights, "
+        f"a step of 256 tokens {cost.read_bytes(256) / 1e9:.2f} GB; "
+        f"{cost.kv_bytes} bytes of KV per token"
     )
     print(
         f"prefill {floor.prefill_s:.2f} s + decode {floor.decode_s:.2f} s = {floor.total_s:.2f} s; "
-        f"{floor.tokens_per_s:,.0f} of {outputs:,} output tokens a second"
+        f"{outputs:,} output tokens, {floor.tokens_per_s:,.0f} per second"
     )
     print(json.dumps({"model": options.model, **floor._asdict(), "output_tokens": outputs}))
     return 0

@@ -1,7 +1,7 @@
-"""Time of each GPU kernel inside a CUDA graph, beside the time its bytes take at copy bandwidth.
+"""Time of each GPU kernel in a CUDA graph, and the time to move its bytes at copy bandwidth.
 
-Calls rotate over sets of inputs that together exceed the L2 cache, where one set does not. A
-graph's gaps between kernels, about 1 us, are part of the figures.
+Successive calls use different sets of inputs, which together exceed the L2 cache. The gaps between
+the kernels of a graph, about 1 us, are part of the times.
 """
 
 import argparse
@@ -15,14 +15,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minisgl import kernel
-from minisgl.benchmark.flags import whole
+from minisgl.benchmark.flag_types import whole
 from minisgl.benchmark.moe import layer_cases
 
 _CALLS = 32  # captured in one graph
 _REPLAYS = 15
 _ROTATED_BYTES = 256 << 20
 _VOCAB = 151_936
-_HIDDEN_SIZES = {  # of the stream, of queries, of queries with keys and values, inside of the MLP
+_HIDDEN_SIZES = {  # widths of hidden states, of queries, of queries with keys and values, of MLP
     "Qwen3-0.6B": (1024, 2048, 4096, 3072),
     "Qwen3-8B": (4096, 4096, 6144, 12288),
     "Qwen3-14B": (5120, 5120, 7168, 17408),
@@ -30,7 +30,7 @@ _HIDDEN_SIZES = {  # of the stream, of queries, of queries with keys and values,
 
 
 class Case(NamedTuple):
-    """One kernel on one shape; `make` builds a set of inputs and returns a call on it."""
+    """One kernel on one shape. `make` builds a set of inputs and returns a call with them."""
 
     name: str
     bytes_moved: int
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """Seconds of a call: from its bytes alone, and measured."""
+    """Seconds of a call: the time to move its bytes, and the measured median."""
 
     name: str
     bytes_moved: int
@@ -47,7 +47,7 @@ class Figure(NamedTuple):
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median seconds of one call in a graph of _CALLS that takes `calls` in turn."""
+    """Return the median seconds of a call, in a graph of _CALLS calls that rotate over `calls`."""
     count = max(_CALLS, len(calls))
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -75,14 +75,14 @@ def _event() -> torch.cuda.Event:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a device-to-device copy, reads and writes counted."""
+    """Return the bytes per second of a device-to-device copy, reads plus writes."""
     source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / graph_seconds([lambda: torch.neg(source, out=target)])
 
 
 def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
-    """Layer kernels for each number of tokens, samplers and metadata for each number of rows."""
+    """Yield layer kernels for each number of tokens; samplers and metadata for each of rows."""
     for model in _HIDDEN_SIZES:
         for count in (1, 16, 32, 64, 96, 128, 192, 256):
             yield from (_layer(model, count, ours) for ours in (False, True))
@@ -107,7 +107,10 @@ def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _layer(model: str, rows: int, ours: bool) -> Case:
-    """A dense layer of one rank without its attention, as the decoder runs it."""
+    """A dense layer of one rank without attention, as the decoder runs it.
+
+    ours: with the engine's kernels where they are faster.
+    """
     hidden, queries, heads, inner = _HIDDEN_SIZES[model]
     shapes = ((heads, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
 
@@ -202,7 +205,7 @@ def _sample(
 
 
 def _step(reqs: int) -> Case:
-    """All metadata kernels of one decode step, page updates included."""
+    """All metadata kernels of one decode step, with page updates."""
 
     def make() -> Callable[[], object]:
         layout = kernel.StepLayout(max_reqs=reqs, max_updates=reqs, max_chunk_tokens=0)
@@ -231,21 +234,21 @@ def _step(reqs: int) -> Case:
 
 
 def measure(case: Case, bandwidth: float) -> Figure:
-    """Time one case; input sets are freed before it returns."""
+    """Time one case and free its inputs."""
     sets = min(max(_ROTATED_BYTES // max(case.bytes_moved, 1), 2), 24)
     median = graph_seconds([case.make() for _ in range(sets)])
     return Figure(case.name, case.bytes_moved, case.bytes_moved / bandwidth, median)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table and one line of JSON."""
+    """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench kernels", description=__doc__)
     parser.add_argument("--tokens", type=whole, nargs="+", default=[1, 64, 256, 8192])
     parser.add_argument("--rows", type=whole, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--only", default="", help="kernels whose line begins so")
+    parser.add_argument("--only", default="", help="only kernels whose name starts with this text")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
+        parser.error("this benchmark needs a CUDA device")
     bandwidth = copy_bandwidth()
     every = cases(options.tokens, options.rows)
     chosen = [case for case in every if case.name.startswith(options.only)]

@@ -1,9 +1,10 @@
-"""What clients felt: TTFT, ITL, TPOT and E2E of answers, and their percentiles.
+"""Latencies measured by the clients, TTFT, ITL, TPOT and E2E, and their percentiles.
 
-TTFT  from sending a request to its first event with non-empty output.
-ITL   the gap between two successive events with output of one answer; one sample a gap.
-E2E   from sending to the last event with output.
-TPOT  (E2E - TTFT) / (output tokens - 1), one sample for each answer of two tokens or more.
+TTFT  time to first token: from sending a request to its first event with output.
+ITL   inter-token latency: the time between two successive events with output of one request.
+E2E   end to end: from sending a request to its last event with output.
+TPOT  time per output token: (E2E - TTFT) / (output tokens - 1), for requests with at least two
+      output tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ Samples = NDArray[np.float64]
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples in seconds, in the order of the answers; failed answers give none."""
+    """Samples in seconds, in the order of the answers. Failed requests have none."""
 
     ttft_s: Samples
     itl_s: Samples
@@ -29,35 +30,39 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def latencies(answers: Iterable[Answer]) -> Latencies:
-    """The samples of all answers that have output and no error."""
+    """Return the samples of all answers that have output and no error."""
     good = [answer for answer in answers if answer.error is None and answer.outputs_s]
-    first = _array(a.outputs_s[0] - a.sent_s for a in good)
-    whole = _array(a.outputs_s[-1] - a.sent_s for a in good)
+    ttft_s = _array(a.outputs_s[0] - a.sent_s for a in good)
+    e2e_s = _array(a.outputs_s[-1] - a.sent_s for a in good)
     tokens = np.array([a.output_tokens for a in good], dtype=np.int64)
-    many = tokens > 1
+    several = tokens > 1
     gaps = [np.diff(np.array(answer.outputs_s)) for answer in good]
     return Latencies(
-        ttft_s=first,
+        ttft_s=ttft_s,
         itl_s=np.concatenate([np.empty(0), *gaps]),
-        tpot_s=(whole[many] - first[many]) / (tokens[many] - 1),
-        e2e_s=whole,
+        tpot_s=(e2e_s[several] - ttft_s[several]) / (tokens[several] - 1),
+        e2e_s=e2e_s,
     )
 
 
 def describe(samples: Samples) -> dict[str, float]:
-    """Mean, percentiles (linear between the two nearest samples), maximum; {} without samples."""
+    """Return mean, percentiles and maximum, or {} without samples.
+
+    A percentile between two samples is interpolated linearly.
+    """
     if not len(samples):
         return {}
-    found = {"mean": float(samples.mean())}
+    summary = {"mean": float(samples.mean())}
     for percent in PERCENTILES:
-        found[f"p{percent}"] = float(np.percentile(samples, percent))
-    return found | {"max": float(samples.max())}
+        summary[f"p{percent}"] = float(np.percentile(samples, percent))
+    return summary | {"max": float(samples.max())}
 
 
 def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Counts, rates and latencies of one run; its time runs from the first send to the last output.
+    """Return counts, rates and latencies of one run.
 
-    prefix_hit_ratio: cached / all prompt tokens, as the server reports them.
+    The run lasts from the first request sent to the last event with output. prefix_hit_ratio is
+    the share of prompt tokens that the server reports as cached.
     """
     good = [answer for answer in answers if answer.error is None]
     ended = [answer.outputs_s[-1] for answer in good if answer.outputs_s]
@@ -82,20 +87,23 @@ def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Latencies in milliseconds, one line each; last the gaps of streams beside the load."""
+    """Format the latencies in milliseconds, one line each.
+
+    The line BESIDE has the inter-token latency of the background streams.
+    """
     columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
     lines = [f"{'ms':<6}" + "".join(f"{name:>11}" for name in columns)]
     rows = {name.removesuffix("_s").upper(): summary[name] for name in Latencies.__struct_fields__}
     if beside := summary.get("beside"):
         rows["BESIDE"] = beside["itl_s"]
-    for name, found in rows.items():
-        cells = [f"{found[c] * 1e3:>11,.2f}" if found else f"{'-':>11}" for c in columns]
+    for name, row in rows.items():
+        cells = [f"{row[c] * 1e3:>11,.2f}" if row else f"{'-':>11}" for c in columns]
         lines.append(f"{name:<6}" + "".join(cells))
     return "\n".join(lines)
 
 
 def error_lines(answers: Iterable[Answer]) -> list[str]:
-    """A line for each of the first three kinds of error."""
+    """Return a line for each of at most three different errors."""
     errors = {answer.error for answer in answers if answer.error is not None}
     return [f"error: {error}" for error in sorted(errors)[:3]]
 

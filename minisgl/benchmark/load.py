@@ -1,4 +1,4 @@
-"""Which requests arrive when: their lengths, at a rate or from a trace, as command-line flags."""
+"""The load of a benchmark, from command-line flags: prompts, output lengths and arrival times."""
 
 import argparse
 import random
@@ -6,13 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from minisgl.benchmark.flags import amount, positive, whole
+from minisgl.benchmark.flag_types import amount, positive, whole
 from minisgl.benchmark.trace import Load, read_trace, replay
 from minisgl.benchmark.workload import add_workload_flags, check_workload, workload_from
 
 
 def arrivals(count: int, rate: float, poisson: bool, seed: int) -> list[float]:
-    """Seconds of arrival: gaps of 1 / rate, or exponential ones of that mean; inf: all at once."""
+    """Return `count` arrival times in seconds, at `rate` requests per second.
+
+    The gaps are 1 / rate, or exponential with that mean. With rate inf all requests arrive at 0.
+    """
     source = random.Random(seed)
     times, now_s = [], 0.0
     for _ in range(count):
@@ -22,7 +25,7 @@ def arrivals(count: int, rate: float, poisson: bool, seed: int) -> list[float]:
 
 
 def load_of(options: argparse.Namespace) -> Load:
-    """The prompts, lengths and arrivals that the flags describe. Raises ConfigError."""
+    """Return the load that the flags describe. Raises ConfigError."""
     check_workload(options)
     if options.trace is not None:
         return replay(
@@ -41,22 +44,41 @@ def load_of(options: argparse.Namespace) -> Load:
 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that load_of reads."""
+    """Add the flags that load_of and background_load read."""
     load = parser.add_argument_group("load")
-    load.add_argument("--concurrency", type=whole, default=256, help="requests at a time (256)")
     load.add_argument(
-        "--rate", type=positive, help="arrivals per second, whatever runs; inf: at once"
+        "--concurrency",
+        type=whole,
+        default=256,
+        help="open requests at a time, without --rate and --trace (256)",
     )
-    load.add_argument("--arrival", choices=("poisson", "uniform"), default="poisson")
-    load.add_argument("--trace", type=Path, help="replay the first --requests of this file")
-    load.add_argument("--time-scale", type=amount, default=1.0, help="times its arrival times")
-    load.add_argument("--length-scale", type=amount, default=1.0, help="times its lengths")
-    load.add_argument("--max-prompt", type=whole, help="cut its prompts to so many tokens")
+    load.add_argument(
+        "--rate",
+        type=positive,
+        help="arrivals per second, independent of open requests; inf: all at once",
+    )
+    load.add_argument(
+        "--arrival",
+        choices=("poisson", "uniform"),
+        default="poisson",
+        help="gaps between arrivals: exponential or equal (poisson)",
+    )
+    load.add_argument("--trace", type=Path, help="replay the first --requests lines of a file")
+    load.add_argument(
+        "--time-scale", type=amount, default=1.0, help="factor for the trace's arrival times"
+    )
+    load.add_argument(
+        "--length-scale", type=amount, default=1.0, help="factor for the trace's lengths"
+    )
+    load.add_argument(
+        "--max-prompt", type=whole, help="cut the trace's prompts to this many tokens"
+    )
     load.add_argument(
         "--beside",
         type=int,
         nargs=3,
         metavar=("STREAMS", "PROMPT", "OUTPUT"),
-        help="streams that run before and throughout, of so many tokens, and their gaps meanwhile",
+        help="run STREAMS background streams of PROMPT and OUTPUT tokens during the load, and "
+        "report their inter-token latency",
     )
     add_workload_flags(parser)

@@ -1,4 +1,4 @@
-"""Model folders for benchmarks with random weights: a config, a tokenizer, no weights."""
+"""Model folders for benchmarks with random weights: a config and a tokenizer, but no weights."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ def _shape(
     }
 
 
-# The published figures of Qwen3 models.
+# The published shapes of the Qwen3 models.
 SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _shape(2048, 28, 16, 6144, tied=True),
@@ -61,10 +61,11 @@ SHAPES = {
 
 
 def write_model(name: str, folder: Path, full_vocabulary: bool = False) -> str:
-    """Write what an engine with dummy weights needs to `folder`. Raises ConfigError.
+    """Write the files of the model `name` to `folder`, and return the folder.
 
-    The checkpoint holds no tensors; folders without one are refused. full_vocabulary: every id
-    has a text, as a server needs it that streams; otherwise the tokenizer knows bytes alone.
+    The checkpoint has no tensors; it exists because a folder without a checkpoint is refused.
+    full_vocabulary: every id has a text, so that a server sends an event for every token. Otherwise
+    the tokenizer knows single bytes only. Raises ConfigError for an unknown name.
     """
     if name not in SHAPES:
         raise ConfigError(f"benchmark model {name!r} is not known; known: {', '.join(SHAPES)}")
@@ -84,7 +85,7 @@ def write_model(name: str, folder: Path, full_vocabulary: bool = False) -> str:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Words of one, two, three letters and so on, with and without a space before them."""
+    """Yield merges that build words of two characters, of three and so on."""
     words = ["Ġ", *string.ascii_lowercase]
     while True:
         words = [pair[0] + pair[1] for pair in itertools.product(words, string.ascii_lowercase)]

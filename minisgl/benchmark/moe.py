@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer, from router to sum, in the widths of Qwen3-30B-A3B."""
+"""A mixture-of-experts layer with the widths of Qwen3-30B-A3B, from router to weighted sum."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,7 +15,7 @@ Make = Callable[[], Callable[[], object]]
 
 
 class GroupedMm:
-    """Implements MoeBackend by torch's grouped matrix product; to compare with."""
+    """Implements MoeBackend with torch's grouped matrix product, for comparison."""
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         scales, experts = route(linear(x, weights.router), top_k, renormalise)
@@ -29,19 +29,21 @@ class GroupedMm:
 
 
 def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
-    """Ours and torch's for each number of tokens, with the bytes of the experts they take: what
-    a Case of minisgl.benchmark.kernels is made of."""
+    """Yield the fields of a kernels.Case, for the engine's layer and for torch's.
+
+    The bytes are those of the experts to which at least one token is routed.
+    """
     ours = create_moe_backend("triton", torch.device("cuda"))
     weights: list[ExpertWeights] = []
     for count in tokens:
-        taken = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)
-        moved = int(6 * _HIDDEN * _INNER * taken) + 2 * _HIDDEN * (_EXPERTS + 2 * count)
+        used_experts = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)
+        moved = int(6 * _HIDDEN * _INNER * used_experts) + 2 * _HIDDEN * (_EXPERTS + 2 * count)
         for name, backend in (("ours", ours), ("torch grouped_mm", GroupedMm())):
             yield f"experts {count} tokens, {name}", moved, _maker(backend, count, weights)
 
 
 def _maker(backend: MoeBackend, tokens: int, weights: list[ExpertWeights]) -> Make:
-    """All cases share one set of weights, 1.2 GB, made on first use; inputs differ."""
+    """Return Case.make. All cases share one set of weights of 1.2 GB, built on first use."""
 
     def make() -> Callable[[], object]:
         if not weights:

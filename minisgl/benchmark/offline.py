@@ -1,4 +1,4 @@
-"""Throughput of the offline engine on a fixed workload, as a fraction of its floor."""
+"""Throughput of the offline engine on a fixed workload, as a fraction of the floor."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minisgl.benchmark.flags import amount, natural, whole
+from minisgl.benchmark.flag_types import amount, natural, whole
 from minisgl.benchmark.floor import Ceilings, floor_of, load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
@@ -17,7 +17,7 @@ from minisgl.llm import LLM
 
 
 def run_workload(llm: LLM, workload: Workload, temperature: float, progress: bool) -> float:
-    """Generate all of it; the seconds it took. Raises ConfigError when it is refused."""
+    """Run the workload and return its seconds. Raises ConfigError when a prompt is refused."""
     sampling = [
         SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=index)
         for index, count in enumerate(workload.max_tokens)
@@ -33,12 +33,12 @@ def run_workload(llm: LLM, workload: Workload, temperature: float, progress: boo
     if refused is not None:
         raise ConfigError(f"this model cannot run the workload: {refused}")
     generated = [len(completion.token_ids) for completion in completions]
-    assert generated == workload.max_tokens, "some req ended early: this is a bug"
+    assert generated == workload.max_tokens, "a request ended early: this is a bug"
     return seconds
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it, print a table and one line of JSON."""
+    """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench offline", description=__doc__)
     parser.add_argument(
         "--model",
@@ -47,18 +47,18 @@ def main(argv: Sequence[str]) -> int:
     )
     add_workload_flags(parser)
     group = parser.add_argument_group("engine")
-    group.add_argument("--temperature", type=amount, default=0.6)
-    group.add_argument("--page-size", type=whole, default=16)
-    group.add_argument("--attention-backend", default="auto")
+    group.add_argument("--temperature", type=amount, default=0.6, help="sampling temperature (0.6)")
+    group.add_argument("--page-size", type=whole, default=16, help="tokens per KV page (16)")
+    group.add_argument("--attention-backend", default="auto", help="as in the server (auto)")
     group.add_argument(
-        "--max-prefill-length", type=whole, default=8192, help="tokens a step (8192)"
+        "--max-prefill-length", type=whole, default=8192, help="prompt tokens per step (8192)"
     )
     group.add_argument("--max-running-requests", type=whole, default=256)
     group.add_argument("--cuda-graph-max-bs", type=natural, default=None)
     group.add_argument(
-        "--repeat", type=whole, default=2, help="timed runs after one to warm up (2)"
+        "--repeat", type=whole, default=2, help="timed runs, after a warm-up run (2)"
     )
-    group.add_argument("--tp", type=whole, default=1, help="GPUs that share the model (1)")
+    group.add_argument("--tp", type=whole, default=1, help="tensor-parallel GPUs (1)")
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             max_running_reqs=options.max_running_requests,
             cuda_graph_max_bs=options.cuda_graph_max_bs,
             prefill_budget_tokens=options.max_prefill_length,
-            # every run computes all prompts, unless sharing is what is measured
+            # Every run computes all prompts, unless a shared prefix is to be measured.
             cache_type="radix" if options.shared_prefix else "naive",
         )
         ready_s = time.perf_counter() - begin

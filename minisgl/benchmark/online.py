@@ -1,8 +1,8 @@
-"""Load on an OpenAI-compatible server over HTTP, and what its clients felt.
+"""Sends a load to an OpenAI-compatible server over HTTP and measures the clients' latencies.
 
-Loads: a fixed number of requests at a time (--concurrency), arrivals at a rate (--rate), or a
-trace's own arrivals (--trace), with streams beside them (--beside). Every answer streams. With
---model it starts the server itself.
+The load is a fixed number of open requests (--concurrency), arrivals at a rate (--rate), or the
+arrivals of a trace (--trace). Background streams can run during the load (--beside). All responses
+are streamed. With --model the benchmark starts the server itself.
 """
 
 import argparse
@@ -20,14 +20,18 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
-from minisgl.benchmark.beside import running, streams_of, summarise_streams
+from minisgl.benchmark.background_streams import (
+    background_load,
+    background_streams,
+    summarise_streams,
+)
 from minisgl.benchmark.client import Answer, StreamingClient
-from minisgl.benchmark.flags import amount, output_file
+from minisgl.benchmark.flag_types import amount, output_file
 from minisgl.benchmark.latency import error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.models import SHAPES
-from minisgl.benchmark.own_server import OwnServer, fetch, own_server, read_metrics
 from minisgl.benchmark.plot import plot_latencies
+from minisgl.benchmark.server_process import RunningServer, fetch, read_metrics, start_server
 from minisgl.benchmark.trace import Load, hit_ratios
 from minisgl.core import ConfigError, Int32Array
 
@@ -35,13 +39,13 @@ from minisgl.core import ConfigError, Int32Array
 async def closed_loop(
     client: StreamingClient, bodies: Sequence[bytes], concurrency: int, bar: tqdm
 ) -> list[Answer]:
-    """Answers in the order of `bodies`, of which `concurrency` are under way at a time."""
+    """Send the requests, `concurrency` at a time. Returns the answers in the order of `bodies`."""
     answers: list[Answer | None] = [None] * len(bodies)
-    turns = iter(range(len(bodies)))
+    indexes = iter(range(len(bodies)))
 
     async def work() -> None:
-        for turn in turns:
-            answers[turn] = await client.post(bodies[turn])
+        for index in indexes:
+            answers[index] = await client.post(bodies[index])
             bar.update()
 
     await asyncio.gather(*(work() for _ in range(concurrency)))
@@ -51,7 +55,10 @@ async def closed_loop(
 async def open_loop(
     client: StreamingClient, bodies: Sequence[bytes], arrivals_s: Sequence[float], bar: tqdm
 ) -> list[Answer]:
-    """Answers in the order of `bodies`, each sent when its time has come, whatever else runs."""
+    """Send each request at its arrival time, independent of the others.
+
+    Returns the answers in the order of `bodies`.
+    """
     begin_s = time.perf_counter()
 
     async def work(body: bytes, due_s: float) -> Answer:
@@ -65,7 +72,7 @@ async def open_loop(
 
 
 def body_of(index: int, prompt: Int32Array, max_tokens: int, options: argparse.Namespace) -> bytes:
-    """The JSON of one request: ids as they are, or for a chat a word for each id."""
+    """Return the JSON body of one request: a prompt of token ids, or a chat of one word per id."""
     body: dict[str, Any] = {
         "model": options.served_name,
         "max_tokens": max_tokens,
@@ -85,15 +92,16 @@ def body_of(index: int, prompt: Int32Array, max_tokens: int, options: argparse.N
 
 
 def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the load that the options describe against `url`: the summary and all requests."""
-    load, beside = load_of(options), streams_of(options)
+    """Run the load against the server at `url`. Returns the summary and all requests."""
+    load = load_of(options)
+    background = background_load(options)
     before = read_metrics(url, options.api_key)
     began_s = time.process_time()
-    answers, streams = uvloop.run(_run(url, load, beside, options))
+    answers, streams = uvloop.run(_run(url, load, background, options))
     cpu_s = time.process_time() - began_s
     summary = summarise(answers) | {"client_cpu_s": cpu_s}
     if streams:
-        summary["beside"] = summarise_streams(beside, streams, answers)
+        summary["beside"] = summarise_streams(background, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
     print(table(summary), *error_lines([*streams, *answers]), sep="\n")
     if options.plot is not None:
@@ -113,14 +121,14 @@ def _bodies(load: Load, options: argparse.Namespace) -> list[bytes]:
 
 
 async def _run(
-    url: str, load: Load, beside: Load, options: argparse.Namespace
+    url: str, load: Load, background: Load, options: argparse.Namespace
 ) -> tuple[list[Answer], list[Answer]]:
-    """The answers to the load, and the streams beside it as they were at its end."""
+    """Return the answers to the load, and the background streams as they were at its end."""
     path = "/v1/chat/completions" if options.chat else "/v1/completions"
     client, bodies = StreamingClient(url, path, options.api_key), _bodies(load, options)
     gc.collect()
-    gc.disable()  # a collection would stand in the latencies
-    async with running(client, _bodies(beside, options)) as streams:
+    gc.disable()  # a garbage collection would add to the latencies
+    async with background_streams(client, _bodies(background, options)) as streams:
         with tqdm(total=len(bodies), unit="req", disable=options.quiet) as bar:
             if load.arrivals_s is None:
                 answers = await closed_loop(client, bodies, options.concurrency, bar)
@@ -132,7 +140,10 @@ async def _run(
 
 
 def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """Of a minisgl server: what changed in its counters of forward passes and preemptions."""
+    """Return the changes of a minisgl server's counters of forward passes and preemptions.
+
+    Returns {} for other servers.
+    """
     counted = ("minisgl_forward_seconds_total", "minisgl_preemptions_total")
     changed = {k: v - before.get(k, 0.0) for k, v in after.items() if k.startswith(counted)}
     startup = {k: v for k, v in after.items() if k.startswith("minisgl_startup_seconds")}
@@ -155,35 +166,48 @@ def _row(answer: Answer, first: Answer, samples: bool) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="minisgl bench online", description=__doc__)
-    parser.add_argument("--url", help="of the server, without /v1")
+    parser.add_argument("--url", help="URL of the server, without /v1")
     parser.add_argument(
-        "--model", help=f"start a server of {', '.join(SHAPES)} (random weights), or of a folder"
+        "--model",
+        help=f"start a server of this model: {', '.join(SHAPES)} (random weights), or a folder",
     )
-    parser.add_argument("server_flags", nargs="*", help="after --: flags for that server")
-    parser.add_argument("--server-log", type=output_file, help="where that server's log is kept")
-    parser.add_argument("--api-key")
-    parser.add_argument("--served-name", help="the `model` of requests; none: the first served")
-    parser.add_argument("--chat", action="store_true", help="chats of words, not prompts of ids")
-    parser.add_argument("--temperature", type=amount, default=0.6)
-    parser.add_argument("--obey-eos", action="store_true", help="answers may end early")
-    parser.add_argument("--json", type=output_file, help="write settings, summary and requests")
-    parser.add_argument("--samples", action="store_true", help="with the time of each output")
-    parser.add_argument("--plot", type=output_file, help="write the latencies as an SVG")
+    parser.add_argument("server_flags", nargs="*", help="flags of the started server, after --")
+    parser.add_argument(
+        "--server-log", type=output_file, help="file for the log of the started server"
+    )
+    parser.add_argument("--api-key", help="API key of the server")
+    parser.add_argument("--served-name", help="`model` of the requests (the first model served)")
+    parser.add_argument(
+        "--chat", action="store_true", help="send chats of words instead of prompts of ids"
+    )
+    parser.add_argument(
+        "--temperature", type=amount, default=0.6, help="sampling temperature (0.6)"
+    )
+    parser.add_argument("--obey-eos", action="store_true", help="let requests end at an EOS token")
+    parser.add_argument(
+        "--json", type=output_file, help="write settings, summary and requests to this file"
+    )
+    parser.add_argument(
+        "--samples", action="store_true", help="with --json: the time of each event too"
+    )
+    parser.add_argument(
+        "--plot", type=output_file, help="write the latencies to this file, as an SVG"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_load_flags(parser)
     return parser
 
 
 @contextlib.contextmanager
-def _server(options: argparse.Namespace) -> Iterator[OwnServer]:
+def _server(options: argparse.Namespace) -> Iterator[RunningServer]:
     if (options.url is None) == (options.model is None):
         raise ConfigError("give either --url or --model")
     if options.url is not None:
         if options.server_flags:
-            raise ConfigError("flags after -- are for a server of --model")
-        yield OwnServer(options.url.rstrip("/").removesuffix("/v1"), 0.0)
+            raise ConfigError("flags after -- need --model: they are for the server that it starts")
+        yield RunningServer(options.url.rstrip("/").removesuffix("/v1"), 0.0)
         return
-    with own_server(options.model, options.server_flags, options.server_log) as server:
+    with start_server(options.model, options.server_flags, options.server_log) as server:
         print(f"{options.model}: ready in {server.ready_s:.1f} s")
         yield server
 
@@ -197,7 +221,7 @@ def _first_model(url: str, api_key: str | None) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table and one line of JSON; 1 when a request failed."""
+    """Print a table and one line of JSON. Returns 1 when a request failed."""
     options = _parser().parse_args(argv)
     with _server(options) as server:
         if options.served_name is None:

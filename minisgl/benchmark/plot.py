@@ -1,4 +1,4 @@
-"""Latencies as a small SVG: for each metric, the share of samples below each latency."""
+"""Plots latencies as a small SVG: for each metric, the cumulative distribution of its samples."""
 
 import msgspec
 import numpy as np
@@ -10,7 +10,7 @@ _SHARES = np.linspace(0.0, 100.0, 201)
 
 
 def plot_latencies(latencies: Latencies) -> str:
-    """One panel for each metric, side by side; linear axes from 0."""
+    """Return an SVG with a panel for each metric. The axes are linear and start at 0."""
     metrics = msgspec.structs.asdict(latencies)
     panels = [
         f'<g transform="translate({index * _WIDTH},0)">{_panel(name, samples)}</g>'
@@ -31,12 +31,14 @@ def _panel(name: str, samples: Samples) -> str:
     ]
     if len(samples):
         values = np.percentile(samples, _SHARES) * 1e3
-        most = max(float(values[-1]), 1e-9)
-        x = left + values / most * (right - left)
+        largest = max(float(values[-1]), 1e-9)
+        x = left + values / largest * (right - left)
         y = bottom - _SHARES / 100 * (bottom - top)
         line = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
         parts.append(f'<polyline points="{line}" fill="none" stroke="steelblue"/>')
         marks = ", ".join(f"p{p} {np.percentile(samples, p) * 1e3:.4g}" for p in PERCENTILES)
         parts.append(f'<text x="{left}" y="{top - 6}">{marks} ms</text>')
-        parts.append(f'<text x="{right}" y="{bottom + 14}" text-anchor="end">{most:.4g} ms</text>')
+        parts.append(
+            f'<text x="{right}" y="{bottom + 14}" text-anchor="end">{largest:.4g} ms</text>'
+        )
     return "".join(parts)

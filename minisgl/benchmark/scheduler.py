@@ -1,7 +1,8 @@
-"""CPU time of the scheduler with an engine that does no work.
+"""CPU time of the scheduler, with an engine that does no work.
 
-Three figures: per decode step with 256 running reqs, per admitted req with an 8,192-token prompt
-of which half is cached, and per eviction with 100,000 nodes in the radix tree.
+Three times are measured: one decode step with 256 running requests; one request from its admission
+to its end, with a prompt of 8,192 tokens of which half is cached; and one eviction from a radix
+tree of 100,000 nodes.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from minisgl.benchmark.flags import whole
+from minisgl.benchmark.flag_types import whole
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult
 from minisgl.kvcache import RadixCache
 from minisgl.message import AddReq, StepOutput
@@ -26,7 +27,7 @@ PAGE_SIZE = 16
 
 
 class Figure(NamedTuple):
-    """CPU seconds of one operation: median and 99th percentile over that many samples."""
+    """CPU seconds of one operation. aim_s: the design's upper limit for the median."""
 
     name: str
     samples: int
@@ -49,6 +50,8 @@ class _IdleEngine:
 
 
 class _Done:
+    """Implements core.PendingStep; its result is there at once."""
+
     def __init__(self, num_reqs: int) -> None:
         self._result = StepResult(
             np.ones(num_reqs, dtype=np.int32), np.ones(num_reqs, dtype=np.bool_)
@@ -62,7 +65,7 @@ class _Done:
 
 
 def measure_decode(num_reqs: int, steps: int, show: bool = True) -> Figure:
-    """Steps in which `num_reqs` reqs decode, page growth and messages included."""
+    """Measure steps in which `num_reqs` requests decode, with page growth and messages."""
     engine = _IdleEngine(num_reqs * 80, num_reqs, 4096)
     scheduler, inbox, outbox = _scheduler(engine)
     for uid in range(num_reqs):
@@ -72,11 +75,11 @@ def measure_decode(num_reqs: int, steps: int, show: bool = True) -> Figure:
         scheduler.iterate()
     seconds = _timed(scheduler.iterate, steps, "decode steps", show)
     outbox.clear()
-    return _figure(f"decode step, {num_reqs} reqs", seconds, aim_s=1e-3)
+    return _figure(f"decode step, {num_reqs} requests", seconds, aim_s=1e-3)
 
 
 def measure_admission(num_prompts: int, show: bool = True) -> Figure:
-    """Whole lives of reqs with 8,192-token prompts, half cached, that produce one token."""
+    """Measure requests with 8,192-token prompts, half cached, from admission to their one token."""
     length = 8192
     engine = _IdleEngine((num_prompts + 2) * length // PAGE_SIZE, 4, length + 64)
     scheduler, inbox, _ = _scheduler(engine)
@@ -96,11 +99,11 @@ def measure_admission(num_prompts: int, show: bool = True) -> Figure:
     expected = num_prompts * length // 2
     if totals.cached_tokens_total != expected:
         raise RuntimeError(f"{totals.cached_tokens_total} cached tokens, expected {expected}")
-    return _figure("req with an 8,192-token prompt, half cached", seconds, aim_s=1e-3)
+    return _figure("request with an 8,192-token prompt, half cached", seconds, aim_s=1e-3)
 
 
 def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> Figure:
-    """Evictions of one page each from a tree of `num_nodes` nodes."""
+    """Measure evictions of one page each from a tree of `num_nodes` nodes."""
     cache = RadixCache(PAGE_SIZE)
     rng = np.random.default_rng(0)
     heads = rng.integers(0, VOCAB, (num_nodes // 100 + 1, PAGE_SIZE), dtype=np.int32)
@@ -137,10 +140,12 @@ def _until_idle(scheduler: Scheduler, inbox: LocalInbox) -> None:
         scheduler.iterate()
 
 
-def _timed(operation: Callable[[], object], count: int, what: str, show: bool) -> list[float]:
-    """CPU seconds of this process for each of `count` calls."""
+def _timed(
+    operation: Callable[[], object], count: int, description: str, show: bool
+) -> list[float]:
+    """Return the CPU seconds of this process for each of `count` calls."""
     seconds = []
-    for _ in tqdm(range(count), desc=what, disable=not show):
+    for _ in tqdm(range(count), desc=description, disable=not show):
         begin = time.process_time_ns()
         operation()
         seconds.append((time.process_time_ns() - begin) / 1e9)
@@ -153,11 +158,11 @@ def _figure(name: str, seconds: list[float], aim_s: float) -> Figure:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table and one line of JSON."""
+    """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench scheduler", description=__doc__)
-    parser.add_argument("--running", type=whole, default=256, help="decoding reqs (256)")
+    parser.add_argument("--running", type=whole, default=256, help="decoding requests (256)")
     parser.add_argument("--steps", type=whole, default=1000, help="decode steps (1000)")
-    parser.add_argument("--prompts", type=whole, default=200, help="admitted reqs (200)")
+    parser.add_argument("--prompts", type=whole, default=200, help="admitted requests (200)")
     parser.add_argument("--nodes", type=whole, default=100_000, help="radix nodes (100000)")
     parser.add_argument("--evictions", type=whole, default=5000, help="evictions (5000)")
     options = parser.parse_args(argv)
@@ -166,9 +171,9 @@ def main(argv: Sequence[str]) -> int:
         measure_admission(options.prompts),
         measure_eviction(options.nodes, options.evictions),
     ]
-    print(f"{'CPU time of one':<46} {'median':>10} {'p99':>10} {'aim':>10}")
+    print(f"{'CPU time of one':<48} {'median':>10} {'p99':>10} {'aim':>10}")
     for figure in figures:
         times = (figure.median_s, figure.p99_s, figure.aim_s)
-        print(f"{figure.name:<46} " + " ".join(f"{t * 1e6:>7.1f} µs" for t in times))
+        print(f"{figure.name:<48} " + " ".join(f"{t * 1e6:>7.1f} µs" for t in times))
     print(json.dumps([figure._asdict() for figure in figures]))
     return 0

@@ -1,8 +1,8 @@
-"""How many stream events per second one core of the API process sends.
+"""Stream events per second that one core of the API process sends.
 
-The app, uvicorn and real sockets; only the engine and the tokenizer are replaced, by a task that
-sends every request its next token, as decoded from the bytes of a real StepText. The clients are
-another process, `minisgl bench online`. What counts is the CPU time of each.
+Application, uvicorn and sockets are real. A task replaces engine and tokenizer: it sends every
+request its next token, decoded from the bytes of a StepText message. The clients run in another
+process, `minisgl bench online`. The CPU time of each process is measured.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from minisgl.benchmark.flags import whole
+from minisgl.benchmark.flag_types import whole
 from minisgl.core import ConfigError, EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message import (
     AddReq,
@@ -41,7 +41,7 @@ from minisgl.server.metrics import Metrics
 
 
 class _Box:
-    """An outbox whose messages the stub engine takes."""
+    """An outbox that keeps its messages for the stub engine."""
 
     def __init__(self) -> None:
         self.sent: list[ToScheduler | ToTokenizer | ToDetokenizer] = []
@@ -52,7 +52,7 @@ class _Box:
 
 
 class _Service:
-    """A ready service around the stub."""
+    """The state that the application needs, with the stub instead of workers."""
 
     def __init__(self) -> None:
         self.config = ServerConfig(
@@ -98,12 +98,12 @@ async def _all_submitted(
 ) -> None:
     while len(service.scheduler.sent) < streams:
         if clients.poll() is not None:
-            raise ConfigError("the clients ended before all their requests had come")
+            raise ConfigError("the clients ended before all their requests had arrived")
         await asyncio.sleep(0.001)
 
 
 async def _play_engine(service: _Service, tokens: int) -> None:
-    """Give each request its tokens step by step."""
+    """Send each request its tokens, one per step."""
     uids = [m.uid for m in service.scheduler.sent if isinstance(m, AddReq)]
     decoder = msgspec.msgpack.Decoder(StepText)
     for step in range(1, tokens + 1):
@@ -121,11 +121,13 @@ async def _play_engine(service: _Service, tokens: int) -> None:
         ]
         frame = msgspec.msgpack.encode(StepText(updates=updates))
         service.client.receive_text(decoder.decode(frame))
-        await asyncio.sleep(0.002)  # a step of a fast engine: each stream wakes once per step
+        await asyncio.sleep(
+            0.002
+        )  # the step time of a fast engine; each stream wakes up once per step
 
 
 async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, Any]]:
-    """CPU and wall seconds, and what the clients found."""
+    """Return CPU seconds, elapsed seconds, and the summary of the clients."""
     service = _Service()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     protocol = limited_protocol(
@@ -148,24 +150,25 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     await _play_engine(service, tokens)
     while service.client.open_generations:
         await asyncio.sleep(0.001)
-    taken = time.process_time() - cpu_s, time.perf_counter() - wall_s
+    cpu_s = time.process_time() - cpu_s
+    wall_s = time.perf_counter() - wall_s
     server.should_exit = True
     await serving
-    return *taken, json.loads(reader.communicate()[0].splitlines()[-1])
+    return cpu_s, wall_s, json.loads(reader.communicate()[0].splitlines()[-1])
 
 
 def main(argv: Sequence[str]) -> int:
     """Print events per second and core, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench server", description=__doc__)
     parser.add_argument("--streams", type=whole, default=256)
-    parser.add_argument("--tokens", type=whole, default=400, help="of each stream")
+    parser.add_argument("--tokens", type=whole, default=400, help="tokens of each stream")
     options = parser.parse_args(argv)
     cpu_s, wall_s, found = uvloop.run(_measure(options.streams, options.tokens))
     events = found["events"]
     print(
         f"{events:,} events, {options.streams} streams: {events / cpu_s:,.0f} events/s per core "
-        f"({cpu_s / events * 1e6:.1f} us of CPU each), {events / wall_s:,.0f}/s by the clock; "
-        f"the client's CPU {found['client_cpu_s'] / events * 1e6:.1f} us each"
+        f"({cpu_s / events * 1e6:.1f} us of CPU time each), {events / wall_s:,.0f} events/s "
+        f"elapsed; the client takes {found['client_cpu_s'] / events * 1e6:.1f} us of CPU time each"
     )
     rates = {"events_per_cpu_s": events / cpu_s, "events_per_s": events / wall_s}
     kept = {name: found[name] for name in ("events", "client_cpu_s")}

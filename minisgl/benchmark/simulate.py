@@ -1,8 +1,8 @@
-"""The real scheduler and prefix cache in virtual time: what a load gives, from the cost of a step.
+"""Runs the real scheduler and prefix cache under a load in simulated time, without a GPU.
 
-The engine is replaced by a clock that a step moves by what StepCost says of it; a server logs the
-cost of its machine when it starts ("step cost calibrated"). Beside the latencies stand the prefix
-hits, which hardly depend on the times, and those of an ideal cache.
+A clock replaces the engine: each step advances it by the time that StepCost predicts. A server logs
+the costs of its machine when it starts ("step cost calibrated"). The output has the latencies, the
+share of prompt tokens that the prefix cache held, and that share for an LRU and an ideal cache.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.benchmark.beside import streams_of, summarise_streams
+from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
-from minisgl.benchmark.flags import amount, whole
+from minisgl.benchmark.flag_types import amount, whole
 from minisgl.benchmark.latency import error_lines, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.trace import Load, hit_ratios
@@ -32,7 +32,7 @@ from minisgl.core import (
 from minisgl.message import AddReq, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 
-_HOST_S = 0.0003  # between the end of a step and the launch of the next but one
+_HOST_S = 0.0003  # host time from the end of a step to the launch of the step after the next
 # Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
 DEFAULT_COST = (
     "35.88,1.3053,1:3.983,8:4.093,16:4.261,32:4.261,64:4.338,128:5.989,256:8.043,384:9.934,"
@@ -41,14 +41,14 @@ DEFAULT_COST = (
 
 
 def read_cost(text: str) -> StepCost:
-    """What str() of a StepCost says. Raises ConfigError."""
+    """Parse the text of str(StepCost). Raises ConfigError."""
     try:
         key_ns, pair_ns, *prices = text.split(",")
         points = [(int(tokens), float(ms) / 1e3) for tokens, ms in (p.split(":") for p in prices)]
         tokens, seconds = zip(*points, strict=True)
         figures = [float(key_ns), float(pair_ns), *seconds]
         rising = [*tokens] == sorted({*tokens}) and [*seconds] == sorted(seconds)
-        if not (rising and tokens[0] > 0 and all(0 <= one < math.inf for one in figures)):
+        if not (rising and tokens[0] > 0 and all(0 <= each < math.inf for each in figures)):
             raise ValueError
         return StepCost(
             tokens=tokens,
@@ -61,6 +61,8 @@ def read_cost(text: str) -> StepCost:
 
 
 class _Pending:
+    """Implements core.PendingStep. Waiting for it advances the simulated time to its end."""
+
     def __init__(self, engine: "VirtualEngine", batch: Batch, end_s: float) -> None:
         self._engine, self._reqs, self._end_s = engine, batch.num_reqs, end_s
 
@@ -74,7 +76,7 @@ class _Pending:
 
 
 class VirtualEngine:
-    """Implements core.EngineLike. now_s: virtual time; busy_s: what all steps took together."""
+    """Implements core.EngineLike. now_s: simulated time. busy_s: sum of the times of all steps."""
 
     def __init__(self, cost: StepCost, num_pages: int, rows: int, max_seq_len: int) -> None:
         self._cost = cost
@@ -83,26 +85,28 @@ class VirtualEngine:
         self.now_s = self.busy_s = self._free_s = 0.0
 
     def launch(self, batch: Batch) -> _Pending:
-        lengths, n = batch.lengths.astype(np.int64), batch.num_decode
+        lengths = batch.lengths.astype(np.int64)
         keys = lengths * batch.start + lengths * (lengths + 1) // 2
-        seconds = self._cost.predict_s(int(lengths.sum()), int(keys[:n].sum()), int(keys[n:].sum()))
+        decode_keys = int(keys[: batch.num_decode].sum())
+        prefill_pairs = int(keys[batch.num_decode :].sum())
+        seconds = self._cost.predict_s(int(lengths.sum()), decode_keys, prefill_pairs)
         self.busy_s += seconds
         self._free_s = max(self.now_s, self._free_s) + seconds
         return _Pending(self, batch, self._free_s)
 
 
 class _Arrivals:
-    """Implements Inbox: requests in order of arrival. To wait for them moves the engine's clock."""
+    """Implements Inbox: the requests of a load. Waiting for one advances the simulated time."""
 
     def __init__(self, load: Load, engine: VirtualEngine, times_s: Sequence[float]) -> None:
-        """times_s: when the first of `load` arrive, which is in order."""
+        """times_s: arrival times of the first requests of `load`."""
         self._load, self._engine = load, engine
         self.due = [(due_s, index) for index, due_s in enumerate(times_s)]
         heapq.heapify(self.due)
         self.sent_s: dict[int, float] = {}
 
     def add(self) -> None:
-        """One more arrives now, if there is one."""
+        """Let the next request of the load arrive now, if there is one."""
         index = len(self.sent_s) + len(self.due)
         if index < len(self._load.prompts):
             heapq.heappush(self.due, (self._engine.now_s, index))
@@ -118,8 +122,8 @@ class _Arrivals:
     def _send(self, messages: list[ToScheduler]) -> None:
         due_s, index = heapq.heappop(self.due)
         self.sent_s[index] = due_s
-        most = self._load.max_tokens[index]
-        sampling = SamplingParams(max_tokens=most, ignore_eos=True, seed=0)
+        max_tokens = self._load.max_tokens[index]
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
         ids = self._load.prompts[index].astype("<i4").tobytes()
         messages.append(AddReq(uid=index, token_ids=ids, sampling=sampling))
 
@@ -127,7 +131,10 @@ class _Arrivals:
 def simulate(
     load: Load, engine: VirtualEngine, cost: StepCost, config: SchedulerConfig, concurrency: int
 ) -> list[Answer]:
-    """The answers to `load`, in order; `concurrency` at a time where it has no arrivals."""
+    """Run `load` and return its answers in order.
+
+    concurrency: open requests at a time, for a load without arrival times.
+    """
     answers = [Answer(0.0, prompt_tokens=len(prompt)) for prompt in load.prompts]
     arrivals = _Arrivals(load, engine, load.arrivals_s or [0.0] * min(concurrency, len(answers)))
     outbox = deque[StepOutput]()
@@ -159,19 +166,32 @@ def simulate(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table and one line of JSON."""
+    """Print a table and one line of JSON. Returns 1 when a request failed."""
     parser = argparse.ArgumentParser(prog="minisgl bench simulate", description=__doc__)
     parser.add_argument(
         "--cost",
         default=DEFAULT_COST,
         metavar="KEY_NS,PAIR_NS,TOKENS:MS,...",
-        help="of a step, as logged by a server (Qwen3-8B on one H200)",
+        help="costs of a step, as a server logs them (Qwen3-8B on one H200)",
     )
-    parser.add_argument("--num-pages", type=whole, default=49_000, help="of 16 tokens (49000)")
-    parser.add_argument("--max-running-requests", type=whole, default=256)
-    parser.add_argument("--max-seq-len", type=whole, default=40_960)
-    parser.add_argument("--target-step-ms", type=amount, default=SchedulerConfig().target_step_ms)
-    parser.add_argument("--cache-type", choices=("radix", "naive"), default="radix")
+    parser.add_argument(
+        "--num-pages", type=whole, default=49_000, help="KV pages of 16 tokens (49000)"
+    )
+    parser.add_argument(
+        "--max-running-requests", type=whole, default=256, help="requests in a batch (256)"
+    )
+    parser.add_argument(
+        "--max-seq-len", type=whole, default=40_960, help="context length in tokens (40960)"
+    )
+    parser.add_argument(
+        "--target-step-ms",
+        type=amount,
+        default=SchedulerConfig().target_step_ms,
+        help="step-time target; 0: none, as in the offline LLM (that of the server)",
+    )
+    parser.add_argument(
+        "--cache-type", choices=("radix", "naive"), default="radix", help="prefix cache (radix)"
+    )
     add_load_flags(parser)
     options = parser.parse_args(argv)
     cost = read_cost(options.cost)
@@ -180,25 +200,27 @@ def main(argv: Sequence[str]) -> int:
     )
     sizes = (options.num_pages, options.max_running_requests, options.max_seq_len)
     engine = VirtualEngine(cost, *sizes)
-    load, beside = load_of(options), streams_of(options)
+    load = load_of(options)
+    background = background_load(options)
     both = load
-    if beside.prompts:
+    if background.prompts:
         if load.arrivals_s is None:
             raise ConfigError("--beside is simulated with --rate or --trace only")
-        alone = simulate(beside, VirtualEngine(cost, *sizes), cost, config, 1)
+        alone = simulate(background, VirtualEngine(cost, *sizes), cost, config, 1)
         if alone[0].error:
             raise ConfigError(f"--beside: {alone[0].error}")
         begin_s = max(answer.outputs_s[0] for answer in alone)
         both = Load(
-            beside.prompts + load.prompts,
-            beside.max_tokens + load.max_tokens,
+            background.prompts + load.prompts,
+            background.max_tokens + load.max_tokens,
             [0.0] * len(alone) + [begin_s + at_s for at_s in load.arrivals_s],
         )
     answers = simulate(both, engine, cost, config, options.concurrency)
-    streams, answers = answers[: len(beside.prompts)], answers[len(beside.prompts) :]
+    num_streams = len(background.prompts)
+    streams, answers = answers[:num_streams], answers[num_streams:]
     summary: dict[str, Any] = summarise(answers)
     if streams:
-        summary["beside"] = summarise_streams(beside, streams, answers)
+        summary["beside"] = summarise_streams(background, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
     print(table(summary), *error_lines([*streams, *answers]), sep="\n")
     summary |= hit_ratios(load.prompts, engine.num_pages, engine.page_size)

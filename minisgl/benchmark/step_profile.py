@@ -1,4 +1,4 @@
-"""One decode step, kernel by kernel: what it takes, and what its bytes should take."""
+"""One decode step: its time, its floor, and the time of each kernel."""
 
 import argparse
 import json
@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minisgl.benchmark.flags import natural, whole
+from minisgl.benchmark.all_reduce import run_ranks
+from minisgl.benchmark.flag_types import natural, whole
 from minisgl.benchmark.floor import Ceilings, cost_of, load_shape, reduce_s
 from minisgl.benchmark.models import SHAPES
-from minisgl.benchmark.reduce import run_ranks
 from minisgl.core import Batch, ConfigError, EngineConfig, Int32Array, SamplingArrays
 from minisgl.distributed import Communicator, SingleCommunicator
 from minisgl.engine import Engine
@@ -27,7 +27,7 @@ _LARGEST_GRAPH = 256
 
 
 class KernelTime(NamedTuple):
-    """Of one step: how often the kernel runs, and microseconds of all its runs."""
+    """A kernel's calls in one step, and the microseconds of all of them."""
 
     name: str
     calls: float
@@ -35,24 +35,24 @@ class KernelTime(NamedTuple):
 
 
 def contexts_of(num_reqs: int, context: int, ragged: bool) -> Int32Array:
-    """`context` tokens for each req, or from half to one and a half times as many, evenly."""
+    """Return the context of each request, int32: `context`, or evenly from 0.5 to 1.5 times it."""
     spread = context // 2 if ragged else 0
     return np.linspace(context - spread, context + spread, num_reqs).astype(np.int32)
 
 
 def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
-    """Decode step number `step` of reqs that began with those contexts, every page its own."""
+    """Return decode step `step` of requests that started with `contexts` and share no page."""
     num_reqs, steps = len(contexts), _WARM_UP + _STEPS + _PROFILED
     if contexts.max() + steps > engine.max_seq_len:
         most = engine.max_seq_len - steps
-        raise ConfigError(f"a context of {contexts.max()} tokens is beyond {most}, the most here")
+        raise ConfigError(f"a context of {contexts.max()} tokens is too long; at most {most} fit")
     pages = -(-(contexts + (steps + 1)) // engine.page_size)
     if pages.sum() > engine.num_pages:
-        raise ConfigError(f"{pages.sum()} pages are needed, there are {engine.num_pages}")
+        raise ConfigError(f"{pages.sum()} KV pages are needed, the pool has {engine.num_pages}")
     rows = np.arange(num_reqs, dtype=np.int32)
     first = step == 0
     order = np.random.default_rng(0).permutation(engine.num_pages)[: pages.sum()]
-    nothing = np.zeros(0, dtype=np.int32)
+    empty = np.zeros(0, dtype=np.int32)
     return Batch(
         step_id=step,
         num_decode=num_reqs,
@@ -60,12 +60,10 @@ def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
         start=contexts + np.int32(step),
         lengths=np.ones(num_reqs, dtype=np.int32),
         samples=np.ones(num_reqs, dtype=np.bool_),
-        chunk_ids=nothing,
-        page_rows=np.repeat(rows, pages) if first else nothing,
-        page_cols=np.concatenate([np.arange(n, dtype=np.int32) for n in pages])
-        if first
-        else nothing,
-        page_ids=order.astype(np.int32) if first else nothing,
+        chunk_ids=empty,
+        page_rows=np.repeat(rows, pages) if first else empty,
+        page_cols=np.concatenate([np.arange(n, dtype=np.int32) for n in pages]) if first else empty,
+        page_ids=order.astype(np.int32) if first else empty,
         sampling=SamplingArrays(
             temperature=np.full(num_reqs, 0.6, dtype=np.float32),
             top_k=np.zeros(num_reqs, dtype=np.int32),
@@ -77,7 +75,7 @@ def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
 
 
 def run_steps(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
-    """Seconds of one step with the next one always queued, and of the CPU in one launch."""
+    """Return the seconds of one step, with the next one queued, and the CPU seconds of a launch."""
     launches: list[float] = []
     begin = time.perf_counter()
     pending = None
@@ -94,7 +92,7 @@ def run_steps(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
 
 
 def kernel_times(engine: Engine, batches: Sequence[Batch]) -> list[KernelTime]:
-    """Kernels and copies on the GPU of one step, the longest first."""
+    """Return the GPU kernels and copies of one step, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -111,19 +109,23 @@ def kernel_times(engine: Engine, batches: Sequence[Batch]) -> list[KernelTime]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the step's times and its kernels, and one line of JSON."""
+    """Print the step's times, its kernels and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench step", description=__doc__)
     parser.add_argument("--model", default="qwen3-0.6b", help=", ".join(SHAPES))
     parser.add_argument("--batch", type=whole, default=256, help="decoding requests (256)")
-    parser.add_argument("--context", type=natural, default=1024, help="tokens of each (1024)")
-    parser.add_argument("--ragged", action="store_true", help="half to one and a half times that")
+    parser.add_argument(
+        "--context", type=natural, default=1024, help="tokens of context of each request (1024)"
+    )
+    parser.add_argument(
+        "--ragged", action="store_true", help="contexts from 0.5 to 1.5 times --context"
+    )
     parser.add_argument("--page-size", type=whole, default=16)
-    parser.add_argument("--kernels", type=natural, default=25, help="lines of the table (25)")
+    parser.add_argument("--kernels", type=natural, default=25, help="kernels in the table (25)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--tp", type=whole, default=1, help="GPUs that share the model (1)")
+    parser.add_argument("--tp", type=whole, default=1, help="tensor-parallel GPUs (1)")
     options = parser.parse_args(argv)
     if options.tp > max(torch.cuda.device_count(), 1):
-        parser.error(f"needs {options.tp} CUDA devices")
+        parser.error(f"this benchmark needs {options.tp} CUDA devices")
     with tempfile.TemporaryDirectory() as folder:
         if options.tp == 1:
             profile_rank(SingleCommunicator(), options, folder)
@@ -132,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -> None:
-    """The benchmark on one rank; rank 0 prints."""
+    """Run the benchmark on one rank. Rank 0 prints."""
     model_folder = Path(folder) / str(comm.tp.rank)
     path, model = load_shape(options.model, model_folder)
     config = EngineConfig(
@@ -141,7 +143,7 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
         tp_size=comm.tp.size,
         page_size=options.page_size,
         num_pages=options.batch * -(-(options.context + 128) // options.page_size),
-        max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # so that it is padded as in service
+        max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # the batch is padded as in a server
         dummy_weight=options.model in SHAPES,
     )
     engine = Engine(config, comm)
@@ -165,21 +167,22 @@ def report(
     launch_s: float,
     kernels: list[KernelTime],
 ) -> None:
+    """Print the results."""
     cost, ceilings = cost_of(model, options.tp), Ceilings()
     weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
     kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
     arithmetic_s = options.batch * cost.operations / ceilings.operations_per_s
-    sums_s = cost.sums * reduce_s(options.tp, options.batch * cost.sum_bytes)
-    floor_s = max(weights_s, arithmetic_s) + kv_s + sums_s
+    reduce_time_s = cost.reduces * reduce_s(options.tp, options.batch * cost.reduce_bytes)
+    floor_s = max(weights_s, arithmetic_s) + kv_s + reduce_time_s
     print(
         f"{options.model}, {options.batch} requests at {options.context} tokens of context, "
         f"{options.tp} GPUs"
     )
     print(
-        f"step {step_s * 1e6:,.0f} µs, launch {launch_s * 1e6:,.0f} µs of CPU; floor "
+        f"step {step_s * 1e6:,.0f} µs, launch {launch_s * 1e6:,.0f} µs of CPU time; floor "
         f"{floor_s * 1e6:,.0f} µs ({floor_s / step_s:.1%}): weights {weights_s * 1e6:,.0f} µs, "
         f"arithmetic {arithmetic_s * 1e6:,.0f} µs, KV {kv_s * 1e6:,.0f} µs, "
-        f"sums {sums_s * 1e6:,.0f} µs"
+        f"all-reduce {reduce_time_s * 1e6:,.0f} µs"
     )
     if kernels:
         print(f"{'kernel':<72} {'calls':>7} {'µs/step':>9}")

@@ -1,8 +1,8 @@
-"""Request traces with block hashes, and what an ideal prefix cache would find in them.
+"""Request traces with block hashes, and the hit ratios of an LRU and an ideal prefix cache on them.
 
-The format is that of the traces published with Mooncake (FAST '25): one JSON object a line, with
-timestamp (ms), input_length, output_length (tokens) and hash_ids, one for each block of 512 tokens;
-prompts that share their first k ids share their first 512 k tokens.
+The format is that of the traces published with Mooncake (FAST '25): one JSON object per line, with
+timestamp (ms), input_length, output_length (tokens) and hash_ids, one for each block of 512 tokens.
+Prompts that share their first k hash ids share their first 512 k tokens.
 """
 
 import heapq
@@ -28,7 +28,12 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(NamedTuple):
-    """prompts: int32 [tokens] each; arrivals_s: from the first one on, None: as answers end."""
+    """The requests of a benchmark.
+
+    prompts     int32 [tokens] each.
+    max_tokens  output tokens of each request.
+    arrivals_s  seconds after the first arrival; None: a request is sent when another one ends.
+    """
 
     prompts: list[Int32Array]
     max_tokens: list[int]
@@ -36,7 +41,7 @@ class Load(NamedTuple):
 
 
 def read_trace(path: Path, count: int | None = None) -> list[TraceRequest]:
-    """The first `count` requests. Raises ConfigError that names the line at fault."""
+    """Read the first `count` requests. Raises ConfigError that names the wrong line."""
     decoder = msgspec.json.Decoder(TraceRequest)
     requests: list[TraceRequest] = []
     try:
@@ -64,10 +69,11 @@ def replay(
     max_prompt_tokens: int | None = None,
     largest_id: int = 10_000,
 ) -> Load:
-    """Prompts made of one pseudo-random block of tokens for each hash id, and when they arrive.
+    """Return a load in which each hash id is a block of pseudo-random tokens.
 
-    time_scale multiplies arrival times, length_scale the lengths of blocks (so that sharing stays
-    as it is) and of outputs; max_prompt_tokens cuts longer prompts.
+    time_scale: factor for the arrival times. length_scale: factor for the lengths of blocks and
+    outputs; prompts still share the same blocks. max_prompt_tokens: longer prompts are cut.
+    largest_id: largest token id.
     """
     size = max(1, round(BLOCK_TOKENS * length_scale))
     blocks: dict[int, Int32Array] = {}
@@ -89,7 +95,7 @@ def replay(
 
 
 def hit_ratios(prompts: list[Int32Array], pages: int, page_size: int) -> dict[str, float]:
-    """Of an LRU cache and of an ideal one of so many pages, to stand beside what was measured."""
+    """Return the hit ratios of an LRU cache and of an ideal cache with `pages` pages."""
     return {
         "lru_hit_ratio": lru_hit_ratio(prompts, pages, page_size),
         "ideal_hit_ratio": ideal_hit_ratio(prompts, pages, page_size),
@@ -97,12 +103,12 @@ def hit_ratios(prompts: list[Int32Array], pages: int, page_size: int) -> dict[st
 
 
 def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> float:
-    """Share of prompt tokens that a clairvoyant prefix cache of so many pages would have had.
+    """Return the share of prompt tokens that an ideal prefix cache with `pages` pages would hold.
 
-    An upper bound for any real cache of this size: prompts arrive one after the other in this
-    order, each is cached as a whole at once, nothing else takes pages, and the page that is needed
-    again latest is given up (Belady, 1966). As in the engine, hits are whole pages and at least
-    one token of a prompt is computed.
+    This is an upper bound for a real cache of this size. Prompts arrive one after the other, in
+    this order. Each is cached as a whole at once, and nothing else uses pages. The page whose next
+    use is the latest is evicted (Belady, 1966). As in the engine, hits are whole pages, and at
+    least one token of a prompt is computed.
     """
     chains = [_page_chain(prompt, page_size) for prompt in prompts]
     uses: dict[int, list[int]] = {}
@@ -110,7 +116,7 @@ def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> fl
         for page in chain:
             uses.setdefault(page, []).append(turn)
     cached: dict[int, int] = {}  # page -> its next use
-    queue: list[tuple[int, int, int]] = []  # (-next use, -depth, page): the first is given up
+    queue: list[tuple[int, int, int]] = []  # (-next use, -depth, page): the first is evicted next
     hits = 0
     for prompt, chain in zip(prompts, chains, strict=True):
         usable = (len(prompt) - 1) // page_size
@@ -129,7 +135,10 @@ def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> fl
 
 
 def lru_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> float:
-    """The same where what was used least recently is given up, the ends of prompts first."""
+    """Return the same for a cache that evicts the page which was used least recently.
+
+    Of the pages of one prompt, the last is evicted first.
+    """
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for prompt in prompts:
@@ -146,7 +155,7 @@ def lru_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> floa
 
 
 def _page_chain(prompt: Int32Array, page_size: int) -> list[int]:
-    """A number for each whole page that stands for it and all before it."""
+    """Return one number for each whole page, a hash of the page and all pages before it."""
     chain: list[int] = []
     before = 0
     for start in range(0, len(prompt) // page_size * page_size, page_size):

@@ -1,4 +1,4 @@
-"""A fixed set of prompts and output lengths."""
+"""Workloads: random prompts and output lengths, fixed by a seed."""
 
 import argparse
 import random
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.benchmark.flags import natural, whole
+from minisgl.benchmark.flag_types import natural, whole
 from minisgl.core import ConfigError
 
 LARGEST_ID = 10_000
@@ -15,7 +15,7 @@ LARGEST_ID = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """prompts: token ids; max_tokens: how many tokens each generates, no more and no less."""
+    """prompts: token ids. max_tokens: the exact number of tokens that each prompt generates."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
@@ -35,10 +35,12 @@ def make_workload(
     seed: int = 0,
     largest_id: int = LARGEST_ID,
 ) -> Workload:
-    """Lengths uniform in the ranges, both ends included.
+    """Return `count` prompts of random ids in 0..largest_id, with random output lengths.
 
+    prompt_tokens, output_tokens: smallest and largest length; lengths are uniform in that range.
+    shared_prefix_tokens: length of a prefix that is added to every prompt.
     The defaults are the workload in the README files of nano-vllm and mini-sglang: 142,827 prompt
-    and 133,966 output tokens. shared_prefix_tokens more ids begin every prompt.
+    and 133,966 output tokens.
     """
     source = random.Random(seed)
     prompts = [
@@ -51,39 +53,42 @@ def make_workload(
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that workload_from reads."""
+    """Add the flags that workload_from reads."""
     group = parser.add_argument_group("workload")
     group.add_argument("--requests", type=whole, default=256, help="number of prompts (256)")
-    for what in ("prompt", "output"):
+    for kind in ("prompt", "output"):
         group.add_argument(
-            f"--{what}-tokens",
+            f"--{kind}-tokens",
             type=int,
             nargs=2,
             default=(100, 1024),
             metavar=("MIN", "MAX"),
-            help=f"{what} lengths, uniform (100 1024)",
+            help=f"range of {kind} lengths, uniform (100 1024)",
         )
     group.add_argument(
-        "--shared-prefix", type=natural, default=0, help="tokens all prompts begin with"
+        "--shared-prefix", type=natural, default=0, help="length of a prefix of all prompts"
     )
-    group.add_argument("--seed", type=int, default=0, help="of lengths and token ids (0)")
+    group.add_argument("--seed", type=int, default=0, help="seed of lengths and token ids (0)")
     group.add_argument(
-        "--largest-id", type=natural, default=LARGEST_ID, help=f"of prompt tokens ({LARGEST_ID})"
+        "--largest-id",
+        type=natural,
+        default=LARGEST_ID,
+        help=f"largest id in prompts ({LARGEST_ID})",
     )
 
 
 def check_workload(options: argparse.Namespace) -> None:
-    """Raises ConfigError where the flags describe no workload."""
-    for what in ("prompt", "output"):
-        least, most = getattr(options, f"{what}_tokens")
-        if not 1 <= least <= most:
-            raise ConfigError(f"--{what}-tokens takes a positive MIN and a MAX not below it")
+    """Raise ConfigError when a range of lengths is empty."""
+    for kind in ("prompt", "output"):
+        smallest, largest = getattr(options, f"{kind}_tokens")
+        if not 1 <= smallest <= largest:
+            raise ConfigError(f"--{kind}-tokens takes a positive MIN and a MAX not below it")
 
 
 def workload_from(options: argparse.Namespace, vocab_size: int | None = None) -> Workload:
-    """The workload that the flags describe; vocab_size: its ids are below that.
+    """Return the workload that the flags describe. Raises ConfigError.
 
-    Raises ConfigError.
+    vocab_size: all ids are below it.
     """
     check_workload(options)
     largest = options.largest_id

@@ -1,4 +1,4 @@
-"""The owner of what is free: KV pages, or rows of the request table. Knows ids and steps alone."""
+"""`FencedPool`: hands out KV pages, or rows of the request table, and takes them back."""
 
 import numpy as np
 
@@ -6,41 +6,52 @@ from minisgl.core import Int32Array, InvariantBroken
 
 
 class FencedPool:
-    """Ids 0..size-1: free ones, and such given up that a step in flight may still touch.
+    """A pool of the ids 0..size-1 that delays the reuse of an id until the GPU is done with it.
 
-    num_free: can be handed out now. num_quarantined: become so when steps in flight are resolved.
-    out: bool [size]; is handed out.
+    The GPU runs behind the host, so a step in flight may still write to a page whose request has
+    ended. `release` therefore takes a fence: the last step that touches the ids. They are in
+    quarantine until `resolve` reports that this step has completed.
 
-    I1  An id given up with fence step f is not handed out before step f has been resolved.
-    I2  Each id is at any time in exactly one place: free here, in quarantine here, or handed out.
-        Handing out or giving up twice raises InvariantBroken.
+        pool = FencedPool(2)
+        pages = pool.allocate(2)
+        pool.release(pages, fence=3)  # num_free == 0, num_quarantined == 2
+        pool.resolve(3)               # num_free == 2, num_quarantined == 0
+
+    num_free         ids that can be allocated now.
+    num_quarantined  released ids that wait for their fence.
+    allocated        bool [size]; True for each id that is allocated.
+
+    I1  An id that was released with fence step f is not allocated again before step f has been
+        resolved.
+    I2  Each id is in exactly one place: free, in quarantine, or allocated. Allocating more ids than
+        are free and releasing an id twice raise InvariantBroken.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._stack = np.arange(size - 1, -1, -1, dtype=np.int32)
         self.num_free = size
-        self.out = np.zeros(size, dtype=np.bool_)
+        self.allocated = np.zeros(size, dtype=np.bool_)
         self._quarantine: dict[int, list[Int32Array]] = {}
         self.num_quarantined = 0
         self._resolved_step = 0
 
     def allocate(self, count: int) -> Int32Array:
-        """Hand out `count` ids; the caller has made sure that they are there."""
+        """Return `count` ids, int32 [count]. The caller has checked that so many are free."""
         if count > self.num_free:
             raise InvariantBroken(f"{count} asked, {self.num_free} free; this is a bug")
         self.num_free -= count
         ids = self._stack[self.num_free : self.num_free + count].copy()
-        self.out[ids] = True
+        self.allocated[ids] = True
         return ids
 
     def release(self, ids: Int32Array, fence: int) -> None:
-        """Take ids back; `fence` is the last launched step that touches them."""
+        """Take ids back. fence: the last launched step that touches them."""
         if not len(ids):
             return
-        if not self.out[ids].all():
-            raise InvariantBroken(f"given up twice: {ids.tolist()}; this is a bug")
-        self.out[ids] = False
+        if not self.allocated[ids].all():
+            raise InvariantBroken(f"released twice: {ids.tolist()}; this is a bug")
+        self.allocated[ids] = False
         if fence <= self._resolved_step:
             self._push(ids)
         else:
@@ -60,13 +71,13 @@ class FencedPool:
         self.num_free += len(ids)
 
     def check_integrity(self) -> None:
-        """Raise InvariantBroken unless every id is accounted for exactly once (I2)."""
-        parked = [ids for group in self._quarantine.values() for ids in group]
-        held = np.concatenate([self._stack[: self.num_free], *parked])
+        """Raise InvariantBroken unless every id is in exactly one place (I2)."""
+        quarantined = [ids for group in self._quarantine.values() for ids in group]
+        held = np.concatenate([self._stack[: self.num_free], *quarantined])
         if len(np.unique(held)) != len(held):
             raise InvariantBroken("an id is free twice; this is a bug")
-        if self.out[held].any() or len(held) + int(self.out.sum()) != self.size:
+        if self.allocated[held].any() or len(held) + int(self.allocated.sum()) != self.size:
             raise InvariantBroken(
                 f"free {self.num_free} + quarantined {self.num_quarantined} + "
-                f"out {int(self.out.sum())} != {self.size}; this is a bug"
+                f"allocated {int(self.allocated.sum())} != {self.size}; this is a bug"
             )

@@ -1,14 +1,15 @@
-"""A radix tree over pages of token ids: which prompt KV is in which pages.
+"""`RadixCache`: the prefix cache, a radix tree over pages of token ids.
 
-The idea is RadixAttention's (Zheng et al., SGLang, 2024, section 3). Edges hold whole pages, so a
-child is found by the bytes of its first page, and edges are compared as arrays. Below the root
-the salt stands before these bytes (pages have one size, so this is unambiguous): what differs in
-salt shares nothing.
+The idea is RadixAttention (Zheng et al., SGLang, 2024, section 3). An edge holds whole pages of
+tokens. A node finds its child by the bytes of the child's first page, and compares the rest of the
+edge as arrays. Below the root, the bytes of the cache salt precede those of the page, so requests
+with different salts share no node. All pages have the same size, so the two cannot be confused.
 
-Evicted are leaves that no req has found since they were inserted, least recently used first, so
-that prompts that come once do not drive out what many begin with; and where more than half of what
-is unlocked has been found, its leaves (a segmented LRU: Karedla, Love and Wherry, 1994).
-Either kind has a heap: an eviction costs O(log n).
+Eviction takes leaves that no request uses, least recently used first, from one of two classes: new
+leaves, which no request has matched since their insertion, and reused ones. New leaves go first, so
+that prompts which come once do not evict prefixes which many requests share. When more than half of
+all evictable pages are reused, reused leaves go first. This is a segmented LRU (Karedla, Love and
+Wherry, 1994). Each class has a heap, so an eviction takes O(log n).
 """
 
 import heapq
@@ -23,11 +24,18 @@ from minisgl.core import Int32Array, InvariantBroken
 
 @dataclass(slots=True, eq=False, repr=False)
 class RadixNode:
-    """An edge of whole pages and what hangs below it.
+    """A node of the tree, with the edge that leads to it from its parent.
 
-    tokens int32 [n * page_size], pages int32 [n]. lock_count: running reqs at or below this node.
-    key: under which its parent holds it. last_use: operation counter. fence: the last step that a
-    req which unlocked it was part of. reused: a req has found it.
+    tokens      int32 [n * page_size], the tokens of the edge; pages int32 [n], the pages with their
+                KV.
+    key         the node's key in parent.children.
+    last_use    time of the last match or insertion, from the cache's operation counter.
+    node_id     number of the node; it orders nodes of equal last_use in the heap.
+    lock_count  number of running requests whose prefix ends at or below this node.
+    fence       the last step of the requests that have unlocked the node; the step may still read
+                the pages.
+    in_heap     the node has a valid entry in the heap of its class.
+    reused      a request has matched the node since its insertion.
     """
 
     tokens: Int32Array
@@ -35,7 +43,7 @@ class RadixNode:
     parent: "RadixNode | None"
     key: bytes
     last_use: int
-    serial: int
+    node_id: int
     children: "dict[bytes, RadixNode]" = field(default_factory=dict)
     lock_count: int = 0
     fence: int = 0
@@ -44,71 +52,92 @@ class RadixNode:
 
 
 class Match(NamedTuple):
-    """What the cache has of a key: where that ends, and its pages int32 [tokens / page_size]."""
+    """The cached prefix of a key: the node at its end; its pages, int32 [tokens / page_size]."""
 
     node: RadixNode
     pages: Int32Array
 
 
 class Evicted(NamedTuple):
-    """pages: given up by the cache. fence: the last step that may touch them."""
+    """Pages that the cache has given up, int32. fence: the last step that may still read them."""
 
     pages: Int32Array
     fence: int
 
 
 def common_prefix(a: Int32Array, b: Int32Array) -> int:
-    """Number of leading ids that are equal."""
+    """Return the number of leading ids that are equal in `a` and `b`."""
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     return int(different.argmax()) if different.any() else length
 
 
 class RadixCache:
-    """The prefix cache of the engine. Keys are whole pages of token ids, under a salt.
+    """Finds the pages that hold the KV of a known prefix, so that it is not computed again.
 
-    Time is a counter of operations, so that tensor-parallel ranks agree on what is old.
-    evictable_pages: of unlocked nodes; locked_pages: of those that running reqs use.
+    Keys are token ids in whole pages, under a salt. With page_size 2 and the requests A = 1 2 3 4
+    and B = 1 2 5 6 the tree is
 
-    I1  lock_count of a node >= lock_count of each child: what is locked is locked to the root.
-    I2  evictable_pages + locked_pages == pages held by all nodes.
-    I3  every unlocked leaf has exactly one valid entry, in the heap of its kind; its stamp may be
-        old, but a node is never lost. The first heap may hold void ones, of nodes found since.
+        root --- 1 2 (page 7) --+-- 3 4 (page 8)
+                                +-- 5 6 (page 9)
+
+        cache.insert(ids(1, 2, 3, 4), pages=ids(7, 8))    # A has been computed
+        cache.match(ids(1, 2, 5, 6)).pages                # [7]: B computes only 5 6
+
+    The cache owns the pages of its nodes. A running request locks the path from the root to the end
+    of its prefix, which forbids eviction. Time is a counter of operations, so that all
+    tensor-parallel ranks evict the same nodes.
+
+    evictable_pages  pages of unlocked nodes.
+    locked_pages     pages of nodes that running requests use.
+
+    I1  A node's lock_count is at least that of each child: a locked node is locked up to the root.
+    I2  evictable_pages + locked_pages == pages of all nodes.
+    I3  Every unlocked leaf has exactly one valid entry, in the heap of its class. The last_use in
+        the entry may be outdated; eviction then inserts the node again. The heap of new leaves may
+        also hold void entries, of nodes that have been reused since.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._clock = 0
-        self._serial = 0
-        self._heaps: list[list[tuple[int, int, RadixNode]]] = [[], []]  # of the reused: the second
-        self._reused_pages = self._void_entries = 0  # evictable ones; of the first heap
-        nothing: Int32Array = np.empty(0, dtype=np.int32)
-        self._root = RadixNode(nothing, nothing, None, b"", 0, 0)
+        self._num_nodes = 0
+        # (last_use, node_id, node); the index is node.reused: heap 0 has new leaves, heap 1 reused
+        self._heaps: list[list[tuple[int, int, RadixNode]]] = [[], []]
+        self._void_entries = 0  # in heap 0
+        self._reused_pages = 0  # evictable pages of reused nodes
+        empty: Int32Array = np.empty(0, dtype=np.int32)
+        self._root = RadixNode(empty, empty, None, b"", last_use=0, node_id=0)
         self.evictable_pages = 0
         self.locked_pages = 0
 
     def match(self, tokens: Int32Array, salt: str = "") -> Match:
-        """The longest cached prefix. Splits an edge that matches in part, and counts as a use."""
+        """Find the longest cached prefix of `tokens`, int32, and mark its nodes as used.
+
+        An edge of which only the first pages match is split.
+        """
         self._clock += 1
-        node, found, _ = self._walk(tokens, salt)
-        for each in self._path(node):
-            if not each.reused:
-                self._reuse(each)
-        return Match(node, self._joined(found))
+        end, pages, _ = self._walk(tokens, salt)
+        for node in self._path(end):
+            if not node.reused:
+                self._mark_reused(node)
+        return Match(end, self._concatenated(pages))
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
-        """Add the part of the key that is new; the part that was there keeps its own pages.
+        """Add `tokens`, whose KV is in `pages`, as far as they are not cached yet.
 
-        The cache owns the pages returned. Where an id differs from the one given, the key was there
-        already: the given page stays with the caller, who points its page table at what is returned
-        and frees its own.
+        tokens: int32 [n * page_size]. pages: int32 [n].
+        Returns the cache's page for each of the n pages. The cache now owns them. Where the
+        returned page differs from the given one, the cache already had a page with these tokens:
+        the caller still owns the given page. It points its page table to the returned page, then
+        frees the given one.
         """
         if len(tokens) != len(pages) * self._page_size:
             raise InvariantBroken(
                 f"{len(tokens)} tokens do not fill {len(pages)} pages; this is a bug"
             )
         self._clock += 1
-        node, found, known_tokens = self._walk(tokens, salt)
+        node, cached_pages, known_tokens = self._walk(tokens, salt)
         if known_tokens < len(tokens):
             known_pages = known_tokens // self._page_size
             rest = tokens[known_tokens:].copy()
@@ -116,13 +145,13 @@ class RadixCache:
             leaf = self._new_node(rest, pages[known_pages:].copy(), node, key)
             node.children[key] = leaf
             self.evictable_pages += len(leaf.pages)
-            self._offer(leaf)
+            self._push_if_evictable(leaf)
             node = leaf
-            found.append(leaf.pages)
-        return Match(node, self._joined(found))
+            cached_pages.append(leaf.pages)
+        return Match(node, self._concatenated(cached_pages))
 
     def lock(self, end: RadixNode) -> None:
-        """Forbid eviction from the root to `end`: O(depth)."""
+        """Forbid the eviction of the nodes from the root to `end`. Takes O(depth)."""
         for node in self._path(end):
             if node.lock_count == 0:
                 self.evictable_pages -= len(node.pages)
@@ -131,9 +160,9 @@ class RadixCache:
             node.lock_count += 1
 
     def unlock(self, end: RadixNode, fence: int) -> None:
-        """Undo one lock; the pages may be touched until step `fence` has completed.
+        """Undo one lock. The pages may be read until step `fence` has completed.
 
-        Raises InvariantBroken when there is no lock.
+        Raises InvariantBroken when a node is not locked.
         """
         for node in self._path(end):
             if node.lock_count == 0:
@@ -144,23 +173,26 @@ class RadixCache:
                 self.locked_pages -= len(node.pages)
                 self.evictable_pages += len(node.pages)
                 self._reused_pages += len(node.pages) * node.reused
-                self._offer(node)
+                self._push_if_evictable(node)
 
     def evict(self, count: int) -> list[Evicted]:
-        """Give up min(count, evictable_pages) pages. The last leaf is cut, not dropped whole."""
+        """Give up min(count, evictable_pages) pages.
+
+        A leaf with more pages than are still needed loses only its last ones.
+        """
         evicted: list[Evicted] = []
         while count > 0 and any(self._heaps):
-            crowded = 2 * self._reused_pages > self.evictable_pages
-            reused = bool(self._heaps[1]) and (crowded or not self._heaps[0])
-            stamp, _, node = heapq.heappop(self._heaps[reused])
-            if node.reused != reused:
+            mostly_reused = 2 * self._reused_pages > self.evictable_pages
+            take_reused = bool(self._heaps[1]) and (mostly_reused or not self._heaps[0])
+            last_use, _, node = heapq.heappop(self._heaps[take_reused])
+            if node.reused != take_reused:  # a void entry: the node has moved to the other heap
                 self._void_entries -= 1
                 continue
             node.in_heap = False
             if node.lock_count or node.children:
                 continue
-            if stamp != node.last_use:
-                self._offer(node)
+            if last_use != node.last_use:  # used since it was pushed
+                self._push_if_evictable(node)
                 continue
             taken = min(count, len(node.pages))
             evicted.append(Evicted(self._cut(node, taken), node.fence))
@@ -168,7 +200,7 @@ class RadixCache:
         return evicted
 
     def check_integrity(self) -> None:
-        """Walk the whole tree and compare I1-I3 with the counters (tests and idle moments)."""
+        """Walk the whole tree and raise InvariantBroken where I1, I2 or I3 is broken."""
         evictable = locked = reused = 0
         stack = list(self._root.children.values())
         while stack:
@@ -187,7 +219,9 @@ class RadixCache:
                 reused += len(node.pages) * node.reused
             stack.extend(node.children.values())
         if reused != self._reused_pages:
-            raise InvariantBroken(f"{reused} pages are reused, counted {self._reused_pages}")
+            raise InvariantBroken(
+                f"{reused} pages are reused, counted {self._reused_pages}; this is a bug"
+            )
         if (evictable, locked) != (self.evictable_pages, self.locked_pages):
             raise InvariantBroken(
                 f"tree holds {evictable} evictable and {locked} locked pages, counted "
@@ -195,8 +229,13 @@ class RadixCache:
             )
 
     def _walk(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, list[Int32Array], int]:
-        """Follow `tokens` down: the last node, the pages on the way, the tokens they cover."""
-        node, position, found = self._root, 0, []
+        """Follow `tokens` from the root and mark the nodes on the way as used.
+
+        Returns the last node, the pages of each node on the way, and the number of tokens that they
+        cover.
+        """
+        node, position = self._root, 0
+        pages: list[Int32Array] = []
         while position + self._page_size <= len(tokens):
             child = node.children.get(self._key(node, tokens[position:], salt))
             if child is None:
@@ -205,63 +244,71 @@ class RadixCache:
             if shared_pages < len(child.pages):
                 child = self._split(child, shared_pages)
             child.last_use = self._clock
-            found.append(child.pages)
+            pages.append(child.pages)
             position += shared_pages * self._page_size
             node = child
-        return node, found, position
+        return node, pages, position
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
-        """Put a new node with the first `num_pages` pages above `node`; return the new one."""
-        parent, cut = node.parent, num_pages * self._page_size
+        """Move the first `num_pages` pages of `node` to a new node above it, which is returned."""
+        parent = node.parent
+        cut = num_pages * self._page_size
         assert parent is not None, "the root has no edge to split: this is a bug"
         pages = node.pages[:num_pages].copy()
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
-        upper.lock_count, upper.fence, upper.reused = node.lock_count, node.fence, node.reused
+        upper.lock_count = node.lock_count
+        upper.fence = node.fence
+        upper.reused = node.reused
         parent.children[upper.key] = upper
-        node.tokens, node.pages = node.tokens[cut:].copy(), node.pages[num_pages:].copy()
+        node.tokens = node.tokens[cut:].copy()
+        node.pages = node.pages[num_pages:].copy()
         node.parent = upper
         node.key = self._key(upper, node.tokens, "")
         upper.children[node.key] = node
         return upper
 
     def _cut(self, node: RadixNode, num_pages: int) -> Int32Array:
-        """Take the last pages off an unlocked leaf, and the leaf off the tree when none is left."""
+        """Remove the last pages of an unlocked leaf, and the leaf itself when none is left."""
         kept = len(node.pages) - num_pages
         taken = node.pages[kept:]
         self.evictable_pages -= num_pages
         self._reused_pages -= num_pages if node.reused else 0
         if kept:
-            node.pages, node.tokens = node.pages[:kept], node.tokens[: kept * self._page_size]
-            self._offer(node)
+            node.pages = node.pages[:kept]
+            node.tokens = node.tokens[: kept * self._page_size]
+            self._push_if_evictable(node)
             return taken
         parent = node.parent
         assert parent is not None, "the root is never evicted: this is a bug"
         del parent.children[node.key]
         node.parent = None
-        self._offer(parent)
+        self._push_if_evictable(parent)
         return taken
 
-    def _reuse(self, node: RadixNode) -> None:
-        """A req has found `node`: what it has in the first heap is void, and few void ones stay."""
+    def _mark_reused(self, node: RadixNode) -> None:
+        """Move `node` to the reused class. Its entry in heap 0 is void from now on.
+
+        Heap 0 is rebuilt when more than half of its entries are void.
+        """
         node.reused = True
         self._reused_pages += 0 if node.lock_count else len(node.pages)
         self._void_entries += node.in_heap
         node.in_heap = False
-        self._offer(node)
+        self._push_if_evictable(node)
         if 2 * self._void_entries > len(self._heaps[0]):
             self._heaps[0] = [entry for entry in self._heaps[0] if not entry[2].reused]
             heapq.heapify(self._heaps[0])
             self._void_entries = 0
 
-    def _offer(self, node: RadixNode) -> None:
-        """Enter `node` into the heap if it can be evicted and is not there yet (I3)."""
+    def _push_if_evictable(self, node: RadixNode) -> None:
+        """Add `node` to the heap of its class if it can be evicted and has no entry yet (I3)."""
         if node.in_heap or node.lock_count or node.children or node.parent is None:
             return
         node.in_heap = True
-        heapq.heappush(self._heaps[node.reused], (node.last_use, node.serial, node))
+        heapq.heappush(self._heaps[node.reused], (node.last_use, node.node_id, node))
 
     def _path(self, end: RadixNode) -> Iterator[RadixNode]:
-        """From `end` up to, not including, the root."""
+        """The nodes from `end` up to the root, which is not included."""
         node: RadixNode | None = end
         while node is not None and node is not self._root:
             yield node
@@ -270,12 +317,12 @@ class RadixCache:
     def _new_node(
         self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes
     ) -> RadixNode:
-        self._serial += 1
-        return RadixNode(tokens, pages, parent, key, self._clock, self._serial)
+        self._num_nodes += 1
+        return RadixNode(tokens, pages, parent, key, self._clock, self._num_nodes)
 
     def _key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:
         page = tokens[: self._page_size].tobytes()
         return salt.encode() + page if salt and parent is self._root else page
 
-    def _joined(self, found: list[Int32Array]) -> Int32Array:
-        return np.concatenate(found) if found else self._root.pages
+    def _concatenated(self, pages: list[Int32Array]) -> Int32Array:
+        return np.concatenate(pages) if pages else self._root.pages

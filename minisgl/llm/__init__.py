@@ -1,4 +1,4 @@
-"""The offline engine: the server's scheduler and caches without the server."""
+"""The offline engine `LLM`: the scheduler and the caches of the server, without the server."""
 
 from minisgl.llm.llm import LLM
 from minisgl.llm.results import Completion, Piece

@@ -1,4 +1,4 @@
-"""`LLM`: generate and chat without a server. Same scheduler, only input and output replaced."""
+"""`LLM`: text generation without a server, on the scheduler and the engine of the server."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -30,80 +30,58 @@ Conversation = Sequence[dict[str, Any]]
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 Stop = str | Sequence[str]
 
-_NO_PROMPT = "a prompt is text or a sequence of token ids"
+_NOT_A_PROMPT = "a prompt is text or a sequence of token ids"
 
 
 class LLM:
-    """A model in this process, or with tp=N in N processes, one for each GPU.
+    """Generates and chats without a server, for scripts, evaluations and batch jobs.
 
-        with LLM("Qwen/Qwen3-0.6B") as llm:
+        with LLM("Qwen/Qwen3-0.6B", max_seq_len=4096) as llm:
             print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
+            completions = llm.generate(["One prompt", "Another"], SamplingParams(max_tokens=8))
+            for piece in llm.stream("Once upon a time"):
+                print(piece.text, end="")
 
-    Any number of LLMs may live side by side. Not thread-safe: one call at a time.
+    The model runs in this process, or with tp=N in N processes, one for each GPU. Scheduler, engine
+    and prefix cache are those of the server. Several LLMs may exist side by side. An LLM is not
+    thread-safe: one call at a time.
     """
 
     def __init__(
-        self,
-        model: str | None = None,
-        *,
-        revision: str | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        tp: int = 1,
-        page_size: int = 16,
-        num_pages: int | None = None,
-        memory_ratio: float = 0.9,
-        max_running_reqs: int = 256,
-        max_seq_len: int | None = None,
-        attention_backend: str = "auto",
-        cuda_graph_max_bs: int | None = None,
-        dummy_weight: bool = False,
-        kernel_cache: str | None = None,
-        prefill_budget_tokens: int = 8192,
-        cache_type: str = "radix",
-        overlap: bool = True,
+        self, model: str | None = None, *, revision: str | None = None, tp: int = 1, **settings: Any
     ) -> None:
-        """Load `model`: a folder, a hub id, or None for the embedded demo model.
+        """Load a model.
 
-        The other arguments are those of EngineConfig and SchedulerConfig. Raises ConfigError. With
-        tp > 1 every method may raise WorkerDied, within seconds of the end of a process; the LLM
-        can then only be closed.
+        model: a folder, a hub id, or None for the embedded demo model. revision: of the hub id.
+        tp: number of tensor-parallel ranks, each on a GPU of its own.
+        settings: fields of EngineConfig and SchedulerConfig by name, such as num_pages, max_seq_len
+        or prefill_budget_tokens. There is no step-time target unless target_step_ms is given: only
+        the throughput counts.
+
+        Raises ConfigError for values that cannot work, TypeError for an unknown name. With tp > 1,
+        every method raises WorkerDied within seconds after a rank has ended; the LLM can then only
+        be closed.
         """
         if model is None:
             path = str(demo_model_path())
         else:
-            path = resolve_model(model, revision, weights=not dummy_weight)
-        engine_config = EngineConfig(
-            model_path=path,
-            dtype=dtype,
-            device=device,
-            tp_size=tp,
-            page_size=page_size,
-            num_pages=num_pages,
-            memory_ratio=memory_ratio,
-            max_running_reqs=max_running_reqs,
-            max_seq_len=max_seq_len,
-            attention_backend=attention_backend,
-            cuda_graph_max_bs=cuda_graph_max_bs,
-            dummy_weight=dummy_weight,
-            kernel_cache=kernel_cache,
-        )
-        scheduler_config = SchedulerConfig(
-            prefill_budget_tokens=prefill_budget_tokens,
-            target_step_ms=None,  # nobody waits for single tokens: throughput only
-            cache_type=cache_type,
-            overlap=overlap,
-        )
+            path = resolve_model(model, revision, weights=not settings.get("dummy_weight"))
+        policy: dict[str, Any] = {"target_step_ms": None}
+        for name in SchedulerConfig.__struct_fields__:
+            if name in settings:
+                policy[name] = settings.pop(name)
+        engine_config = EngineConfig(model_path=path, tp_size=tp, **settings)
+        scheduler_config = SchedulerConfig(**policy)
         self.tokenizer = TextTokenizer.load(path)
-        kind = LocalWorker if tp == 1 else RankWorkers
-        self.worker: LocalWorker | RankWorkers = kind(engine_config, scheduler_config)
+        worker_class = LocalWorker if tp == 1 else RankWorkers
+        self.worker: LocalWorker | RankWorkers = worker_class(engine_config, scheduler_config)
         self.facts: ModelFacts = self.worker.facts
         self._next_uid = 1
         self._running: dict[int, Generation] = {}
         self._closed = False
 
     def default_sampling(self) -> SamplingParams:
-        """What the model's generation config recommends."""
+        """The sampling parameters that the model's generation config recommends."""
         return SamplingParams(**self.facts.sampling_defaults)  # type: ignore[arg-type]
 
     def generate(
@@ -114,15 +92,18 @@ class LLM:
         stop: Stop = (),
         progress: bool = True,
     ) -> Completion | list[Completion]:
-        """Complete one prompt or many: text, or token ids. One in, one out; many in, a list out.
+        """Complete one prompt, or a list of prompts. A prompt is text, or a sequence of token ids.
 
-        sampling: one for all, one per prompt, or None for the model's defaults. stop: strings
-        that end a text. Raises InvalidRequest for parameters of a wrong type or out of range, and
-        for what is no prompt; an input that cannot be served comes back as a Completion with
-        finish_reason ERROR.
+        Returns one Completion for one prompt, and a list in the order of the prompts for a list.
+        sampling: one for all prompts, one per prompt, or None for the model's defaults.
+        stop: strings that end a text. progress: show a progress bar on stderr.
+
+        Raises InvalidRequest for parameters and prompts of a wrong type or out of range. A prompt
+        that the engine cannot serve, such as one that is too long, does not fail the others: its
+        Completion has finish_reason ERROR.
         """
-        one, many = _listed(prompts, (int, np.integer), _NO_PROMPT)
-        return self._run(one, many, sampling, stop, progress)
+        single, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
+        return self._run(single, listed, sampling, stop, progress)
 
     def chat(
         self,
@@ -133,10 +114,14 @@ class LLM:
         progress: bool = True,
         template_options: dict[str, Any] | None = None,
     ) -> Completion | list[Completion]:
-        """Answer one conversation (a list of messages) or many, by the model's chat template."""
-        one, many = _listed(conversations, dict, "a conversation is a list of messages")
-        prompts = [self.tokenizer.encode_chat(list(c), template_options) for c in many]
-        return self._run(one, prompts, sampling, stop, progress)
+        """Answer one conversation, or a list of conversations, with the model's chat template.
+
+        A conversation is a list of messages with `role` and `content`. template_options: variables
+        for the template. The rest is as for `generate`.
+        """
+        single, listed = _as_list(conversations, dict, "a conversation is a list of messages")
+        prompts = [self.tokenizer.encode_chat(list(each), template_options) for each in listed]
+        return self._run(single, prompts, sampling, stop, progress)
 
     def stream(
         self,
@@ -145,13 +130,16 @@ class LLM:
         *,
         stop: Stop = (),
     ) -> Iterator[Piece]:
-        """Like generate, piece by piece as text comes; it is the whole that is to end early, so
-        what may become longest begins first. Leaving the loop early aborts the rest."""
-        _, many = _listed(prompts, (int, np.integer), _NO_PROMPT)
-        return self._stream(many, sampling, stop)
+        """Complete prompts as `generate` does, and yield the text in pieces as it is generated.
+
+        Prompts with the highest max_tokens start first, so that all of them together end early.
+        Leaving the loop early aborts the prompts that are not complete.
+        """
+        _, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
+        return self._stream(listed, sampling, stop)
 
     def close(self) -> None:
-        """Free the model and the KV pool. Calling it twice is harmless."""
+        """Free the model and the KV pool. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self.worker.close()
@@ -163,44 +151,41 @@ class LLM:
         self.close()
 
     def _run(
-        self, one: bool, prompts: Sequence[Prompt], sampling: Sampling, stop: Stop, progress: bool
+        self,
+        single: bool,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        stop: Stop,
+        progress: bool,
     ) -> Completion | list[Completion]:
         done: dict[int, Completion] = {}
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
-            for piece in self._stream(prompts, sampling, stop, whole=not stop):
+            for piece in self._stream(prompts, sampling, stop, text_at_end=not stop):
                 if piece.completion is not None:
                     done[piece.index] = piece.completion
                     bar.update()
-        assert len(done) == len(prompts), "a req ended without a terminal message: this is a bug"
-        return done[0] if one else [done[index] for index in range(len(prompts))]
+        assert len(done) == len(prompts), "a request has no terminal message: this is a bug"
+        return done[0] if single else [done[index] for index in range(len(prompts))]
 
     def _stream(
         self,
         prompts: Sequence[Prompt],
         sampling: Sampling,
         stop: Stop,
-        whole: bool = False,
+        text_at_end: bool = False,
     ) -> Iterator[Piece]:
-        """whole: nobody looks before the end, so text is made once, when a generation is done."""
+        """text_at_end: detokenise each generation once, when it ends."""
         self._check_open()
         if self._running:
             raise InvalidRequest("one call at a time: a stream has not been read to its end")
-        stops, params = _stop_strings(stop), self._params(sampling, len(prompts))
-        self.worker.settle(())  # what a second Ctrl-C has left
+        stop_strings = _stop_strings(stop)
+        params = self._params(sampling, len(prompts))
+        self.worker.settle(())  # a second Ctrl-C may have left requests of the last call running
         running = self._running
-        encode = self.tokenizer.encode_text
         try:
-            # the longest first: none is left to run alone at the end
+            # The longest first, so that none of them runs alone at the end.
             for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
-                prompt, one = prompts[index], params[index]
-                ids = _as_ids(encode(prompt) if isinstance(prompt, str) else prompt)
-                uid, self._next_uid = self._next_uid, self._next_uid + 1
-                options = TextOptions(
-                    prompt_tail=ids[-8:].tolist(), stop=stops, min_tokens=one.min_tokens
-                )
-                text = TextStream(self.tokenizer.vocabulary, options)
-                running[uid] = Generation(index, text, whole)
-                self.worker.send(AddReq(uid=uid, token_ids=ids.tobytes(), sampling=one))
+                self._submit(index, prompts[index], params[index], stop_strings, text_at_end)
             while running:
                 for output in self.worker.step():
                     yield from self._read(output)
@@ -210,22 +195,43 @@ class LLM:
             if not self._closed:
                 self.worker.settle(running)
 
+    def _submit(
+        self,
+        index: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        stop_strings: list[str],
+        text_at_end: bool,
+    ) -> None:
+        ids = _as_ids(self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt)
+        options = TextOptions(
+            prompt_tail=ids[-8:].tolist(), stop=stop_strings, min_tokens=sampling.min_tokens
+        )
+        stream = TextStream(self.tokenizer.vocabulary, options)
+        uid = self._next_uid
+        self._next_uid += 1
+        self._running[uid] = Generation(index, stream, text_at_end)
+        self.worker.send(AddReq(uid=uid, token_ids=ids.tobytes(), sampling=sampling))
+
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this LLM is closed")
 
     def _read(self, output: StepOutput) -> Iterator[Piece]:
+        """Add one step's output to the running generations and yield their new text."""
         running = self._running
         for done in output.prefill_done:
             running[done.uid].prefill_done = done
-        for told in output.prompt_logprobs:
-            running[told.uid].prompt_logprobs.append(told)
-        for found in output.logprobs:
-            running[found.uid].logprobs.append(found)
-        by_stop = {f.uid for f in output.finished if f.reason is FinishReason.STOP}
+        for prompt_logprobs in output.prompt_logprobs:
+            running[prompt_logprobs.uid].prompt_logprobs.append(prompt_logprobs)
+        for logprobs in output.logprobs:
+            running[logprobs.uid].logprobs.append(logprobs)
+        stopped = {
+            finished.uid for finished in output.finished if finished.reason is FinishReason.STOP
+        }
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
             generation = running[uid]
-            piece = generation.push(token_id, ends_by_stop=uid in by_stop)
+            piece = generation.push(token_id, is_stop_token=uid in stopped)
             if piece is not None:
                 if generation.stream.stopped:
                     self.worker.send(AbortReq(uid=uid, reason=FinishReason.STOP))
@@ -240,40 +246,45 @@ class LLM:
         params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != count:
             raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts")
-        return [_checked(one).seeded() for one in params]
+        return [_checked(each).seeded() for each in params]
 
 
-def _listed(given: Any, item: Any, wanted: str) -> tuple[bool, list[Any]]:
-    """Whether it is one (a text, or it begins with an `item`); a list of that one, or of all."""
-    some = (Sequence, np.ndarray)
-    listed = isinstance(given, some)
-    one = isinstance(given, str) or (listed and len(given) > 0 and isinstance(given[0], item))
-    many = [given] if one else given
-    if not listed or not all(isinstance(each, some) for each in many):
-        raise InvalidRequest(wanted, param="prompt")
-    return one, list(many)
+def _as_list(given: Any, element: Any, expected: str) -> tuple[bool, list[Any]]:
+    """Return whether `given` is a single input, and the list of inputs.
+
+    A single input is a text, or a sequence that begins with an `element`. Raises InvalidRequest
+    with the text `expected` when `given` is neither an input nor a sequence of inputs.
+    """
+    sequences = (Sequence, np.ndarray)
+    if not isinstance(given, sequences):
+        raise InvalidRequest(expected, param="prompt")
+    single = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], element))
+    inputs = [given] if single else list(given)
+    if not all(isinstance(each, sequences) for each in inputs):
+        raise InvalidRequest(expected, param="prompt")
+    return single, inputs
 
 
 def _as_ids(prompt: Sequence[int]) -> "array[int]":
-    """int32, as AddReq holds them. Raises InvalidRequest."""
+    """Return token ids as int32, as AddReq holds them. Raises InvalidRequest."""
     try:
-        return array("i", iter(prompt))  # of bytes it would take the memory
+        return array("i", iter(prompt))  # without iter, bytes would be read as raw int32
     except OverflowError:
         raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None
     except (TypeError, ValueError):
-        raise InvalidRequest(_NO_PROMPT, param="prompt") from None
+        raise InvalidRequest(_NOT_A_PROMPT, param="prompt") from None
 
 
 def _stop_strings(stop: Any) -> list[str]:
-    """Raises InvalidRequest."""
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
+    """Return one string, or a sequence of strings, as a list. Raises InvalidRequest."""
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
         raise InvalidRequest("stop must be strings that are not empty", param="stop")
-    return list(stops)
+    return list(strings)
 
 
 def _checked(sampling: Any) -> SamplingParams:
-    """The same with values of the declared types. Raises InvalidRequest."""
+    """Return a copy with values of the declared types and ranges. Raises InvalidRequest."""
     if not isinstance(sampling, SamplingParams):
         raise InvalidRequest("sampling parameters are SamplingParams", param="sampling")
     try:

@@ -1,4 +1,4 @@
-"""What the offline LLM hands back, and how it is put together from scheduler outputs."""
+"""The results of `LLM`, and their construction from the scheduler's outputs."""
 
 from dataclasses import dataclass, field
 
@@ -11,12 +11,12 @@ from minisgl.tokenizer import TextStream
 class Completion:
     """One finished generation.
 
-    text             does not include the stop token; token_ids do.
-    error            why finish_reason is ERROR: this input failed, for example because its prompt
-                     is too long. The other inputs of the same call are not affected.
-    logprobs         one entry per token of token_ids, if the sampling parameters ask for them.
-    prompt_logprobs  one entry per part of the prompt, without its first token; the parts are in
-                     order. Empty if the sampling parameters do not ask for them.
+    text             without the stop token or the stop string that ended it.
+    token_ids        with the stop token.
+    error            the reason when finish_reason is ERROR. Only this prompt failed, for example
+                     because it is too long; the other prompts of the call are not affected.
+    logprobs         one for each of token_ids, if the sampling parameters ask for them.
+    prompt_logprobs  of all prompt tokens except the first, in parts, if asked for.
     """
 
     text: str
@@ -31,7 +31,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of one generation of a stream; completion is there in its last piece."""
+    """New text of one generation of a stream.
+
+    index: position of its prompt in the call. completion: set in the last piece of a generation.
+    """
 
     index: int
     text: str
@@ -40,14 +43,16 @@ class Piece:
 
 @dataclass(slots=True)
 class Generation:
-    """One generation in the making. whole: its text is made when it is done, not piece by piece.
+    """A generation that is not complete yet.
 
-    prefill_done: arrives before any of its outputs.
+    index        position of its prompt in the call.
+    text_at_end  its tokens are detokenised once, when it ends, and not piece by piece.
+    prefill_done the scheduler's first message about it, which precedes its first token.
     """
 
     index: int
     stream: TextStream
-    whole: bool
+    text_at_end: bool
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -55,27 +60,27 @@ class Generation:
     prefill_done: PrefillDone = field(init=False)
     completion: Completion | None = None
 
-    def push(self, token_id: int, ends_by_stop: bool) -> Piece | None:
-        """One more token. ends_by_stop: it is the stop token, which is not text."""
+    def push(self, token_id: int, is_stop_token: bool) -> Piece | None:
+        """Add a token and return its text. A stop token has none."""
         if self.completion is not None:
-            return None  # a stop string ended it; the scheduler has not heard of it yet
+            return None  # ended by a stop string; the scheduler has not aborted it yet
         self.token_ids.append(token_id)
-        if self.whole:
+        if self.text_at_end:
             return None
-        text = self.stream.push(token_id, is_text=not ends_by_stop)
+        text = self.stream.push(token_id, is_text=not is_stop_token)
         self.parts.append(text)
         if self.stream.stopped:
             self.completion = self._complete(FinishReason.STOP, None)
         return Piece(self.index, text, self.completion) if text or self.completion else None
 
     def finish(self, finished: Finished) -> Piece | None:
-        """The terminal message; the text that was withheld comes out."""
+        """End the generation and return the rest of its text."""
         if self.completion is not None:
             return None
-        if self.whole:
-            ends_by_stop = finished.reason is FinishReason.STOP
-            texts = self.token_ids[:-1] if ends_by_stop else self.token_ids
-            self.parts = [self.stream.push(token_id) for token_id in texts]
+        if self.text_at_end:
+            has_stop_token = finished.reason is FinishReason.STOP
+            text_ids = self.token_ids[:-1] if has_stop_token else self.token_ids
+            self.parts = [self.stream.push(token_id) for token_id in text_ids]
         text = self.stream.finish()
         self.parts.append(text)
         reason = FinishReason.STOP if self.stream.stopped else finished.reason
@@ -90,6 +95,6 @@ class Generation:
             prompt_tokens=self.prefill_done.prompt_tokens,
             cached_tokens=self.prefill_done.cached_tokens,
             error=error,
-            logprobs=self.logprobs[: len(self.token_ids)],  # not what came after a stop string
+            logprobs=self.logprobs[: len(self.token_ids)],  # without tokens after a stop string
             prompt_logprobs=self.prompt_logprobs,
         )

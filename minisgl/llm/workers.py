@@ -1,4 +1,4 @@
-"""What computes for an `LLM`: a scheduler in its own process, or one process for each rank."""
+"""The workers of an `LLM`: a scheduler in the caller's process, or one process for each rank."""
 
 import contextlib
 import os
@@ -37,31 +37,34 @@ from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.utils import make_socket_dir, supervise
 
-_LOOK_S = 0.2  # how often, at least, it is looked whether the ranks live
-_FIRST_REQS = 32  # with which a first step begins before all have come
-_LEAVE_S = 5.0  # for ranks to end by themselves
+_POLL_S = 0.2  # the longest time between two checks that the ranks are alive
+_FIRST_STEP_REQS = 32  # the first step starts with so many requests, before all are submitted
+_SHUTDOWN_S = 5.0  # time for the ranks to end by themselves
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C counts afterwards: a scheduler left in the middle of a step loses pages, or waits
-    without end for a result that it was about to read; so would we for an output of ranks."""
+    """Deliver a Ctrl-C after the block instead of inside it.
+
+    A scheduler that is interrupted in the middle of a step loses pages, or later waits forever for
+    a result that has been read already. The same holds for an output of the ranks.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if handler is None or threading.current_thread() is not threading.main_thread():
-        yield  # Python interrupts the main thread alone
+        yield  # Python raises KeyboardInterrupt in the main thread only
         return
-    asked: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if asked:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
 class LocalWorker:
-    """One rank in the caller's process: takes requests, gives what comes of them."""
+    """A scheduler and an engine of one rank in the caller's process."""
 
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         self._engine = Engine(engine, SingleCommunicator(), config.prefill_budget_tokens)
@@ -76,13 +79,15 @@ class LocalWorker:
         self.facts = self._engine.facts()
 
     def send(self, message: ToScheduler) -> None:
+        """Queue a message. The first step starts once _FIRST_STEP_REQS messages are queued, so that
+        the caller tokenises the other prompts while that step runs."""
         self._inbox.messages.append(message)
-        if self.scheduler.idle and len(self._inbox.messages) >= _FIRST_REQS:
+        if self.scheduler.idle and len(self._inbox.messages) >= _FIRST_STEP_REQS:
             with _uninterrupted():
-                self.scheduler.iterate()  # the caller makes the rest ready while this step runs
+                self.scheduler.iterate()
 
     def step(self) -> list[StepOutput]:
-        """What has come since; blocks for a step at most. Raises EngineError when none can come."""
+        """Run one iteration and return all outputs since the last call. Raises EngineError."""
         with _uninterrupted():
             self.scheduler.iterate()
         outputs = list(self._outputs)
@@ -90,26 +95,30 @@ class LocalWorker:
         return outputs
 
     def settle(self, uids: Collection[int]) -> None:
-        """Abort these, and return when every request has ended."""
+        """Abort the requests `uids`, and return when every request has ended."""
         self._inbox.messages.extend(AbortReq(uid=uid) for uid in uids)
         with _uninterrupted():
             while self._inbox.messages or not self.scheduler.idle:
                 self.step()
 
     def close(self) -> None:
+        """Wait for the step in flight and free the engine's memory."""
         self.scheduler.drain_in_flight()
         self._engine.close()
 
 
 class RankWorkers:
-    """A LocalWorker's like with all ranks as processes, started as the server starts them: they end
-    with this one, or when nobody refers to it any more.
+    """All tensor-parallel ranks as processes, with the interface of LocalWorker.
 
-    (Linux ends them with the thread that made the LLM, if that ends earlier.)
+    The ranks are started as the server starts them. They end with the caller's process, and when
+    this object is garbage-collected. Linux also ends them with the thread that created the LLM.
     """
 
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
-        """Blocks until all are ready. Raises ConfigError or WorkerDied when one ends instead."""
+        """Start the ranks and wait until all are ready.
+
+        Raises ConfigError or WorkerDied when a rank ends instead.
+        """
         folder = make_socket_dir()
         self.children: list[supervise.Child] = []
         self._lost: MinisglError | None = None
@@ -146,30 +155,34 @@ class RankWorkers:
 
     @_uninterrupted()
     def send(self, message: ToScheduler) -> None:
+        """Send a message to rank 0."""
         if isinstance(message, AddReq):
             self._unfinished.add(message.uid)
         self._requests.send(message)
 
     @_uninterrupted()
     def step(self) -> list[StepOutput]:
+        """Return the outputs that have arrived, after at most _POLL_S. Raises WorkerDied."""
         self._check()
-        list(self._status.drain())  # counters, for nobody
-        outputs = list(self._outputs.drain()) if self._outputs.poll(_LOOK_S) else []
+        list(self._status.drain())  # statistics, which the LLM does not use
+        outputs = list(self._outputs.drain()) if self._outputs.poll(_POLL_S) else []
         self._unfinished -= {finished.uid for output in outputs for finished in output.finished}
         return outputs
 
     def settle(self, uids: Collection[int]) -> None:
+        """Abort the requests `uids`, and return when every request has ended."""
         for uid in uids:
             self.send(AbortReq(uid=uid))
         while self._unfinished:
             self.step()
 
     def close(self) -> None:
+        """End the ranks: by a Shutdown message, or after _SHUTDOWN_S by force."""
         self.send(Shutdown())
-        end_s = time.monotonic() + (_LEAVE_S if hasattr(self, "facts") else 0.0)
+        end_s = time.monotonic() + (_SHUTDOWN_S if hasattr(self, "facts") else 0.0)
         while time.monotonic() < end_s and len(ended := self._ended()) < len(self.children):
             if any(child.exit_code for child in ended):
-                break  # one has failed: the others may wait for it without end
+                break  # a rank has failed, and the others may wait for it forever
             time.sleep(0.01)
         for queue in (self._outputs, self._status, self._requests):
             queue.close()
@@ -183,7 +196,7 @@ class RankWorkers:
         waiting = {child.role for child in self.children}
         while waiting or facts is None:
             self._check()
-            self._status.poll(_LOOK_S)
+            self._status.poll(_POLL_S)
             for message in self._status.drain():
                 if isinstance(message, Ready):
                     waiting.discard(message.role)
@@ -191,25 +204,26 @@ class RankWorkers:
         return facts
 
     def _check(self) -> None:
-        """Raise when a rank has ended, the same each time."""
+        """Raise the same error at each call after a rank has ended."""
         if self._lost is None and (ended := self._ended()):
             self._lost = self._cause(ended)
         if self._lost is not None:
             raise self._lost
 
     def _cause(self, ended: list[supervise.Child]) -> MinisglError:
-        """A rank that was killed, else the first that said why: the others then lose a peer."""
+        """Return the error of the rank that failed first: a rank that was killed, else the first
+        that reported a reason. The other ranks fail because they have lost a peer."""
         killed = [child for child in ended if (child.exit_code or 0) < 0]
         reasons = supervise.read_reasons(self._reasons)
-        said = [child for role in reasons for child in self.children if child.role == role]
-        child = [*killed, *said, *ended][0]
-        code = child.process.wait()  # who has said why ends at once
+        reported = [child for role in reasons for child in self.children if child.role == role]
+        child = [*killed, *reported, *ended][0]
+        code = child.process.wait()  # returns soon: a rank ends right after its report
         kind = ConfigError if code == supervise.CONFIG_EXIT else WorkerDied
         return kind(child.explain(reasons))
 
 
 def _clean_up(children: list[supervise.Child], reasons_fd: int, folder: str) -> None:
-    """Leave nothing of a RankWorkers behind."""
+    """Kill the processes of a RankWorkers and remove its pipes and its folder of sockets."""
     for child in children:
         child.process.kill()
         child.process.wait()

@@ -1,4 +1,4 @@
-"""The brain: who runs in which step, and who owns which memory."""
+"""The scheduler: it decides which requests each step contains and which request owns which page."""
 
 from minisgl.scheduler.inbox import LocalInbox
 from minisgl.scheduler.process import build_scheduler, run_scheduler

@@ -1,4 +1,4 @@
-"""Where a scheduler's messages come from."""
+"""The sources of a scheduler's messages."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,41 +14,45 @@ class Inbox(Protocol):
     """The ordered input of one rank."""
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        """The messages of this iteration. wait_s: for the first of them; None: without end.
+        """Return the messages of this iteration.
 
-        plan_hash: of the batch that this rank launched last, to be compared between ranks.
+        wait_s: wait at most this long for the first message; None waits without a limit.
+        plan_hash: hash of the batch that this rank launched last. Ranks compare their hashes.
         """
 
 
 class QueueInbox:
-    """Rank 0 of a server: what the API server sends."""
+    """Rank 0 of a server: the queue from the API server."""
 
     def __init__(self, receiver: Receiver[ToScheduler]) -> None:
         self._receiver = receiver
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        """The first message ends a wait: to launch a step with its prompt takes the host 5 to 8 ms,
-        and begun at the end of the wait it leaves the GPU dry."""
+        """Return as soon as one message is there.
+
+        Launching a step with a new prompt takes the host 5 to 8 ms. If that began at the end of the
+        wait, the GPU would be idle before the step is launched.
+        """
         if wait_s != 0.0:
             self._receiver.poll(wait_s)
         return list(self._receiver.drain())
 
 
 class LocalInbox:
-    """A deque in the same process: the offline LLM and tests."""
+    """A deque that the caller fills, for a scheduler in the caller's process (LLM, tests)."""
 
     def __init__(self) -> None:
         self.messages: deque[ToScheduler] = deque()
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        """Never waits: in one process nobody else could send."""
+        """Return at once: while this method waited, the caller could not add a message."""
         messages = list(self.messages)
         self.messages.clear()
         return messages
 
 
 class LeaderInbox:
-    """Rank 0 with followers: passes each iteration's messages on before using them itself."""
+    """Rank 0 with followers: sends each iteration's messages to the other ranks, then uses them."""
 
     def __init__(self, source: Inbox, followers: Sequence[Sender[LeaderStep]]) -> None:
         self._source = source
@@ -65,7 +69,7 @@ class LeaderInbox:
 
 
 class FollowerInbox:
-    """Ranks 1..n-1: exactly one LeaderStep per iteration, in order."""
+    """Ranks 1..n-1: one LeaderStep for each iteration, in order."""
 
     def __init__(self, receiver: Receiver[LeaderStep]) -> None:
         self._receiver = receiver
@@ -73,6 +77,11 @@ class FollowerInbox:
         self._iteration = 0
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+        """Wait for the leader's next LeaderStep, whatever wait_s is.
+
+        Raises InvariantBroken when the ranks are at different iterations or planned different
+        steps.
+        """
         while not self._steps:
             self._receiver.poll(None)
             self._steps.extend(self._receiver.drain())

@@ -1,4 +1,4 @@
-"""Who owns which page: the running reqs, the prefix cache or nobody."""
+"""`KVManager`: moves KV pages between the page pool, the prefix cache and the running requests."""
 
 import numpy as np
 
@@ -8,94 +8,127 @@ from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
 
-class KVMemory:
-    """Moves pages between page pool, prefix cache and rows.
+class KVManager:
+    """Knows the owner of every KV page, and moves pages when requests start, grow and end.
+
+                 allocate                       publish
+        pool  ------------->  a request's row  --------->  prefix cache
+          ^                          |                          |
+          +-------- release ---------+                          |
+          +------------------------ evict ----------------------+
+
+    A waiting request asks `match` for its cached prefix; `try_admit` gives it a row, locks that
+    prefix and allocates pages for the rest of its tokens. `publish` gives computed pages to the
+    prefix cache while the request goes on using them. `release` takes row and pages back.
 
     I1  free + quarantined + cached + owned by rows == all pages, at every moment between steps.
-    I2  The first tree_pages pages of a row are the cache's and locked; the rest are the row's own.
-    I3  A row points at the cache's pages before its own copies of the same tokens are freed.
+    I2  The first `shared_pages` pages of a row belong to the prefix cache and are locked. The other
+        pages of the row belong to its request alone.
+    I3  When the prefix cache already has a page with the same tokens, the row's page table points
+        to the cache's page before the request's own copy is freed.
     """
 
-    def __init__(self, page_size: int, num_pages: int, publishes: bool) -> None:
-        """publishes: what is computed goes to the prefix cache; it stays empty otherwise."""
+    def __init__(self, page_size: int, num_pages: int, use_prefix_cache: bool) -> None:
+        """use_prefix_cache: False keeps the prefix cache empty."""
         self.page_size = page_size
         self.pool = FencedPool(num_pages)
         self.cache = RadixCache(page_size)
-        self._publishes = publishes
+        self._use_prefix_cache = use_prefix_cache
         self.evicted_pages_total = 0
 
     def pages_for(self, tokens: int) -> int:
-        """Whole pages that hold `tokens` tokens."""
+        """The number of whole pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def match(self, req: Req) -> Match:
-        """The cached prefix of a waiting req, leaving at least one token to compute.
+        """Find the cached prefix of a waiting request, leaving at least one token to compute.
 
-        Who wants log-probabilities of the prompt has all of it computed.
+        A request for log-probabilities of its prompt computes the whole prompt, so it matches
+        nothing.
         """
         usable = 0 if req.sampling.prompt_logprobs is not None else len(req.tokens) - 1
         return self.cache.match(req.tokens[:usable], req.cache_salt)
 
     def try_admit(self, req: Req, match: Match, table: RequestTable) -> bool:
-        """Give a waiting req a row, its prefix and pages for all its tokens, or change nothing.
+        """Give a waiting request a row, its cached prefix and pages for all its tokens.
 
-        One page more must be available for it, and for each req that runs, unless they can never
-        need it: the first of them to need one would preempt it, and its prefill was for nothing.
+        Returns False, and changes nothing, when pages are short. One more page must be available
+        for this request, and one for each running request, except for those that can never need
+        another page. Otherwise the first of them to need a page would preempt this request, and its
+        prefill would be wasted.
         """
         self.cache.lock(match.node)
-        own_pages = self.pages_for(len(req.tokens)) - len(match.pages)
-        spare = min(1, self.pages_for(req.limit) - self.pages_for(len(req.tokens)))
-        growing = table.rows.out & (table.num_pages * self.page_size < table.limit)
-        needed = own_pages + spare + int(growing.sum())
+        pages_in_all = self.pages_for(len(req.tokens))
+        own_pages = pages_in_all - len(match.pages)
+        spare = min(1, self.pages_for(req.max_total_tokens) - pages_in_all)
+        may_grow = table.rows.allocated & (table.num_pages * self.page_size < table.limit)
+        needed = own_pages + spare + int(may_grow.sum())
         fits = needed <= self.pool.num_free + self.cache.evictable_pages
         pages = self.try_allocate(own_pages) if fits else None
-        if pages is None:  # it does not, or evicted pages are still fenced by a step in flight
+        if pages is None:
             self.cache.unlock(match.node, 0)
             return False
-        req.node, req.tree_pages = match.node, len(match.pages)
-        table.open_row(req, np.concatenate([match.pages, pages]), req.tree_pages * self.page_size)
+        req.cache_node = match.node
+        req.shared_pages = len(match.pages)
+        cached_tokens = req.shared_pages * self.page_size
+        table.open_row(req, np.concatenate([match.pages, pages]), cached_tokens)
         return True
 
     def try_allocate(self, count: int) -> Int32Array | None:
-        """`count` pages, evicting where needed; None when they are not free before a step ends."""
+        """Allocate `count` pages, evicting cached ones where needed.
+
+        Returns None when too few pages are free: there are none to evict, or a step in flight still
+        uses the evicted ones.
+        """
         self._evict(count - self.pool.num_free)
         if count > self.pool.num_free:
             return None
         return self.pool.allocate(count)
 
     def publish(self, req: Req, table: RequestTable, tokens: int) -> None:
-        """Hand the row's first `tokens` tokens, in whole pages, to the cache; keep using them."""
-        row, num_pages = req.row, tokens // self.page_size
-        if num_pages <= req.tree_pages or not self._publishes:
+        """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
+
+        The request goes on using them. Where the cache already had a page with the same tokens, the
+        row points to the cache's page afterwards and the request's own copy is freed (I3).
+        """
+        row = req.row
+        num_pages = tokens // self.page_size
+        if num_pages <= req.shared_pages or not self._use_prefix_cache:
             return
         key = table.tokens[row, : num_pages * self.page_size]
-        mine = table.page_table[row, :num_pages]
+        row_pages = table.page_table[row, :num_pages]
         fence = int(table.last_step[row])
-        node, pages = self.cache.insert(key, mine, req.cache_salt)
+        node, pages = self.cache.insert(key, row_pages, req.cache_salt)
         self.cache.lock(node)
-        assert req.node is not None, "a running req has a node: this is a bug"
-        self.cache.unlock(req.node, fence)
-        own = np.arange(num_pages) >= req.tree_pages
-        duplicates = mine[own & (pages != mine)].copy()
-        mine[:] = pages
+        assert req.cache_node is not None, "a running request has a node: this is a bug"
+        self.cache.unlock(req.cache_node, fence)
+        own = np.arange(num_pages) >= req.shared_pages
+        duplicates = row_pages[own & (pages != row_pages)].copy()
+        row_pages[:] = pages
         if len(duplicates):
-            table.clean_pages[row] = min(int(table.clean_pages[row]), req.tree_pages)
-        req.node, req.tree_pages = node, num_pages
+            table.clean_pages[row] = min(int(table.clean_pages[row]), req.shared_pages)
+        req.cache_node = node
+        req.shared_pages = num_pages
         self.pool.release(duplicates, fence)
 
     def release(self, req: Req, table: RequestTable, cached_tokens: int) -> None:
-        """Take row and pages from `req`; its first `cached_tokens` tokens go to the cache."""
+        """Take row and pages from `req`. Its first `cached_tokens` tokens go to the prefix cache.
+
+        The last step that contains the request fences the row and the pages: they are reused only
+        after that step has been resolved.
+        """
         self.publish(req, table, cached_tokens)
         row, fence = req.row, int(table.last_step[req.row])
-        own = table.page_table[row, req.tree_pages : table.num_pages[row]].copy()
+        own = table.page_table[row, req.shared_pages : table.num_pages[row]].copy()
         self.pool.release(own, fence)
-        assert req.node is not None, "a running req has a node: this is a bug"
-        self.cache.unlock(req.node, fence)
-        req.node, req.tree_pages = None, 0
+        assert req.cache_node is not None, "a running request has a node: this is a bug"
+        self.cache.unlock(req.cache_node, fence)
+        req.cache_node = None
+        req.shared_pages = 0
         table.close_row(req)
 
     def flush(self) -> None:
-        """Forget every cached prefix that no running req uses."""
+        """Evict every cached prefix that no running request uses."""
         self._evict(self.cache.evictable_pages)
 
     def _evict(self, count: int) -> None:
@@ -104,18 +137,18 @@ class KVMemory:
             self.pool.release(evicted.pages, evicted.fence)
 
     def check_integrity(self, table: RequestTable) -> None:
-        """Raise InvariantBroken when a page has no owner or two (I1, I2)."""
+        """Raise InvariantBroken unless every page has exactly one owner (I1, I2)."""
         self.pool.check_integrity()
         self.cache.check_integrity()
         table.check_integrity()
         running = [req for req in table.reqs if req is not None]
-        own = [table.page_table[r.row, r.tree_pages : table.num_pages[r.row]] for r in running]
+        own = [table.page_table[r.row, r.shared_pages : table.num_pages[r.row]] for r in running]
         owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
         if len(np.unique(owned)) != len(owned):
-            raise InvariantBroken("two reqs own the same page; this is a bug")
+            raise InvariantBroken("two requests own the same page; this is a bug")
         cached = self.cache.evictable_pages + self.cache.locked_pages
-        held = self.pool.num_free + self.pool.num_quarantined + cached + len(owned)
-        if held != self.pool.size:
+        total = self.pool.num_free + self.pool.num_quarantined + cached + len(owned)
+        if total != self.pool.size:
             raise InvariantBroken(
                 f"free {self.pool.num_free} + quarantined {self.pool.num_quarantined} + cached "
                 f"{cached} + running {len(owned)} != {self.pool.size} pages; this is a bug"

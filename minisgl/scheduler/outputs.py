@@ -25,7 +25,7 @@ class OutputBuilder:
 
     def open(self, req: Req) -> None:
         """The first output of `req` is about to be added."""
-        req.opened = True
+        req.prefill_done = True
         self._next.prefill_done.append(
             PrefillDone(
                 uid=req.uid,
@@ -74,7 +74,9 @@ class OutputBuilder:
         if first >= last:
             return
         req.prompt_reported = position + last
-        told = self._next.prompt_logprobs if req.opened else self._held.setdefault(req.uid, [])
+        told = (
+            self._next.prompt_logprobs if req.prefill_done else self._held.setdefault(req.uid, [])
+        )
         told.append(
             TokenLogprobs(
                 uid=req.uid,
@@ -87,7 +89,7 @@ class OutputBuilder:
 
     def finish(self, req: Req, reason: FinishReason, error: str | None) -> None:
         """The one terminal message of `req`."""
-        if not req.opened:
+        if not req.prefill_done:
             self.open(req)
         self._next.finished.append(Finished(uid=req.uid, reason=reason, error=error))
 

@@ -1,11 +1,9 @@
-"""Which reqs take part in the next step, and with how many tokens: the whole policy.
+"""`Planner`: decides which requests the next step contains and how many tokens of each.
 
-Decode first: every decoding req gets its token. Then prefill: chunks of admitted prompts in order
-of admission, then new admissions from the head of the queue, within the token budget. A pure
-function of the scheduler's state: no clock, no randomness, no I/O.
+A plan depends only on the scheduler's state, not on a clock, randomness or I/O, so that all
+tensor-parallel ranks plan the same steps.
 """
 
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
@@ -13,65 +11,86 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost, step_sizes
+from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost
 from minisgl.kvcache import common_prefix
-from minisgl.scheduler.kv_manager import KVMemory
+from minisgl.scheduler.budget import PrefillBudget
+from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.logits_processing import build_extras
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
 
-MAX_DEFERRED = 64  # waiting reqs looked past in one plan, so that its cost stays bounded
-MIN_SHARED_TOKENS = 64  # a shorter shared prefix is not worth a step of waiting
-MIN_CHUNK_TOKENS = 32  # prefill never stands still, whatever a step is predicted to take
-MOST_STRETCH = 2.25  # of a step with a chunk, over the same step without
-LONG_QUEUE_S = 0.25  # of prefill alone; a queue n times as long lets a step take n times as much,
-MOST_PATIENCE = 4.0  # but no more than that: streams still get some ten tokens a second
-EVEN_TOKENS = 512  # of a step: larger ones take hardly less for each token (8B)
+MAX_DEFERRED = 64  # bounds the time of one plan: at most this many waiting requests are passed over
+MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
 
 
 class Plan(NamedTuple):
-    """batch: the next step, None when nothing can run now. victim: a req to preempt, which has
-    left the running ones."""
+    """The decision for one step.
+
+    batch   the next step, None when no request can run now.
+    victim  a request to preempt. The planner has taken it out of the running requests.
+    """
 
     batch: Batch | None
     victim: Req | None
 
 
 class Planner:
-    """The queues and the choice. Owns who is waiting, in prefill and decoding.
+    """Chooses the requests and the tokens of each step, and holds the queues for it.
 
-    cost  predicts step times; None: nothing is known of them.
+        waiting  --admit-->  prefilling  --last chunk launched-->  decoding
+           ^                     |                                    |
+           +----------------- preempt --------------------------------+
 
-    I1  A req is in exactly one of: waiting, prefilling, decoding, or on its way out.
-    I2  decode_rows: of decoding reqs with a step left to launch, in order of entering decode.
-    I3  unpublished holds the running reqs whose prompt is not in the prefix cache yet.
+    A plan has three parts:
+
+    1. Every decoding request gets its next token. When pages run short, the oldest requests get
+       them and the newest running request is preempted.
+    2. Admitted prompts get chunks, in order of admission, until the step's prompt tokens are used
+       up (PrefillBudget).
+    3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
+       pages are left. A request whose prefix an older request is computing right now is passed
+       over until that prefix is in the prefix cache (in-batch prefix sharing).
+
+    waiting      the queue: preempted requests first, then new ones in order of arrival.
+    prefilling   admitted requests with prompt tokens that are not launched yet.
+    decode_rows  int32, rows of the decoding requests.
+    cost         predicts step times; None when they are unknown.
+
+    I1  A request is in exactly one place: waiting, prefilling, decoding, or in state ENDING.
+    I2  decode_rows holds the decoding requests with a step left to launch, in the order in which
+        they began to decode.
+    I3  uncached holds the running requests whose prompt is not in the prefix cache yet, in order
+        of admission.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        memory: KVMemory,
+        kv_manager: KVManager,
         table: RequestTable,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self._config = config
         self._eos = eos_token_ids
-        self._memory = memory
+        self._kv_manager = kv_manager
         self._table = table
         self.cost: StepCost | None = None
-        self._sizes = step_sizes(config.prefill_budget_tokens + table.rows.size + 1024)
         self.waiting: deque[Req] = deque()
         self.prefilling: list[Req] = []
-        self.unpublished: dict[Req, None] = {}  # a set that keeps its order
+        self._budget = PrefillBudget(config, table, self.prefilling, self.waiting)
+        self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
-    def decode_s(self, batch: Batch) -> float:
-        """Predicted seconds of `batch`: too few where not all in it decode, 0 without prices."""
+    def predict_decode_s(self, batch: Batch) -> float:
+        """Predict the seconds of a batch in which all requests decode.
+
+        The result is 0.0 without known costs, and too low for a batch with a chunk.
+        """
         keys = int(batch.start.sum())
         return 0.0 if self.cost is None else self.cost.predict_s(batch.num_reqs, keys, 0)
 
     def plan(self, step_id: int, in_flight: bool) -> Plan:
-        """Choose the next step. in_flight: a result is to come, so memory may free itself."""
+        """Plan the next step. in_flight: a launched step has no result yet; it may free pages."""
         rows, victim = self._decode_rows_with_pages(in_flight)
         starved = victim is not None or len(rows) < len(self.decode_rows)
         chunks = self._choose_chunks(rows, admit=not starved)
@@ -79,21 +98,41 @@ class Planner:
             return Plan(None, victim)
         return Plan(self._build(step_id, rows, chunks), victim)
 
-    def leave(self, req: Req) -> None:
-        """Take `req` out of the running lists; its row and pages stay until released."""
+    def launched(self, batch: Batch) -> None:
+        """Advance the lengths of a launched batch.
+
+        Requests whose last chunk it contains begin to decode. Requests whose last token it samples
+        need no further step and leave decode_rows.
+        """
+        table = self._table
+        table.computed[batch.rows] = batch.start + batch.lengths
+        table.last_step[batch.rows] = batch.step_id
+        chunk_rows = batch.rows[batch.num_decode :]
+        entering = chunk_rows[table.computed[chunk_rows] >= table.prefill_end[chunk_rows]]
+        for row in entering.tolist():
+            req = table.req_at(row)
+            self.prefilling.remove(req)
+            req.state = ReqState.DECODE
+        rows = np.concatenate([self.decode_rows, entering])
+        samples_last_token = table.computed[rows] >= table.limit[rows] - 1
+        self.decode_rows = rows[~samples_last_token]
+
+    def remove(self, req: Req) -> None:
+        """Take `req` out of the running requests. It keeps row and pages until their release."""
         if req.state is ReqState.PREFILL:
             self.prefilling.remove(req)
         elif req.state is ReqState.DECODE:
             self.decode_rows = self.decode_rows[self.decode_rows != req.row]
-        self.unpublished.pop(req, None)
+        self.uncached.pop(req, None)
         req.state = ReqState.ENDING
 
     def enqueue(self, req: Req) -> None:
-        """`req` waits: a new one after all others, a preempted one before all that never ran."""
+        """Put a new request at the end of the queue, a preempted one at its head."""
         req.state = ReqState.WAITING
-        cached = len(self._memory.match(req).pages) * self._memory.page_size
-        others = chain(self.unpublished, islice(reversed(self.waiting), MAX_DEFERRED))
-        req.to_compute = len(req.tokens) - (self._shared_with_older(req, cached, others) or cached)
+        cached = len(self._kv_manager.match(req).pages) * self._kv_manager.page_size
+        others = chain(self.uncached, islice(reversed(self.waiting), MAX_DEFERRED))
+        shared = self._shared_with_older(req, cached, others)
+        req.uncached_tokens = len(req.tokens) - (shared or cached)
         if req.admitted:
             self.waiting.appendleft(req)
         else:
@@ -102,26 +141,28 @@ class Planner:
     # --- decode ---------------------------------------------------------------------------------
 
     def _decode_rows_with_pages(self, in_flight: bool) -> tuple[Int32Array, Req | None]:
-        """Decode rows that have a page for their next token; where pages are short, those of the
-        oldest reqs, and a req to preempt."""
-        table, memory = self._table, self._memory
+        """Give each decoding row a page for its next token.
+
+        Returns the rows that have one, and a request to preempt when pages are short.
+        """
+        table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
-        short = rows[table.computed[rows] // memory.page_size >= table.num_pages[rows]]
-        if not len(short):
+        growing = rows[table.computed[rows] // kv_manager.page_size >= table.num_pages[rows]]
+        if not len(growing):
             return rows, None
-        pages = memory.try_allocate(len(short))
+        pages = kv_manager.try_allocate(len(growing))
         if pages is not None:
-            self._append_pages(short, pages)
+            self._append_pages(growing, pages)
             return rows, None
-        return self._share_out(rows, short, in_flight)
+        return self._share_out(rows, growing, in_flight)
 
     def _share_out(
-        self, rows: Int32Array, short: Int32Array, in_flight: bool
+        self, rows: Int32Array, growing: Int32Array, in_flight: bool
     ) -> tuple[Int32Array, Req | None]:
-        """Too few pages: the oldest get what there is, the newest running req has to go."""
-        req_at, pool = self._table.req_at, self._memory.pool
-        oldest = sorted(short.tolist(), key=lambda row: req_at(row).serial)
-        served, starved = np.split(np.array(oldest, dtype=np.int32), [pool.num_free])
+        """When pages run short, give them to the oldest requests and preempt the newest one."""
+        req_at, pool = self._table.req_at, self._kv_manager.pool
+        oldest_first = sorted(growing.tolist(), key=lambda row: req_at(row).arrival_index)
+        served, starved = np.split(np.array(oldest_first, dtype=np.int32), [pool.num_free])
         self._append_pages(served, pool.allocate(len(served)))
         kept = rows[~np.isin(rows, starved)]
         if pool.num_quarantined >= len(starved):
@@ -129,10 +170,10 @@ class Planner:
         running = [*self.prefilling, *map(req_at, rows.tolist())]
         if len(running) == 1:
             if not in_flight:
-                raise InvariantBroken("the only running req finds no page; this is a bug")
+                raise InvariantBroken("the only running request finds no page; this is a bug")
             return kept, None
-        victim = max(running, key=lambda req: req.serial)
-        self.leave(victim)
+        victim = max(running, key=lambda req: req.arrival_index)
+        self.remove(victim)
         return kept[kept != victim.row], victim
 
     def _append_pages(self, rows: Int32Array, pages: Int32Array) -> None:
@@ -143,122 +184,67 @@ class Planner:
     # --- prefill --------------------------------------------------------------------------------
 
     def _choose_chunks(self, decode_rows: Int32Array, admit: bool) -> dict[int, int]:
-        """How many prompt tokens are next, by row."""
-        budget = self._chunk_budget(decode_rows)
+        """Return the prompt tokens of this step by row. admit: waiting requests may start."""
+        budget = self._budget.tokens(decode_rows, self.cost)
         chunks: dict[int, int] = {}
         for req in self.prefilling:
             if budget > 0:
-                budget -= self._take(req.row, budget, chunks)
+                chunks[req.row] = self._chunk_of(req, budget)
+                budget -= chunks[req.row]
         deferred: list[Req] = []
         while admit and budget > 0 and self.waiting and self._table.rows.num_free:
             req = self.waiting[0]
-            match = self._memory.match(req)
-            cached = len(match.pages) * self._memory.page_size
-            if self._shared_with_older(req, cached, self.unpublished):
+            match = self._kv_manager.match(req)
+            cached = len(match.pages) * self._kv_manager.page_size
+            if self._shared_with_older(req, cached, self.uncached):
                 deferred.append(self.waiting.popleft())
                 if len(deferred) == MAX_DEFERRED:
                     break
                 continue
-            if not self._memory.try_admit(req, match, self._table):
+            if not self._kv_manager.try_admit(req, match, self._table):
                 break
-            self._admit(self.waiting.popleft())
-            budget -= self._take(req.row, budget, chunks)
+            self._start_prefill(self.waiting.popleft())
+            chunks[req.row] = self._chunk_of(req, budget)
+            budget -= chunks[req.row]
         self.waiting.extendleft(reversed(deferred))
         return chunks
 
     def _shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
-        """How much of its prompt one of `others` computes for `req`: at least half of what is not
-        cached, or 0, since it does not wait for less.
+        """Return the number of leading tokens of `req` that an older one of `others` computes.
 
-        So the siblings of one prompt, and a burst behind one system prompt, compute it once. It
-        waits for older reqs only: newer ones that overtake it and fail could go on for ever.
+        The result is 0 unless these are at least half of the tokens that are not cached: for less,
+        `req` does not wait. So the choices of one prompt, and a burst of requests behind one system
+        prompt, compute it once. A request waits for older ones only: newer requests that overtake
+        it and fail could make it wait forever.
         """
         if self._config.cache_type == "naive" or req.sampling.prompt_logprobs is not None:
             return 0
-        page_size, half = self._memory.page_size, (len(req.tokens) - cached + 1) // 2
-        least = self._memory.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
-        mark = req.tokens[least - 1 : least].tobytes()  # where most others differ
-        for other in others if mark else ():  # none: too short for any to save it half
-            older = other.serial < req.serial and other.cache_salt == req.cache_salt
-            if older and other.tokens[least - 1 : least].tobytes() == mark:
+        page_size = self._kv_manager.page_size
+        half = (len(req.tokens) - cached + 1) // 2
+        least = self._kv_manager.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
+        # A single token is compared first, because most prompts differ there. The slice is empty
+        # when the prompt is too short for any request to save it half.
+        last_needed = req.tokens[least - 1 : least].tobytes()
+        if not last_needed:
+            return 0
+        for other in others:
+            older = other.arrival_index < req.arrival_index and other.cache_salt == req.cache_salt
+            if older and other.tokens[least - 1 : least].tobytes() == last_needed:
                 shared = common_prefix(req.tokens[:-1], other.tokens)
                 if shared >= least:
                     return shared // page_size * page_size
         return 0
 
-    def _admit(self, req: Req) -> None:
+    def _start_prefill(self, req: Req) -> None:
         if not req.admitted:
-            req.admitted, req.cached_tokens = True, int(self._table.computed[req.row])
+            req.admitted = True
+            req.cached_tokens = int(self._table.computed[req.row])
         req.state = ReqState.PREFILL
         self.prefilling.append(req)
-        self.unpublished[req] = None
+        self.uncached[req] = None
 
-    def _take(self, row: int, budget: int, chunks: dict[int, int]) -> int:
-        chunks[row] = min(budget, int(self._table.prefill_end[row] - self._table.computed[row]))
-        return chunks[row]
-
-    def _chunk_budget(self, decode_rows: Int32Array) -> int:
-        """Prompt tokens of this step: all of the budget, or fewer beside decoding. With a step-time
-        target its time is limited; without one only the whole counts, and even steps may win."""
-        budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
-        cost = self.cost
-        if not len(decode_rows) or cost is None or not (self.prefilling or self.waiting):
-            return budget
-        if target_ms is None:
-            return min(self._even_budget(decode_rows, cost), budget)
-        return min(self._timed_budget(decode_rows, cost, target_ms), budget)
-
-    def _even_budget(self, decode_rows: Int32Array, cost: StepCost) -> int:
-        """Decoding for few reqs reads all weights for little, so prompts of reqs that end early
-        ride along with it, in steps of even size, instead of going first.
-
-        The size is the least at which no req ends later than the one with the furthest limit,
-        should each reach its own: what stands before a req in the queue, and its own prompt, is
-        computed by the time it has to begin. That takes a row for each who waits, and tokens that
-        cost less beside decoding than in a large step of their own: a small model's do not.
-        """
-        budget, table, n = self._config.prefill_budget_tokens, self._table, len(decode_rows)
-        if len(self.waiting) > table.rows.num_free:
-            return budget
-        begun = np.array([req.row for req in self.prefilling], dtype=np.int32)
-        queue = [(req.to_compute, req.limit - len(req.tokens)) for req in self.waiting]
-        waiting, most = np.array(queue or [(0, 0)]).T  # nobody waits: one of nothing
-        outputs = np.concatenate([table.limit[begun] - table.prefill_end[begun], most])
-        to_compute = np.concatenate([table.prefill_end[begun] - table.computed[begun], waiting])
-        longest = (table.limit[decode_rows] - table.computed[decode_rows]).max()
-        steps = np.maximum(max(longest, outputs.max()) - outputs, 1)
-        needed = min(int((to_compute.cumsum() // steps).max()) + 1, budget)
-        needed = max(needed, EVEN_TOKENS // 2)  # a prompt never stands still, however many decode
-        size = self._sizes[bisect_left(self._sizes, max(n + needed, EVEN_TOKENS))]
-        beside_s = cost.predict_s(size, 0, 0) - cost.predict_s(n, 0, 0)
-        alone_s = cost.predict_s(budget, 0, 0) * (size - n) / budget
-        return size - n if beside_s < alone_s else budget
-
-    def _timed_budget(self, decode_rows: Int32Array, cost: StepCost, target_ms: float) -> int:
-        """What a limit on the step's time leaves.
-
-        The limit is the step-time target, or where that is more some times what decoding alone
-        would take, and up to four times as much while a long queue waits: streams that go on
-        smoothly are no use to those that have not begun. Nor do they gain much: where arithmetic
-        bounds a step, a decode token costs 45 us (8B, H200), with others alone 27.
-        """
-        n = len(decode_rows)
-        keys = int(self._table.computed[decode_rows].sum())
-        limit_s = max(target_ms / 1000, MOST_STRETCH * cost.predict_s(n, keys, 0))
-        queue_s = cost.predict_s(sum(req.to_compute for req in self.waiting), 0, 0)
-        limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), MOST_PATIENCE)
-        if self.prefilling:
-            start = int(self._table.computed[self.prefilling[0].row])
-        else:  # none, or what is cached of the first that may be admitted
-            start = len(self.waiting[0].tokens) - self.waiting[0].to_compute
-
-        def step_s(tokens: int) -> float:
-            chunk = tokens - n
-            return cost.predict_s(tokens, keys, chunk * (start + chunk // 2))
-
-        least = bisect_left(self._sizes, n + MIN_CHUNK_TOKENS)
-        chosen = max(bisect_right(self._sizes, limit_s, lo=least, key=step_s) - 1, least)
-        return self._sizes[chosen] - n
+    def _chunk_of(self, req: Req, budget: int) -> int:
+        return min(budget, int(self._table.prefill_end[req.row] - self._table.computed[req.row]))
 
     # --- the batch ------------------------------------------------------------------------------
 
@@ -302,18 +288,3 @@ class Planner:
         page_cols = (np.repeat(first, counts) + offsets).astype(np.int32)
         table.clean_pages[rows] = end
         return np.repeat(rows, counts), page_cols
-
-    def launched(self, batch: Batch) -> None:
-        """Advance the lengths of a launched batch, and move on the reqs that got further."""
-        table = self._table
-        table.computed[batch.rows] = batch.start + batch.lengths
-        table.last_step[batch.rows] = batch.step_id
-        chunk_rows = batch.rows[batch.num_decode :]
-        entering = chunk_rows[table.computed[chunk_rows] >= table.prefill_end[chunk_rows]]
-        for row in entering.tolist():
-            req = table.req_at(row)
-            self.prefilling.remove(req)
-            req.state = ReqState.DECODE
-        rows = np.concatenate([self.decode_rows, entering])
-        at_limit = table.computed[rows] >= table.limit[rows] - 1
-        self.decode_rows = rows[~at_limit]  # of the others the last token is being sampled

@@ -1,4 +1,4 @@
-"""The main function of a scheduler process: one engine, one scheduler, its queues."""
+"""The main function of a scheduler process: one engine, one scheduler and their queues."""
 
 import gc
 import logging
@@ -24,30 +24,32 @@ from minisgl.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-STATS_INTERVAL_S = 0.05  # endpoint pickers look as often
+STATS_INTERVAL_S = 0.05  # routers (endpoint pickers) scrape the metrics at this interval
 
 
 def run_scheduler(
     engine_config: EngineConfig, scheduler_config: SchedulerConfig, *, tp_rank: int, socket_dir: str
 ) -> None:
-    """Load, say Ready, and run until Shutdown. Raises ConfigError or EngineError.
+    """Load the model, send Ready, and run until a Shutdown message.
 
-    Rank 0 binds `scheduler` and pushes to `detokenizer` and `api`; rank i binds `rank-{i}`.
+    socket_dir: folder of the sockets. Rank 0 binds `scheduler` and sends to `detokenizer` and
+    `api`; rank i binds `rank-{i}`. Raises ConfigError or EngineError.
     """
     tp = TPInfo(tp_rank, engine_config.tp_size)
-    # bound before loading, so that nothing sent meanwhile is lost and nothing has to retry
+    # The inbox is bound before the model loads, so that no message sent meanwhile is lost and no
+    # sender has to retry.
     inbox = _inbox(tp, socket_dir)
     rendezvous = str(Path(socket_dir) / "rendezvous")
     comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
     engine = Engine(engine_config, comm, scheduler_config.prefill_budget_tokens)
     api: Sender[Ready | SchedulerStats] = Sender(endpoint(socket_dir, "api"))
-    send: Callable[[StepOutput], object] = _say_nothing
+    send: Callable[[StepOutput], object] = _discard
     if tp.rank == 0:
         send = Sender[StepOutput](endpoint(socket_dir, "detokenizer")).send
     constructed_s = time.monotonic()
     scheduler = build_scheduler(engine, scheduler_config, inbox, send)
     gc.collect()
-    gc.freeze()  # what is loaded stays; collections look at requests only
+    gc.freeze()  # later collections skip all objects that exist now, and look at requests only
     name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
     startup_s = {**engine.startup_s, "warm_up": time.monotonic() - constructed_s}
     facts = engine.facts() if tp.rank == 0 else None
@@ -60,8 +62,11 @@ def run_scheduler(
 def build_scheduler(
     engine: Engine, config: SchedulerConfig, inbox: Inbox, send: Callable[[StepOutput], object]
 ) -> Scheduler:
-    """A warmed-up scheduler around `engine`, calibrated if somebody asks what steps cost: with a
-    target, and on GPUs always (a CPU takes 2 s for it)."""
+    """Warm up `engine` and return a scheduler for it.
+
+    The engine's steps are timed for the scheduler's predictions when there is a step-time target,
+    and on GPUs always. A CPU takes 2 s for the timing and skips it without a target.
+    """
     facts = engine.facts()
     scheduler = Scheduler(
         engine,
@@ -79,19 +84,19 @@ def build_scheduler(
 
 
 def _loop(scheduler: Scheduler, api: Sender[Ready | SchedulerStats] | None) -> None:
-    """api: who is told how it goes; None where another rank tells it."""
-    sent_at = -STATS_INTERVAL_S
+    """Iterate until the scheduler stops. api: receives the statistics; None on ranks 1..n-1."""
+    sent_s = -STATS_INTERVAL_S
     while not scheduler.stopping:
         scheduler.iterate()
-        now = time.monotonic()
-        if api is not None and (scheduler.idle or now - sent_at >= STATS_INTERVAL_S):
+        now_s = time.monotonic()
+        if api is not None and (scheduler.idle or now_s - sent_s >= STATS_INTERVAL_S):
             api.send(scheduler.stats())
-            sent_at = now
+            sent_s = now_s
     scheduler.drain_in_flight()
 
 
-def _say_nothing(output: StepOutput) -> None:
-    """Ranks 1..n-1: their outputs equal those of rank 0, who speaks."""
+def _discard(output: StepOutput) -> None:
+    """Drop the output of ranks 1..n-1. It equals that of rank 0, which sends it."""
 
 
 def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:

@@ -1,58 +1,111 @@
-"""One generation inside the scheduler."""
+"""`Req`, one generation inside the scheduler, and its construction from an AddReq message."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from minisgl.core import FinishReason, Int32Array, SamplingParams
+import numpy as np
+
+from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.kvcache import RadixNode
+from minisgl.message import AddReq
 
 
 class ReqState(StrEnum):
-    """Where a req is. It moves down this list, except that preemption takes it back to WAITING."""
+    """The state of a request. It moves down this list; preemption returns it to WAITING."""
 
-    WAITING = "waiting"  # owns nothing
+    WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
-    DECODE = "decode"  # one token per step, until its last one is launched and has its result
-    ENDING = "ending"  # must leave, but a step in flight contains it
-    FINISHED = "finished"  # owns nothing and has had its terminal message
+    DECODE = "decode"  # the whole prompt is launched; each step computes one token
+    ENDING = "ending"  # is to lose its row, but a step in flight may still contain it
+    FINISHED = "finished"  # owns neither row nor pages; its Finished message has been built
 
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """A generation and its claims on memory. Lengths by row stand in RequestTable.
+    """One generation: its parameters, its state and the memory that it owns.
 
-    tokens         int32, prompt and outputs so far; valid while the req owns no row.
-    prompt_len     tokens of the prompt as the client sent it.
-    limit          most tokens in all, prompt + max_tokens cut to context and pool.
-    to_compute     of its tokens, those that were not cached when it began to wait, nor to be
-                   computed for an older req.
-    serial         order of arrival; preemption takes the highest.
-    row            line in page table and token pool, -1 without one.
-    node           locked place in the prefix cache; tree_pages leading pages of the row are the
-                   cache's, the others this req's own.
-    ending         why it is to end; one in state ENDING without is preempted and waits again.
-    cache_salt     reqs of another salt do not share its prefix.
-    prompt_reported  prompt tokens whose log-probabilities have been sent.
-    cached_tokens  prefix hit of the first admission, which is what the client is told.
-    admitted_s     when that was, as in PrefillDone; 0 before.
+    Lengths that change with every step are columns of RequestTable, at index `row`.
+
+    tokens            int32; prompt and outputs so far. Valid while the request owns no row; a
+                      running request has its tokens in RequestTable.tokens.
+    prompt_len        tokens of the prompt that the client sent.
+    max_total_tokens  the request ends at this number of prompt and output tokens.
+    uncached_tokens   tokens that the request itself has to compute, as estimated when it began to
+                      wait: not those in the prefix cache, nor those that an older request
+                      computes.
+    arrival_index     position in the order of arrival. The pages of the highest are preempted
+                      first.
+    row               index in page table, token pool and RequestTable; -1 while it owns none.
+    cache_node        end of the request's prefix in the prefix cache, which it holds locked.
+    shared_pages      the first shared_pages pages of the row belong to the prefix cache; the others
+                      belong to this request.
+    end_reason        set when the request is to end. A request in state ENDING without a reason is
+                      being preempted and waits again afterwards.
+    cache_salt        only requests with an equal salt share cached prefixes.
+    cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
+                      to the client.
+    admitted_s        time of the first admission, as in PrefillDone; 0.0 before.
+    prefill_done      its PrefillDone message has been built.
+    prompt_reported   number of prompt tokens whose log-probabilities have been reported.
     """
 
     uid: int
     tokens: Int32Array
     prompt_len: int
-    limit: int
+    max_total_tokens: int
     sampling: SamplingParams
     seed: int
-    serial: int
+    arrival_index: int
     cache_salt: str = ""
     state: ReqState = ReqState.WAITING
-    to_compute: int = 0
+    uncached_tokens: int = 0
     row: int = -1
-    node: RadixNode | None = None
-    tree_pages: int = 0
+    cache_node: RadixNode | None = None
+    shared_pages: int = 0
     cached_tokens: int = 0
     admitted: bool = False
     admitted_s: float = 0.0
-    opened: bool = False
-    ending: FinishReason | None = None
+    prefill_done: bool = False
+    end_reason: FinishReason | None = None
     prompt_reported: int = 0
+
+
+def accept_request(
+    message: AddReq, *, vocab_size: int, capacity_tokens: int, arrival_index: int
+) -> Req:
+    """Check `message` against the engine's limits and return a waiting request.
+
+    The API server has checked the same limits before. This check protects the ranks from a message
+    that none of them could survive.
+
+    vocab_size: width of the logits; each token id is below it.
+    capacity_tokens: prompt and output tokens that context length and KV pool allow one request.
+    Raises RequestError (InvalidRequest, PromptTooLong) for a request that could never complete.
+    """
+    tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32)
+    message.sampling.validate(vocab_size)
+    if not len(tokens):
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise InvalidRequest(f"a token id is outside 0..{vocab_size - 1}", param="prompt")
+    max_tokens = message.sampling.max_tokens
+    needed = len(tokens) + (1 if max_tokens is None else max_tokens)
+    if needed > capacity_tokens:
+        raise PromptTooLong(
+            f"{len(tokens)} prompt tokens and {max_tokens or 1} output tokens exceed the "
+            f"{capacity_tokens} tokens that context and KV pool allow",
+            param="prompt",
+        )
+    seed = message.sampling.seed
+    return Req(
+        uid=message.uid,
+        tokens=tokens,
+        prompt_len=len(tokens),
+        max_total_tokens=capacity_tokens if max_tokens is None else needed,
+        sampling=message.sampling,
+        # The API server draws a seed for a request without one. The uid is the fallback for other
+        # senders: every rank must use the same seed.
+        seed=message.uid if seed is None else seed,
+        arrival_index=arrival_index,
+        cache_salt=message.cache_salt,
+    )

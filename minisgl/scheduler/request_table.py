@@ -10,7 +10,7 @@ from minisgl.scheduler.request import Req
 class RequestTable:
     """Rows 0..R-1 and their columns. A row belongs to at most one req.
 
-    rows        which are free; rows.out[row] while it belongs to a req.
+    rows        which are free; rows.allocated[row] while it belongs to a req.
     tokens      int32 [R, max_seq_len]; prompt and known outputs.
     known       int32 [R]; tokens whose ids the host has.
     computed    int32 [R]; tokens whose KV is written by launched steps.
@@ -68,8 +68,8 @@ class RequestTable:
         self.num_pages[row], self.clean_pages[row] = len(pages), 0
         self.known[row] = self.prefill_end[row] = length
         self.computed[row] = computed
-        self.limit[row] = req.limit
-        self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.limit)
+        self.limit[row] = req.max_total_tokens
+        self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.max_total_tokens)
         self.obeys_eos[row] = not sampling.ignore_eos
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.has_extras[row] = sampling.has_extras
@@ -97,7 +97,7 @@ class RequestTable:
         """Raise InvariantBroken unless each row is free, fenced, or its req's own."""
         self.rows.check_integrity()
         owned = [row for row, req in enumerate(self.reqs) if req is not None]
-        if owned != np.flatnonzero(self.rows.out).tolist():
+        if owned != np.flatnonzero(self.rows.allocated).tolist():
             raise InvariantBroken("a row is lost or owned twice; this is a bug")
         if any(req is not None and req.row != row for row, req in enumerate(self.reqs)):
             raise InvariantBroken("a req does not know its row; this is a bug")

@@ -25,7 +25,7 @@ def read_result(
     flight) are passed over: their token is junk. A row with non-finite logits ends with ERROR and
     gets no token.
     """
-    sampled = batch.samples & table.rows.out[batch.rows]
+    sampled = batch.samples & table.rows.allocated[batch.rows]
     broken = batch.rows[sampled & ~result.finite]
     sampled &= result.finite
     rows, tokens = batch.rows[sampled], result.tokens[sampled]

@@ -1,4 +1,4 @@
-"""`minisgl bench online` as users run it, on the demo model on CPU."""
+"""`minisgl bench online` and `bench server` as users run them, on the CPU."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_one_command_starts_a_server_and_measures_it(tmp_path: Path) -> None:
     assert plot.read_text().startswith("<svg")
 
 
-def test_the_api_process_is_measured_alone() -> None:
+def test_bench_server_measures_the_api_process() -> None:
     command = [sys.executable, "-m", "minisgl", "bench", "server", "--streams", "4"]
     done = subprocess.run(
         [*command, "--tokens", "5"], capture_output=True, text=True, timeout=120, check=True
@@ -49,7 +49,7 @@ def test_the_api_process_is_measured_alone() -> None:
     assert found["events_per_cpu_s"] > 0
 
 
-def test_a_server_that_does_not_start_is_one_error_with_its_reason() -> None:
+def test_a_server_that_does_not_start_gives_one_error_with_its_reason() -> None:
     done = bench("--model", str(model_path()), "--", "--page-size", "7")
     assert done.returncode == 2
     assert "7 is not a power of two" in done.stderr

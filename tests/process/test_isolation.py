@@ -1,4 +1,4 @@
-"""Work on one side of the service does not hold up the other."""
+"""A busy tokenizer does not delay tokens that are being streamed."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 def test_streams_go_on_while_the_tokenizer_is_busy() -> None:
     """W21: one process tokenized and detokenized, so a long prompt delayed every stream's tokens.
 
-    A tokenizer that stands still is the longest prompt there is.
+    Here the tokenizer is stopped, as if its prompt never ended.
     """
     with run_server("--num-pages", "512") as server:
         client = server.wait_ready().client()
@@ -38,7 +38,7 @@ def test_streams_go_on_while_the_tokenizer_is_busy() -> None:
             assert psutil.Process(tokenizer).status() == psutil.STATUS_STOPPED
         finally:
             os.kill(tokenizer, signal.SIGCONT)
-        assert reasons[-1] == "length", "all tokens came while the tokenizer stood still"
+        assert reasons[-1] == "length", "all tokens arrive while the tokenizer is stopped"
         assert (
             client.chat.completions.create(
                 model="minisgl-demo",

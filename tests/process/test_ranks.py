@@ -1,6 +1,7 @@
-"""Tensor-parallel ranks over gloo: what dies, hangs or runs out of memory ends all, with a reason.
+"""Tensor-parallel ranks over gloo.
 
-Nothing that they open can be reached from outside the host.
+A rank that dies, hangs or runs out of memory ends the service, with a reason. No socket of a rank
+can be reached from outside the host.
 """
 
 import os
@@ -43,11 +44,11 @@ def ask(server: ServerProcess, prompt: str | list[int] = "hi", model: str = "tin
     return httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S).status_code
 
 
-LONG_PROMPT = [7] * 3000  # its attention asks for 72 MB at once on the demo model, of two ranks
+LONG_PROMPT = [7] * 3000  # its attention allocates 72 MB at once, on the demo model with two ranks
 
 
 def leave_no_memory(pid: int) -> None:
-    """From now on this process gets no more address space: a real shortage when it asks."""
+    """Deny the process more address space, so that its next large allocation fails."""
     resource.prlimit(pid, resource.RLIMIT_AS, (1, 1))
 
 
@@ -68,7 +69,7 @@ def test_a_rank_without_memory_ends_the_service(rank: str) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_rank_lost_before_the_ranks_meet_ends_the_service(rank: str) -> None:
-    """The other one waits for it at the rendezvous, and would for ten minutes."""
+    """The other rank waits for it at the rendezvous, which would take ten minutes."""
     with run_server(*FLAGS) as server:
         os.kill(server.child_pid(rank), signal.SIGKILL)
         assert_all_end(server, f"error: {rank} (pid ")
@@ -76,7 +77,7 @@ def test_a_rank_lost_before_the_ranks_meet_ends_the_service(rank: str) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_rank_that_hangs_ends_the_service(server: ServerProcess, rank: str) -> None:
-    """The other one waits in a collective; it goes with the rest."""
+    """The other rank waits in a collective operation and is ended too."""
     os.kill(server.child_pid(rank), signal.SIGSTOP)
     assert ask(server) in (500, 503)
     assert_all_end(server, "no progress")
@@ -104,7 +105,7 @@ def test_only_loopback_is_listened_on(server: ServerProcess) -> None:
     assert peers <= {"127.0.0.1", "::1"}
 
 
-def test_two_servers_do_not_meet(server: ServerProcess, tiny_model: Path) -> None:
+def test_two_servers_are_independent(server: ServerProcess, tiny_model: Path) -> None:
     with run_server("--model", str(tiny_model), *FLAGS) as other:
         other.wait_ready()
         assert ask(server) == ask(other) == 200
@@ -113,16 +114,16 @@ def test_two_servers_do_not_meet(server: ServerProcess, tiny_model: Path) -> Non
         assert ask(server) == 200
 
 
-@pytest.mark.parametrize("harm", ["killed", "memory"])
-def test_a_rank_that_ends_is_an_error_of_the_llm(harm: str) -> None:
-    """And close() leaves no process, also when a rank of the rest waits for the lost one."""
+@pytest.mark.parametrize("cause", ["killed", "memory"])
+def test_a_rank_that_ends_raises_worker_died(cause: str) -> None:
+    """close() then leaves no process, even when another rank waits for the lost one."""
     before = set(psutil.Process().children())
     llm = LLM(tp=2, num_pages=256)
     ranks = [child for child in psutil.Process().children() if child not in before]
     assert len(ranks) == 2
     greedy = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-    stream = llm.stream([LONG_PROMPT if harm == "memory" else [5, 6, 7]], greedy)
-    if harm == "killed":
+    stream = llm.stream([LONG_PROMPT if cause == "memory" else [5, 6, 7]], greedy)
+    if cause == "killed":
         next(stream)
         ranks[1].kill()
     else:
@@ -135,16 +136,19 @@ def test_a_rank_that_ends_is_an_error_of_the_llm(harm: str) -> None:
     assert not [rank for rank in ranks if rank.is_running()]
 
 
-def test_an_llm_with_ranks_answers_aborts_and_refuses() -> None:
+def test_an_llm_with_ranks_generates_aborts_and_refuses() -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     with LLM(tp=2, num_pages=256) as llm:
-        for max_tokens in (900, 1):  # left in the middle, and where the last output has come
+        for max_tokens in (900, 1):  # left in the middle, and after the last output
             for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=max_tokens, ignore_eos=True)):
                 break
         stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=900, ignore_eos=True))
         next(stream)
         again = patch.object(llm.worker, "step", side_effect=KeyboardInterrupt)
-        with again, pytest.raises(KeyboardInterrupt):  # a second Ctrl-C, in the abort of the first
+        with (
+            again,
+            pytest.raises(KeyboardInterrupt),
+        ):  # a second Ctrl-C, during the abort after the first
             stream.close()
         answer = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], greedy, progress=False)
         assert isinstance(answer, Completion)
@@ -154,7 +158,7 @@ def test_an_llm_with_ranks_answers_aborts_and_refuses() -> None:
 
 
 def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
-    """The one that it came with was waited for without end."""
+    """Before, the output that arrived with the interrupt was lost and waited for forever."""
     drain: Callable[[Receiver[Any]], Iterator[Any]] = Receiver.drain
 
     def interrupted(receiver: Receiver[Any]) -> Iterator[Any]:
@@ -163,27 +167,31 @@ def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
                 signal.raise_signal(signal.SIGINT)
             yield message
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # SIGINT is ignored in a background process
     with LLM(tp=2, num_pages=256) as llm:
         assert isinstance(llm.worker, RankWorkers)
         sampling = SamplingParams(max_tokens=1)
         llm.worker.send(AddReq(uid=99, token_ids=array("i", [5, 6]).tobytes(), sampling=sampling))
         with patch.object(Receiver, "drain", interrupted), pytest.raises(KeyboardInterrupt):
-            list(iter(llm.worker.step, None))  # it never returns None
+            list(iter(llm.worker.step, None))  # an endless loop: step never returns None
         signal.signal(signal.SIGINT, before)
         assert not llm.worker._unfinished
 
 
-@pytest.mark.parametrize("forget", [True, False], ids=["forgotten", "at exit"])
-def test_an_llm_that_nobody_closes_leaves_nothing_behind(forget: bool, tmp_path: Path) -> None:
-    """Neither its folder of sockets nor its ranks, also where the caller's process goes on."""
+@pytest.mark.parametrize("delete", [True, False], ids=["deleted", "at exit"])
+def test_an_llm_that_is_not_closed_leaves_no_process_and_no_folder(
+    delete: bool, tmp_path: Path
+) -> None:
+    """Also while the caller's process goes on, once the LLM is garbage-collected."""
     lines = [
         "import os, psutil",
         "from minisgl.llm import LLM",
         "llm = LLM(tp=2, num_pages=256)",
         "left = lambda: (os.listdir(os.environ['TMPDIR']), psutil.Process().children())",
         "assert all(left())",
-        *(["del llm", "assert not any(left()), left()"] if forget else []),
+        *(["del llm", "assert not any(left()), left()"] if delete else []),
     ]
     environ = os.environ | {"TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environ, check=True, timeout=120)

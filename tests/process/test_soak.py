@@ -1,4 +1,7 @@
-"""Mixed load with disconnects and aborts at random moments: nothing is lost, stuck or growing."""
+"""A mixed load with disconnects and aborts at random times.
+
+No request is lost or stuck, every page is returned, and no process grows.
+"""
 
 import random
 import threading
@@ -15,13 +18,13 @@ pytestmark = pytest.mark.process
 
 CLIENTS = 6
 GROWTH = 1.05
-STUCK_S = 300.0  # far beyond any answer, also on a machine that has much else to do
+STUCK_S = 300.0  # far longer than any response takes, even on a busy machine
 TOTAL_PAGES = 512  # small enough for evictions and preemptions
 ADMIN = {"authorization": "Bearer root"}
 
 
 def request_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """Some call that the server takes, long or short."""
+    """Return the path and the body of a random valid request."""
     words = " ".join(draw.choice(["one", "two", "é€", "2 plus 2", "spell"]) for _ in range(60))
     body: dict[str, Any] = {
         "model": "minisgl-demo",
@@ -43,7 +46,10 @@ def request_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 class Load:
-    """Threads that call until told to stop; `done` counts whole answers, `bad` collects others."""
+    """Client threads that send requests until the end of the `with` block.
+
+    done: number of complete responses. bad: descriptions of wrong ones.
+    """
 
     def __init__(self, server: ServerProcess) -> None:
         self._url = server.url
@@ -61,35 +67,35 @@ class Load:
         self._stop.set()
         for thread in self._threads:
             thread.join(STUCK_S)
-        assert not any(thread.is_alive() for thread in self._threads), "a call never ended"
+        assert not any(thread.is_alive() for thread in self._threads), "a request never ended"
 
     def _run(self, seed: int) -> None:
         draw = random.Random(seed)
         with httpx.Client(base_url=self._url, timeout=STUCK_S) as client:
             while not self._stop.is_set():
                 path, body = request_of(draw)
-                begun_s = time.monotonic()
+                started_s = time.monotonic()
                 try:
                     self._one(client, draw, path, body)
                 except httpx.HTTPError as error:
-                    self.bad.append(f"{error!r} {time.monotonic() - begun_s:.0f} s {path} {body}")
+                    self.bad.append(f"{error!r} {time.monotonic() - started_s:.0f} s {path} {body}")
 
     def _one(
         self, client: httpx.Client, draw: random.Random, path: str, body: dict[str, Any]
     ) -> None:
         name = f"soak-{draw.randrange(2**60)}"
-        fate = draw.random()
+        action = draw.random()
         with client.stream("POST", path, json=body, headers={"x-request-id": name}) as answer:
-            if fate < 0.2:
-                return  # before anything is read
+            if action < 0.2:
+                return  # disconnect before reading
             pieces = []
             for piece in answer.iter_bytes():
                 pieces.append(piece)
-                if fate < 0.35:
+                if action < 0.35:
                     return
-                if fate < 0.45:
+                if action < 0.45:
                     client.post("/abort", json={"request_id": name}, headers=ADMIN)
-        if fate < 0.45:
+        if action < 0.45:
             return
         text = b"".join(pieces).decode()
         if answer.status_code != 200 or ("stream" in body and '"error"' in text):
@@ -101,7 +107,7 @@ def memory_bytes(server: ServerProcess) -> dict[str, int]:
     return {n: psutil.Process(pid).memory_info().rss for n, pid in server.child_pids().items()}
 
 
-def is_whole(server: ServerProcess) -> bool:
+def all_pages_returned(server: ServerProcess) -> bool:
     info = httpx.get(server.url + "/server_info", headers=ADMIN, timeout=STUCK_S).json()
     stats = info["stats"]
     if info["open_requests"] or stats["busy"]:
@@ -130,11 +136,11 @@ def test_soak(duration_s: int) -> None:
                 assert server.status("/livez") == 200
         assert not load.bad, load.bad[:3]
         assert load.done > duration_s / 5
-        wait_for(lambda: is_whole(server), "every page back")
+        wait_for(lambda: all_pages_returned(server), "all pages to be returned")
         late = memory_bytes(server)
         for name in early:  # shown by pytest -rP
             print(f"{name}: {early[name] / 2**20:.1f} MiB, then {late[name] / 2**20:.1f} MiB")
         ended = {k: v for k, v in server.metrics().items() if k.startswith("requests_total")}
-        print(f"{duration_s} s, {load.done} whole answers to {CLIENTS} clients; {ended}")
+        print(f"{duration_s} s, {load.done} complete responses to {CLIENTS} clients; {ended}")
         grown = {n: (early[n], late[n]) for n in early if late[n] > GROWTH * early[n]}
-        assert not grown, "bytes after the first fifth, and at the end"
+        assert not grown, "bytes in the first fifth of the time, and at the end"

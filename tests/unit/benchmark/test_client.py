@@ -1,4 +1,4 @@
-"""The client against a server that sends exactly these bytes, cut anywhere."""
+"""The client against a server that sends given bytes, split anywhere."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ def chunked(body: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving(pieces: list[bytes], close: bool = False) -> AsyncIterator[tuple[str, list[int]]]:
-    """A URL where every request gets these pieces; and the number of connections so far."""
+    """Yield a URL where every request gets `pieces`, and a list with an entry per connection."""
     connections: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,7 +64,7 @@ def ask(pieces: list[bytes], count: int = 1, close: bool = False) -> tuple[list[
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_only_events_with_output_count_however_the_bytes_are_cut(size: int) -> None:
+def test_only_events_with_output_count_for_any_split_of_the_bytes(size: int) -> None:
     whole = chunked(STREAM)
     pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
     [answer], _ = ask(pieces)
@@ -74,25 +74,27 @@ def test_only_events_with_output_count_however_the_bytes_are_cut(size: int) -> N
     assert (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == (5, 4, 2)
 
 
-def test_connections_are_used_again() -> None:
+def test_connections_are_reused() -> None:
     answers, connections = ask([chunked(STREAM)], count=3)
     assert [answer.error for answer in answers] == [None] * 3
     assert connections == 1
 
 
 def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
-    """The server closes when the second request is on its way: nothing came back, so it is sent
-    again, once, and counts from when it was sent first; a new connection on which nothing comes
-    back is an error."""
+    """The server closes the kept connection while the second request is sent.
+
+    No byte came back, so the client sends it again, once, on a new connection. Its latency counts
+    from the first attempt. When a new connection gives no byte either, that is an error.
+    """
     closed_s: list[float] = []
 
     async def run() -> tuple[list[Answer], int]:
-        met = []
+        connections = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            met.append(1)
+            connections.append(1)
             await reader.readuntil(b"{}")
-            if len(met) < 3:
+            if len(connections) < 3:
                 writer.write(chunked(STREAM))
                 with contextlib.suppress(asyncio.IncompleteReadError):
                     await reader.readuntil(b"{}")
@@ -104,7 +106,7 @@ def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
             client = StreamingClient(f"http://127.0.0.1:{port}", "/v1/completions")
             answers = [await client.post(b"{}") for _ in range(3)]
             client.close()
-            return answers, len(met)
+            return answers, len(connections)
 
     answers, connections = asyncio.run(run())
     assert [answer.error for answer in answers] == [None, None, "the server closed the connection"]
@@ -113,11 +115,13 @@ def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
     assert answers[1].sent_s < closed_s[0] < answers[1].outputs_s[0]
 
 
-def test_errors_are_told() -> None:
+def test_errors_are_reported() -> None:
     refusal = b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nfull"
     assert ask([refusal])[0][0].error == "HTTP 503: full"
     page = chunked(b"<html>\n<h1>Bad Gateway</h1>\n</html>\n").replace(b"200", b"502", 1)
-    assert "Bad Gateway" in (ask([page])[0][0].error or ""), "as a proxy says it, in some lines"
+    assert "Bad Gateway" in (ask([page])[0][0].error or ""), (
+        "the error page of a proxy has several lines"
+    )
     broken = chunked(b'data: {"error":{"message":"it failed"}}\n\n')
     assert ask([broken])[0][0].error == "it failed"
     cut = chunked(STREAM)[:200]
@@ -125,7 +129,7 @@ def test_errors_are_told() -> None:
     assert "HttpParser" in (ask([b"no http\r\n\r\n"])[0][0].error or "")
 
 
-def test_nobody_there_is_an_error_of_the_answer() -> None:
+def test_a_refused_connection_is_an_error_of_the_answer() -> None:
     client = StreamingClient("http://127.0.0.1:1", "/v1/completions")
     assert "cannot connect" in (asyncio.run(client.post(b"{}")).error or "")
     with pytest.raises(ConfigError, match="URL"):

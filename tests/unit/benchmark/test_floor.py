@@ -1,4 +1,4 @@
-"""The floor against sums done by hand."""
+"""The floor against values computed by hand."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from minisgl.benchmark.workload import Workload
 from minisgl.core import ConfigError
 
 
-def test_a_dense_model_reads_its_weights_once_a_step(tmp_path: Path) -> None:
+def test_a_dense_model_reads_its_weights_once_per_step(tmp_path: Path) -> None:
     _, model = load_shape("qwen3-8b", tmp_path)
     cost = cost_of(model)
     layer = 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288
@@ -17,7 +17,7 @@ def test_a_dense_model_reads_its_weights_once_a_step(tmp_path: Path) -> None:
     assert cost.read_bytes(1) == cost.read_bytes(256) == cost.weight_bytes
 
 
-def test_experts_are_read_when_some_token_takes_them(tmp_path: Path) -> None:
+def test_an_expert_is_read_when_a_token_is_routed_to_it(tmp_path: Path) -> None:
     _, model = load_shape("qwen3-30b-a3b", tmp_path)
     cost = cost_of(model)
     attention = 2048 * 128 * (32 + 4 + 4 + 32)
@@ -25,14 +25,15 @@ def test_experts_are_read_when_some_token_takes_them(tmp_path: Path) -> None:
     shared = 48 * (attention + 2048 * 128) + 2048 * 151936
     assert cost.weight_bytes == 2 * shared
     assert cost.read_bytes(1) == pytest.approx(2 * (shared + 48 * 8 * expert))
-    assert cost.operations == cost.read_bytes(1)  # each weight that a token meets: 2 operations
-    # 16 tokens of 8 out of 128 experts: each expert is left out by all with (15 / 16) ** 16
+    assert cost.operations == cost.read_bytes(1)  # 2 operations for each weight of 2 bytes
+    # A token is routed to 8 of 128 experts: with 16 tokens, an expert is unused with probability
+    # (15 / 16) ** 16 = 0.356074.
     assert cost.read_bytes(16) == pytest.approx(2 * (shared + 48 * 128 * expert * (1 - 0.356074)))
     assert cost.read_bytes(8192) == pytest.approx(2 * (shared + 48 * 128 * expert))
     assert cost.kv_bytes == 2 * 48 * 2 * 4 * 128
 
 
-def test_decoding_reads_what_its_steps_read(tmp_path: Path) -> None:
+def test_the_decode_floor_is_the_bytes_of_its_steps(tmp_path: Path) -> None:
     """Two requests, one of 2 tokens and one of 3: a step of 2 tokens and a step of 1."""
     _, model = load_shape("qwen3-30b-a3b", tmp_path)
     cost, ceilings = cost_of(model), Ceilings(bytes_per_s=1.0, operations_per_s=1e30)
@@ -43,17 +44,17 @@ def test_decoding_reads_what_its_steps_read(tmp_path: Path) -> None:
     assert floor.prefill_s == pytest.approx(cost.read_bytes(8192))
 
 
-def test_a_sum_takes_its_measured_time_and_between_two_a_part() -> None:
+def test_an_all_reduce_takes_its_measured_time_or_an_interpolated_one() -> None:
     row = 2 * 5120
     assert reduce_s(1, row) == 0
     assert reduce_s(4, 256 * row) == pytest.approx(19.9e-6)
     assert reduce_s(4, 160 * row) == pytest.approx((10.5 + 19.9) / 2 * 1e-6)
     assert reduce_s(2, 2 * 8192 * row) == pytest.approx(2 * 309e-6)
-    with pytest.raises(ConfigError, match="no sum over 8 GPUs was measured"):
+    with pytest.raises(ConfigError, match="all-reduce over 8 GPUs was not measured"):
         reduce_s(8, row)
 
 
-def test_several_gpus_divide_the_work_and_add_their_sums(tmp_path: Path) -> None:
+def test_several_gpus_divide_the_work_and_add_all_reduces(tmp_path: Path) -> None:
     _, model = load_shape("qwen3-14b", tmp_path)
     one, four = cost_of(model), cost_of(model, 4)
     assert four.weight_bytes == one.weight_bytes // 4
@@ -61,5 +62,5 @@ def test_several_gpus_divide_the_work_and_add_their_sums(tmp_path: Path) -> None
     assert cost_of(model, 16).kv_bytes == one.kv_bytes // 8, "8 KV heads: two ranks share one"
     work, ceilings = Workload([[5] * 100] * 8, [50] * 8), Ceilings()
     alone, shared = (floor_of(model, work, ceilings, tp=tp) for tp in (1, 4))
-    sums_s = 49 * 81 * reduce_s(4, 8 * 2 * 5120)
-    assert shared.decode_s == pytest.approx(alone.decode_s / 4 + sums_s)
+    reduces_s = 49 * 81 * reduce_s(4, 8 * 2 * 5120)
+    assert shared.decode_s == pytest.approx(alone.decode_s / 4 + reduces_s)

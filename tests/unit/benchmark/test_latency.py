@@ -1,4 +1,4 @@
-"""The definitions of the latencies, on answers whose times are chosen."""
+"""The latencies of answers with given times."""
 
 import pytest
 
@@ -36,13 +36,13 @@ def test_failed_and_empty_answers_give_no_samples() -> None:
     assert len(found.ttft_s) == 0
 
 
-def test_percentiles_lie_linearly_between_samples() -> None:
+def test_percentiles_are_interpolated_between_samples() -> None:
     found = describe(latencies([answer(0.0, float(i)) for i in range(101)]).ttft_s)
     assert (found["p50"], found["p90"], found["p99"], found["max"]) == (50, 90, 99, 100)
     assert describe(latencies([]).ttft_s) == {}
 
 
-def test_a_run_lasts_from_the_first_send_to_the_last_output() -> None:
+def test_a_run_lasts_from_the_first_request_to_the_last_output() -> None:
     answers = [
         answer(1.0, 2.0, 3.0, prompt_tokens=60, cached_tokens=15),
         answer(2.0, 4.0, 5.0, prompt_tokens=40),
@@ -55,7 +55,7 @@ def test_a_run_lasts_from_the_first_send_to_the_last_output() -> None:
     assert found["prefix_hit_ratio"] == pytest.approx(0.15)
 
 
-def test_table_and_plot_have_every_metric_also_without_samples() -> None:
+def test_table_and_plot_have_every_metric_even_without_samples() -> None:
     for answers in ([answer(0.0, 0.25, 0.5)], []):
         lines = table(summarise(answers)).splitlines()
         assert [line.split()[0] for line in lines] == ["ms", "TTFT", "ITL", "TPOT", "E2E"]

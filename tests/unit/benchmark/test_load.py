@@ -1,4 +1,4 @@
-"""Flags of loads that describe none are one sentence, not a traceback."""
+"""Wrong flags of a load give one sentence, not a traceback."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from minisgl.core import ConfigError
         ("--output-tokens 9 5", "--output-tokens takes"),
     ],
 )
-def test_flags_without_a_load(
+def test_empty_length_ranges_are_refused(
     main: Callable[[Sequence[str]], int], flags: str, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -52,10 +52,10 @@ def test_flags_without_a_load(
         (online, "--url http://127.0.0.1:1 --plot /"),
     ],
 )
-def test_flags_out_of_their_range_are_refused_by_name(
+def test_a_flag_out_of_range_is_refused_by_its_name(
     main: Callable[[Sequence[str]], int], flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They were tracebacks, the last two after the run; some of them ran without end."""
+    """Before, they gave tracebacks, the last two after the run, and some ran forever."""
     with pytest.raises(SystemExit):
         main(flags.split())
     assert f"argument {flags.split()[-2]}: " in capsys.readouterr().err
@@ -66,22 +66,24 @@ def test_flags_out_of_their_range_are_refused_by_name(
     [
         ("--url nonsense", "nonsense/v1/models cannot be read"),
         ("--url http://127.0.0.1:x", "cannot be read"),
-        ("--url http://127.0.0.1:1 -- --tp 2", "flags after -- are for a server of --model"),
+        ("--url http://127.0.0.1:1 -- --tp 2", "flags after -- need --model"),
     ],
 )
-def test_a_server_that_cannot_be_asked_is_one_sentence(flags: str, reason: str) -> None:
+def test_an_unreachable_server_gives_one_sentence(flags: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         online(flags.split())
 
 
-def test_a_trace_without_requests_is_no_load(tmp_path: Path) -> None:
-    """It was a run of no requests, and a success."""
+def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
+    """Before, it was a successful run without requests."""
     trace = tmp_path / "trace.jsonl"
     trace.touch()
     with pytest.raises(ConfigError, match=r"trace\.jsonl has no requests"):
         simulate(["--trace", str(trace)])
 
 
-def test_why_simulated_requests_failed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_failed_simulated_requests_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert simulate(["--requests", "2", "--num-pages", "1"]) == 1
     assert "error: " in capsys.readouterr().out

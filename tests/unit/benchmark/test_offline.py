@@ -1,4 +1,4 @@
-"""The offline benchmark on a model whose vocabulary and context are small."""
+"""The offline benchmark on a model with a small vocabulary and a short context."""
 
 import json
 
@@ -12,21 +12,23 @@ from minisgl.demo import model_path
 DEMO = ("--model", str(model_path()), "--device", "cpu", "--requests", "3", "--repeat", "1")
 
 
-def test_prompts_are_of_the_models_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ids up to 10,000, of which the demo model knows 1,280, were refused one by one."""
+def test_prompt_ids_are_below_the_models_vocabulary_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The demo model has 1,280 ids. Before, prompts had ids up to 10,000 and were all refused."""
     assert main([*DEMO, "--prompt-tokens", "4", "9", "--output-tokens", "2", "4"]) == 0
     totals = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 12 <= totals["prompt_tokens"] <= 27
     assert totals["runs"][0]["tokens_per_s"] > 0
 
 
-def test_what_the_model_cannot_run_is_one_sentence() -> None:
+def test_a_workload_beyond_the_context_gives_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"cannot run the workload: .* exceed the 4096 tokens"):
         main([*DEMO, "--prompt-tokens", "4000", "4000", "--output-tokens", "200", "200"])
 
 
-def test_the_readme_workload_stays_what_it_is() -> None:
-    """Its figures are compared with those of others: 142,827 prompt, 133,966 output tokens."""
+def test_the_default_workload_is_that_of_the_readme() -> None:
+    """Its results are compared with those of other engines on the same workload."""
     workload = make_workload()
     lengths = workload.prompt_lengths().sum(), workload.output_lengths().sum()
     assert lengths == (142_827, 133_966)

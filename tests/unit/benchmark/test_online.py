@@ -1,4 +1,4 @@
-"""What `bench online` says when a server refuses."""
+"""The output of `bench online` when a server refuses requests."""
 
 import json
 import threading
@@ -13,8 +13,8 @@ STREAM_TOKENS = 7
 EVENT = b'data: {"choices":[{"text":"a"}],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
 
 
-class NoStreams(BaseHTTPRequestHandler):
-    """Answers a prompt with one token, and refuses those that ask for STREAM_TOKENS."""
+class RefusesStreams(BaseHTTPRequestHandler):
+    """Answers every request with one token, except those with STREAM_TOKENS, which it refuses."""
 
     protocol_version = "HTTP/1.1"
 
@@ -35,12 +35,12 @@ class NoStreams(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing on stderr."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), NoStreams) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), RefusesStreams) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -48,7 +48,7 @@ def url() -> Iterator[str]:
         thread.join()
 
 
-def test_why_streams_beside_a_load_failed_is_said(
+def test_the_reason_of_failed_background_streams_is_printed(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load = ["--requests", "2", "--output-tokens", "1", "1", "--beside", "2", "5"]

@@ -1,4 +1,4 @@
-"""The scheduler in virtual time, with what steps of an 8B model cost on one H200."""
+"""The scheduler in simulated time, with the step costs of an 8B model on one H200."""
 
 import json
 
@@ -31,14 +31,15 @@ def load_of(*requests: tuple[float, int, int]) -> Load:
     return Load(prompts, [most for *_, most in requests], [at for at, *_ in requests])
 
 
-def test_streams_go_on_smoothly_while_long_prompts_come_in(
+def test_long_prompts_hardly_slow_down_streams(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The policy's two ends: p99 of the gaps within 2.5 times p50, prefill not below 0.54 of alone
-    (0.65 takes steps of 2.9 times: docs/benchmarks.md).
+    """The two aims of the policy: the gaps' p99 is at most 2.5 times their p50, and prefill runs at
+    0.54 of its speed without streams at least. (For 0.65, a step with a chunk would have to take
+    2.9 times a decode-only step: docs/benchmarks.md.)
 
-    64 streams at about 1,024 tokens of context, a prompt of 8,192 tokens each second; alone it was
-    measured to take 0.206 s by the client.
+    64 streams have about 1,024 tokens of context, and a prompt of 8,192 tokens arrives every
+    second. Without streams, the client measured 0.206 s for this prompt.
     """
     row = (
         "--beside 64 820 2000 --rate 1 --arrival uniform --requests 4 --prompt-tokens 8192 8192 "
@@ -54,33 +55,34 @@ def test_streams_go_on_smoothly_while_long_prompts_come_in(
 def test_streams_that_end_before_the_load_make_the_run_fail(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The number of such streams could not be written as JSON."""
+    """Before, the number of such streams could not be written as JSON."""
     row = "--beside 2 100 50 --rate 2 --requests 4 --output-tokens 8 8"
     assert main(row.split()) == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["failed"], found["beside"]["failed"]) == (2, 2)
 
 
-def test_who_comes_while_others_decode_is_in_the_next_step() -> None:
-    """Half a decode step and 2 ms until that begins; when it was queued before, one and a half."""
+def test_a_request_that_arrives_during_a_step_is_in_the_next_step() -> None:
+    """On average it waits half a decode step and 2 ms. When the next step was launched earlier, it
+    waited one and a half."""
     late = [(3.0 + 0.0937 * index, 128, 1) for index in range(20)]
     answers = run(load_of(*[(0.0, 800, 600)] * 64, *late))[64:]
-    keys = 64 * 1200  # contexts of 1,090 to 1,340 meanwhile
+    keys = 64 * 1200  # contexts of 1,090 to 1,340 at that time
     decode_s, own_s = COST.predict_s(64, keys, 0), COST.predict_s(192, keys, 128 * 64)
     waits_s = [answer.outputs_s[0] - answer.sent_s - own_s for answer in answers]
     assert np.mean(waits_s) < decode_s
 
 
 class SlowHost(VirtualEngine):
-    """Each launch takes the host 6 ms, as of steps without a CUDA graph."""
+    """Each launch takes the host 6 ms, like a step without a CUDA graph."""
 
     def launch(self, batch: Batch) -> PendingStep:
         self.now_s += 0.006
         return super().launch(batch)
 
 
-def test_the_device_does_not_wait_for_launches_that_take_long() -> None:
-    """Each step was begun 2 ms before its device ran dry: 25 % more time for each token."""
+def test_the_device_does_not_wait_for_slow_launches() -> None:
+    """Before, each launch began 2 ms before the end of a step: 25 % more time for each token."""
     engine = SlowHost(COST, num_pages=20_000, rows=512, max_seq_len=16_384)
     load = load_of(*[(0.0, 800, 100)] * 300)
     answers = simulate(load, engine, COST, SchedulerConfig(), concurrency=1)
@@ -88,9 +90,12 @@ def test_the_device_does_not_wait_for_launches_that_take_long() -> None:
 
 
 @pytest.mark.parametrize("cold", [False, True], ids=["cached", "cold"])
-def test_streams_go_on_smoothly_while_prompts_come_that_share_a_prefix(cold: bool) -> None:
-    """What 20 prompts shared, cached or yet to be computed for the first, counted as a queue of
-    4 s: the streams had gaps of 86 ms."""
+def test_prompts_with_a_shared_prefix_hardly_slow_down_streams(cold: bool) -> None:
+    """A shared prefix, cached or computed for the first prompt, is not part of the queue.
+
+    Before, it counted once for each of the 20 prompts, as a queue of 4 s, and the streams had gaps
+    of 86 ms.
+    """
     streams = load_of(*[(0.0, 820, 800)] * 64)
     [shared] = load_of((0.0, 8192, 1)).prompts
     own = load_of(*[(0.0, 200, 1)] * 20).prompts
@@ -102,7 +107,7 @@ def test_streams_go_on_smoothly_while_prompts_come_that_share_a_prefix(cold: boo
     assert max(map(np.max, gaps_s)) < 0.025
 
 
-def test_nobody_decoding_means_whole_chunks() -> None:
+def test_chunks_are_whole_while_no_request_decodes() -> None:
     [answer] = run(load_of((1.0, 8192, 3)))
     expected_s = COST.predict_s(8192, 0, 8192 * 8193 // 2)
     assert answer.sent_s == 1.0
@@ -110,14 +115,14 @@ def test_nobody_decoding_means_whole_chunks() -> None:
     assert (answer.prompt_tokens, answer.output_tokens, len(answer.outputs_s)) == (8192, 3, 3)
 
 
-def test_a_closed_loop_sends_when_another_ends() -> None:
+def test_a_closed_loop_sends_a_request_when_another_ends() -> None:
     load = Load(load_of(*[(0.0, 100, 5)] * 4).prompts, [5] * 4, None)
     answers = run(load, concurrency=2)
     ends = sorted(answer.outputs_s[-1] for answer in answers)
     assert sorted(answer.sent_s for answer in answers) == [0.0, 0.0, *ends[:2]]
 
 
-def test_what_is_cached_is_not_computed_again() -> None:
+def test_cached_tokens_are_not_computed_again() -> None:
     load = load_of((0.0, 1600, 1))
     twice = Load(load.prompts * 2, [1, 1], [0.0, 5.0])
     assert summarise(run(twice))["cached_tokens"] == 1584
@@ -131,7 +136,7 @@ def readme_requests() -> list[tuple[int, int]]:
 
 
 def test_even_steps_make_the_readme_workload_faster() -> None:
-    """Offline: 12.87 s against 13.49 s, both in the 1,024 steps of the longest answer."""
+    """Offline: 12.87 s instead of 13.49 s. Both take the 1,024 steps of the longest answer."""
     first = run_offline(readme_requests(), even=False)
     even = run_offline(readme_requests(), even=True)
     assert len(even.sizes) == len(first.sizes) == max(most for _, most in readme_requests())
@@ -139,23 +144,23 @@ def test_even_steps_make_the_readme_workload_faster() -> None:
     load = load_of(*((0.0, *request) for request in sorted(readme_requests(), key=lambda r: -r[1])))
     answers = run(Load(load.prompts, load.max_tokens, None), 256, target_step_ms=None)
     last_s = max(answer.outputs_s[-1] for answer in answers)
-    assert last_s == pytest.approx(even.seconds, rel=1e-3), "it is what the command simulates"
+    assert last_s == pytest.approx(even.seconds, rel=1e-3), "the command simulates the same"
 
 
-def test_even_steps_change_nothing_where_all_answers_are_equally_long() -> None:
+def test_even_steps_change_nothing_when_all_answers_have_the_same_length() -> None:
     requests = [(length, 512) for length, _ in readme_requests()]
     first, even = (run_offline(requests, even=is_even) for is_even in (False, True))
     assert even.sizes == first.sizes
     assert even.seconds == pytest.approx(first.seconds, rel=1e-3)
 
 
-def test_the_cost_is_read_as_it_is_logged() -> None:
+def test_a_logged_cost_can_be_read() -> None:
     assert str(COST) == str(read_cost(str(COST)))
     wrong_order = "1,2,5:1,3:4", "1,2,3:4,5:1"
     no_times = "1,nan,1:1", "1,2,1:inf", "1,2,1:-1", "1,2,0:1"
-    for wrong in ("1,2", "1,2,x:3", "1,2,3", "", *wrong_order, *no_times):
+    for text in ("1,2", "1,2,x:3", "1,2,3", "", *wrong_order, *no_times):
         with pytest.raises(ConfigError, match="is not KEY_NS"):
-            read_cost(wrong)
+            read_cost(text)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +170,7 @@ def test_the_cost_is_read_as_it_is_logged() -> None:
         ("--beside 2 50000 8 --rate 1", "--beside: 50000 prompt tokens .* exceed the 40960"),
     ],
 )
-def test_streams_that_cannot_be_simulated_are_refused(row: str, text: str) -> None:
-    """Without arrivals all of the load came at once, whatever --concurrency said."""
+def test_background_streams_that_cannot_be_simulated_are_refused(row: str, text: str) -> None:
+    """Before, a load without arrival times came all at once and --concurrency was ignored."""
     with pytest.raises(ConfigError, match=text):
         main([*row.split(), "--requests", "4"])

@@ -1,4 +1,4 @@
-"""Reading and replaying traces, and the ideal cache against every choice that a cache has."""
+"""Reading and replaying traces, and the ideal cache against an exhaustive search."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def write(folder: Path, *requests: tuple[float, int, int, list[int]]) -> Path:
     return folder / "trace.jsonl"
 
 
-def test_equal_ids_give_equal_blocks_and_prompts_are_cut(tmp_path: Path) -> None:
+def test_equal_hash_ids_give_equal_blocks(tmp_path: Path) -> None:
     path = write(tmp_path, (1000, 700, 5, [1, 2]), (3000, 600, 7, [1, 3]), (4000, 512, 1, [9]))
     load = replay(read_trace(path, 2), time_scale=0.5)
     first, second = load.prompts
@@ -36,7 +36,7 @@ def test_equal_ids_give_equal_blocks_and_prompts_are_cut(tmp_path: Path) -> None
     assert load.arrivals_s == [0.0, 1.0]
 
 
-def test_scaled_lengths_keep_what_is_shared(tmp_path: Path) -> None:
+def test_scaled_prompts_share_the_same_blocks(tmp_path: Path) -> None:
     path = write(tmp_path, (0, 1024, 40, [1, 2]), (0, 1024, 1, [1, 3]))
     load = replay(read_trace(path), length_scale=0.25, max_prompt_tokens=200, largest_id=9)
     first, second = load.prompts
@@ -54,7 +54,7 @@ def test_scaled_lengths_keep_what_is_shared(tmp_path: Path) -> None:
         '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}',
     ],
 )
-def test_the_line_at_fault_is_named(tmp_path: Path, line: str) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, (0, 1, 1, [1]))
     path.write_text(path.read_text() + "\n" + line)
     with pytest.raises(ConfigError, match="line 2"):
@@ -62,7 +62,7 @@ def test_the_line_at_fault_is_named(tmp_path: Path, line: str) -> None:
 
 
 def prompt(*pages: int) -> Int32Array:
-    """Pages of 4 tokens, and one token more, so that all pages can be hits."""
+    """Return pages of 4 tokens, and one more token, so that all pages can be hits."""
     return np.array([token for page in pages for token in [page] * 4] + [0], dtype=np.int32)
 
 
@@ -74,7 +74,7 @@ def test_whole_pages_are_hits_and_one_token_is_always_computed() -> None:
     assert ideal_hit_ratio([], 10, 4) == 0.0
 
 
-def test_no_choice_of_what_to_keep_hits_more() -> None:
+def test_no_eviction_policy_has_more_hits_than_the_ideal_cache() -> None:
     source = random.Random(0)
     for _ in range(60):
         prompts = [
@@ -87,7 +87,7 @@ def test_no_choice_of_what_to_keep_hits_more() -> None:
 
 
 def _best_hits(prompts: list[Int32Array], cached: frozenset[tuple[int, ...]], pages: int) -> int:
-    """Tokens hit when after each prompt the best of all possible sets of prefixes is kept."""
+    """Return the hits when the best of all possible sets of prefixes is kept after each prompt."""
     if not prompts:
         return 0
     tokens = prompts[0].tolist()
@@ -98,10 +98,10 @@ def _best_hits(prompts: list[Int32Array], cached: frozenset[tuple[int, ...]], pa
     return hits + max(_best_hits(prompts[1:], frozenset(choice), pages) for choice in kept)
 
 
-def test_lru_keeps_what_was_used_last_from_the_front() -> None:
+def test_lru_keeps_the_last_used_prompts_and_their_first_pages() -> None:
     a, b, c = prompt(1, 2), prompt(3, 4), prompt(1, 5)
     assert lru_hit_ratio([a, b, a], 4, 4) == pytest.approx(8 / 27)
-    assert lru_hit_ratio([a, b, a], 3, 4) == pytest.approx(4 / 27), "of a the end was given up"
+    assert lru_hit_ratio([a, b, a], 3, 4) == pytest.approx(4 / 27), "the end of a was evicted"
     assert lru_hit_ratio([a, b, a], 2, 4) == 0.0
     assert lru_hit_ratio([a, c, b, a], 4, 4) == pytest.approx(8 / 36), "1 was used after 2"
     assert lru_hit_ratio([], 4, 4) == 0.0

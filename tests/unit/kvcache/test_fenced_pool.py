@@ -1,4 +1,4 @@
-"""Pages and rows are handed out once, and not while a step in flight may touch them."""
+"""An id is allocated once at a time, and not while a step in flight may use it."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def test_a_fenced_page_waits_for_its_step() -> None:
     pool.check_integrity()
 
 
-def test_a_page_whose_step_is_over_is_free_at_once() -> None:
+def test_a_page_of_a_completed_step_is_free_at_once() -> None:
     pool = FencedPool(1)
     pages = pool.allocate(1)
     pool.resolve(5)
@@ -27,7 +27,7 @@ def test_a_page_whose_step_is_over_is_free_at_once() -> None:
     assert pool.num_free == 1
 
 
-def test_giving_up_twice_is_a_bug() -> None:
+def test_a_second_release_is_a_bug() -> None:
     pool = FencedPool(2)
     pages = pool.allocate(1)
     pool.release(pages, fence=0)
@@ -35,14 +35,14 @@ def test_giving_up_twice_is_a_bug() -> None:
         pool.release(pages, fence=0)
 
 
-def test_asking_for_more_than_there_is_is_a_bug() -> None:
+def test_allocating_more_than_is_free_is_a_bug() -> None:
     with pytest.raises(InvariantBroken, match="2 asked, 1 free"):
         FencedPool(1).allocate(2)
 
 
-def test_integrity_sees_a_lost_page() -> None:
+def test_check_integrity_finds_a_lost_page() -> None:
     pool = FencedPool(3)
     pool.allocate(1)
-    pool.out[np.array([2])] = True
+    pool.allocated[np.array([2])] = True
     with pytest.raises(InvariantBroken):
         pool.check_integrity()

@@ -1,4 +1,4 @@
-"""The tensors of the pool: what is put into them before any request writes."""
+"""The contents of the KV tensors before any request writes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The radix cache against a dictionary of all known prefixes, and its own invariants."""
+"""The radix cache against a dictionary of all cached prefixes, and its invariants."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -47,30 +47,30 @@ def test_a_locked_prefix_survives_any_eviction() -> None:
 
 
 def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
-    """W25: the head of a split edge kept its old time, so hot shared prefixes went first."""
+    """W25: the head of a split edge kept its old last_use, so shared prefixes went first."""
     cache = RadixCache(1)
     fill(cache, ids(1, 2, 3, 4), 0, 1)
     fill(cache, ids(9, 8), 10, 1)
     cache.match(ids(1, 2))  # splits: 1 2 | 3 4
     first = [page for evicted in cache.evict(2) for page in evicted.pages.tolist()]
-    assert sorted(first) == [2, 3], "the tail that nobody asked for goes first"
+    assert sorted(first) == [2, 3], "the tail without a match goes first"
     second = [page for evicted in cache.evict(2) for page in evicted.pages.tolist()]
-    assert sorted(second) == [10, 11], "then the other key, older than the hot head"
+    assert sorted(second) == [10, 11], "then the other key, which was used before the head"
 
 
-def test_what_a_req_has_found_outlives_prompts_that_came_once() -> None:
+def test_a_reused_prefix_outlives_new_ones() -> None:
     cache = RadixCache(1)
     fill(cache, ids(1, 2), 0, 1)
     cache.match(ids(1, 2, 3))
     for key in range(10, 16):
         fill(cache, ids(key), key, 1)
     evicted = [page for each in cache.evict(4) for page in each.pages.tolist()]
-    assert evicted == [10, 11, 12, 13], "the oldest first, but not what was found"
+    assert evicted == [10, 11, 12, 13], "the oldest new leaves, and no reused one"
     assert cache.match(ids(1, 2)).pages.tolist() == [0, 1]
     cache.check_integrity()
 
 
-def test_what_was_found_once_keeps_no_more_than_half_of_the_cache() -> None:
+def test_reused_leaves_keep_at_most_half_of_the_cache() -> None:
     cache = RadixCache(1)
     for key in range(6):
         fill(cache, ids(key), key, 1)
@@ -78,13 +78,14 @@ def test_what_was_found_once_keeps_no_more_than_half_of_the_cache() -> None:
     for key in range(6, 10):
         fill(cache, ids(key), key, 1)
     evicted = [page for each in cache.evict(4) for page in each.pages.tolist()]
-    # six of ten are too many, and so are five of nine and four of seven; four of eight are not
+    # Six reused of ten pages are more than half, as are five of nine and four of seven. Four of
+    # eight are not.
     assert evicted == [0, 1, 6, 2]
     cache.check_integrity()
 
 
-def test_a_large_prefix_in_use_costs_other_found_ones_nothing() -> None:
-    """It cannot be evicted, and made that half of the cache that what was found may keep full."""
+def test_a_locked_prefix_does_not_count_in_the_reused_half() -> None:
+    """Before, a large locked prefix, which cannot be evicted, filled the half for reused pages."""
     cache = RadixCache(1)
     fill(cache, ids(*range(20)), 0, 1)
     fill(cache, ids(100), 100, 1)
@@ -106,15 +107,14 @@ ACTS = st.tuples(st.sampled_from(["insert", "match", "match", "evict"]), KEYS)
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ACTS, max_size=60))
-def test_of_each_kind_the_least_recently_used_goes_first(acts: list[tuple[str, int]]) -> None:
-    """A leaf kept its place among those that nobody had found: of the found ones the oldest
-    inserted went, however recently it had been used."""
+def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, int]]) -> None:
+    """Before, reused leaves were evicted in the order of their insertion and not of their use."""
     cache = RadixCache(1)
-    fresh: dict[int, None] = {}  # both in the order of their last use
-    found: dict[int, None] = {}
+    new: dict[int, None] = {}  # both in the order of their last use
+    reused: dict[int, None] = {}
     for act, key in acts:
         if act == "evict":
-            kind = found if found and (len(found) > len(fresh) or not fresh) else fresh
+            kind = reused if reused and (len(reused) > len(new) or not new) else new
             expected = [next(iter(kind))] if kind else []
             evicted = [page for each in cache.evict(1) for page in each.pages.tolist()]
             assert evicted == expected
@@ -122,19 +122,19 @@ def test_of_each_kind_the_least_recently_used_goes_first(acts: list[tuple[str, i
                 del kind[page]
         elif act == "match":
             if len(cache.match(ids(key)).pages):
-                fresh.pop(key, None)
-                found.pop(key, None)
-                found[key] = None
+                new.pop(key, None)
+                reused.pop(key, None)
+                reused[key] = None
         else:
             cache.insert(ids(key), ids(key))
-            kind = found if key in found else fresh
+            kind = reused if key in reused else new
             kind.pop(key, None)
             kind[key] = None
         cache.check_integrity()
 
 
-def test_entries_of_leaves_that_were_found_do_not_pile_up() -> None:
-    """Where every prompt is found again, nothing is ever taken off the heap of the others."""
+def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
+    """When every prompt is matched again, evictions never take entries from the other heap."""
     cache = RadixCache(1)
     fill(cache, ids(10_000), 10_000, 1)
     for key in range(1000):
@@ -156,24 +156,24 @@ def test_eviction_cuts_a_leaf_and_reports_its_fence() -> None:
     assert cache.match(ids(1, 2, 3, 4)).pages.tolist() == [0, 1, 2]
 
 
-def test_an_eviction_looks_at_few_nodes_whatever_the_size_of_the_tree() -> None:
+def test_an_eviction_visits_few_nodes_of_a_large_tree() -> None:
     """W24: each eviction walked the whole tree and sorted its leaves."""
     cache = RadixCache(1)
     for key in range(3000):
         fill(cache, ids(key % 50, key), 2 * key, 1)
-    looked_at = 0
+    visited = 0
     cut = cache._cut
 
     def counting(node: object, count: int) -> np.ndarray:
-        nonlocal looked_at
-        looked_at += 1
+        nonlocal visited
+        visited += 1
         return cut(node, count)  # type: ignore[arg-type]
 
     cache._cut = counting  # type: ignore[method-assign]
     before = sum(map(len, cache._heaps))
     cache.evict(1)
-    assert looked_at == 1
-    assert before - sum(map(len, cache._heaps)) <= 1, "one entry was taken off the heap, not all"
+    assert visited == 1
+    assert before - sum(map(len, cache._heaps)) <= 1, "one entry was removed from the heap, not all"
 
 
 def test_unlocking_too_often_is_a_bug() -> None:
@@ -253,7 +253,7 @@ TestRadixMachine = RadixMachine.TestCase
 TestRadixMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-def test_what_differs_in_salt_shares_nothing() -> None:
+def test_keys_with_different_salts_share_nothing() -> None:
     cache = RadixCache(2)
     key = ids(1, 2, 3, 4)
     for first_page, salt in enumerate(["", "a", "ab"]):

@@ -1,4 +1,4 @@
-"""A scheduler over the fake engine, driven message by message."""
+"""A scheduler with the fake engine, driven message by message."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
 
 @dataclass
 class Answer:
-    """What a client would have seen of one req."""
+    """The outputs of one request, as a client would see them."""
 
     tokens: list[int] = field(default_factory=list)
     opened: int = 0
@@ -23,7 +23,7 @@ class Answer:
 
 
 class Harness:
-    """One scheduler, its engine and what came out of it so far."""
+    """One scheduler, its engine and all its outputs so far."""
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class Harness:
         self.next_uid = 1
 
     def add(self, prompt: list[int], cache_salt: str = "", **sampling: object) -> int:
-        """Queue a req; returns its uid."""
-        uid, self.next_uid = self.next_uid, self.next_uid + 1
+        """Queue a request and return its uid."""
+        uid = self.next_uid
+        self.next_uid += 1
         params = SamplingParams(**({"max_tokens": 8} | sampling))  # type: ignore[arg-type]
         ids = np.array(prompt, dtype="<i4").tobytes()
         self.inbox.messages.append(
@@ -60,7 +61,7 @@ class Harness:
         self.inbox.messages.append(AbortReq(uid=uid, reason=reason))
 
     def step(self) -> None:
-        """One iteration; every invariant must hold after it."""
+        """Run one iteration and check every invariant after it."""
         self.scheduler.iterate()
         self.scheduler.check_integrity()
         self.collect()
@@ -74,7 +75,7 @@ class Harness:
                 self.answers[done.uid].cached_tokens = done.cached_tokens
             for uid, token in zip(output.uids, output.token_ids, strict=True):
                 answer = self.answers[uid]
-                assert answer.opened == 1, "a token before its req was opened"
+                assert answer.opened == 1, "a token before the PrefillDone message"
                 assert not answer.finishes, "a token after the terminal message"
                 answer.tokens.append(token)
             for finished in output.finished:

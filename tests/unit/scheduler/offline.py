@@ -1,4 +1,4 @@
-"""A scheduler in virtual time to which everything comes at once, as an `LLM` submits it."""
+"""Runs a scheduler in simulated time, with all requests queued at once as `LLM` does."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from minisgl.core import Batch, PendingStep, SamplingParams, SchedulerConfig
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 
-COST = read_cost(DEFAULT_COST)  # of Qwen3-8B on one H200
+COST = read_cost(DEFAULT_COST)  # Qwen3-8B on one H200
 
 
 class Size(NamedTuple):
-    """Of a step: decoding reqs and prompt tokens."""
+    """The decoding requests and the prompt tokens of a step."""
 
     decode: int
     prompt: int
@@ -24,7 +24,7 @@ def size_of(batch: Batch) -> Size:
 
 
 class Run(NamedTuple):
-    """sizes of the steps; seconds that they took together; generated tokens, longest req first."""
+    """Sizes of the steps, seconds of all steps, and generated tokens, longest request first."""
 
     sizes: list[Size]
     seconds: float
@@ -44,9 +44,10 @@ class RecordingEngine(VirtualEngine):
 def run_offline(
     requests: list[tuple[int, int]], *, even: bool, rows: int = 256, budget: int = 8192
 ) -> Run:
-    """Run (prompt tokens, output tokens), the longest outputs first; no two prompts begin alike.
+    """Run requests of (prompt tokens, output tokens), the longest outputs first.
 
-    even: the planner knows what steps cost; otherwise it takes prompts first, at once.
+    No two prompts share a prefix. even: the planner knows the step costs and makes even steps.
+    Otherwise it computes prompts first, in chunks of the whole budget.
     """
     engine, inbox = RecordingEngine(rows), LocalInbox()
     generated = [0] * len(requests)
@@ -61,9 +62,9 @@ def run_offline(
     )
     if even:
         scheduler.planner.cost = COST
-    for uid, (length, most) in enumerate(sorted(requests, key=lambda request: -request[1])):
+    for uid, (length, max_tokens) in enumerate(sorted(requests, key=lambda request: -request[1])):
         ids = np.full(length, uid, dtype="<i4").tobytes()
-        sampling = SamplingParams(max_tokens=most, ignore_eos=True, seed=0)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
         inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=sampling))
     while inbox.messages or not scheduler.idle:
         scheduler.iterate()

@@ -1,4 +1,4 @@
-"""Nobody waits without end, whoever else comes."""
+"""No request waits forever, whichever requests arrive later."""
 
 import pytest
 
@@ -6,37 +6,37 @@ from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of
 
-BROKEN = 63  # ids are below it unless said
+BROKEN = 63  # prompts with this id have non-finite logits; other prompts have ids below it
 SHARED = [token % 62 + 1 for token in prompt_of(150)]
 
 
-def test_a_req_does_not_wait_for_newer_ones_that_begin_alike_and_fail() -> None:
-    """Each was admitted before the one before it had failed, so it waited as long as they came."""
+def test_a_request_does_not_wait_for_newer_ones_with_its_prefix_that_fail() -> None:
+    """Each of them was admitted before the previous one had failed, so the request never ran."""
     engine = FakeEngine(4096, 4, max_seq_len=1024)
     engine.break_prompts_with = BROKEN
     harness = Harness(engine, config(prefill_budget_tokens=400))
 
-    def come(i: int) -> int:
-        """Shares too little of its prompt to wait for others."""
+    def add_failing(i: int) -> int:
+        """Add a request whose shared prefix is too short to wait for others."""
         own = [(3 * i + k * (i + 1)) % 60 + 1 for k in range(439)]
         return harness.add([*SHARED, *own, BROKEN])
 
-    failing = [come(0)]
+    failing = [add_failing(0)]
     harness.step()
     prompt = SHARED + [5] * 30
     patient = harness.add(prompt, max_tokens=2, ignore_eos=True)
     for i in range(1, 60):
-        failing.append(come(i))
+        failing.append(add_failing(i))
         harness.step()
     assert harness.answers[patient].tokens == expected_output(prompt, 2, ignore_eos=True)
     ends = [harness.answers[uid].finishes for uid in failing]
     assert sum(map(len, ends)) > 20
-    assert not harness.scheduler.idle, "they still come"
+    assert not harness.scheduler.idle, "more requests are queued"
 
 
 @pytest.mark.parametrize("page_size", [64, 128])
 def test_siblings_wait_for_whole_pages_only(page_size: int) -> None:
-    """With larger pages than their prompt each waited for the one before it, for nothing."""
+    """Before, with pages larger than the prompt, each waited for the previous one in vain."""
     engine = FakeEngine(64, page_size, max_running_reqs=16, max_seq_len=256)
     harness = Harness(engine, config())
     uids = [harness.add(prompt_of(120), max_tokens=2, ignore_eos=True) for _ in range(8)]
@@ -47,8 +47,8 @@ def test_siblings_wait_for_whole_pages_only(page_size: int) -> None:
         assert harness.answers[uid].tokens == expected_output(prompt_of(120), 2, ignore_eos=True)
 
 
-def test_a_prompt_is_admitted_when_those_that_run_can_go_on_beside_it() -> None:
-    """It took the page that a stream needed next, was preempted for it, and computed once more."""
+def test_a_prompt_is_admitted_when_the_running_requests_can_still_grow() -> None:
+    """Before, it took the page that a stream needed next, was preempted, and was computed again."""
     harness = Harness(FakeEngine(16, 4, max_seq_len=64), config(cache_type="naive"))
     streams = [harness.add(prompt_of(7, i), max_tokens=9, ignore_eos=True) for i in range(4)]
     harness.step()

@@ -1,4 +1,4 @@
-"""How messages reach the ranks, and that an idle scheduler sleeps."""
+"""The messages reach every rank, and an idle scheduler sleeps."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ BURST = 5000
 
 
 def test_a_burst_reaches_the_other_ranks_whole(tmp_path: Path) -> None:
-    """W20: PUB/SUB dropped what exceeded 1,000 messages, and ranks then waited for ever."""
+    """W20: PUB/SUB dropped messages beyond 1,000, and the ranks then waited forever."""
     address = endpoint(str(tmp_path), "rank-1")
     follower = FollowerInbox(Receiver(address, LeaderStep))
     sender: Sender[LeaderStep] = Sender(address)
@@ -80,15 +80,17 @@ class Arrivals:
     ("wait_s", "uids", "now_s"),
     [(None, [0, 1], 0.003), (0.0, [], 0.0), (0.002, [], 0.002), (0.008, [0, 1], 0.003)],
 )
-def test_the_first_message_ends_a_wait(wait_s: float | None, uids: list[int], now_s: float) -> None:
-    """A step with its prompt takes the host several ms to launch: none of them may be lost."""
+def test_the_first_message_ends_the_wait(
+    wait_s: float | None, uids: list[int], now_s: float
+) -> None:
+    """Launching a step with a prompt takes the host several ms, so it starts at once."""
     receiver = Arrivals(0.003, 0.003, 0.0064)
     assert [message.uid for message in QueueInbox(receiver).receive(wait_s)] == uids
     assert receiver.now_s == pytest.approx(now_s)
 
 
-class Watched(LocalInbox):
-    """Knows for how long it was asked to wait."""
+class RecordingInbox(LocalInbox):
+    """Records the waits that the scheduler asks for."""
 
     def __init__(self, harness: Harness) -> None:
         super().__init__()
@@ -102,21 +104,21 @@ class Watched(LocalInbox):
 
 
 def test_an_idle_scheduler_blocks_and_a_busy_one_does_not() -> None:
-    """W16: with a request that was never admissible, the loop spun at 100 % CPU."""
+    """W16: with a request that could never be admitted, the loop used 100 % of a core."""
     harness = Harness(FakeEngine(16, 4), config())
-    watched = Watched(harness)
+    inbox = RecordingInbox(harness)
     harness.add([1, 2, 3], max_tokens=3, ignore_eos=True)
     harness.run()
     harness.scheduler.iterate()
-    first, *busy, last = watched.waits_s
+    first, *busy, last = inbox.waits_s
     assert first is None, "idle before the first message"
     assert busy
-    assert set(busy) == {0.0}, "never while something runs"
+    assert set(busy) == {0.0}, "no wait while a request runs"
     assert last is None, "idle again at the end"
 
 
 class SlowEngine(FakeEngine):
-    """A step takes 10 ms of a clock of its own, from when its result is asked for."""
+    """A step takes 10 ms of a simulated clock, which advances when its result is read."""
 
     now_s = 0.0
 
@@ -129,33 +131,36 @@ class SlowEngine(FakeEngine):
     ("target_ms", "eager", "waits"),
     [(20.0, False, True), (None, False, False), (20.0, True, False)],
 )
-def test_who_comes_while_others_decode_is_in_the_next_step(
+def test_a_request_that_arrives_while_others_decode_is_in_the_next_step(
     target_ms: float | None, eager: bool, waits: bool
 ) -> None:
-    """The next step is planned 2 ms before the one in flight ends, and at once while prompts wait,
-    where no client looks at single tokens, and where the device has nothing to do."""
+    """The next step is planned 2 ms before the step in flight ends.
+
+    It is planned at once while prompts wait, without a step-time target, and when the device has
+    nothing to do.
+    """
     engine = SlowEngine(64, 4, eager=eager)
     harness = Harness(engine, config(target_step_ms=target_ms, prefill_budget_tokens=8))
-    watched = Watched(harness)
+    inbox = RecordingInbox(harness)
     harness.scheduler._meter.clock = lambda: engine.now_s
     harness.scheduler.planner.cost = linear_cost(0.0119)
     harness.add([1, 2, 3], max_tokens=40, ignore_eos=True)
     for _ in range(5):
         harness.scheduler.iterate()
-    assert watched.waits_s[-1] == (pytest.approx(0.008) if waits else 0.0)
+    assert inbox.waits_s[-1] == (pytest.approx(0.008) if waits else 0.0)
     harness.add(list(range(1, 25)), max_tokens=1, ignore_eos=True)
     harness.scheduler.iterate()
     chunks = [batch.num_prefill_tokens for batch in engine.batches[-1:]]
-    assert chunks == [8], "planned in the iteration in which it came"
-    watched.waits_s.clear()
+    assert chunks == [8], "planned in the iteration in which it arrived"
+    inbox.waits_s.clear()
     for _ in range(2):
         harness.scheduler.iterate()
-    assert watched.waits_s == [0.0, 0.0], "its other chunks wait for nobody"
+    assert inbox.waits_s == [0.0, 0.0], "no wait before its other chunks"
     harness.run()
 
 
 def test_every_eos_id_ends_a_req() -> None:
-    """W6: only one EOS id was known, so models with several ran on to max_tokens."""
+    """W6: only one EOS id was known, so models with several generated up to max_tokens."""
     prompt = prompt_that_stops_after(6)
     plain = expected_output(prompt, 20, ignore_eos=True)
     second_eos = plain[2]

@@ -1,4 +1,4 @@
-"""Whatever the validation lets through, no rank fails of it."""
+"""Every request that passes the validation is served or refused; none makes a rank fail."""
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -31,12 +31,12 @@ VALUES = {
 @settings(max_examples=200, deadline=None)
 @given(st.fixed_dictionaries({}, optional=VALUES), st.integers(1, 23))
 def test_valid_parameters_are_served_or_refused(given: dict[str, object], length: int) -> None:
-    """One chat with min_tokens 2147483647 ended the service."""
+    """Before, one request with min_tokens 2147483647 ended the service."""
     sampling = {"max_tokens": None, **given}
     try:
         SamplingParams(**sampling).validate()  # type: ignore[arg-type]
     except InvalidRequest:
-        sampling["max_tokens"] = None  # min_tokens was above it
+        sampling["max_tokens"] = None  # it was below min_tokens
     harness = Harness(FakeEngine(16, 2, max_seq_len=24))
     uid = harness.add([1] * length, **sampling)
     other = harness.add([2, 3], max_tokens=3, ignore_eos=True)
@@ -44,7 +44,7 @@ def test_valid_parameters_are_served_or_refused(given: dict[str, object], length
     answer = harness.answers[uid]
     assert len(answer.finishes) == 1
     ids = {*sampling.get("stop_token_ids", ()), *sampling.get("logit_bias", ())}  # type: ignore[misc]
-    most = sampling["max_tokens"] or 1
-    refused = max(ids, default=0) >= VOCAB or length + most > 24  # type: ignore[operator]
+    max_tokens = sampling["max_tokens"] or 1
+    refused = max(ids, default=0) >= VOCAB or length + max_tokens > 24  # type: ignore[operator]
     assert (answer.finishes == [FinishReason.ERROR]) == refused
     assert len(harness.answers[other].tokens) == 3

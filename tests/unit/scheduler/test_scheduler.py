@@ -1,4 +1,4 @@
-"""Situations that broke others (W-numbers: docs/bugs.md)."""
+"""Situations in which other engines failed (W-numbers: docs/bugs.md), and the scheduler's rules."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def prompt_of(length: int, first: int = 1) -> list[int]:
 
 
 def prompt_that_stops_after(tokens: int) -> list[int]:
-    """A prompt whose plain computation samples EOS as output token number `tokens`."""
+    """Return a prompt whose plain computation samples EOS as output token number `tokens`."""
     for first in range(10_000):
         prompt = [first % 63 + 1, first // 63 % 63 + 1, 5, 9]
         if len(expected_output(prompt, 20, ignore_eos=False)) == tokens:
@@ -28,11 +28,11 @@ def config(**changes: object) -> SchedulerConfig:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_equal_prompts_in_one_batch_end_up_on_the_same_pages(overlap: bool) -> None:
-    """W1: the second kept decoding from its own pages after they had been freed."""
+    """W1: the second request went on reading its own pages after they had been freed."""
     harness = Harness(FakeEngine(16, 4), config(overlap=overlap, cache_type="radix"))
     prompt = prompt_of(13)
     a = harness.add(prompt, max_tokens=12, ignore_eos=True)
-    # too short a shared part to be worth waiting for, so both prompts are computed side by side
+    # The shared prefix is too short to wait for, so both prompts are computed in the same step.
     b = harness.add(prompt, max_tokens=12, ignore_eos=True)
     harness.step()
     assert harness.engine.batches[0].num_reqs == 2, "both prompts must be in one step"
@@ -44,7 +44,7 @@ def test_equal_prompts_in_one_batch_end_up_on_the_same_pages(overlap: bool) -> N
 
 
 def test_a_reused_row_is_not_written_by_the_step_in_flight() -> None:
-    """W3: a req that ended by EOS wrote its junk token into the prompt of its row's next owner."""
+    """W3: a step in flight wrote the token of an ended request into its row's next prompt."""
     harness = Harness(FakeEngine(64, 1, max_running_reqs=1), config())
     stopping = prompt_that_stops_after(3)
     first = harness.add(stopping, max_tokens=20)
@@ -56,7 +56,7 @@ def test_a_reused_row_is_not_written_by_the_step_in_flight() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_nothing_comes_after_eos(overlap: bool) -> None:
-    """W8b: the junk token of the step in flight was sent after the end."""
+    """W8b: the token of the step in flight was sent after the end of the request."""
     harness = Harness(FakeEngine(16, 4), config(overlap=overlap))
     uid = harness.add(prompt_that_stops_after(4), max_tokens=20)
     harness.run()
@@ -67,7 +67,7 @@ def test_nothing_comes_after_eos(overlap: bool) -> None:
 
 
 def test_max_tokens_of_one_req_leave_the_others_alone() -> None:
-    """W8: limits were cut on a shared SamplingParams object."""
+    """W8: max_tokens was reduced in a SamplingParams object that several requests shared."""
     engine = FakeEngine(64, 4, max_seq_len=64)
     harness = Harness(engine, config())
     shared = SamplingParams(ignore_eos=True)
@@ -96,7 +96,7 @@ def test_max_tokens_of_one_req_leave_the_others_alone() -> None:
     ],
 )
 def test_a_bad_req_ends_alone(prompt: list[int], sampling: dict[str, object], words: str) -> None:
-    """W9-W11, W13: one request killed the scheduler or was dropped without an answer."""
+    """W9-W11, W13: one request ended the scheduler or was dropped without a response."""
     harness = Harness(FakeEngine(128, 4), config())
     bad = harness.add(prompt, **sampling)
     good = harness.add(prompt_of(5), max_tokens=3, ignore_eos=True)
@@ -117,7 +117,7 @@ def test_a_req_larger_than_the_pool_is_refused_at_once() -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("steps_before", range(8))
 def test_an_abort_is_acted_on_once_in_every_state(overlap: bool, steps_before: int) -> None:
-    """W14: aborts with the prefill in flight, with a prefix hit, or in the step of the EOS."""
+    """W14: aborts with the prefill in flight, with a prefix hit, or in the step with the EOS."""
     harness = Harness(FakeEngine(24, 2, max_running_reqs=2), config(overlap=overlap))
     warm = harness.add(prompt_of(8), max_tokens=2, ignore_eos=True)
     harness.run()
@@ -134,12 +134,12 @@ def test_an_abort_is_acted_on_once_in_every_state(overlap: bool, steps_before: i
     assert len(harness.answers[aborted].finishes) == 1
     assert harness.answers[other].tokens == expected_output(prompt_of(11, 4), 9, ignore_eos=True)
     assert harness.answers[warm].finishes == [FinishReason.LENGTH]
-    pool, cache = harness.scheduler.memory.pool, harness.scheduler.memory.cache
+    pool, cache = harness.scheduler.kv_manager.pool, harness.scheduler.kv_manager.cache
     assert pool.num_free + cache.evictable_pages == 24
 
 
 def test_admission_counts_whole_pages() -> None:
-    """W15: 20 reqs of 24 tokens were admitted into 8 pages of 64, then an assert ended the run."""
+    """W15: 20 requests of 24 tokens were admitted into 8 pages of 64; then an assert failed."""
     harness = Harness(FakeEngine(8, 64, max_running_reqs=32, max_seq_len=512), config())
     uids = [harness.add(prompt_of(24, i), max_tokens=6, ignore_eos=True) for i in range(20)]
     harness.step()
@@ -150,7 +150,7 @@ def test_admission_counts_whole_pages() -> None:
 
 
 def test_decode_goes_on_while_prompts_are_prefilled() -> None:
-    """W23: prefill came first, so that arrivals starved the running streams."""
+    """W23: prefill had precedence, so arriving prompts stopped the running streams."""
     harness = Harness(FakeEngine(128, 4), config(prefill_budget_tokens=8))
     stream = harness.add(prompt_of(4), max_tokens=40, ignore_eos=True)
     for _ in range(3):
@@ -166,7 +166,7 @@ def test_decode_goes_on_while_prompts_are_prefilled() -> None:
     harness.run()
 
 
-def test_preemption_takes_the_newest_and_loses_nothing() -> None:
+def test_preempted_requests_lose_no_token() -> None:
     harness = Harness(FakeEngine(12, 2, max_running_reqs=4, max_seq_len=24), config())
     uids = [harness.add(prompt_of(5, i), max_tokens=14, ignore_eos=True) for i in range(4)]
     harness.run()
@@ -176,7 +176,7 @@ def test_preemption_takes_the_newest_and_loses_nothing() -> None:
         assert harness.answers[uid].opened == 1
 
 
-def test_overlap_launches_before_it_reads() -> None:
+def test_overlap_launches_a_step_before_it_reads_the_last_result() -> None:
     harness = Harness(FakeEngine(32, 4), config(overlap=True))
     harness.add(prompt_of(5), max_tokens=10, ignore_eos=True)
     harness.run()
@@ -187,7 +187,7 @@ def test_overlap_launches_before_it_reads() -> None:
     assert plain.scheduler.totals.overlapped_steps_total == 0
 
 
-def test_siblings_of_one_prompt_compute_it_once() -> None:
+def test_equal_prompts_are_computed_once() -> None:
     engine = FakeEngine(256, 4, max_running_reqs=8)
     harness = Harness(engine, config())
     prompt = prompt_of(120)
@@ -197,7 +197,7 @@ def test_siblings_of_one_prompt_compute_it_once() -> None:
     assert [harness.answers[uid].cached_tokens for uid in uids] == [0, 116, 116, 116]
 
 
-def test_a_nonfinite_row_ends_alone_and_is_not_cached() -> None:
+def test_a_request_with_nonfinite_logits_ends_alone_and_is_not_cached() -> None:
     engine = FakeEngine(64, 4)
     engine.break_prompts_with = 63
     harness = Harness(engine, config())
@@ -215,7 +215,7 @@ def test_a_nonfinite_row_ends_alone_and_is_not_cached() -> None:
 
 
 def test_chunks_of_an_aborted_prompt_are_not_cached() -> None:
-    """Their logits were never looked at: non-finite KV would be handed to others."""
+    """Their logits were never read, so non-finite KV could reach other requests."""
     engine = FakeEngine(64, 4)
     engine.break_prompts_with = 63
     harness = Harness(engine, config(prefill_budget_tokens=8))
@@ -249,16 +249,16 @@ def test_stop_token_ids_and_min_tokens() -> None:
     assert len(harness.answers[late].tokens) > wanted
 
 
-def test_more_tokens_at_least_than_there_is_room_for() -> None:
-    """The first position where it may stop did not fit into int32: one chat ended the server."""
+def test_min_tokens_beyond_the_context_ends_at_the_context_length() -> None:
+    """Before, the position from which it may stop overflowed int32 and the server ended."""
     harness = Harness(FakeEngine(32, 4, max_seq_len=24), config())
-    uid = harness.add(prompt_of(6), max_tokens=None, min_tokens=2**40)
+    uid = harness.add(prompt_of(6), max_tokens=None, min_tokens=2**31 - 1)
     harness.run()
     assert harness.answers[uid].finishes == [FinishReason.LENGTH]
     assert len(harness.answers[uid].tokens) == 18
 
 
-def test_shutdown_ends_every_req_once() -> None:
+def test_shutdown_ends_every_request_once() -> None:
     harness = Harness(FakeEngine(16, 4, max_running_reqs=1), config())
     uids = [harness.add(prompt_of(6, i), max_tokens=20, ignore_eos=True) for i in range(3)]
     harness.step()
@@ -269,7 +269,7 @@ def test_shutdown_ends_every_req_once() -> None:
 
 
 def test_two_ranks_with_the_same_messages_make_the_same_plans() -> None:
-    """W2: the order of the decode batch came from a set of objects."""
+    """W2: the order of the decode batch was that of a set of objects."""
 
     def plans() -> list[tuple[list[int], list[int], list[int]]]:
         engine = FakeEngine(20, 2, max_running_reqs=4, max_seq_len=40)
@@ -284,12 +284,13 @@ def test_two_ranks_with_the_same_messages_make_the_same_plans() -> None:
     assert plans() == plans()
 
 
-def test_a_cached_prompt_is_found_by_its_salt_alone_until_the_flush() -> None:
+def test_only_the_same_salt_finds_a_cached_prompt_until_the_flush() -> None:
     harness = Harness(FakeEngine(num_pages=64, page_size=4))
     prompt = np.arange(3, 19, dtype="<i4").tobytes()
 
     def cached(salt: str) -> int:
-        uid, harness.next_uid = harness.next_uid, harness.next_uid + 1
+        uid = harness.next_uid
+        harness.next_uid += 1
         params = SamplingParams(max_tokens=2)
         add = AddReq(uid=uid, token_ids=prompt, sampling=params, cache_salt=salt)
         harness.inbox.messages.append(add)

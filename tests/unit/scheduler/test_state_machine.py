@@ -1,5 +1,7 @@
-"""Random arrivals, shared prefixes, aborts and tiny pools: invariants after each step, and every
-req gets the tokens of the plain computation."""
+"""Random arrivals, shared prefixes, aborts and tiny pools.
+
+All invariants hold after each step, and every request gets the tokens of the plain computation.
+"""
 
 from unittest.mock import patch
 
@@ -9,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost
 from minisgl.message.messages import FlushCache
-from minisgl.scheduler import policy
+from minisgl.scheduler import budget, policy
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 
@@ -17,7 +19,7 @@ MAX_LEN = 48
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Drives one scheduler; the fake engine detects every wrong KV slot."""
+    """Drives one scheduler. The fake engine detects every wrong KV slot."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4, 8]),
@@ -27,9 +29,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         eager=st.booleans(),
         cache_type=st.sampled_from(["radix", "radix", "naive"]),
-        prices=st.none()
+        seconds=st.none()
         | st.lists(st.floats(0, 0.03), min_size=3, max_size=3)
-        | st.just([0.004, 0.004, 0.03]),  # room beside decoding, as on a GPU
+        | st.just([0.004, 0.004, 0.03]),  # a mixed step costs little more, as on a GPU
         target_step_ms=st.sampled_from([None, 15.0]),
     )
     def start(
@@ -41,11 +43,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap: bool,
         eager: bool,
         cache_type: str,
-        prices: list[float] | None,
+        seconds: list[float] | None,
         target_step_ms: float | None,
     ) -> None:
-        """prices: of steps, that the planner keeps to its target, or makes even steps by where it
-        has none; None: it knows none."""
+        """seconds: step costs that the planner knows; None: it knows none."""
         num_pages = -(-MAX_LEN // page_size) + slack
         engine = FakeEngine(num_pages, page_size, rows, MAX_LEN, eager=eager)
         config = SchedulerConfig(
@@ -55,11 +56,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             overlap=overlap,
         )
         self.harness = Harness(engine, config)
-        if prices is not None:
-            seconds, attention_s = tuple(sorted(prices)), prices[0] / 10
+        if seconds is not None:
+            attention_s = seconds[0] / 10
             cost = StepCost(
                 tokens=(1, 32, 96),
-                seconds=seconds,
+                seconds=tuple(sorted(seconds)),
                 per_decode_key_s=attention_s,
                 per_prefill_pair_s=attention_s,
             )
@@ -115,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(answer.finishes) <= 1
 
     @invariant()
-    def hits_are_what_others_of_the_same_salt_had(self) -> None:
+    def cached_tokens_come_from_requests_with_the_same_salt(self) -> None:
         if not hasattr(self, "harness"):
             return
         for uid, answer in self.harness.answers.items():
@@ -129,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.harness.run()
         scheduler = self.harness.scheduler
-        pool, cache = scheduler.memory.pool, scheduler.memory.cache
+        pool, cache = scheduler.kv_manager.pool, scheduler.kv_manager.cache
         assert pool.num_free + cache.evictable_pages == pool.size
         for uid, answer in self.harness.answers.items():
             assert len(answer.finishes) == 1, "exactly one terminal message"
@@ -139,11 +140,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TestSchedulerMachine(SchedulerMachine.TestCase):
-    """Steps may have any size and prefixes may be short, or the machine's short prompts would never
-    be held back nor wait for each other."""
+    """Allows steps of any size and short shared prefixes.
+
+    Otherwise the machine's short prompts would never be split into even steps, nor wait for each
+    other.
+    """
 
     settings = settings(max_examples=150, stateful_step_count=40, deadline=None, print_blob=True)
 
     def setUp(self) -> None:
-        any_size = {"EVEN_TOKENS": 1, "step_sizes": lambda largest: list(range(1, largest + 1))}
-        self.enterContext(patch.multiple(policy, MIN_SHARED_TOKENS=4, **any_size))
+        any_size = {
+            "EVEN_STEP_TOKENS": 1,
+            "step_sizes": lambda largest: list(range(1, largest + 1)),
+        }
+        self.enterContext(patch.multiple(budget, **any_size))
+        self.enterContext(patch.object(policy, "MIN_SHARED_TOKENS", 4))

@@ -1,4 +1,4 @@
-"""What the forward steps are counted as, and how their times add up."""
+"""The counts of forward steps by phase, and the sums of their times."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from tests.unit.scheduler.harness import Harness
 
 
 def batch(decode: int, chunks: tuple[int, ...] = ()) -> Batch:
-    nothing = np.empty(0, dtype=np.int32)
+    empty = np.empty(0, dtype=np.int32)
     count = decode + len(chunks)
     floats, counts = np.zeros(count, dtype=np.float32), np.zeros(count, dtype=np.int32)
     return Batch(
@@ -21,9 +21,9 @@ def batch(decode: int, chunks: tuple[int, ...] = ()) -> Batch:
         lengths=np.array([1] * decode + list(chunks), dtype=np.int32),
         samples=np.ones(count, dtype=np.bool_),
         chunk_ids=np.zeros(sum(chunks), dtype=np.int32),
-        page_rows=nothing,
-        page_cols=nothing,
-        page_ids=nothing,
+        page_rows=empty,
+        page_cols=empty,
+        page_ids=empty,
         sampling=SamplingArrays(floats, counts, floats, floats, counts.astype(np.int64)),
     )
 
@@ -39,12 +39,12 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
     for step, by_graph in steps:
         meter.launched()
         meter.resolved(step, by_graph)
-    prefill, decode, mixed = (meter.stats()[name] for name in ("prefill", "decode", "mixed"))
+    prefill, decode, mixed = (meter.phases[name] for name in ("prefill", "decode", "mixed"))
     assert (prefill.eager_steps, prefill.graph_steps) == (1, 0)
     assert (prefill.reqs, prefill.tokens) == (2, 25)
     assert (mixed.eager_steps, mixed.reqs, mixed.tokens) == (1, 4, 10)
     assert (decode.eager_steps, decode.graph_steps, decode.reqs, decode.tokens) == (0, 2, 4, 4)
-    assert decode.reqs_counts[BATCH_SIZE_BOUNDS.index(2)] == 2, "a bound belongs to its bucket"
+    assert decode.reqs_counts[BATCH_SIZE_BOUNDS.index(2)] == 2, "a bucket includes its bound"
     assert prefill.tokens_counts[BATCH_TOKENS_BOUNDS.index(32)] == 1
     assert sum(decode.reqs_counts) == sum(decode.tokens_counts) == 2
 
@@ -53,37 +53,37 @@ def test_a_step_above_all_bounds_is_in_the_last_bucket() -> None:
     meter = StepMeter()
     meter.launched()
     meter.resolved(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), False)
-    assert meter.stats()["prefill"].tokens_counts[-1] == 1
+    assert meter.phases["prefill"].tokens_counts[-1] == 1
 
 
 def test_overlapped_time_counts_once() -> None:
-    """Launched at 0 and 2, ended at 5 and 9; then idle; launched at 20, ended at 21."""
+    """Two steps are launched at 0 and 2 and end at 5 and 9. After a pause, a third takes 1 s."""
     times = iter([0.0, 2.0, 5.0, 9.0, 20.0, 21.0])
     meter = StepMeter(clock=lambda: next(times))
     meter.launched()
     meter.launched()
     for _ in range(2):
         meter.resolved(batch(1), False)
-    assert meter.stats()["decode"].seconds == 9.0
+    assert meter.phases["decode"].seconds == 9.0
     meter.launched()
     meter.resolved(batch(1), False)
-    assert meter.stats()["decode"].seconds == 10.0
+    assert meter.phases["decode"].seconds == 10.0
 
 
-def test_the_time_left_is_that_of_the_shorter_decode_step() -> None:
-    """The end at 24 was seen late, so the next step seemed short; a prompt's does not count."""
+def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
+    """The end at 24 was noticed late, so the next step looks short. Mixed steps do not count."""
     times = iter([0.0, 0.0, 0.0, 0.0, 10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
     meter = StepMeter(clock=lambda: next(times))
     for _ in range(4):
         meter.launched()
     for step in (batch(1), batch(1), batch(1), batch(1, (100,))):
         meter.resolved(step, False)
-    assert meter.left_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0
-    assert meter.left_s(predicted_s=4.0) == 60.0 + 4.0 - 61.0
+    assert meter.remaining_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0
+    assert meter.remaining_s(predicted_s=4.0) == 60.0 + 4.0 - 61.0
 
 
 def test_scheduler_stats_hold_every_step_and_every_token() -> None:
-    """A prompt of 20 and seven more steps for eight tokens; the last step's result ends it."""
+    """A prompt of 20 tokens gives the first of eight tokens, seven decode steps the others."""
     harness = Harness(FakeEngine(num_pages=64, page_size=4))
     harness.add(list(range(1, 21)), max_tokens=8, ignore_eos=True)
     while not harness.scheduler.idle or harness.inbox.messages:
@@ -95,7 +95,7 @@ def test_scheduler_stats_hold_every_step_and_every_token() -> None:
     assert all(phase.graph_steps == 0 for phase in phases.values())
 
 
-def test_prefill_done_says_when_a_req_was_admitted() -> None:
+def test_prefill_done_has_the_time_of_admission() -> None:
     harness = Harness(FakeEngine(num_pages=64, page_size=4))
     harness.add([1, 2, 3], max_tokens=1)
     harness.scheduler.iterate()

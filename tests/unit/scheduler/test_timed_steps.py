@@ -1,4 +1,4 @@
-"""With a step-time target: how many prompt tokens a step has beside streams."""
+"""With a step-time target: the number of prompt tokens in a step with decoding requests."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.unit.scheduler.test_scheduler import config, prompt_of
 
 
 def linear_cost(base_s: float, pair_s: float = 0.0) -> StepCost:
-    """A step takes that long, 0.1 ms for each token and pair_s for each pair of a chunk."""
+    """A step takes base_s, 0.1 ms for each token, and pair_s for each (query, key) pair."""
     ends = (base_s + 0.0001, base_s + 0.1)
     return StepCost(tokens=(1, 1000), seconds=ends, per_decode_key_s=0.0, per_prefill_pair_s=pair_s)
 
@@ -28,13 +28,13 @@ def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
     harness.add(prompt_of(600, 5), max_tokens=2, ignore_eos=True)
     harness.run()
     chunks = [b.num_prefill_tokens for b in engine.batches if b.num_decode and len(b.chunk_ids)]
-    assert chunks[:4] == [127] * 4, "20 ms are enough for 150 tokens, of which 128 are a whole tile"
+    assert chunks[:4] == [127] * 4, "20 ms allow 150 tokens; 128 fill a tile"
 
 
 def mixed_steps(base_s: float, waiting: int, pair_s: float = 0.0) -> list[int]:
-    """Prompt tokens of the steps in which 4 streams decode beside 1 + waiting prompts of 600.
+    """Return the prompt tokens of the mixed steps of 4 streams and 1 + waiting prompts of 600.
 
-    A token takes 0.1 ms, the target is 20 ms and one prompt is admitted at a time.
+    A token takes 0.1 ms, the target is 20 ms, and one prompt is admitted at a time.
     """
     engine = FakeEngine(2048, 4, max_running_reqs=5, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
@@ -50,26 +50,29 @@ def mixed_steps(base_s: float, waiting: int, pair_s: float = 0.0) -> list[int]:
     return [b.num_prefill_tokens for b in engine.batches if b.num_decode and len(b.chunk_ids)]
 
 
-def test_steps_of_a_crowded_engine_are_stretched_for_prompts() -> None:
-    # decoding alone takes 29.6 ms + 4 x 0.1 ms = 30 ms, so a step may take 67 ms: 375 tokens
-    assert mixed_steps(0.0296, waiting=0) == [316, 284], "316 + 4 are whole tiles of 64"
+def test_the_limit_grows_with_the_decode_only_step() -> None:
+    # A decode-only step takes 29.6 ms + 4 x 0.1 ms = 30 ms, so the limit is 67 ms: 375 tokens.
+    assert mixed_steps(0.0296, waiting=0) == [316, 284], "316 + 4 fill tiles of 64"
 
 
-def test_steps_are_stretched_further_while_a_long_queue_waits() -> None:
-    # 8 x 600 tokens wait and take 0.48 s: 1.9 times 20 ms less 5 ms are 330 tokens
+def test_the_limit_grows_with_a_long_queue() -> None:
+    # 8 x 600 waiting tokens take 0.48 s. The limit is 1.9 times 20 ms, which allows 330 tokens.
     chunks = mixed_steps(0.005, waiting=7)
-    assert chunks[0] == 316, "316 + 4 are whole tiles of 64"
-    assert chunks[-3:-1] == [124, 124], "at the end nobody waits"
-    # 1.3 s, yet four times 20 ms at most: 380 tokens and their pairs take 58 ms, 508 took 82
+    assert chunks[0] == 316, "316 + 4 fill tiles of 64"
+    assert chunks[-3:-1] == [124, 124], "at the end no request waits"
+    # A queue of 1.3 s: the limit is four times 20 ms. 380 tokens and their pairs take 58 ms; 508
+    # tokens would take 82 ms.
     assert mixed_steps(0.005, waiting=20, pair_s=2e-7)[0] == 380
 
 
-def test_prefill_goes_on_however_long_its_steps_are_predicted_to_take() -> None:
-    assert mixed_steps(0.005, waiting=0, pair_s=1.0) == [60] * 10, "the least whole size above 32"
+def test_prefill_goes_on_even_when_every_step_exceeds_the_limit() -> None:
+    assert mixed_steps(0.005, waiting=0, pair_s=1.0) == [60] * 10, (
+        "the smallest step size above 32 tokens"
+    )
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "naive"])
-def test_what_waits_counts_what_older_reqs_compute_once(cache_type: str) -> None:
+def test_a_shared_prefix_counts_once_in_the_queue(cache_type: str) -> None:
     engine = FakeEngine(256, 4, max_running_reqs=1, max_seq_len=256)
     harness = Harness(engine, config(cache_type=cache_type))
     harness.add(prompt_of(8), max_tokens=8, ignore_eos=True)
@@ -80,26 +83,26 @@ def test_what_waits_counts_what_older_reqs_compute_once(cache_type: str) -> None
     harness.add(first, cache_salt="other")
     harness.add(first, prompt_logprobs=0)
     harness.step()
-    counted = [req.to_compute for req in harness.scheduler.planner.waiting]
+    counted = [req.uncached_tokens for req in harness.scheduler.planner.waiting]
     shared = 196 if cache_type == "radix" else 0
     assert counted == [200, 200 - shared, 163 - min(shared, 160), 61, 200, 200]
 
 
-def test_prompts_too_short_to_share_are_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of a burst was compared with 64 others: 144 us for one of 20 tokens."""
+def test_prompts_too_short_to_share_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each of a burst was compared with 64 others: 144 us for a prompt of 20 tokens."""
 
-    def unwanted(*_: object) -> int:
+    def fail(*_: object) -> int:
         raise AssertionError("a prompt of 20 tokens never waits for another")
 
-    monkeypatch.setattr("minisgl.scheduler.policy.common_prefix", unwanted)
+    monkeypatch.setattr("minisgl.scheduler.policy.common_prefix", fail)
     harness = Harness(FakeEngine(64, 4), config())
     uids = [harness.add(prompt_of(20, i % 2), max_tokens=2, ignore_eos=True) for i in range(12)]
     harness.run()
     assert [len(harness.answers[uid].tokens) for uid in uids] == [2] * 12
 
 
-def test_cached_keys_count_in_what_a_chunk_takes() -> None:
-    """A prompt behind 600 cached tokens had a first chunk as if behind none: 127 tokens, 34 ms."""
+def test_cached_keys_count_in_the_time_of_a_chunk() -> None:
+    """Before, 600 cached tokens were left out, and the first chunk was 127 tokens: 34 ms."""
     harness = Harness(
         FakeEngine(512, 4, max_seq_len=1024),
         config(prefill_budget_tokens=512, target_step_ms=20.0),

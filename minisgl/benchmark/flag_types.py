@@ -1,4 +1,4 @@
-"""Types of the flags of benchmarks, which argparse refuses by the flag's name before all else."""
+"""Argparse types of the benchmark flags. They reject a wrong value before the benchmark starts."""
 
 import argparse
 import math
@@ -19,13 +19,13 @@ def natural(text: str) -> int:
 def amount(text: str) -> float:
     """A finite number of at least 0."""
     value = float(text)
-    if not 0 <= value < math.inf:  # nor is NaN
+    if not 0 <= value < math.inf:  # NaN fails this comparison too
         raise argparse.ArgumentTypeError("must be a number of at least 0")
     return value
 
 
 def positive(text: str) -> float:
-    """A number above 0; inf is one."""
+    """A number above 0, or inf."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")
@@ -33,14 +33,14 @@ def positive(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written when all has been measured."""
+    """The path of a file that can be written. Checked first, not after a long measurement."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return path
 
 
-def _at_least(least: int, value: int) -> int:
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}")
+def _at_least(minimum: int, value: int) -> int:
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"must be at least {minimum}")
     return value

@@ -1,4 +1,4 @@
-"""Starts a server for a benchmark as users start one, and reads its metrics."""
+"""Starts a server for a benchmark, with the command that users run, and reads its metrics."""
 
 import contextlib
 import re
@@ -18,24 +18,26 @@ from minisgl.core import ConfigError
 _URL = re.compile(r"listening on (https?://\S+)")
 _SAMPLE = re.compile(r"^(minisgl_\w+?)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(phase|state)="(\w+)"')
-_READY_WITHIN_S = 600.0  # the first start compiles kernels
-_ENDS_WITHIN_S = 30.0
+_START_TIMEOUT_S = 600.0  # the first start compiles kernels
+_STOP_TIMEOUT_S = 30.0
 
 
-class OwnServer(NamedTuple):
-    """ready_s: from the start of the command to the first 200 of /readyz."""
+class RunningServer(NamedTuple):
+    """ready_s: seconds from the start of the command to the first 200 of /readyz."""
 
     url: str
     ready_s: float
 
 
 @contextlib.contextmanager
-def own_server(
+def start_server(
     model: str, flags: Sequence[str], log_path: Path | None = None
-) -> Iterator[OwnServer]:
-    """A server of one of SHAPES with random weights, or of a model folder, on a free port.
+) -> Iterator[RunningServer]:
+    """Start a server on a free port, and stop it at the end of the `with` block.
 
-    log_path: where its log is kept. Raises ConfigError, with the log's end, when it does not start.
+    model: a name in SHAPES, which gets random weights, or a model folder. flags: more flags of the
+    command. log_path: file for the server's log. Raises ConfigError with the end of the log when
+    the server does not start.
     """
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
         arguments = ["--model", model]
@@ -45,18 +47,18 @@ def own_server(
         arguments += ["--port", "0", "--drain-grace", "0", "--drain-timeout", "5", *flags]
         command = [sys.executable, "-m", "minisgl", *arguments]
         log = log_path or Path(folder) / "log"
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out)
         try:
             url = _wait_ready(process, log)
-            yield OwnServer(url, time.monotonic() - began_s)
+            yield RunningServer(url, time.monotonic() - started_s)
         finally:
-            stop(process, _ENDS_WITHIN_S)
+            stop(process, _STOP_TIMEOUT_S)
 
 
 def stop(process: "subprocess.Popen[bytes]", within_s: float) -> None:
-    """SIGTERM, and SIGKILL to one that has not ended in time: it would keep the GPU's memory."""
+    """Send SIGTERM. After `within_s` send SIGKILL, because the process holds GPU memory."""
     process.terminate()
     try:
         process.wait(within_s)
@@ -66,11 +68,12 @@ def stop(process: "subprocess.Popen[bytes]", within_s: float) -> None:
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    deadline_s = time.monotonic() + _READY_WITHIN_S
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
     while True:
-        found = _URL.search(text := log.read_text(errors="replace"))
-        if found and _is_ready(found[1]):
-            return found[1]
+        text = log.read_text(errors="replace")
+        url = _URL.search(text)
+        if url and _is_ready(url[1]):
+            return url[1]
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise ConfigError(f"the server did not start; its log ends:\n{text[-3000:]}")
         time.sleep(0.05)
@@ -84,7 +87,7 @@ def _is_ready(url: str) -> bool:
 
 
 def fetch(url: str, api_key: str | None = None) -> bytes:
-    """The body of a GET. Raises ConfigError when there is none."""
+    """Return the body of a GET request. Raises ConfigError when it fails."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         request = urllib.request.Request(url, headers=headers)
@@ -95,9 +98,10 @@ def fetch(url: str, api_key: str | None = None) -> bytes:
 
 
 def read_metrics(url: str, api_key: str | None = None) -> dict[str, float]:
-    """What /metrics says, by name and phase or state: {"name": value, "name:decode": value}.
+    """Return the samples of /metrics as {"name": value, "name:decode": value}.
 
-    {} for a server of another kind.
+    The part after the colon is the sample's label `phase` or `state`. Returns {} when the server
+    has no /metrics.
     """
     try:
         text = fetch(url + "/metrics", api_key).decode()

@@ -1,4 +1,4 @@
-"""Sums over GPUs of one host with what follows them: the engine's way, and by NCCL and a norm."""
+"""All-reduce and the norm that follows it, over the GPUs of one host: by the engine and by NCCL."""
 
 import argparse
 import json
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.flags import whole
+from minisgl.benchmark.flag_types import whole
 from minisgl.distributed import GroupCommunicator, TPInfo, connect
 
-_CALLS = 20  # in one graph
+_CALLS = 20  # captured in one CUDA graph
 _REPLAYS = 30
 
 
 def time_us(run: Callable[[], object]) -> float:
-    """Median microseconds of one call, _CALLS of them in a CUDA graph."""
+    """Return the median microseconds of one call, of _CALLS calls in a CUDA graph."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         run()
@@ -42,7 +42,7 @@ def time_us(run: Callable[[], object]) -> float:
 
 
 def measure(comm: GroupCommunicator, rows: int, width: int) -> tuple[float, float, float]:
-    """Microseconds of [rows, width] bfloat16: as the engine, NCCL and norm, NCCL alone."""
+    """Return microseconds for [rows, width] bfloat16: the engine, NCCL and norm, NCCL alone."""
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, device=comm.device).bfloat16()
@@ -57,7 +57,10 @@ def measure(comm: GroupCommunicator, rows: int, width: int) -> tuple[float, floa
 
 
 def run_ranks(tp: int, folder: str, function: Callable[..., None], *args: Any) -> int:
-    """function(comm, *args) in a process for each GPU, meeting in `folder`; the worst exit code."""
+    """Run function(comm, *args) in one process for each GPU.
+
+    folder: holds the rendezvous file of the processes. Returns the largest exit code.
+    """
     spawn = multiprocessing.get_context("spawn")
     ranks = [
         spawn.Process(target=_rank, args=(TPInfo(rank, tp), folder, function, args))
@@ -77,23 +80,23 @@ def _rank(tp: TPInfo, folder: str, function: Callable[..., None], args: tuple[An
 
 
 def compare(comm: GroupCommunicator, widths: Sequence[int], rows: Sequence[int]) -> None:
-    """All sizes on one rank; rank 0 prints."""
-    found = []
+    """Measure all sizes on one rank. Rank 0 prints the table."""
+    results = []
     for width in widths:
         for count in rows:
             times = measure(comm, count, width)
-            found.append({"rows": count, "width": width, "us": times})
+            results.append({"rows": count, "width": width, "us": times})
             if comm.tp.rank == 0:
                 line = "".join(f"{time:>12.1f}" for time in times)
                 print(f"{count:>6} x {width:<6} {line}", flush=True)
     if comm.tp.rank == 0:
-        print(json.dumps({"tp": comm.tp.size, "times": found}))
+        print(json.dumps({"tp": comm.tp.size, "times": results}))
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a table in microseconds and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench reduce", description=__doc__)
-    parser.add_argument("--tp", type=whole, default=2, help="GPUs (2)")
+    parser.add_argument("--tp", type=whole, default=2, help="number of GPUs (2)")
     parser.add_argument(
         "--width", type=whole, nargs="+", default=[5120], help="hidden sizes (5120)"
     )
@@ -102,11 +105,11 @@ def main(argv: Sequence[str]) -> int:
         type=whole,
         nargs="+",
         default=[1, 8, 64, 256, 1024, 2048, 8192],
-        help="tokens",
+        help="numbers of tokens",
     )
     options = parser.parse_args(argv)
     if torch.cuda.device_count() < options.tp:
-        parser.error(f"needs {options.tp} CUDA devices")
+        parser.error(f"this benchmark needs {options.tp} CUDA devices")
     print(f"{'rows x width':<16}{'engine':>12}{'NCCL + norm':>12}{'NCCL alone':>12}  µs, bfloat16")
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(options.tp, folder, compare, options.width, options.rows)
