@@ -84,14 +84,12 @@ class RequestConverter:
             raise reject("stream_options", "is allowed only with stream set to true")
         max_tokens = body.max_tokens
         if isinstance(body, ChatBody):
-            self._check_logprobs("top_logprobs", body.top_logprobs)
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
             max_tokens = body.max_completion_tokens or max_tokens
             echo, reasoning = False, body.separate_reasoning
         else:
-            self._check_logprobs("logprobs", body.logprobs or 0)
             logprobs, echo, reasoning = body.logprobs, body.echo, False
         silent = max_tokens == 0
         if silent and not echo:
@@ -219,25 +217,23 @@ class RequestConverter:
         most, bias = self.limits.max_logit_bias, given.get("logit_bias")
         if isinstance(bias, dict) and len(bias) > most:
             raise reject("logit_bias", f"must have at most {most} entries", "max_logit_bias")
-        prompt, n, prompts = given.get("prompt"), given.get("n"), 1
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            prompts = len(prompt)
-        self._check_choices(prompts, n if isinstance(n, int) else 1)
-
-    def _check_choices(self, prompts: int, n: int) -> None:
-        """One request asks for at most max_choices answers, which is prompts times n."""
-        most = self.limits.max_choices
-        if n > most >= prompts:
-            raise reject("n", f"must be at most {most}", "max_n")
-        if prompts > most >= n:
-            raise reject("prompt", f"must have at most {most} entries", "max_prompts")
-        if prompts * n > most:
-            raise reject("n", f"times the number of prompts must be at most {most}", "max_choices")
-
-    def _check_logprobs(self, param: str, count: int) -> None:
         most = self.limits.max_logprobs
-        if count > most:
-            raise reject(param, f"must be from 0 to {most}", "max_logprobs")
+        for name in ("logprobs", "top_logprobs"):
+            if type(given.get(name)) is int and given[name] > most:
+                raise reject(name, f"must be from 0 to {most}", "max_logprobs")
+        self._check_choices(given.get("prompt"), given.get("n"))
+
+    def _check_choices(self, prompt: Any, n: Any) -> None:
+        """One request asks for at most max_choices answers: the number of prompts times n."""
+        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        prompts, each = len(prompt) if several else 1, n if isinstance(n, int) else 1
+        most = self.limits.max_choices
+        if each > most >= prompts:
+            raise reject("n", f"must be at most {most}", "max_n")
+        if prompts > most >= each:
+            raise reject("prompt", f"must have at most {most} entries", "max_prompts")
+        if prompts * each > most:
+            raise reject("n", f"times the number of prompts must be at most {most}", "max_choices")
 
     def _check_chars(self, param: str, chars: int, facts: ModelFacts) -> None:
         most = self.limits.max_prompt_chars
@@ -277,7 +273,7 @@ class RequestConverter:
 
 
 def _prepare_message(message: requests.Message, index: int) -> int:
-    """Bring one message to the form that chat templates expect; how many characters it has.
+    """Bring one message to the form that chat templates expect, and return its characters.
 
     `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
     arguments of tool calls are parsed, because templates write them as JSON themselves. The empty
@@ -313,7 +309,7 @@ def _prepare_message(message: requests.Message, index: int) -> int:
 
 
 def _parse_arguments(message: requests.Message, index: int) -> int:
-    """Replace the arguments of the message's tool calls by their parsed JSON; the characters."""
+    """Parse the arguments of the message's tool calls, and return the characters of the calls."""
     chars = 0
     for number, call in enumerate(message.tool_calls or ()):
         name, arguments = call.function.name, call.function.arguments

@@ -33,8 +33,6 @@ _LIMITS = {
     ("stop", "array"): "max_stop_strings",
     ("stop", "str"): "max_stop_chars",
     ("stop_token_ids", "array"): "max_stop_token_ids",
-    ("logprobs", "int"): "max_logprobs",
-    ("top_logprobs", "int"): "max_logprobs",
 }
 _WHY = {
     "chat_template": "cannot be set by a request",

@@ -3,6 +3,7 @@
 `python -m tests.contract.api_tables` writes them into the page.
 """
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -55,16 +56,23 @@ def with_tables(page: str) -> str:
 
 def parameters() -> str:
     """One row for each parameter, or several where the routes take different values."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
+    rows: dict[tuple[str, ...], list[str]] = {}
     for route, struct in BODIES.items():
         for name in struct.__struct_fields__:
             schema = SCHEMAS[struct.__name__]["properties"][name]
-            rows.setdefault((name, values(schema), meaning(schema)), []).append(ROUTES[route])
-    lines = ["| parameter | routes | values | meaning |", "|---|---|---|---|"]
-    for (name, kind, text), routes in sorted(rows.items()):
+            row = name, values(schema), default(schema), meaning(schema)
+            rows.setdefault(row, []).append(ROUTES[route])
+    lines = ["| parameter | routes | values | default | meaning |", "|---|---|---|---|---|"]
+    for (name, *cells), routes in sorted(rows.items()):
         shown = "all" if len(routes) == len(ROUTES) else ", ".join(routes)
-        lines.append(f"| `{name}` | {shown} | {kind} | {text} |")
+        lines.append(f"| `{name}` | {shown} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def default(schema: dict[str, Any]) -> str:
+    """The default as JSON, or nothing for null and empty values."""
+    found = [one.get("default") for one in [schema, *schema.get("anyOf", ())]]
+    return next((f"`{json.dumps(one)}`" for one in found if one or one is False), "")
 
 
 def meaning(schema: dict[str, Any]) -> str:
@@ -72,7 +80,8 @@ def meaning(schema: dict[str, Any]) -> str:
     for one in [schema, *schema.get("anyOf", ())]:
         target = SCHEMAS.get(one.get("$ref", "").rpartition("/")[2], {})
         if "description" in one or "description" in target:
-            return str(one.get("description") or target["description"])
+            text = str(one.get("description") or target["description"])
+            return text.split("\n")[0]
     raise AssertionError(f"every parameter has a description: {schema}")
 
 

@@ -44,13 +44,25 @@ TopP = Annotated[float, _range("top_p", "Sample from the smallest set with this 
 TopK = Annotated[int, _range("top_k", "Sample from the k most likely tokens; 0 and -1: from all.")]
 MinP = Annotated[float, _range("min_p", "Drop tokens below min_p times the top probability.")]
 Seed = Annotated[int, _range("seed", "A draw depends only on the seed and the token's position.")]
-MinTokens = Annotated[int, _range("min_tokens", "EOS and stops do not end a shorter text.")]
-Frequency = Annotated[float, _range("frequency_penalty", "Lowers a logit for each occurrence.")]
-Presence = Annotated[float, _range("presence_penalty", "Lowers the logit of each earlier token.")]
-Repetition = Annotated[float, _range("repetition_penalty", "Above 1, tokens repeat less often.")]
-ChatTokens = Annotated[int, _range("max_tokens", "Output tokens. Default: the context's rest.")]
+MinTokens = Annotated[
+    int, _range("min_tokens", "EOS, stop ids and stop strings do not end a shorter text.")
+]
+Frequency = Annotated[
+    float, _range("frequency_penalty", "Lowers the logit of a token for each time it occurred.")
+]
+Presence = Annotated[
+    float, _range("presence_penalty", "Lowers the logit of each token that occurred in the output.")
+]
+Repetition = Annotated[
+    float, _range("repetition_penalty", "Above 1, tokens of prompt and output become less likely.")
+]
+ChatTokens = Annotated[
+    int, _range("max_tokens", "Most output tokens. The default is the rest of the context.")
+]
 TopLogprobs = Annotated[int, _range("logprobs", "Number of likely tokens to report for each.")]
-TextTokens = Annotated[int, Meta(ge=0, le=_INT32, description="Output tokens. Default: 16.")]
+TextTokens = Annotated[
+    int, Meta(ge=0, le=_INT32, description="Most output tokens; 0 needs echo. The default is 16.")
+]
 Stop = Annotated[StopString | StopStrings, _text("The text ends before a stop string.")]
 StopIds = Annotated[list[TokenId], Meta(max_length=128, description="Token ids that end the text.")]
 LogitBias = Annotated[
@@ -63,13 +75,13 @@ LogitBias = Annotated[
 SkipSpecial = Annotated[bool, _text("Leave special tokens out of the text.")]
 KeepStop = Annotated[bool, _text("Keep the stop string that ended the text.")]
 ReturnIds = Annotated[bool, _text("Add prompt_token_ids, and token_ids to each choice.")]
-Salt = Annotated[str, Meta(max_length=128, description="Separates the cached prefixes.")]
+Salt = Annotated[
+    str, Meta(max_length=128, description="Requests with different salts share no cached prefix.")
+]
 Separate = Annotated[bool, _text("Move text in `<think>` to `reasoning_content`.")]
 # Clients that send an earlier answer back also send these fields, with an empty value.
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
-
-
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
