@@ -67,8 +67,8 @@ def _checked(folder: Path, name: str, weights: bool) -> str:
         other = sorted(path.name for path in folder.glob("*.bin"))
         found = f" (only {other[0]}, a format that can run code when read)" if other else ""
         raise ConfigError(
-            f"model {name} has no *.safetensors file{found}; convert its weights to safetensors, or "
-            "use random ones with --dummy-weight"
+            f"model {name} has no *.safetensors file{found}; convert its weights to safetensors, "
+            "or use random ones with --dummy-weight"
         )
     return str(folder)
 
