@@ -15,7 +15,7 @@ from minisgl.core import (
     Overloaded,
     RequestError,
 )
-from minisgl.message.messages import AbortReq, AddReq
+from minisgl.message.messages import AbortReq, AddReq, StartText
 from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.handler import start, unless_disconnected
@@ -192,6 +192,26 @@ def test_queue_is_bounded_until_the_first_output() -> None:
         world.client.close(second)
 
     assert run(main, max_queued_reqs=2).is_empty
+
+
+def test_text_options_are_sent_before_their_request() -> None:
+    """The detokenizer lets a step wait for the text options of the requests in it."""
+
+    async def main(world: World) -> None:
+        sent: list[StartText | AddReq] = []
+        world.client._to_detokenizer = world.client._to_scheduler = sent.append
+        body = b'{"model":"m","prompt":[[1,2],[3,4,5]],"n":2,"stop":"x"}'
+        task = asyncio.create_task(start(world.client, request(body), FACTS))
+        await settle()
+        assert [type(message) for message in sent] == [StartText, AddReq] * 4
+        starts, adds = sent[::2], sent[1::2]
+        assert [message.uid for message in starts] == [message.uid for message in adds]
+        assert [message.options.prompt_tail for message in starts] == [[1, 2]] * 2 + [[3, 4, 5]] * 2
+        assert all(message.options.stop == ["x"] for message in starts)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    assert run(main).is_empty
 
 
 def test_siblings_draw_by_different_seeds() -> None:
