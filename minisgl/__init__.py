@@ -1,4 +1,4 @@
-"""minisgl: a compact, fast LLM inference engine. See docs/architecture.md."""
+"""minisgl: a compact, fast inference engine for LLMs. See docs/architecture.md."""
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""`minisgl` and `python -m minisgl`: serve, or dispatch to a subcommand."""
+"""`minisgl` and `python -m minisgl`: serve a model, or run a subcommand."""
 
 import argparse
 import importlib.util
@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from minisgl.core import ConfigError
 from minisgl.core.hub import resolve_model
@@ -15,7 +16,7 @@ from minisgl.utils import setup_logging, supervise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. Errors of the user are one line on stderr."""
+    """Run the command line, and return the exit code. A ConfigError is one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["bench"]:
@@ -35,9 +36,19 @@ def _serve(arguments: Sequence[str]) -> int:
     from minisgl.server.launch import launch
 
     setup_logging("launcher", "info")
-    # PID 1 has no default actions, and a download may take minutes. Nothing has been started yet.
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    # PID 1 has no default action for signals, and a download may take minutes.
+    signal.signal(signal.SIGTERM, _end_download)
     return launch(resolve(arguments, os.environ, resolve_model, _demo_path))
+
+
+def _end_download(number: int, frame: FrameType | None) -> NoReturn:
+    """Exit at once: sys.exit would wait for the threads of the download."""
+    sys.stderr.write(
+        "minisgl: error: SIGTERM ended the start while the model was looked up or downloaded; if "
+        "Kubernetes sent it, raise startup.budgetSeconds of the chart or set cache.enabled\n"
+    )
+    sys.stderr.flush()
+    os._exit(128 + number)
 
 
 def _compile(arguments: Sequence[str]) -> int:
@@ -45,16 +56,16 @@ def _compile(arguments: Sequence[str]) -> int:
 
     parser = ArgumentParser(
         prog="minisgl compile",
-        description="Compile what serving a model runs on GPUs into the folder --kernel-cache. "
-        "Needs no GPU, but nvcc, g++ and ninja; reads no weights.",
-        epilog="All flags of minisgl are known, and to be given as for serving.",
+        description="Compile the GPU kernels of a model into the folder --kernel-cache. "
+        "Needs nvcc, g++ and ninja, but no GPU and no weights.",
+        epilog="Accepts all flags of minisgl; give those of the server that will use the folder.",
         allow_abbrev=False,
     )
-    help_text = "compute capabilities, 9.0 for Hopper; none: of the GPUs here"
+    help_text = "compute capabilities, such as 9.0; without this flag, those of the local GPUs"
     parser.add_argument("--arch", nargs="+", default=[], type=_arch, metavar="X.Y", help=help_text)
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")
-    config = resolve(flags, os.environ, partial(resolve_model, weights=False), _demo_path)
+    config = resolve(flags, os.environ, resolve_model, _demo_path, weights=False)
     from minisgl.compile import compile_kernels
 
     compile_kernels(config.engine, config.scheduler.prefill_budget_tokens, options.arch)
@@ -62,7 +73,7 @@ def _compile(arguments: Sequence[str]) -> int:
 
 
 def _arch(text: str) -> int:
-    """90 for 9.0."""
+    """Parse a compute capability: 90 for 9.0."""
     major, _, minor = text.partition(".")
     if not (major.isdigit() and len(minor) == 1 and minor.isdigit()):
         raise argparse.ArgumentTypeError("must be a compute capability such as 9.0")
@@ -71,7 +82,7 @@ def _arch(text: str) -> int:
 
 def _demo_path() -> Path:
     if importlib.util.find_spec("minisgl.demo") is None:
-        raise ConfigError("the demo model is not installed; give --model")
+        raise ConfigError("no --model is given, and the demo model is not installed; give --model")
     from minisgl.demo import model_path
 
     return model_path()

@@ -28,6 +28,7 @@ from minisgl.message import (
     SchedulerStats,
     StepText,
     TextUpdate,
+    ToDetokenizer,
     ToScheduler,
     ToTokenizer,
 )
@@ -43,9 +44,9 @@ class _Box:
     """An outbox that keeps its messages for the stub engine."""
 
     def __init__(self) -> None:
-        self.sent: list[ToScheduler | ToTokenizer] = []
+        self.sent: list[ToScheduler | ToTokenizer | ToDetokenizer] = []
 
-    def send(self, message: ToScheduler | ToTokenizer, /) -> int:
+    def send(self, message: ToScheduler | ToTokenizer | ToDetokenizer, /) -> int:
         self.sent.append(message)
         return 0
 
@@ -58,8 +59,14 @@ class _Service:
             engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=("m",)
         )
         self.tokenizer, self.scheduler = _Box(), _Box()
-        outboxes = [self.tokenizer.send], self.scheduler.send
-        self.client = EngineClient(*outboxes, self.config.limits, Metrics("m"))
+        self.detokenizer = _Box()
+        self.client = EngineClient(
+            [self.tokenizer.send],
+            self.detokenizer.send,
+            self.scheduler.send,
+            self.config.limits,
+            Metrics("m"),
+        )
         self.lifecycle = Lifecycle(frozenset({"scheduler"}))
         facts = ModelFacts(
             max_seq_len=2**20,
@@ -74,6 +81,9 @@ class _Service:
         self.stats: SchedulerStats | None = None
 
     def stuck(self) -> bool:
+        return False
+
+    def stalled(self) -> bool:
         return False
 
 

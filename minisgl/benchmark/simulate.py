@@ -160,8 +160,8 @@ def simulate(
         scheduler.iterate()
         while outbox:
             output = outbox.popleft()
-            for opened in output.opened:
-                answers[opened.uid].cached_tokens = opened.cached_tokens
+            for done in output.prefill_done:
+                answers[done.uid].cached_tokens = done.cached_tokens
             for uid in output.uids:
                 answers[uid].outputs_s.append(engine.now_s)
                 answers[uid].output_tokens += 1

@@ -46,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy of the scheduler. server/flags.toml and server/env.py describe each setting."""
+    """Policy of the scheduler. server/flags.toml and EnvSettings describe each setting."""
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 16.0

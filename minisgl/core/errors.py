@@ -1,19 +1,50 @@
-"""The error tree: what can go wrong, named by who has to act on it."""
+"""The errors that minisgl raises on purpose.
+
+    MinisglError
+      - ConfigError               the start cannot continue
+      - RequestError              one request is refused or ended
+        - InvalidRequest
+        - PromptTooLong
+        - Unsupported
+        - Overloaded
+          - NotReady              (server)
+        - DeadlineExceeded
+        - Cancelled
+        - ModelNotFound           (server)
+        - RouteNotFound           (server)
+        - MethodNotAllowed        (server)
+        - NotAuthenticated        (server)
+        - AdminOnly               (server)
+        - HeadTooLarge            (server)
+        - BodyTooLarge            (server)
+        - RanTooLong              (server)
+        - EngineFailure           (server)
+      - EngineError               the process cannot continue
+        - WorkerDied
+        - OutOfMemory
+        - InvariantBroken
+
+The classes marked (server) are in server/errors.py, with the HTTP status of each RequestError.
+Messages say what was wrong, what was expected, and what to do.
+"""
 
 
 class MinisglError(Exception):
-    """Base of every error that minisgl raises on purpose."""
+    """Base class of all errors that minisgl raises on purpose."""
 
 
 class ConfigError(MinisglError):
-    """Start-up cannot go on; the message is one line for the person who typed the command."""
+    """The start cannot continue. The message is one line for the user who ran the command."""
 
 
 class RequestError(MinisglError):
     """One request is refused or ended.
 
-    param: the offending field, when there is one. limit: the limit that was exceeded, when that is
-    the reason; an error class may always have the same.
+    message  for the client.
+    param    the name of the parameter that is wrong, if there is one.
+    code     replaces the code of the class in the response.
+    limit    the name of the limit that the request exceeded, if that is the reason. A class may
+             set it for all of its errors.
     """
 
     limit: str | None = None
@@ -43,15 +74,15 @@ class PromptTooLong(RequestError):
 
 
 class Unsupported(RequestError):
-    """A parameter that minisgl understands but does not offer, and that would change the answer."""
+    """A known parameter that would change the answer and is not supported."""
 
 
 class Overloaded(RequestError):
-    """Too much is under way: a queue, connections or bodies. The client may retry."""
+    """The queue, the connections or the bodies are at their limit. The client may retry."""
 
 
 class DeadlineExceeded(RequestError):
-    """The request waited too long, or still ran when the time for draining was over."""
+    """The request waited too long, or still ran at the end of a drain."""
 
 
 class Cancelled(RequestError):
@@ -59,15 +90,15 @@ class Cancelled(RequestError):
 
 
 class EngineError(MinisglError):
-    """The process cannot go on."""
+    """The process cannot continue."""
 
 
 class WorkerDied(EngineError):
-    """A child process ended although nobody asked it to."""
+    """A child process ended without being asked to."""
 
 
 class OutOfMemory(EngineError):
-    """Weights or KV pool do not fit into the device's memory."""
+    """Weights or KV pool do not fit into the memory of the device."""
 
 
 class InvariantBroken(EngineError):

@@ -1,40 +1,52 @@
-"""From what the user typed to a local folder with a usable checkpoint. Never loads torch.
+"""Find a model: from the name that the user typed to a local folder with a checkpoint.
 
-The launcher calls this once, before it starts any worker, so that workers only read local files.
+The launcher calls `resolve_model` once, before it starts any worker, so that workers only read
+local files. Nothing here loads torch.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from minisgl.core.errors import ConfigError
 
-_WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "vocab.*", "merges.txt"]
-# Other formats of the same weights: original/, onnx/, gguf/ and Mistral's own single file.
-_UNWANTED = ["*/*", "consolidated*"]
+_CONFIG_FILES = ["*.json", "tokenizer*", "*.jinja", "vocab.*", "merges.txt"]
+# Other formats of the same weights: original/, onnx/, gguf/ and Mistral's single file.
+_OTHER_FORMATS = ["*/*", "consolidated*"]
 
 
 def resolve_model(name: str, revision: str | None = None, weights: bool = True) -> str:
-    """Return the local folder of a model given as a folder or as a Hugging Face hub id.
+    """Return the local folder of a model, given as a folder or as a Hugging Face hub id.
 
-    weights: False does without them, for those who only look at the model's configuration.
+    weights: False accepts a folder without weights, and downloads only the configuration and the
+    tokenizer. Random weights and `minisgl compile` need no more.
 
-    A hub id is downloaded into huggingface_hub's cache; its environment variables (HF_TOKEN,
-    HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, ...) mean what they mean elsewhere.
-    Raises ConfigError, one line, when there is no such model or it cannot be used.
+    A hub id is downloaded into the cache of huggingface_hub. The environment variables of that
+    library (HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, ...) keep their meaning.
+
+    Raises ConfigError with one line if the model does not exist or cannot be used.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _checked(path, name, weights)
-    if path.exists():
-        raise ConfigError(f"model {name} is a file; give the folder that holds config.json")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model folder {name} does not exist")
-    return _checked(_download(name, revision, weights), name, weights)
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return _checked(path, name, weights)
+        if path.exists():
+            raise ConfigError(f"model {name} is a file; give the folder that holds config.json")
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ConfigError(f"model folder {name} does not exist; give a folder or a hub id")
+        return _checked(_download(name, revision, weights), name, weights)
+    except PermissionError as error:
+        folder = _forbidden_folder(Path(error.filename or name).absolute())
+        raise ConfigError(
+            f"user {os.geteuid()} has no permission for the folder {folder}; give this user read "
+            "and execute permission for the folder of a model, and write permission too for the "
+            f"cache of downloads, HF_HOME (model {name})"
+        ) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in this file of a model folder. Raises ConfigError."""
+    """Return the JSON object in this file of a model folder. Raises ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -48,12 +60,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _checked(folder: Path, name: str, weights: bool) -> str:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model {name} has no config.json")
+        raise ConfigError(
+            f"model {name} has no config.json; give a folder in Hugging Face's format"
+        )
     if weights and not any(folder.glob("*.safetensors")):
         other = sorted(path.name for path in folder.glob("*.bin"))
         found = f" (only {other[0]}, a format that can run code when read)" if other else ""
-        raise ConfigError(f"model {name} has no *.safetensors file{found}")
+        raise ConfigError(
+            f"model {name} has no *.safetensors file{found}; convert its weights to safetensors, "
+            "or use random ones with --dummy-weight"
+        )
     return str(folder)
+
+
+def _forbidden_folder(path: Path) -> Path:
+    """The outermost folder on the way to `path` that this user may not enter, or write."""
+    for folder in reversed(path.parents):
+        if not os.access(folder, os.X_OK, effective_ids=True):
+            return folder if folder.exists() else folder.parent
+    return path.parent
 
 
 def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
@@ -63,8 +88,8 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
         folder = snapshot_download(
             repo_id,
             revision=revision,
-            allow_patterns=_WANTED if weights else ["*.json"],
-            ignore_patterns=_UNWANTED,
+            allow_patterns=[*_CONFIG_FILES, "*.safetensors"] if weights else _CONFIG_FILES,
+            ignore_patterns=_OTHER_FORMATS,
         )
     except errors.GatedRepoError:
         reason = "is gated: accept its terms on the hub and set HF_TOKEN"
@@ -76,6 +101,8 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
         reason = "is neither a local folder nor a valid hub id (owner/name)"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         reason = "is not in the local cache, and the hub cannot be reached or is switched off"
+    except PermissionError:
+        raise  # `resolve_model` names the folder
     except (errors.RevisionResolutionError, errors.CorruptedCacheException, OSError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         reason = f"cannot be downloaded: {first_line}"

@@ -22,7 +22,7 @@ from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
-from minisgl.message import AbortReq, AddReq, StepOutput, TextSpec
+from minisgl.message import AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.tokenizer import TextStream, TextTokenizer
 
 Prompt = str | Sequence[int]
@@ -62,7 +62,10 @@ class LLM:
         every method raises WorkerDied within seconds after a rank has ended; the LLM can then only
         be closed.
         """
-        path = str(demo_model_path() if model is None else resolve_model(model, revision))
+        if model is None:
+            path = str(demo_model_path())
+        else:
+            path = resolve_model(model, revision, weights=not settings.get("dummy_weight"))
         policy: dict[str, Any] = {"target_step_ms": None}
         for name in SchedulerConfig.__struct_fields__:
             if name in settings:
@@ -201,10 +204,10 @@ class LLM:
         text_at_end: bool,
     ) -> None:
         ids = _as_ids(self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt)
-        spec = TextSpec(
+        options = TextOptions(
             prompt_tail=ids[-8:].tolist(), stop=stop_strings, min_tokens=sampling.min_tokens
         )
-        stream = TextStream(self.tokenizer.vocabulary, spec)
+        stream = TextStream(self.tokenizer.vocabulary, options)
         uid = self._next_uid
         self._next_uid += 1
         self._running[uid] = Generation(index, stream, text_at_end)
@@ -217,8 +220,8 @@ class LLM:
     def _read(self, output: StepOutput) -> Iterator[Piece]:
         """Add one step's output to the running generations and yield their new text."""
         running = self._running
-        for opened in output.opened:
-            running[opened.uid].opened = opened
+        for done in output.prefill_done:
+            running[done.uid].prefill_done = done
         for prompt_logprobs in output.prompt_logprobs:
             running[prompt_logprobs.uid].prompt_logprobs.append(prompt_logprobs)
         for logprobs in output.logprobs:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason
-from minisgl.message import Finished, PrefillDone, PromptTokenLogprobs, TokenLogprobs
+from minisgl.message import Finished, PrefillDone, TokenLogprobs
 from minisgl.tokenizer import TextStream
 
 
@@ -26,7 +26,7 @@ class Completion:
     cached_tokens: int
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[PromptTokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Generation:
 
     index        position of its prompt in the call.
     text_at_end  its tokens are detokenised once, when it ends, and not piece by piece.
-    opened       the scheduler's first message about it, which precedes its first token.
+    prefill_done the scheduler's first message about it, which precedes its first token.
     """
 
     index: int
@@ -56,8 +56,8 @@ class Generation:
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[PromptTokenLogprobs] = field(default_factory=list)
-    opened: PrefillDone = field(init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prefill_done: PrefillDone = field(init=False)
     completion: Completion | None = None
 
     def push(self, token_id: int, is_stop_token: bool) -> Piece | None:
@@ -92,8 +92,8 @@ class Generation:
             text="".join(self.parts),
             token_ids=self.token_ids,
             finish_reason=reason,
-            prompt_tokens=self.opened.prompt_tokens,
-            cached_tokens=self.opened.cached_tokens,
+            prompt_tokens=self.prefill_done.prompt_tokens,
+            cached_tokens=self.prefill_done.cached_tokens,
             error=error,
             logprobs=self.logprobs[: len(self.token_ids)],  # without tokens after a stop string
             prompt_logprobs=self.prompt_logprobs,

@@ -1,13 +1,14 @@
 """Every message that crosses a process border, as msgspec structs: one tagged union per direction.
 
-Both ends are always of the same version (one pod, one image), so there are no compatibility rules
-beyond: a struct is only decoded by the decoder of its own direction.
-
     API server  -> tokenizer    ToTokenizer
-    API server  -> scheduler    ToScheduler   (one FIFO: an abort never overtakes its request)
+    API server  -> scheduler    ToScheduler    one queue: an abort never overtakes its request
+    API server  -> detokenizer  StartText      before the AddReq of the same uid
     leader      -> other ranks  LeaderStep
-    scheduler   -> detokenizer  ToDetokenizer (one StepOutput per step, columnar)
+    scheduler   -> detokenizer  StepOutput     one per step, with one list per kind of output
     everything  -> API server   ToApi
+
+Both ends always have the same version, because they run in one pod from one image. So there are no
+rules for compatibility, except that each queue is decoded by the decoder of its own union.
 """
 
 from collections.abc import Callable
@@ -18,13 +19,14 @@ from minisgl.core import FinishReason, ModelFacts, SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable (but for the stats), tagged with its class name, strict."""
+    """Base of all messages: immutable, tagged with its class name, without unknown fields."""
 
 
 class TokenizeText(Message, frozen=True, kw_only=True):
-    """Encode plain text; special-token spellings in it are encoded as the tokenizer does.
+    """Encode plain text. The tokenizer turns spellings of special tokens into those tokens.
 
-    uid, here and below: set when it is sent. add_special: with the BOS that the tokenizer may set.
+    uid          set by the engine client when it sends the message; the same holds below.
+    add_special  also add the special tokens that the tokenizer adds by itself, such as BOS.
     """
 
     uid: int = 0
@@ -33,10 +35,10 @@ class TokenizeText(Message, frozen=True, kw_only=True):
 
 
 class TokenizeChat(Message, frozen=True, kw_only=True):
-    """Render a chat with the model's template and encode it (without a second BOS).
+    """Render a chat with the model's template and encode the result without a second BOS.
 
-    messages_json, template_kwargs_json: JSON the API server has validated; kept as text so that
-    nothing a client sends is ever decoded into one of our own types.
+    messages_json and template_kwargs_json are JSON that the API server has validated. They stay
+    JSON until the template reads them, so that no client's data becomes one of our own types.
     """
 
     uid: int = 0
@@ -45,7 +47,7 @@ class TokenizeChat(Message, frozen=True, kw_only=True):
 
 
 class DecodeIds(Message, frozen=True, kw_only=True):
-    """Give the text of ids (int32 little-endian): the echo of a prompt that came as ids."""
+    """Decode token ids (int32 little-endian) to text: /detokenize, or the echo of prompt ids."""
 
     uid: int = 0
     token_ids: bytes
@@ -53,24 +55,26 @@ class DecodeIds(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Answered by Alive after all that was sent before it."""
+    """The receiver answers Alive after everything that was sent before the Ping."""
 
 
 TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds
 ToTokenizer = TokenizeRequest | Ping
 
 
-class TextSpec(Message, frozen=True, kw_only=True):
-    """What the detokenizer needs to turn this req's tokens into text.
+class TextOptions(Message, frozen=True, kw_only=True):
+    """How the tokens of one request become text.
 
-    prompt_tail  the last prompt ids; a character that begins there and ends in the output comes out
-                 whole.
-    stop         stop strings, in the order given.
-    min_tokens   until so many tokens have come, stop strings do not count.
-    prompt_ids   int32 little-endian; the whole prompt when its log-probabilities are reported.
-    token_ids    the client wants the ids too.
-    reasoning    text between <think> and </think> is told apart.
-    silent       the output is dropped: only the prompt is of interest.
+    prompt_tail          the last ids of the prompt. A character may begin in the prompt and end in
+                         the output; with these ids it is decoded as a whole.
+    stop                 stop strings, in the order in which the client gave them.
+    skip_special_tokens  special tokens have no text.
+    include_stop         the text includes the stop string that ended it.
+    min_tokens           stop strings count only after this many output tokens.
+    prompt_ids           int32 little-endian; the whole prompt if its log-probabilities are wanted.
+    token_ids            updates carry the output ids too.
+    reasoning            text between <think> and </think> is reported apart from the answer.
+    silent               the output tokens are dropped, because the client wants the prompt only.
     """
 
     prompt_tail: list[int] = []
@@ -84,40 +88,54 @@ class TextSpec(Message, frozen=True, kw_only=True):
     silent: bool = False
 
 
-class AddReq(Message, frozen=True, kw_only=True):
-    """Admit one generation. token_ids: int32 little-endian, each below the logit width.
+class StartText(Message, frozen=True, kw_only=True):
+    """The text options of one request, sent before its AddReq.
 
-    text: None when the receiver wants ids only (the offline LLM detokenises by itself).
-    cache_salt: the prefix cache is shared with reqs of the same salt only.
+    The detokenizer has two senders and their messages have no common order: a StepOutput with
+    outputs of this request may be read before its StartText. The detokenizer then keeps those
+    outputs until the StartText arrives.
+    """
+
+    uid: int
+    options: TextOptions
+
+
+class AddReq(Message, frozen=True, kw_only=True):
+    """Run one request. The scheduler answers with exactly one PrefillDone and one Finished.
+
+    token_ids   int32 little-endian, each below the width of the logits.
+    cache_salt  only requests with the same salt share cached prefixes.
     """
 
     uid: int
     token_ids: bytes
     sampling: SamplingParams
-    text: TextSpec | None = None
     cache_salt: str = ""
 
 
 class AbortReq(Message, frozen=True, kw_only=True):
-    """End a req. reason STOP: a stop string was seen, so the req counts as finished."""
+    """End a request. The reason STOP means that a stop string ended it, so that it is complete."""
 
     uid: int
     reason: FinishReason = FinishReason.ABORT
 
 
 class FlushCache(Message, frozen=True, kw_only=True):
-    """Forget every cached prefix that no running req uses."""
+    """Forget every cached prefix that no running request uses."""
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """Leave the loop after the step in flight; running reqs end with ABORT."""
+    """Leave the loop after the step in flight. Running requests end with ABORT."""
 
 
 ToScheduler = AddReq | AbortReq | FlushCache | Shutdown
 
 
 class LeaderStep(Message, frozen=True, kw_only=True):
-    """The messages that every rank applies before planning iteration `iteration`."""
+    """The messages that every rank applies before it plans iteration `iteration`.
+
+    plan_hash  of the step that the leader launched last; the other ranks compare it with theirs.
+    """
 
     iteration: int
     messages: list[ToScheduler]
@@ -125,23 +143,22 @@ class LeaderStep(Message, frozen=True, kw_only=True):
 
 
 class PrefillDone(Message, frozen=True, kw_only=True):
-    """Comes with a req's first output (or its end without one).
+    """The first output of a request follows, or its end if it has no output.
 
-    admitted_s: CLOCK_MONOTONIC of its first admission, which all processes of a host share; 0:
-    it never ran.
+    admitted_s  CLOCK_MONOTONIC in seconds of its first admission; all processes of a host share
+                this clock. 0: the request never ran.
     """
 
     uid: int
     prompt_tokens: int
     cached_tokens: int
-    text: TextSpec | None
     admitted_s: float = 0.0
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """The one terminal message of a req; STOP means that its last token is not text.
+    """The last message about a request. With STOP, its last token is not part of the text.
 
-    error_kind: name of the RequestError that refused it; "" for a failure of ours.
+    error_kind  class name of the RequestError that refused it; "" for an internal error.
     """
 
     uid: int
@@ -151,16 +168,13 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(Message, frozen=True, kw_only=True):
-    """Log-probabilities for this step's token of one req, the most likely ids first."""
+    """Log-probabilities of consecutive tokens of one request: some of its prompt, or one output.
 
-    uid: int
-    logprob: float
-    top_ids: list[int]
-    top_logprobs: list[float]
-
-
-class PromptTokenLogprobs(Message, frozen=True, kw_only=True):
-    """Log-probabilities of prompt tokens position, position + 1, ... of one req."""
+    position      of the first of these tokens; the first token of the prompt is 0.
+    logprobs      one per token.
+    top_ids       per token the ids of the most likely tokens, the most likely first.
+    top_logprobs  their log-probabilities.
+    """
 
     uid: int
     position: int
@@ -170,28 +184,30 @@ class PromptTokenLogprobs(Message, frozen=True, kw_only=True):
 
 
 class StepOutput(Message, frozen=True, kw_only=True):
-    """All that one step produced: token_ids[i] is the next token of uids[i]; then what ended.
+    """Everything that one step produced; token_ids[i] is the next token of request uids[i].
 
-    Read in this order: opened, prompt_logprobs, tokens with their logprobs, finished.
+    The order in which the detokenizer applies the lists: prefill_done, prompt_logprobs, tokens
+    with their logprobs, finished.
     """
 
     step_id: int
-    opened: list[PrefillDone] = []
+    prefill_done: list[PrefillDone] = []
     uids: list[int] = []
     token_ids: list[int] = []
     finished: list[Finished] = []
     logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[PromptTokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
-ToDetokenizer = StepOutput | Ping
+ToDetokenizer = StartText | StepOutput | Ping
 
 
 class TokenizeResult(Message, frozen=True, kw_only=True):
-    """To a TokenizeRequest: token_ids (int32 little-endian), or the text of DecodeIds.
+    """The result of a TokenizeRequest: token_ids (int32 little-endian), or the text of DecodeIds.
 
-    error: a sentence for the client instead. internal: the error is ours and not the client's.
-    limit: what was exceeded, if that is it.
+    error     a sentence for the client; there is no other result then.
+    internal  the error is a fault of the server and not of the client.
+    limit     the name of the limit that the request exceeded.
     """
 
     uid: int
@@ -202,14 +218,17 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
     limit: str | None = None
 
 
-class TokenText(msgspec.Struct, frozen=True, array_like=True):
-    """One token of a text with its log-probability (None: the first of a prompt).
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token as text with its log-probability.
 
-    offset: characters of the text before it. top: bytes and log-probability of the most likely.
-    ends: it ended the text and is no part of it.
+    token_bytes  its bytes, which need not be whole characters.
+    logprob      None for the first token of a prompt.
+    offset       characters of the text before this token.
+    top          bytes and log-probability of the most likely tokens, the most likely first.
+    ends         the token ended the text and is not part of it.
     """
 
-    data: bytes
+    token_bytes: bytes
     logprob: float | None
     offset: int
     top: list[tuple[bytes, float]]
@@ -217,13 +236,16 @@ class TokenText(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """New text of one req; `finish` and `error` only in its last update.
+    """New text of one request. Its last update, and no other, has `finish` and possibly `error`.
 
-    completion_tokens counts all tokens so far, the stop token included; reasoning_tokens those
-    between <think> and </think>, whose text is `reasoning` and not in `text`.
-    prompt_logprobs, logprobs: of prompt and text, when asked for.
-    stopped: it ended here, by a stop string or a failure, so the scheduler has yet to be told.
-    admitted_s: as in PrefillDone.
+    completion_tokens  all output tokens so far, the stop token included.
+    reasoning          new text between <think> and </think>, which is not in `text`.
+    reasoning_tokens   output tokens so far between <think> and </think>.
+    prompt_logprobs, logprobs
+                       of new tokens, if the client asked for them.
+    stopped            a stop string or a failure of the detokenizer ended the request, so the
+                       scheduler does not know yet that it has ended.
+    admitted_s         as in PrefillDone.
     """
 
     uid: int
@@ -234,8 +256,8 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     reasoning: str = ""
     reasoning_tokens: int = 0
-    prompt_logprobs: list[TokenText] = []
-    logprobs: list[TokenText] = []
+    prompt_logprobs: list[TokenLogprob] = []
+    logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None
     error: str | None = None
     error_kind: str = ""
@@ -244,15 +266,16 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StepText(Message, frozen=True, kw_only=True):
-    """All text of one scheduler step."""
+    """The new text of one scheduler step."""
 
     updates: list[TextUpdate]
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """A process has loaded and warmed up. Rank 0 of the scheduler sends the model's facts.
+    """A process has loaded and warmed up.
 
-    startup_s: how long which phase of the loading took.
+    facts      the model's; only rank 0 of the scheduler sends them.
+    startup_s  seconds by phase of the start.
     """
 
     role: str
@@ -270,11 +293,14 @@ def _buckets(bounds: tuple[int, ...]) -> Callable[[], list[int]]:
 
 
 class PhaseStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Totals since the start over the steps of one phase; the scheduler counts in its own.
+    """Totals since the start, over the steps of one phase. The scheduler counts in this object.
 
-    seconds: spent in steps; overlapped time counts once. reqs_counts[i]: steps of at most
-    BATCH_SIZE_BOUNDS[i] reqs and more than the bound before, the last one above all;
-    tokens_counts: the same of BATCH_TOKENS_BOUNDS.
+    eager_steps, graph_steps  steps without and with a CUDA graph.
+    seconds                   spent in steps; the time of two overlapping steps counts once.
+    reqs, tokens              summed over the steps.
+    reqs_counts[i]            steps with at most BATCH_SIZE_BOUNDS[i] requests and more than the
+                              bound before; the last entry counts the steps above all bounds.
+    tokens_counts[i]          the same for tokens and BATCH_TOKENS_BOUNDS.
     """
 
     eager_steps: int = 0
@@ -287,18 +313,21 @@ class PhaseStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=T
 
 
 class Alive(Message, frozen=True, kw_only=True):
-    """The answer to Ping."""
+    """The answer to Ping. role: the name of the process."""
 
     role: str
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Gauges and running totals of rank 0, sent every 50 ms while busy and when it becomes idle.
+    """Gauges and totals of rank 0, sent every 50 ms while it is busy and once when it becomes idle.
 
-    step_id, busy: progress, from which livez judges a hang. *_total count since the start; the
-    scheduler counts in one of its own: prompt and cached tokens once per req, when its first token
-    comes out, prefill tokens as they are computed, so those of resumed reqs again.
-    phases: by STEP_PHASES, of steps that prefill, decode, or do both (mixed).
+    The scheduler counts in one object of this class and sends it.
+
+    step_id, busy         show progress; the API server detects a hung scheduler by them.
+    prompt_tokens_total, cached_tokens_total
+                          counted once per request, with its first output token.
+    prefill_tokens_total  counted as they are computed: again after a preemption.
+    phases                by STEP_PHASES; "mixed" steps prefill and decode.
     """
 
     step_id: int = 0

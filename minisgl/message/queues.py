@@ -1,7 +1,8 @@
 """Typed one-way ZMQ queues over ipc sockets. The only module that imports zmq.
 
-High-water marks are off: admission bounds what can be under way, and a sender (above all the
-scheduler) never blocks. A message that does not decode is logged and dropped.
+Sockets have no high-water mark, so that no sender ever blocks, above all not the scheduler. The
+admission of requests in the API server bounds the number of messages on their way. A receiver logs
+and drops a message that does not decode.
 """
 
 import logging
@@ -24,7 +25,7 @@ def endpoint(directory: str, name: str) -> str:
 
 
 class Sender(Generic[T]):
-    """The pushing end. Sends never block and never raise for a slow or absent peer."""
+    """The sending end of a queue. `send` neither blocks nor raises for a slow or absent peer."""
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -34,18 +35,18 @@ class Sender(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: T) -> int:
-        """Queue one message for when the peer has bound; its size in bytes."""
+        """Queue one message, also if the receiver is not there yet. Returns its size in bytes."""
         frame = self._encoder.encode(message)
         self._socket.send(frame, zmq.DONTWAIT, copy=True)
         return len(frame)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close; linger_ms bounds how long unsent messages are still delivered."""
+        """Close the socket; for up to `linger_ms` it still delivers queued messages."""
         self._socket.close(linger=linger_ms)
 
 
 class _Reader(Generic[T]):
-    """The pulling end; binds."""
+    """The receiving end of a queue, which binds the address."""
 
     def __init__(self, context: zmq.Context[Any], address: str, union: type[T] | UnionType) -> None:
         self._socket = context.socket(zmq.PULL)
@@ -55,7 +56,7 @@ class _Reader(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def _decode(self, frame: bytes) -> T | None:
-        """None for what is logged and dropped."""
+        """The message, or None after logging that the frame cannot be decoded."""
         try:
             message: T = self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -68,17 +69,20 @@ class _Reader(Generic[T]):
 
 
 class Receiver(_Reader[T]):
-    """For a synchronous process."""
+    """The receiving end in a process without an event loop."""
 
     def __init__(self, address: str, union: type[T] | UnionType) -> None:
         super().__init__(zmq.Context.instance(), address, union)
 
     def poll(self, timeout_s: float | None) -> bool:
-        """Wait until a message is there, in whole milliseconds; None waits without end."""
+        """Wait for a message. Returns False after `timeout_s`, which counts in whole milliseconds.
+
+        None: no timeout.
+        """
         return bool(self._socket.poll(None if timeout_s is None else int(timeout_s * 1000)))
 
     def drain(self) -> Iterator[T]:
-        """All messages that are there now, without waiting."""
+        """All messages that have arrived, without waiting for more."""
         while True:
             try:
                 frame = self._socket.recv(zmq.DONTWAIT)
@@ -90,13 +94,13 @@ class Receiver(_Reader[T]):
 
 
 class AsyncReceiver(_Reader[T]):
-    """For an asyncio process."""
+    """The receiving end in a process with an asyncio event loop."""
 
     def __init__(self, address: str, union: type[T] | UnionType) -> None:
         super().__init__(zmq.asyncio.Context.instance(), address, union)
 
     async def recv(self) -> T:
-        """The next message that decodes."""
+        """Wait for the next message that decodes."""
         while True:
             message = self._decode(await self._socket.recv())
             if message is not None:

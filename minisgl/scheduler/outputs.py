@@ -9,7 +9,6 @@ from minisgl.message import (
     AddReq,
     Finished,
     PrefillDone,
-    PromptTokenLogprobs,
     StepOutput,
     TokenLogprobs,
 )
@@ -22,17 +21,16 @@ class OutputBuilder:
 
     def __init__(self) -> None:
         self._next = StepOutput(step_id=0)
-        self._held: dict[int, list[PromptTokenLogprobs]] = {}  # of reqs that are not open yet
+        self._held: dict[int, list[TokenLogprobs]] = {}  # of reqs that are not open yet
 
     def open(self, req: Req) -> None:
         """The first output of `req` is about to be added."""
-        req.opened = True
-        self._next.opened.append(
+        req.prefill_done = True
+        self._next.prefill_done.append(
             PrefillDone(
                 uid=req.uid,
                 prompt_tokens=req.prompt_len,
                 cached_tokens=req.cached_tokens,
-                text=req.text,
                 admitted_s=req.admitted_s,
             )
         )
@@ -60,9 +58,10 @@ class OutputBuilder:
                 self._next.logprobs.append(
                     TokenLogprobs(
                         uid=int(table.uid[row]),
-                        logprob=float(sampled.chosen[index]),
-                        top_ids=sampled.top_ids[index, :count].tolist(),
-                        top_logprobs=sampled.top[index, :count].tolist(),
+                        position=int(batch.start[index] + batch.lengths[index]),
+                        logprobs=[float(sampled.chosen[index])],
+                        top_ids=[sampled.top_ids[index, :count].tolist()],
+                        top_logprobs=[sampled.top[index, :count].tolist()],
                     )
                 )
         for index, prompt in (result.prompt_logprobs or {}).items():
@@ -81,9 +80,11 @@ class OutputBuilder:
         if first >= last:
             return
         req.prompt_reported = position + last
-        told = self._next.prompt_logprobs if req.opened else self._held.setdefault(req.uid, [])
+        told = (
+            self._next.prompt_logprobs if req.prefill_done else self._held.setdefault(req.uid, [])
+        )
         told.append(
-            PromptTokenLogprobs(
+            TokenLogprobs(
                 uid=req.uid,
                 position=position + first,
                 logprobs=found.chosen[first:last].tolist(),
@@ -94,26 +95,24 @@ class OutputBuilder:
 
     def finish(self, req: Req, reason: FinishReason, error: str | None) -> None:
         """The one terminal message of `req`."""
-        if not req.opened:
+        if not req.prefill_done:
             self.open(req)
         self._next.finished.append(Finished(uid=req.uid, reason=reason, error=error))
 
     def refuse(self, message: AddReq, error: RequestError) -> None:
         """The one terminal message of a req that was never accepted."""
         uid, kind = message.uid, type(error).__name__
-        opened = PrefillDone(
-            uid=uid, prompt_tokens=len(message.token_ids) // 4, cached_tokens=0, text=message.text
-        )
+        opened = PrefillDone(uid=uid, prompt_tokens=len(message.token_ids) // 4, cached_tokens=0)
         finished = Finished(
             uid=uid, reason=FinishReason.ERROR, error=error.message, error_kind=kind
         )
-        self._next.opened.append(opened)
+        self._next.prefill_done.append(opened)
         self._next.finished.append(finished)
 
     def take(self, step_id: int) -> StepOutput | None:
         """Everything collected since the last call; None when there is nothing."""
         found = self._next
-        if not (found.opened or found.uids or found.finished):
+        if not (found.prefill_done or found.uids or found.finished):
             return None
         self._next = StepOutput(step_id=0)
         return msgspec.structs.replace(found, step_id=step_id)

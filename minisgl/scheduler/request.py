@@ -9,7 +9,7 @@ import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.kvcache import RadixNode
-from minisgl.message import AddReq, TextSpec
+from minisgl.message import AddReq
 
 
 class ReqState(StrEnum):
@@ -48,7 +48,7 @@ class Req:
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
     admitted_s        time of the first admission, as in PrefillDone; 0.0 before.
-    opened            its PrefillDone message has been built.
+    prefill_done      its PrefillDone message has been built.
     prompt_reported   number of prompt tokens whose log-probabilities have been reported.
     """
 
@@ -57,7 +57,6 @@ class Req:
     prompt_len: int
     max_total_tokens: int
     sampling: SamplingParams
-    text: TextSpec | None
     arrival_index: int
     cache_salt: str = ""
     logit_states: tuple[Any, ...] | None = None
@@ -69,7 +68,7 @@ class Req:
     cached_tokens: int = 0
     admitted: bool = False
     admitted_s: float = 0.0
-    opened: bool = False
+    prefill_done: bool = False
     end_reason: FinishReason | None = None
     prompt_reported: int = 0
 
@@ -111,7 +110,6 @@ def accept_request(
         prompt_len=len(tokens),
         max_total_tokens=capacity_tokens if max_tokens is None else needed,
         sampling=sampling,
-        text=message.text,
         arrival_index=arrival_index,
         cache_salt=message.cache_salt,
     )

@@ -293,7 +293,7 @@ class Scheduler:
         outcome = read_result(batch, result, self.table, self._eos)
         self.totals.output_tokens_total += len(outcome.rows)
         for req in prefilled:
-            if not req.opened and outcome.ended.get(req.row) is not FinishReason.ERROR:
+            if not req.prefill_done and outcome.ended.get(req.row) is not FinishReason.ERROR:
                 self.totals.prompt_tokens_total += req.prompt_len
                 self.totals.cached_tokens_total += req.cached_tokens
                 self._outputs.open(req)

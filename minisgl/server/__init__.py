@@ -1,4 +1,4 @@
-"""HTTP front end and launcher."""
+"""The HTTP server, and the launcher of all processes."""
 
 from minisgl.server.config import Limits, ServerConfig
 

@@ -1,4 +1,7 @@
-"""Who may call what: bearer keys, compared by their hashes. Everything is closed by default."""
+"""Bearer keys, compared by their hashes.
+
+With keys, every path is closed but for the probes. The admin paths are closed without an admin key.
+"""
 
 import hashlib
 import hmac
@@ -10,13 +13,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.core import ConfigError
 from minisgl.server.errors import AdminOnly, NotAuthenticated
-from minisgl.server.middleware import OPEN_PATHS, error_answer
+from minisgl.server.middleware import DOCS_PATHS, OPEN_PATHS, error_answer
 
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 
 
 def key_hashes(keys: Iterable[str | None], file: str | None) -> tuple[str, ...]:
-    """SHA-256 of each key and of each line of the file. Raises ConfigError."""
+    """SHA-256 in hex of each key and of each line of `file`. Raises ConfigError."""
     found = [key for key in keys if key is not None]
     if file is not None:
         try:
@@ -25,16 +28,17 @@ def key_hashes(keys: Iterable[str | None], file: str | None) -> tuple[str, ...]:
             raise ConfigError(f"the key file {file} cannot be read: {error}") from None
         found += [line.strip() for line in lines if line.strip()]
         if not found:
-            raise ConfigError(f"the key file {file} holds no key")
+            raise ConfigError(f"the key file {file} has no key; expected one per line")
     if any(not key.strip() for key in found):
-        raise ConfigError("an API key must not be empty")
+        raise ConfigError("an API key is empty; give a key, or leave the flag or variable out")
     return tuple(_hash(key.strip().encode()) for key in found)
 
 
 class Auth:
-    """Lets a request pass to its route, or answers 401 or 403.
+    """Passes a request on if its key is valid, or answers 401 or 403.
 
-    Without keys all but the admin routes are open; those need a key of their own in any case.
+    Without `keys`, all paths but the admin paths are open. Admin paths need one of `admin_keys`,
+    which are also valid for all other paths.
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[str], admin_keys: Collection[str]) -> None:
@@ -50,9 +54,9 @@ class Auth:
             await error_answer(error)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> NotAuthenticated | AdminOnly | None:
-        # The path of the scope is what the router matches; one made of headers can be forged.
+        # The router matches the path of the scope. A path from headers could be forged.
         path = scope["path"]
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path in DOCS_PATHS:
             return None
         if path in ADMIN_PATHS:
             if not self._admin_keys:
@@ -63,7 +67,7 @@ class Auth:
         else:
             return None
         given = _hash(_bearer(scope))
-        # All are compared, so that the time tells nothing.
+        # All keys are compared, so that the duration does not depend on the key.
         matches = [hmac.compare_digest(given, key) for key in allowed]
         return None if any(matches) else NotAuthenticated("a valid API key is required")
 

@@ -1,6 +1,12 @@
-"""The command line: grouped flags with units and defaults, resolved into one `ServerConfig`."""
+"""The command line and the MINISGL_* variables, resolved into one `ServerConfig`.
+
+The flags are data in flags.toml. Kubernetes injects variables such as MINISGL_PORT,
+MINISGL_PORT_1919_TCP and MINISGL_SERVICE_HOST next to a Service named minisgl. These are never
+settings, and are ignored without a warning.
+"""
 
 import argparse
+import logging
 import math
 import ssl
 import subprocess
@@ -17,32 +23,53 @@ import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.server.auth import key_hashes
 from minisgl.server.config import Limits, ServerConfig
-from minisgl.server.env import read_env
 from minisgl.utils import near_names
+
+logger = logging.getLogger(__name__)
 
 _SECTIONS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
     {"engine": EngineConfig, "scheduler": SchedulerConfig, "limits": Limits, "server": ServerConfig}
 )
-
-
-# Days, where it is seconds; the kernel has 31 bits for the milliseconds of --read-timeout.
+# The largest value of a flag without `high`. Floats are times: 1e6 s are 12 days, and the kernel
+# has 31 bits for the milliseconds of --read-timeout.
 _HIGHEST: Mapping[type, float] = MappingProxyType({int: math.inf, float: 1e6})
+_ENV_PREFIX = "MINISGL_"
+_INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Errors are one line with near names; flags are never abbreviated."""
+    """Reports an error as one line with similar names. Flags cannot be abbreviated."""
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"{self.prog}: error: {message}; see --help\n")
         sys.exit(2)
 
     def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse, or exit 2 naming the unknown flag and the nearest known ones."""
+        """Parse, or exit with 2 and a line that names the unknown flag and similar ones."""
         options, rest = self.parse_known_args(argv)
         if rest:
             flag = rest[0].split("=")[0]
             self.error(f"unknown argument {flag}{near_names(flag, self._option_string_actions)}")
         return options
+
+
+class EnvSettings(msgspec.Struct, frozen=True):
+    """The settings of the environment. The variable of a field is MINISGL_ and its name.
+
+    disable_overlap_scheduling  plan a step only after the result of the step before is read.
+    check_plans                 for debugging: tensor-parallel ranks compare a hash of each plan,
+                                and stop if one differs.
+    api_key, admin_api_key      like the flags of these names, for keys in Secrets.
+    kernel_cache                like the flag, for images with compiled kernels.
+    commit                      the commit of the source in an image; a Git checkout knows its own.
+    """
+
+    disable_overlap_scheduling: bool = False
+    check_plans: bool = False
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    kernel_cache: str | None = None
+    commit: str | None = None
 
 
 def build_parser() -> ArgumentParser:
@@ -57,7 +84,10 @@ def build_parser() -> ArgumentParser:
     for title, flags in _read_flags().items():
         group = parser.add_argument_group(title)
         for names, flag in flags.items():
-            group.add_argument(*names.split(), **_argument(flag))
+            argument = _argument(flag)
+            if title == "replaced":
+                argument["help"] = argparse.SUPPRESS
+            group.add_argument(*names.split(), **argument)
     return parser
 
 
@@ -66,7 +96,7 @@ def _read_flags() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _argument(flag: dict[str, Any]) -> dict[str, Any]:
-    """What argparse must know of one flag."""
+    """The keyword arguments of add_argument for one flag."""
     default = None
     if "to" in flag:
         section, field = flag["to"].split(".")
@@ -99,69 +129,109 @@ def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable
     return parse
 
 
+def read_env(environ: Mapping[str, str]) -> EnvSettings:
+    """Parse all MINISGL_* variables. Unknown ones warn; a bad value raises ConfigError."""
+    known = {f"{_ENV_PREFIX}{field.upper()}": field for field in EnvSettings.__struct_fields__}
+    values: dict[str, str] = {}
+    for name, text in environ.items():
+        if name in known:
+            # An empty switch is off. An empty key stays, since `key_hashes` must refuse it.
+            is_switch = getattr(EnvSettings(), known[name]) is False
+            values[known[name]] = "0" if is_switch and not text.strip() else text.strip()
+        elif name.startswith(_ENV_PREFIX) and not name.startswith(_INJECTED):
+            logger.warning(
+                "unknown environment variable ignored name=%s known=%s", name, ",".join(known)
+            )
+    try:
+        return msgspec.convert(values, EnvSettings, strict=False)
+    except msgspec.ValidationError as error:
+        field = str(error).rpartition("$.")[2].rstrip("`")
+        shown = values[field][:40]
+        raise ConfigError(f"{_ENV_PREFIX}{field.upper()} must be 1 or 0, not {shown!r}") from None
+
+
 def resolve(
     argv: Sequence[str],
     environ: Mapping[str, str],
-    resolve_model: Callable[[str, str | None], str],
+    resolve_model: Callable[[str, str | None, bool], str],
     demo_path: Callable[[], Path],
+    weights: bool = True,
 ) -> ServerConfig:
     """Parse flags and environment, find the model, and return the complete configuration.
 
-    Exits with 2 for a wrong flag; raises ConfigError for a model or setting that cannot be used.
+    resolve_model: returns the folder of a model from its name, its revision, and whether its
+    weights are needed. weights: False for commands that need none; --dummy-weight needs none too.
+
+    Exits with 2 for a wrong flag. Raises ConfigError for a model or setting that cannot be used.
     """
     options = build_parser().parse_strictly(argv)
-    settings = read_env(environ)
-    if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
-        raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
-    if options.ssl_certfile is not None:
-        if options.shell:
-            raise ConfigError("--shell speaks no HTTPS; leave --ssl-certfile away")
-        _check_certificate(options.ssl_certfile, options.ssl_keyfile)
-    keys = key_hashes([options.api_key, settings.api_key], options.api_key_file)
-    given_keys = [options.admin_api_key, settings.admin_api_key]
-    admin_keys = key_hashes(given_keys, options.admin_api_key_file)
+    env = read_env(environ)
+    _check_certificate(options)
+    keys = key_hashes([options.api_key, env.api_key], options.api_key_file)
+    admin_keys = [options.admin_api_key, env.admin_api_key]
+    admin_hashes = key_hashes(admin_keys, options.admin_api_key_file)
     if options.model is None:
         folder = str(demo_path())
     else:
-        folder = resolve_model(options.model, options.revision)
+        needs_weights = weights and not options.dummy_weight
+        folder = resolve_model(options.model, options.revision, needs_weights)
     given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-    for flags in _read_flags().values():
-        for names, flag in flags.items():
-            if "to" in flag:
-                section, field = flag["to"].split(".")
-                value = getattr(options, names.split()[0][2:].replace("-", "_"))
-                given[section][field] = tuple(value) if isinstance(value, list) else value
-    engine, scheduler = given["engine"], given["scheduler"]
-    engine["kernel_cache"] = engine["kernel_cache"] or settings.kernel_cache
+    flags = _read_flags()
+    for name, flag in (item for title in flags for item in flags[title].items()):
+        value = getattr(options, name.split()[0][2:].replace("-", "_"))
+        if "to" in flag:
+            section, field = flag["to"].split(".")
+            given[section][field] = tuple(value) if isinstance(value, list) else value
+    engine, scheduler, limits = given["engine"], given["scheduler"], given["limits"]
+    engine["kernel_cache"] = engine["kernel_cache"] or env.kernel_cache
     scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
+    _obey_replaced(options, limits)
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
         scheduler=SchedulerConfig(
             **scheduler,
-            overlap=not settings.disable_overlap_scheduling,
-            check_plans=settings.check_plans,
+            overlap=not env.disable_overlap_scheduling,
+            check_plans=env.check_plans,
         ),
-        limits=Limits(**given["limits"]),
-        commit=settings.commit or _commit(),
+        limits=Limits(**limits),
+        commit=env.commit or _commit(),
         served_names=tuple(options.served_model_name or [_served_name(options.model)]),
         log_level=options.log_level or ("warning" if options.shell else "info"),
         api_key_hashes=keys,
-        admin_key_hashes=admin_keys,
+        admin_key_hashes=admin_hashes,
         **given["server"],
     )
 
 
-def _check_certificate(certfile: str, keyfile: str) -> None:
+def _obey_replaced(options: argparse.Namespace, limits: dict[str, Any]) -> None:
+    """Warn of flags of earlier versions. --max-n and --max-prompts still lower max_choices."""
+    for name, flag in _read_flags()["replaced"].items():
+        value = getattr(options, name[2:].replace("-", "_"))
+        if value is not None:
+            logger.warning("the flag %s has been replaced: %s", name, flag["help"])
+            if name in ("--max-n", "--max-prompts"):
+                limits["max_choices"] = min(limits["max_choices"], value)
+
+
+def _check_certificate(options: argparse.Namespace) -> None:
+    certfile, keyfile = options.ssl_certfile, options.ssl_keyfile
+    if (certfile is None) != (keyfile is None):
+        raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or neither")
+    if certfile is None:
+        return
+    if options.shell:
+        raise ConfigError("--shell does not speak HTTPS; remove --ssl-certfile and --ssl-keyfile")
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certfile, keyfile, password="")  # or it would ask the terminal
+        # Without a password, an encrypted key would ask for one in the terminal.
+        context.load_cert_chain(certfile, keyfile, password="")
     except OSError as error:
-        text = f"{certfile} and {keyfile} are no certificate and its key: {error}"
+        text = f"{certfile} and {keyfile} are not a certificate and its key: {error}"
         raise ConfigError(text) from None
 
 
 def _served_name(model: str | None) -> str:
-    """The Hugging Face id; of a folder only its name, so that no path is told to clients."""
+    """The Hugging Face id, or the name of the folder: clients do not see paths of the server."""
     if model is None:
         return "minisgl-demo"
     folder = Path(model).expanduser()
@@ -169,7 +239,7 @@ def _served_name(model: str | None) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this runs from; installed packages do not know theirs."""
+    """The commit of the Git checkout that this process runs from, or "unknown"."""
     root = Path(minisgl.__file__).parents[1]
     if not (root / ".git").exists():
         return "unknown"

@@ -1,4 +1,4 @@
-"""Everything a server process is told: built once by the launcher, sent to each child as JSON."""
+"""The configuration of all processes. The launcher builds it once and sends it to each child."""
 
 import sys
 from collections.abc import Sequence
@@ -9,22 +9,20 @@ from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_LOGPROBS
 from minisgl.utils import supervise
 
-CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")  # and a name, and a descriptor
+# The name of the process and the number of its pipe follow as arguments.
+CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one client may ask for, and all of them together: flags.toml says what each one means,
-    and their names here are those in minisgl_limits_exceeded_total."""
+    """Limits on one request and on all requests together. flags.toml explains each of them.
+
+    The names of the fields are the labels of minisgl_limits_exceeded_total.
+    """
 
     max_body_bytes: int = 16 * 2**20
     max_bodies_bytes: int = 512 * 2**20
     max_prompt_chars: int | None = None
-    max_prompts: int = 256
     max_choices: int = 1024
-    max_n: int = 128
-    max_stop_strings: int = 16
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 128
     max_messages: int = 8192
     max_logprobs: int = MAX_LOGPROBS
     max_logit_bias: int = 1024
@@ -37,15 +35,28 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     head_timeout_s: float = 30.0
     read_timeout_s: float = 60.0
     template_timeout_s: float = 5.0
-    max_template_chars: int = 8 * 2**20
+
+
+# max_choices bounds n, the number of prompts, and their product; each has a label of its own. The
+# others have no flag: they are constants where they are checked, or the model's context length.
+LIMIT_NAMES = (
+    *Limits.__struct_fields__,
+    "max_n",
+    "max_prompts",
+    "max_stop_strings",
+    "max_stop_chars",
+    "max_stop_token_ids",
+    "max_template_chars",
+    "max_seq_len",
+)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The resolved command line; what each field means is told by its flag in flags.toml.
+    """The resolved command line. The flag of each field explains it in flags.toml.
 
-    served_names        names that `model` may have; the first one is told to clients.
-    api_key_hashes, admin_key_hashes   SHA-256 in hex; the keys themselves stay with the launcher.
-    commit              of the source that runs, or unknown.
+    served_names        values of `model` that requests may use; responses contain the first.
+    api_key_hashes, admin_key_hashes   SHA-256 in hex; only the launcher holds the keys.
+    commit              the Git commit of the running source, or "unknown".
     """
 
     engine: EngineConfig
@@ -72,11 +83,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What one child reads first from its inherited pipe.
+    """The first message of the launcher to each child, through an inherited pipe.
 
     role        api, tokenizer, detokenizer or scheduler; index counts within a role.
     listen_fd   the bound TCP socket (api only).
-    reason_fd   where a fatal error is reported as one line, so that the user sees it once.
+    reason_fd   a pipe; the child writes a fatal error there as one line.
     """
 
     role: str
@@ -90,12 +101,12 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """scheduler, scheduler-1, tokenizer-0: unique among the children."""
+        """The unique name of the child, such as scheduler, scheduler-1 or tokenizer-0."""
         many = self.role == "tokenizer" or (self.role == "scheduler" and self.index > 0)
         return f"{self.role}-{self.index}" if many else self.role
 
     def spawn(self, command: Sequence[str] = CHILD_COMMAND) -> supervise.Child:
-        """Start it. The name is for people who look at `ps`; the child reads this spec."""
+        """Start the child. The child reads this spec; its name is an argument for `ps`."""
         argv, payload = [*command, self.name], msgspec.json.encode(self)
         fds = [self.reason_fd] if self.listen_fd is None else [self.reason_fd, self.listen_fd]
         return supervise.spawn_child(self.name, argv, payload, fds)

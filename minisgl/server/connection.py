@@ -1,5 +1,9 @@
-"""uvicorn's HTTP protocol with what it leaves open: limits on heads, idle and all connections, and
-goodbyes before the end."""
+"""Hardening of uvicorn's HTTP protocol.
+
+It adds limits on request heads, on idle connections and on the number of connections, and closes
+connections during a drain. It overrides methods of `HttpToolsProtocol`, which are not a public API
+of uvicorn: pyproject.toml pins the versions that it was tested with.
+"""
 
 import asyncio
 import re
@@ -12,42 +16,46 @@ from minisgl.core import InvalidRequest
 from minisgl.server.config import Limits
 from minisgl.server.errors import ErrorReply, HeadTooLarge, error_reply
 
-# Beyond max_connections requests get an answer that says so; this many more can still be heard.
+# Requests beyond max_connections receive a 503. The server accepts so many connections more to send
+# it, and aborts further ones without a response.
 _SPARE_CONNECTIONS = 128
-# So many requests may wait behind one of their connection before it is no longer read.
+# Number of pipelined requests on one connection before the server stops reading from it.
 _PIPELINED = 8
-# An offer to speak another protocol, as Java's client makes one (h2c), is not taken; where the
-# parser sees it, it takes the body for that protocol.
+# A header that offers another protocol, such as h2c from Java's client. It is removed before the
+# parser sees it, since the parser would take the body for that protocol.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-# The end of a part of a head, if with the next part it may be an offer.
+# The end of a received part of a head that may become such a header with the next part.
 _BEGUN = re.compile(rb"\r(\n(u[^\r\n]*\r?|\r)?)?\Z", re.IGNORECASE)
-KEPT = "kept"  # in a request's state: its connection has brought others before
+KEPT = "kept"  # key in the state of a request: its connection carried an earlier request
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
 def limited_protocol(
     limits: Limits, exceeded: Callable[[str], None], leaving: Callable[[], bool]
 ) -> type[asyncio.Protocol]:
-    """A protocol class for `uvicorn.Config(http=...)`; `exceeded` is told which limit was.
+    """Make a protocol class for `uvicorn.Config(http=...)`.
 
-    leaving: every answer that begins now is the last one of its connection, and says so.
+    exceeded: receives the name of each limit that a connection exceeds.
+    leaving: returns True during a drain; a response that begins then closes its connection.
     """
 
     class LimitedProtocol(HttpToolsProtocol):
-        """Counts the bytes of a head, and drops who sends none, or no end of a refused body, in
-        time. While an answer is under way nobody is in a hurry.
+        """Closes a connection that does not complete its request head, or the rest of a rejected
+        body, within head_timeout_s, and refuses a head above max_head_bytes. The timer is off
+        while a response is being sent.
 
-        _head_bytes: of the head, or since it ended or some body came: trailers are headers too.
+        _head_bytes: bytes of the head, or of trailers: bytes after the head since the last part
+        of the body.
         """
 
         _head_bytes = 0
         _in_head = True
-        _held = b""  # of the head, until more of it comes
+        _held = b""  # end of the received head that may begin an upgrade header
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._unanswered: deque[RequestResponseCycle] = deque()  # they are answered in order
+            self._unanswered: deque[RequestResponseCycle] = deque()  # in the order of arrival
             if len(self.connections) > limits.max_connections + _SPARE_CONNECTIONS:
                 exceeded("max_connections")
                 transport.abort()
@@ -59,7 +67,7 @@ def limited_protocol(
             if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
                 exceeded("read_timeout_s")
             super().connection_lost(exc)
-            for cycle in self._unanswered:  # uvicorn tells the last one only
+            for cycle in self._unanswered:  # uvicorn notifies only the last request
                 cycle.disconnected = not cycle.response_complete
                 cycle.message_event.set()
 
@@ -85,7 +93,7 @@ def limited_protocol(
                 super().data_received(piece)
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            if self._in_head:  # trailers are none: proxies look at heads
+            if self._in_head:  # ignore trailers, which proxies do not check
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
@@ -97,7 +105,7 @@ def limited_protocol(
                 self.cycle.keep_alive = False
             self._unanswered.append(self.cycle)
             if 1 < len(self._unanswered) <= _PIPELINED:
-                self.flow.resume_reading()  # or nobody would see that the client leaves
+                self.flow.resume_reading()  # otherwise a disconnect would not be seen
 
         def on_body(self, body: bytes) -> None:
             self._head_bytes = 0
@@ -107,19 +115,22 @@ def limited_protocol(
             super().on_message_complete()
             self._stop_timer()
             self._in_head, self._head_bytes = True, 0
-            if self.cycle.response_complete:  # a late body has ended uvicorn's keep-alive timer
+            # The end of a body after its response has stopped uvicorn's keep-alive timer.
+            if self.cycle.response_complete:
                 self._start_timer()
 
         def on_response_complete(self) -> None:
             self._unanswered.popleft()
             super().on_response_complete()
-            # The rest of a refused body may never end, nor a head that has begun meanwhile; a
-            # pipelined request's body has not been refused.
+            # The rest of a rejected body, or a head that has begun meanwhile, may never end. The
+            # body of a pipelined request is not rejected, and its response is not complete.
             if (self._head_bytes or not self._in_head) and self.cycle.response_complete:
                 self._start_timer()
 
         def send_400_response(self, msg: str) -> None:
-            self._refuse(error_reply(InvalidRequest("this is not HTTP", code="invalid_http")))
+            self._refuse(
+                error_reply(InvalidRequest("the request is not valid HTTP", code="invalid_http"))
+            )
 
         def _start_timer(self) -> None:
             self._timer = self.loop.call_later(limits.head_timeout_s, self._give_up)

@@ -1,27 +1,33 @@
-"""The API server's view of the engine: every open generation, and the queues to the workers.
+"""The API server's view of the engine: all open calls, and the queues to the worker processes.
 
-One asyncio task calls `receive` for each message that arrives; handlers call the rest. All in one
-event loop, so nothing here locks.
+The life of one call:
+
+    open()       the call is admitted, with one queued Choice per answer    or Overloaded
+    tokenize()   text or chat -> token ids, by a tokenizer process          or InvalidRequest
+    submit()     per choice: StartText to the detokenizer, then AddReq to the scheduler
+    receive_text()
+                 per step: a TextUpdate of each choice that has new text. With its first one a
+                 choice leaves the queue, with its last one the engine has forgotten it.
+    close()      the client has its answer or is gone: choices that still run are aborted
+
+`end()` and `fail_all()` end a call from outside: they set the error of its choices and wake its
+handler, which answers and closes it.
+
+The receiver task of the process calls the receive methods, handlers call the others. All of them
+run in one event loop, so nothing here needs a lock.
 """
 
 import array
-import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-
-import msgspec
+from collections.abc import Callable, Sequence
 
 from minisgl.core import (
-    Cancelled,
     DeadlineExceeded,
     FinishReason,
     InvalidRequest,
     Overloaded,
-    PromptTooLong,
     RequestError,
 )
 from minisgl.message import (
@@ -29,187 +35,53 @@ from minisgl.message import (
     AddReq,
     DecodeIds,
     FlushCache,
+    StartText,
     StepText,
-    TextUpdate,
+    TextOptions,
+    ToDetokenizer,
     TokenizeRequest,
     TokenizeResult,
-    TokenText,
     ToScheduler,
     ToTokenizer,
 )
 from minisgl.server.config import Limits
+from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
+from minisgl.server.generation import Choice, Generation
 from minisgl.server.metrics import Metrics
-from minisgl.server.requests import Prompt, TokenArray
+from minisgl.server.tokenizer_pool import TokenizerPool
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
-# What a scheduler may refuse a request for, by the name that its Finished carries.
-_REFUSALS: Mapping[str, type[RequestError]] = MappingProxyType(
-    {c.__name__: c for c in (DeadlineExceeded, InvalidRequest, Overloaded, PromptTooLong)}
-)
-# Of questions with a tokenizer; it cannot be told that nobody waits for an answer any more.
-_ENOUGH_BYTES = 2**16
-
-
-@dataclass(eq=False, slots=True)
-class ChoiceDelta:
-    """What some clients want beside text, as far as it has not been taken yet."""
-
-    reasoning: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenText] = field(default_factory=list)
-    prompt_logprobs: list[TokenText] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class Choice:
-    """One answer under way: a uid in the engine, and the text that the client has not got yet.
-
-    latest: the engine's last word, whose counts are those so far.
-    """
-
-    uid: int
-    index: int
-    _changed: asyncio.Event
-    started_s: float  # CLOCK_MONOTONIC, as first_s and last_s
-    text: list[str] = field(default_factory=list)
-    latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
-    extras: ChoiceDelta | None = None
-    finish: FinishReason | None = None
-    error: RequestError | None = None
-    opened: bool = False
-    submitted: bool = False
-    prompt_share: int = 0  # tokens of its prompt; 0 when a sibling brings them
-    first_s: float = 0.0  # of the first and the last output, 0: none
-    last_s: float = 0.0
-
-    def take(self) -> tuple[str, ChoiceDelta | None]:
-        """The text that has arrived since the last call, and what came beside it; None: nothing."""
-        text, extras = "".join(self.text), self.extras
-        self.text.clear()
-        self.extras = None
-        return text, extras
-
-    def apply(self, update: TextUpdate) -> None:
-        self.opened = True
-        if update.text:
-            self.text.append(update.text)
-        self.latest = update
-        if update.reasoning or update.token_ids or update.logprobs or update.prompt_logprobs:
-            extras = self.extras = self.extras or ChoiceDelta()
-            extras.reasoning += update.reasoning
-            extras.token_ids += update.token_ids
-            extras.logprobs += update.logprobs
-            extras.prompt_logprobs += update.prompt_logprobs
-        self.finish = update.finish
-        if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
-            kind = _REFUSALS.get(update.error_kind, EngineFailure)
-            self.error = kind(update.error or "the engine ended this request")
-        self._changed.set()
-
-
-@dataclass(eq=False, slots=True)
-class Generation:
-    """All choices of one HTTP call. `changed` is set when any of them has news.
-
-    beat: woken without news, so that an idle stream shows that it lives.
-    question: the last one that a tokenizer has been asked for it.
-    echoes, prompt_ids: per prompt, when the answer repeats them.
-    """
-
-    request_id: str
-    started_s: float = field(default_factory=time.monotonic)
-    choices: list[Choice] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    beat: bool = False
-    question: asyncio.Future[TokenizeResult] | None = None
-    echoes: list[str] = field(default_factory=list)
-    prompt_ids: list[list[int]] = field(default_factory=list)
-
-    def echo(self, choice: Choice) -> str:
-        """The prompt that the text of this choice begins with; "" without echo."""
-        index = choice.index * len(self.echoes) // len(self.choices)
-        return self.echoes[index] if self.echoes else ""
-
-    def finished(self) -> bool:
-        return all(choice.finish is not None for choice in self.choices)
-
-    def opened(self) -> bool:
-        return any(choice.opened for choice in self.choices)
-
-    @property
-    def error(self) -> RequestError | None:
-        """The first error of any choice."""
-        return next((c.error for c in self.choices if c.error is not None), None)
-
-    def summary(self) -> dict[str, object]:
-        """For the log: never any text of prompt or answer."""
-        ends = {choice.finish or FinishReason.ABORT for choice in self.choices}
-        first_s = min((choice.first_s for choice in self.choices if choice.first_s), default=None)
-        return {
-            "request_id": self.request_id,
-            "choices": len(self.choices),
-            "finish": ",".join(sorted(ends)),
-            "longest_prompt_tokens": max(choice.latest.prompt_tokens for choice in self.choices),
-            "cached_tokens": max(choice.latest.cached_tokens for choice in self.choices),
-            "completion_tokens": sum(choice.latest.completion_tokens for choice in self.choices),
-            "ttft_s": None if first_s is None else round(first_s - self.started_s, 3),
-            "duration_s": round(time.monotonic() - self.started_s, 3),
-        }
-
-    def fail(self, error: RequestError) -> bool:
-        """End all choices that have not ended, and what waits for a tokenizer. False: all had."""
-        unfinished = [choice for choice in self.choices if choice.finish is None]
-        end = FinishReason.ABORT if isinstance(error, Cancelled) else FinishReason.ERROR
-        for choice in unfinished:
-            choice.finish, choice.error = end, error
-        self.changed.set()
-        if self.question is not None and not self.question.done():
-            self.question.set_exception(error)
-        return bool(unfinished)
-
-    async def news(self) -> None:
-        """Wait until some choice has changed since the last call."""
-        await self.changed.wait()
-        self.changed.clear()
-
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until `is_so`. Raises the first error of any choice."""
-        while not is_so() and self.error is None:
-            await self.news()
-        if self.error is not None:
-            raise self.error
-
 
 class EngineClient:
-    """Sends work, receives results, and forgets a request wholly when it ends.
+    """Sends requests to the engine, receives their output, and forgets each when it ends.
 
-    I1  `_choices` holds exactly the choices that the engine has not ended and nobody has closed.
-    I2  a uid that was submitted and is closed before its end is aborted, once.
-    I3  `queued` counts the choices in `_choices` without any output yet, `queued_tokens` the prompt
-        tokens that they have submitted (siblings share theirs); both stay bounded.
+    I1  `_choices` holds the choices of open calls that the engine has not ended, and no others.
+    I2  A submitted choice that is closed before its end is aborted, once.
+    I3  `queued` counts the choices in `_choices` without output, `queued_tokens` the prompt tokens
+        that these have submitted (siblings share one prompt). Both are bounded by the limits.
     """
 
     def __init__(
         self,
         to_tokenizers: Sequence[Callable[[ToTokenizer], int]],
+        to_detokenizer: Callable[[ToDetokenizer], object],
         to_scheduler: Callable[[ToScheduler], object],
         limits: Limits,
         metrics: Metrics,
     ) -> None:
-        self._to_tokenizers = to_tokenizers
-        self._to_scheduler = to_scheduler
         self.limits = limits
         self.metrics = metrics
+        self.queued = 0
+        self.queued_tokens = 0
+        self._tokenizers = TokenizerPool(to_tokenizers)
+        self._to_detokenizer = to_detokenizer
+        self._to_scheduler = to_scheduler
         self._uids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
-        self._questions: dict[asyncio.Future[TokenizeResult], TokenizeRequest] = {}
-        self._asked: dict[int, tuple[int, int, asyncio.Future[TokenizeResult]]] = {}
-        self._outstanding = [0] * len(to_tokenizers)  # bytes
         self._generations: set[Generation] = set()
-        self.queued = self.queued_tokens = 0
 
     @property
     def open_generations(self) -> int:
@@ -221,17 +93,22 @@ class EngineClient:
 
     @property
     def awaits_engine(self) -> bool:
-        """Some choice has reached the scheduler; others wait for a tokenizer."""
+        """Some choice is with the scheduler. A choice that waits for a tokenizer does not count."""
         return any(choice.submitted for choice in self._choices.values())
 
     def open(self, num_choices: int, request_id: str = "") -> Generation:
-        """Admit a call. Raises Overloaded at once when the queue is full, InvalidRequest for a call
-        that no queue here can take."""
-        most = self.limits.max_queued_reqs
-        if num_choices > most:
-            text = f"one call may ask for {most} answers at most, not {num_choices}"
-            raise InvalidRequest(text, limit="max_queued_reqs")
-        if self.queued + num_choices > most:
+        """Admit a call with so many choices; its handler must close it.
+
+        Raises Overloaded when the queue is full, and InvalidRequest when even an empty queue
+        could not hold the call.
+        """
+        max_reqs = self.limits.max_queued_reqs
+        if num_choices > max_reqs:
+            raise InvalidRequest(
+                f"one call may ask for at most {max_reqs} answers, not {num_choices}",
+                limit="max_queued_reqs",
+            )
+        if self.queued + num_choices > max_reqs:
             raise Overloaded("the request queue is full; try again later", limit="max_queued_reqs")
         generation = Generation(request_id)
         for index in range(num_choices):
@@ -243,7 +120,7 @@ class EngineClient:
         return generation
 
     def close(self, generation: Generation) -> None:
-        """Forget a call; whatever of it still runs is aborted. Idempotent."""
+        """Forget a call, and abort its choices that still run. May be called twice."""
         if generation not in self._generations:
             return
         self._generations.remove(generation)
@@ -252,42 +129,57 @@ class EngineClient:
         self._abort(generation)
 
     def end(self, generation: Generation, error: RequestError) -> bool:
-        """End an open call with this error; its handler then closes it. False: it had ended."""
-        ended = generation.fail(error)
+        """End an open call with this error; its handler then closes it.
+
+        Returns False if the call had ended already.
+        """
+        was_running = generation.fail(error)
         self._abort(generation)
-        return ended
+        return was_running
 
     def end_by_id(self, request_id: str, error: RequestError) -> int:
-        """End the calls of exactly this request id; how many ran."""
+        """End the calls with exactly this request id. Returns how many were running."""
         return sum([self.end(g, error) for g in self._generations if g.request_id == request_id])
 
     def end_overdue(self, now_s: float) -> None:
-        """End what has run for longer than max_total_s, or waited longer than max_wait_s."""
+        """End calls older than max_total_s, and calls without output older than max_wait_s."""
         limits = self.limits
         for generation in self._generations:
             age_s = now_s - generation.started_s
             if age_s > limits.max_total_s:
-                most = f"the answer took longer than {limits.max_total_s:g} s"
-                if self.end(generation, RanTooLong(most)):
+                error = RanTooLong(f"the answer took longer than {limits.max_total_s:g} s")
+                if self.end(generation, error):
                     self.metrics.on_limit("max_total_s")
-            elif age_s > limits.max_wait_s and not generation.opened():
-                most = f"the request waited longer than {limits.max_wait_s:g} s"
-                self.end(generation, DeadlineExceeded(most, limit="max_wait_s"))
+            elif age_s > limits.max_wait_s and not generation.has_output():
+                late = f"the request waited longer than {limits.max_wait_s:g} s"
+                self.end(generation, DeadlineExceeded(late, limit="max_wait_s"))
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every open call with this error; their handlers then close them."""
+        for generation in self._generations:
+            generation.fail(error)
 
     def require_room(self, tokens: int) -> None:
-        """Raises Overloaded when a call of so many prompt tokens is too much beside those queued;
-        alone it never is."""
-        if self.queued_tokens and self.queued_tokens + tokens > self.limits.max_queued_tokens:
-            most = "too many prompt tokens are queued; try again later"
-            raise Overloaded(most, limit="max_queued_tokens")
+        """Raises Overloaded when this many prompt tokens do not fit into the queue.
 
-    def submit(self, choice: Choice, request: AddReq, tokens: int) -> None:
-        """Hand one choice to the scheduler, unless it has been ended; its prompt adds `tokens`."""
+        An empty queue takes a call of any size.
+        """
+        if self.queued_tokens and self.queued_tokens + tokens > self.limits.max_queued_tokens:
+            raise Overloaded(
+                "too many prompt tokens are queued; try again later", limit="max_queued_tokens"
+            )
+
+    def submit(self, choice: Choice, request: AddReq, options: TextOptions, tokens: int) -> None:
+        """Send one choice to the engine, unless it has ended.
+
+        tokens: what it adds to the queued prompt tokens; 0 if a sibling counts them.
+        """
         if choice.uid not in self._choices:
             return
         choice.submitted = True
         choice.prompt_share = tokens
         self.queued_tokens += tokens
+        self._to_detokenizer(StartText(uid=choice.uid, options=options))
         self._to_scheduler(request)
 
     def flush_cache(self) -> None:
@@ -295,53 +187,36 @@ class EngineClient:
         self._to_scheduler(FlushCache())
 
     async def tokenize(self, prompt: Prompt, param: str, call: Generation) -> TokenArray:
-        """Ids of the prompt given as `param`. Raises what the worker found wrong."""
+        """The token ids of a prompt. Raises InvalidRequest for `param` if it has none."""
         if isinstance(prompt, array.array):
             return prompt
-        return array.array("i", (await self._ask(prompt, call, param)).token_ids)
+        result = await self._ask_tokenizer(prompt, call, param)
+        return array.array("i", result.token_ids)
 
-    async def decode(self, token_ids: TokenArray, skip_special: bool, call: Generation) -> str:
-        question = DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
-        return (await self._ask(question, call, None)).text
+    async def detokenize(self, token_ids: TokenArray, skip_special: bool, call: Generation) -> str:
+        """The text of token ids."""
+        request = DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
+        return (await self._ask_tokenizer(request, call, None)).text
 
-    async def _ask(
-        self, what: TokenizeRequest, call: Generation, param: str | None
+    async def _ask_tokenizer(
+        self, request: TokenizeRequest, call: Generation, param: str | None
     ) -> TokenizeResult:
-        """Ask a worker; an end of the call ends the wait. Raises what it found."""
-        waiting: asyncio.Future[TokenizeResult] = asyncio.get_running_loop().create_future()
-        call.question = waiting
-        self._questions[waiting] = what
-        waiting.add_done_callback(lambda given_up: self._questions.pop(given_up, None))
-        self._hand_out()
-        answer = await waiting
-        if answer.error is not None:
-            if answer.internal:
+        """Wait for the result. Raises its error, or the error that ends the call meanwhile."""
+        call.tokenizing = self._tokenizers.submit(request)
+        result = await call.tokenizing
+        if result.error is not None:
+            if result.internal:
                 self.metrics.on_failed()
-            kind = EngineFailure if answer.internal else InvalidRequest
-            raise kind(answer.error, param=param, limit=answer.limit)
-        return answer
+            kind = EngineFailure if result.internal else InvalidRequest
+            raise kind(result.error, param=param, limit=result.limit)
+        return result
 
-    def _hand_out(self) -> None:
-        """Give workers enough to do; what waits here is forgotten with the call that asks it."""
-        while self._questions and min(self._outstanding) < _ENOUGH_BYTES:
-            worker = self._outstanding.index(min(self._outstanding))
-            waiting = next(iter(self._questions))
-            what, uid = self._questions.pop(waiting), next(self._uids)
-            size = self._to_tokenizers[worker](msgspec.structs.replace(what, uid=uid))
-            self._outstanding[worker] += size
-            self._asked[uid] = worker, size, waiting
-
-    def receive_answer(self, message: TokenizeResult) -> int:
-        """A worker has answered; nobody may be waiting any more. Which worker it was."""
-        worker, size, answer = self._asked.pop(message.uid)
-        self._outstanding[worker] -= size
-        self._hand_out()
-        if not answer.done():
-            answer.set_result(message)
-        return worker
+    def receive_tokenize_result(self, message: TokenizeResult) -> int:
+        """Pass a result to its call, if that is still open. Returns the index of the tokenizer."""
+        return self._tokenizers.receive(message)
 
     def receive_text(self, message: StepText) -> None:
-        """Give the texts of one step to their choices; what comes after the end of one is late."""
+        """Apply the updates of one step. Updates of choices that have ended are dropped."""
         now_s = time.monotonic()
         for update in message.updates:
             if update.stopped:
@@ -350,23 +225,18 @@ class EngineClient:
             if choice is None or choice.error is not None:
                 continue
             self.metrics.on_update(choice, update, now_s)
-            if not choice.opened:
+            if not choice.prefill_done:
                 self._leave_queue(choice)
             choice.apply(update)
             if choice.finish is not None:
                 self.metrics.on_end(choice)
                 del self._choices[update.uid]
 
-    def beat(self) -> None:
-        """Wake every call; a stream that has nothing to say sends a sign of life."""
+    def send_keep_alives(self) -> None:
+        """Wake every call, so that each stream without news sends a comment."""
         for generation in self._generations:
-            generation.beat = True
+            generation.keep_alive = True
             generation.changed.set()
-
-    def fail_all(self, error: RequestError) -> None:
-        """End every open call with this error; their handlers then close them."""
-        for generation in self._generations:
-            generation.fail(error)
 
     def _leave_queue(self, choice: Choice) -> None:
         self.queued -= 1
@@ -375,8 +245,8 @@ class EngineClient:
     def _abort(self, generation: Generation) -> None:
         for choice in generation.choices:
             if self._choices.pop(choice.uid, None) is None:
-                continue  # it has finished
-            if not choice.opened:
+                continue  # The engine has ended it.
+            if not choice.prefill_done:
                 self._leave_queue(choice)
             if choice.submitted:
                 self.metrics.on_end(choice)

@@ -1,6 +1,9 @@
-"""Errors as clients see them: one table from error class to status, always one nested body."""
+"""Errors as clients see them: the HTTP status of each class, and one form of the body.
 
-import logging
+core/errors.py draws the whole tree. The classes here are raised by the HTTP front end only.
+"""
+
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -16,27 +19,25 @@ from minisgl.core import (
     Unsupported,
 )
 
-logger = logging.getLogger(__name__)
-
 
 class ModelNotFound(RequestError):
-    """`model` names none that is served here."""
+    """`model` is not the name of a served model."""
 
 
 class RouteNotFound(RequestError):
-    """No such path."""
+    """The path does not exist."""
 
 
 class MethodNotAllowed(RequestError):
-    """The path exists, with another method."""
+    """The path does not accept this method."""
 
 
 class NotAuthenticated(RequestError):
-    """No key, or a wrong one."""
+    """The API key is missing or wrong."""
 
 
 class AdminOnly(RequestError):
-    """This path is closed: no admin key is set."""
+    """The path needs a server with an admin key."""
 
 
 class HeadTooLarge(RequestError):
@@ -46,7 +47,7 @@ class HeadTooLarge(RequestError):
 
 
 class RanTooLong(RequestError):
-    """The answer took longer than max_total_s; what came so far has been sent if it streams."""
+    """The answer took longer than max_total_s. A stream has sent the text before that."""
 
 
 class BodyTooLarge(RequestError):
@@ -56,11 +57,11 @@ class BodyTooLarge(RequestError):
 
 
 class NotReady(Overloaded):
-    """Loading, or draining."""
+    """The server is loading or draining."""
 
 
 class EngineFailure(RequestError):
-    """This request failed for a reason on our side; trying again would fail again."""
+    """The server failed to serve the request. A retry would fail in the same way."""
 
 
 class _Kind(NamedTuple):
@@ -69,12 +70,12 @@ class _Kind(NamedTuple):
     code: str | None = None
 
 
-RETRY_AFTER = "1"  # seconds, told with each 503
+RETRY_AFTER = "1"  # seconds, in the header of each 503
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
-# Looked up along the class's ancestry, so that a new error is never without an answer.
-_TABLE: dict[type[BaseException], _Kind] = {
+# The nearest base class counts, so that every error has a status.
+_TABLE: Mapping[type[BaseException], _Kind] = {
     InvalidRequest: _Kind(400, _INVALID),
     PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),
     Unsupported: _Kind(400, _INVALID, "unsupported_parameter"),
@@ -97,13 +98,13 @@ _TABLE: dict[type[BaseException], _Kind] = {
 
 
 def status_table() -> list[tuple[int, str, str]]:
-    """Status, code and the first sentence of each error that a client may see."""
+    """Status, code and docstring of each error that a client may receive."""
     kinds = [(cls, kind) for cls, kind in _TABLE.items() if issubclass(cls, RequestError)]
     return sorted((k.status, k.code or "", (cls.__doc__ or "").split("\n")[0]) for cls, k in kinds)
 
 
 class ErrorReply(NamedTuple):
-    """Status, extra headers and body (JSON) of an error."""
+    """Status, extra headers and JSON body of an error response."""
 
     status: int
     headers: dict[str, str]
@@ -111,9 +112,9 @@ class ErrorReply(NamedTuple):
 
 
 def error_reply(error: BaseException) -> ErrorReply:
-    """What to answer. What is not a RequestError never shows its text to a client.
+    """The response to an error. Clients see the message of a RequestError only.
 
-    A 500 tells clients not to repeat what would fail the same way.
+    A 503 says when to retry. Other errors of the server ask OpenAI's clients not to retry.
     """
     kind = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
     body: dict[str, str | None] = {"message": "internal error; see the server's log"}

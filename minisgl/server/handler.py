@@ -1,29 +1,20 @@
-"""One call from validated request to texts: tokenize, check against the model, submit, wait."""
+"""One call from its validated request to its first output: admit, tokenize, submit, wait."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
 
-from minisgl.core import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    ModelFacts,
-    PromptTooLong,
-    SamplingParams,
-)
+from minisgl.core import Cancelled, InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
 from minisgl.core.sampling import MAX_SEED
-from minisgl.message import AddReq, TokenizeText
-from minisgl.server.connection import KEPT
-from minisgl.server.engine_client import EngineClient, Generation
-from minisgl.server.errors import NotReady
-from minisgl.server.requests import GenerateRequest, TokenArray
-from minisgl.server.service import Service
+from minisgl.message import AddReq, TextOptions, TokenizeText
+from minisgl.server.convert import GenerateRequest, TokenArray
+from minisgl.server.engine_client import EngineClient
+from minisgl.server.generation import Generation
 
-# A character has at most four bytes, so at most three tokens of it can lie in the prompt.
+# A character has at most four bytes, so the prompt ends with at most three tokens of an incomplete
+# one.
 PROMPT_TAIL_TOKENS = 4
 
 T = TypeVar("T")
@@ -33,35 +24,43 @@ Receive = Callable[[], Awaitable[Any]]
 async def start(
     client: EngineClient, request: GenerateRequest, facts: ModelFacts, request_id: str = ""
 ) -> Generation:
-    """Admit, tokenize and submit; returns when the first output is there.
+    """Admit, tokenize and submit a call, and wait for its first output.
 
-    Raises RequestError before any output; then nothing of the call is left. Otherwise the caller
-    must close the generation.
+    The caller must close the returned generation. Raises RequestError when the call ends before
+    its first output; then it is closed already.
     """
     generation = client.open(request.num_choices, request_id)
     try:
-        await _until_first_output(client, generation, request, facts)
+        await _submit_all(client, generation, request, facts)
+        await generation.wait_until(generation.has_output)
     except BaseException:
         client.close(generation)
         raise
-    generation.changed.set()  # the first output has not been looked at yet
+    generation.changed.set()  # The response has not seen the first output yet.
     return generation
 
 
-async def _until_first_output(
+async def _submit_all(
     client: EngineClient, generation: Generation, request: GenerateRequest, facts: ModelFacts
 ) -> None:
+    """Tokenize every prompt and submit its n choices; then complete the echo, if asked for."""
     prompts = []
     for name, prompt in request.prompts:
         token_ids = await client.tokenize(prompt, name, generation)
         prompts.append((token_ids, fit_max_tokens(request, token_ids, facts, name)))
     client.require_room(sum(len(token_ids) for token_ids, _ in prompts))
     for index, (token_ids, sampling) in enumerate(prompts):
+        options = _text_options(request.text, token_ids, sampling)
         for sibling in range(request.n):
             choice = generation.choices[index * request.n + sibling]
-            seeded = _sibling_seed(sampling, sibling)
-            adds = len(token_ids) if sibling == 0 else 0
-            client.submit(choice, _add_req(choice.uid, token_ids, seeded, request), adds)
+            add_req = AddReq(
+                uid=choice.uid,
+                token_ids=token_ids.tobytes(),
+                sampling=_sibling_seed(sampling, sibling),
+                cache_salt=request.cache_salt,
+            )
+            queued_tokens = len(token_ids) if sibling == 0 else 0
+            client.submit(choice, add_req, options, queued_tokens)
     if request.text.token_ids:
         generation.prompt_ids = [token_ids.tolist() for token_ids, _ in prompts]
     if request.echo:
@@ -69,16 +68,18 @@ async def _until_first_output(
         generation.echoes = [
             prompt.text
             if isinstance(prompt, TokenizeText)
-            else await client.decode(token_ids, skip_special, generation)
+            else await client.detokenize(token_ids, skip_special, generation)
             for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True)
         ]
-    await generation.until(generation.opened)
 
 
 def fit_max_tokens(
     request: GenerateRequest, token_ids: TokenArray, facts: ModelFacts, param: str
 ) -> SamplingParams:
-    """The sampling parameters with max_tokens within the room that this prompt leaves."""
+    """The sampling parameters with max_tokens within the room that this prompt leaves.
+
+    Raises PromptTooLong for `param` when there is no room, or less than the client asked for.
+    """
     size = len(token_ids)
     context = min(facts.max_seq_len, facts.kv_capacity_tokens)
     if size == 0:
@@ -104,80 +105,55 @@ def fit_max_tokens(
     return msgspec.structs.replace(sampling, max_tokens=context - size)
 
 
-async def read_call(service: Service, request: Request) -> tuple[bytes, ModelFacts]:
-    """The body of a call of the model, and its facts. Raises NotReady, also if it drains then."""
-    kept = request.scope.get("state", {}).get(KEPT, False)
-    service.lifecycle.require_accepting(kept)
-    return await read_body(service, request), service.lifecycle.require_accepting(kept)
+def _text_options(
+    options: TextOptions, token_ids: TokenArray, sampling: SamplingParams
+) -> TextOptions:
+    """The text options of the request, completed by what the detokenizer needs of the prompt."""
+    return msgspec.structs.replace(
+        options,
+        prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
+        prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
+    )
 
 
-async def read_body(service: Service, request: Request) -> bytes:
-    """The body, which is waited for as long as a first token is."""
-    most_s = service.config.limits.max_wait_s
-    try:
-        async with asyncio.timeout(most_s):
-            # not request.body(), which would keep it for as long as the answer takes
-            return b"".join([part async for part in request.stream()])
-    except ClientDisconnect:
-        raise Cancelled("the client closed the connection") from None
-    except asyncio.CancelledError:  # by uvicorn, which then answers in plain text
-        raise NotReady("the server is shutting down") from None
-    except TimeoutError:
-        late = f"the body did not come within {most_s:g} s"
-        raise DeadlineExceeded(late, limit="max_wait_s") from None
+def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
+    """The sampling parameters with a seed of this sibling's own.
+
+    It is random, or derived from the seed that the client gave.
+    """
+    if sampling.seed is None or sibling == 0:
+        return sampling.seeded()
+    seed = sampling.seed + sibling
+    return msgspec.structs.replace(sampling, seed=seed if seed <= MAX_SEED else seed - 2**64)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; when the client goes away first, cancel it and raise Cancelled.
+    """The result of `work`. When the client disconnects first, cancel `work` and raise Cancelled.
 
-    A coroutine begins at once, not as a task that waits for its turn: of a burst of calls the first
-    reaches the scheduler before the last has been parsed. What wakes up for each token had better
-    be a task: waking a coroutine goes through all that wait for it, some 4 us of CPU an event.
+    A coroutine begins to run at once, while a task waits for its turn in the event loop: in a burst
+    of calls, the first one reaches the scheduler before the last one has been parsed. But work that
+    wakes up for every token should be a task: to wake a coroutine, the event loop goes through all
+    coroutines that await it, which costs 4 us of CPU per event.
     """
-    gone, working = asyncio.timeout(None), True
+    disconnected, is_working = asyncio.timeout(None), True
 
     async def watch() -> None:
         try:
             while (await receive())["type"] != "http.disconnect":
                 pass
-        finally:  # who can no longer be heard is gone as well
-            if working:
-                gone.reschedule(asyncio.get_running_loop().time())
+        finally:  # A receive() that fails counts as a disconnect.
+            if is_working:
+                disconnected.reschedule(asyncio.get_running_loop().time())
 
     watcher = asyncio.ensure_future(watch())
     try:
-        async with gone:
+        async with disconnected:
             return await work
     except TimeoutError:
-        if not gone.expired():
+        if not disconnected.expired():
             raise
         raise Cancelled("the client closed the connection") from None
     finally:
-        working = False
+        is_working = False
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-
-
-def _add_req(
-    uid: int, token_ids: TokenArray, sampling: SamplingParams, request: GenerateRequest
-) -> AddReq:
-    text = msgspec.structs.replace(
-        request.text,
-        prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
-        prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
-    )
-    return AddReq(
-        uid=uid,
-        token_ids=token_ids.tobytes(),
-        sampling=sampling,
-        text=text,
-        cache_salt=request.cache_salt,
-    )
-
-
-def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
-    """Each sibling draws by a seed of its own: fresh, or derived from the one that was given."""
-    if sampling.seed is None or sibling == 0:
-        return sampling.seeded()
-    seed = sampling.seed + sibling
-    return msgspec.structs.replace(sampling, seed=seed if seed <= MAX_SEED else seed - 2**64)

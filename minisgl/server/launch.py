@@ -1,8 +1,11 @@
 """The launcher: binds the port, starts the children, and ends all of them when one ends.
 
-    api, tokenizer-0.., detokenizer, scheduler, scheduler-1..      (and the shell, when asked for)
+    api, tokenizer-0.., detokenizer, scheduler, scheduler-1..      (and the shell with --shell)
 
-It loads no torch and holds no state of requests; it may run as PID 1.
+The launcher does not load torch and holds no requests. It may run as PID 1 of a container.
+
+If the service fails, the reason is the last line that any of the processes writes: Kubernetes takes
+the end of the log as the termination message, 2,048 bytes of it.
 """
 
 import logging
@@ -22,25 +25,26 @@ import msgspec
 from minisgl.core import ConfigError
 from minisgl.server.auth import key_hashes
 from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
-from minisgl.utils import make_socket_dir, setup_logging, supervise
+from minisgl.utils import make_socket_dir, process_age_s, setup_logging, supervise
 
 logger = logging.getLogger(__name__)
 
 _FAILED_EXIT = 1
-# Of the API server: drained; or ended by the signal while something was still loading, which does
-# not read its Shutdown.
+# Exit codes of an API server that was asked to stop: 0 after a drain, the signal while loading.
 _STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGUSR2)
-_SCHEDULER_GRACE_S = 5.0  # to leave by its Shutdown message
+_SCHEDULER_GRACE_S = 5.0  # the schedulers end by their Shutdown message
 _TERM_GRACE_S = 3.0
-_LAST_WORDS_S = 4.0  # for the API server to send error chunks
+_ERROR_CHUNKS_S = 4.0  # the API server sends error chunks to open streams
 _DRAIN_MARGIN_S = 8.0  # over --drain-timeout: 2 s for error chunks, 3 s for closing connections
 _SAME_SIGNAL_S = 0.2
 
 
 def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAND) -> int:
-    """Serve until told to stop; the exit code. scheduler_command is replaced by tests only.
+    """Serve until a signal or a failure ends the service, and return the exit code.
 
-    Raises ConfigError when the port, or a folder for the sockets, cannot be had.
+    scheduler_command: tests replace the scheduler by a stub.
+
+    Raises ConfigError if the port is taken or no folder for the sockets can be made.
     """
     setup_logging("launcher", "info", config.log_format)
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
@@ -50,7 +54,9 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
     try:
         socket_dir = make_socket_dir()
     except OSError as error:
-        raise ConfigError(f"no folder for the sockets can be made: {error}") from None
+        raise ConfigError(
+            f"no folder for the sockets can be made: {error}; mount a writable /tmp or set TMPDIR"
+        ) from None
     reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         with _bind(config.host, config.port) as listener, supervise.Supervisor() as supervisor:
@@ -74,30 +80,36 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
 
 @dataclass(eq=False)
 class _Service:
-    """The children of one launch, and what to do about each event."""
+    """The children of one launch, and the reaction to each signal and to each exit.
+
+    _stop_asked_s: CLOCK_MONOTONIC of the first request to stop; None before it.
+    _stop_signal: the signal that asked; None if the end of the shell did.
+    """
 
     _supervisor: supervise.Supervisor
     _template: ChildSpec
     _reason_fd: int
     _scheduler_command: Sequence[str]
-    _stop_asked_s: float | None = None  # CLOCK_MONOTONIC; None: nobody has asked
+    _stop_asked_s: float | None = None
+    _stop_signal: signal.Signals | None = None
     _shell: supervise.Child | None = None
     _api: supervise.Child = field(init=False)
 
     def start(self, listener: socket.socket, shell_key: str | None) -> None:
-        """Start everything; the API server first, so that livez answers while the rest loads."""
+        """Start all children, the API server first: /livez answers while the others load."""
         config = self._template.config
         self._say(f"loading {config.served_names[0]} from {config.engine.model_path}")
         self._say(f"listening on {self._template.url} (not ready yet)")
         self._api = self._spawn("api", 0, listener.fileno())
-        listener.close()  # or clients would still be let in when the API server has ended
+        # A second open listener would accept connections after the API server has ended.
+        listener.close()
         for rank in range(config.engine.tp_size):
             self._spawn("scheduler", rank)
         for index in range(config.num_tokenizers):
             self._spawn("tokenizer", index)
         self._spawn("detokenizer", 0)
         if config.shell:
-            # It stays in our process group: it owns the terminal and sees its Ctrl-C.
+            # The shell stays in the launcher's process group: it owns the terminal and its Ctrl-C.
             command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
             environ = os.environ | ({"MINISGL_API_KEY": shell_key} if shell_key else {})
             shell = subprocess.Popen([*command, "--model", config.served_names[0]], env=environ)
@@ -109,16 +121,16 @@ class _Service:
         return self._supervisor.adopt(spec.spawn(command))
 
     def run(self) -> int:
-        """Handle events until everything has ended; the exit code."""
+        """Handle signals and exits until the service has ended, and return the exit code."""
         while True:
-            until_s = None  # when the API server must have ended
+            drained_by_s = None  # the latest end of the API server
             if self._stop_asked_s is not None:
                 allowed_s = self._template.config.drain_timeout_s + _DRAIN_MARGIN_S
-                until_s = self._stop_asked_s + allowed_s
-            events = self._supervisor.wait(until_s)
+                drained_by_s = self._stop_asked_s + allowed_s
+            events = self._supervisor.wait(drained_by_s)
             if not events:
-                self._say("error: the API server did not end by its drain deadline")
                 self._supervisor.kill(self._supervisor.children)
+                self._say_error("the API server did not end by its drain deadline")
                 return _FAILED_EXIT
             for event in events:
                 if isinstance(event, supervise.Child):
@@ -128,8 +140,10 @@ class _Service:
                 if code is not None:
                     return code
 
-    def _ask_to_stop(self, number: signal.Signals) -> None:
+    def _ask_to_stop(self, number: signal.Signals | None) -> None:
+        """Drain with the grace period after SIGTERM, and without it after Ctrl-C or the shell."""
         self._stop_asked_s = time.monotonic()
+        self._stop_signal = number
         graceful = number is signal.SIGTERM
         self._supervisor.send_signal(self._api, signal.SIGTERM if graceful else signal.SIGUSR2)
 
@@ -139,8 +153,9 @@ class _Service:
         if self._stop_asked_s is None:
             self._ask_to_stop(number)
             return None
+        # Terminals, shells and `timeout` signal a process, and then its group.
         if number is signal.SIGHUP or time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
-            return None  # terminals, shells and `timeout` signal a process, and then its group
+            return None
         self._say("stopping at once")
         self._supervisor.kill(self._supervisor.children)
         return 128 + number
@@ -148,39 +163,57 @@ class _Service:
     def _on_exit(self, child: supervise.Child) -> int | None:
         stopping = self._stop_asked_s is not None
         if child is self._shell:
-            self._ask_to_stop(signal.SIGINT)
+            self._ask_to_stop(None)
             return None
         if stopping and child is self._api and child.exit_code in _STOPPED_EXITS:
-            running = self._supervisor.running()
-            if child.exit_code == 0:
-                schedulers = [c for c in running if c.role.startswith("scheduler")]
-                self._supervisor.join(schedulers, _SCHEDULER_GRACE_S)
-            self._supervisor.stop(running, _TERM_GRACE_S)
-            return 0
+            return self._end_stopped(cut_while_loading=child.exit_code != 0)
         if stopping and child.exit_code == 0:
-            return None  # a scheduler that has left by its Shutdown
+            return None  # a scheduler that ended by its Shutdown message
         return self._fail(child)
 
+    def _end_stopped(self, cut_while_loading: bool) -> int:
+        """End the other children. The code is 0 after a drain, and 128 + signal for a cut start."""
+        running = self._supervisor.running()
+        if not cut_while_loading:
+            schedulers = [child for child in running if child.role.startswith("scheduler")]
+            self._supervisor.join(schedulers, _SCHEDULER_GRACE_S)
+        self._supervisor.stop(running, _TERM_GRACE_S)
+        if not cut_while_loading or self._stop_signal is None:
+            return 0
+        if self._stop_signal is signal.SIGTERM:
+            reasons = supervise.read_reasons(self._reason_fd)
+            loading = reasons.get(self._api.role, "all processes")
+            self._say_error(
+                f"SIGTERM ended the start after {process_age_s(os.getpid()):.0f} s, while still "
+                f"loading: {loading}; if Kubernetes sent it, the startup probe allows too little "
+                "time: raise startup.budgetSeconds of the chart"
+            )
+        return 128 + self._stop_signal
+
     def _fail(self, child: supervise.Child) -> int:
-        """One child has ended unasked: say which and why, then end the others."""
-        self._say(f"error: {child.explain(supervise.read_reasons(self._reason_fd))}")
+        """One child has ended unasked: end the others, then say which one ended and why."""
+        reason = child.explain(supervise.read_reasons(self._reason_fd))
         if child is not self._api and self._api.exit_code is None:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
-            self._supervisor.join([self._api], _LAST_WORDS_S)
+            self._supervisor.join([self._api], _ERROR_CHUNKS_S)
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
+        self._say_error(reason)
         return supervise.CONFIG_EXIT if child.exit_code == supervise.CONFIG_EXIT else _FAILED_EXIT
 
-    def _say(self, text: str) -> None:
-        """To whoever started us; where logs are JSON, as one of them."""
+    def _say_error(self, text: str) -> None:
+        self._say(f"error: {text}", logging.ERROR)
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        """Write one line for the user, as a log record where logs are JSON."""
         if self._template.config.log_format == "json":
-            logger.log(logging.ERROR if text.startswith("error: ") else logging.INFO, text)
+            logger.log(level, text)
             return
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} minisgl: {text}\n")
         sys.stderr.flush()
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind before anything loads: a taken port is an error at once, not after minutes."""
+    """Bind before anything loads, so that a taken port is an error at once. Raises ConfigError."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = infos[0]
@@ -188,12 +221,14 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(2048)
-    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: the text is not a host name
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error}; choose another --host or --port"
+        ) from None
     return listener
 
 
 def _url(listener: socket.socket, scheme: str) -> str:
-    """What it listens on; on Linux the shell reaches 0.0.0.0 and [::] too."""
+    """The address that the listener is bound to. Linux connects 0.0.0.0 and [::] to this host."""
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,9 +1,10 @@
-"""Loading, ready, draining: what the probes say and whether a request is accepted. No I/O.
+"""The phases of the service and the detection of hung workers. Nothing here does I/O.
 
-The clock is an argument everywhere, so that tests need none.
+The clock is an argument everywhere, so that tests do not depend on time.
 """
 
 from enum import StrEnum
+from math import inf
 
 from minisgl.core import ModelFacts
 from minisgl.message import Ready
@@ -11,18 +12,18 @@ from minisgl.server.errors import NotReady
 
 
 class Phase(StrEnum):
-    """Where the service is; it only moves forward."""
+    """The phase of the service. Phases only advance, in this order."""
 
     LOADING = "loading"
     READY = "ready"
-    GRACE = "draining, still accepting"  # the endpoint is being taken out of its Service
-    DRAINING = "draining"  # accepting only on connections that have not been told to go elsewhere
+    GRACE = "draining, still accepting"  # Kubernetes removes the endpoint from its Service
+    DRAINING = "draining"  # accepting only on connections that have not been told to close
     CLOSED = "draining, out of time"
     FAILED = "failed"
 
 
 class Lifecycle:
-    """Waits for one Ready of each role, and then for the signal to drain."""
+    """The phase of the service, and the roles that have not sent Ready yet."""
 
     def __init__(self, roles: frozenset[str]) -> None:
         self.missing = set(roles)
@@ -30,7 +31,7 @@ class Lifecycle:
         self.phase = Phase.LOADING
 
     def on_ready(self, message: Ready) -> ModelFacts | None:
-        """The facts of the model when this was the last one that was missing."""
+        """Record a Ready. Returns the facts of the model if it was the last one missing."""
         self.missing.discard(message.role)
         self.facts = message.facts or self.facts
         if self.phase is not Phase.LOADING or self.missing or self.facts is None:
@@ -40,13 +41,15 @@ class Lifecycle:
 
     @property
     def leaving(self) -> bool:
+        """The service has received a signal to stop."""
         return self.phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED)
 
     def require_accepting(self, kept: bool = False) -> ModelFacts:
-        """The facts of the model, or NotReady that says why no request is taken.
+        """The facts of the model. Raises NotReady with the reason why no request is accepted.
 
-        kept: the request came on a connection that has brought others before. While leaving, each
-        answer tells its client to close, so this one could not have been told.
+        kept: the request came on a connection that carried an earlier request. During a drain
+        each response tells its client to close the connection. A response that began before the
+        drain could not, so the next request on its connection is still accepted.
         """
         accepting = self.phase in (Phase.READY, Phase.GRACE)
         if (accepting or (kept and self.phase is Phase.DRAINING)) and self.facts is not None:
@@ -59,30 +62,52 @@ class Lifecycle:
 
 
 class Watchdog:
-    """Tells who hangs (something is expected, and nothing heard for `timeout_s`) from who is busy
-    or idle. 0: nobody ever hangs."""
+    """Detects hung and stalled workers: work is pending and no message has arrived for too long.
+
+    An idle worker and a busy worker that sends messages are neither hung nor stalled.
+
+    A worker is hung after `timeout_s` of silence; 0 switches this off. The service then ends.
+
+    A worker is stalled after STALL_S of silence, or after twice the longest silence that ended
+    with a message, if that is longer, but at most after half of timeout_s. The pod is then not
+    ready, so that it receives no new requests, and becomes ready with the next message. The
+    factor is for servers whose steps take seconds, such as a long prefill on a CPU: they are
+    reported as stalled at most once for each time that the longest step doubles.
+    """
+
+    STALL_S = 3.0
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._silent_since_s: dict[str, float] = {}
+        self._longest_s: dict[str, float] = {}
 
     def expect(self, role: str, now_s: float) -> bool:
-        """Something is expected of `role` from now on; False if it was before."""
+        """Expect a message from `role` from now on. False if one was expected already."""
         if role in self._silent_since_s:
             return False
         self._silent_since_s[role] = now_s
         return True
 
     def heard(self, role: str, now_s: float) -> None:
-        """Something came, if not all that is expected: it lives, and may have much to do."""
+        """Record a message from `role`, of which more are expected."""
         if role in self._silent_since_s:
+            silence_s = now_s - self._silent_since_s[role]
+            self._longest_s[role] = max(silence_s, self._longest_s.get(role, 0.0))
             self._silent_since_s[role] = now_s
 
     def satisfied(self, role: str) -> None:
-        """Nothing is expected of `role` any more."""
+        """Expect nothing from `role` any more."""
         self._silent_since_s.pop(role, None)
 
     def hanging(self, now_s: float) -> str | None:
-        """A role that hangs; None while none does."""
-        late = (r for r, s in self._silent_since_s.items() if now_s - s > self._timeout_s)
-        return next(late, None) if self._timeout_s else None
+        """A role that hangs, or None."""
+        if not self._timeout_s:
+            return None
+        hung = (role for role, s in self._silent_since_s.items() if now_s - s > self._timeout_s)
+        return next(hung, None)
+
+    def stalled(self, role: str, now_s: float) -> bool:
+        """`role` has work and has been silent for longer than a slow step takes."""
+        slow_s = min(2 * self._longest_s.get(role, 0.0), self._timeout_s / 2 or inf)
+        return now_s - self._silent_since_s.get(role, now_s) > max(self.STALL_S, slow_s)

@@ -1,5 +1,8 @@
-"""Pure ASGI layers around the app: its edge, and its limits. (A BaseHTTPMiddleware would hide
-disconnects from the handlers.) uvicorn is told to bring nothing but HTTP."""
+"""ASGI middleware around the application: request ids and counting, and limits.
+
+The layers are pure ASGI, since a BaseHTTPMiddleware would hide disconnects from the handlers. All
+scopes are HTTP: uvicorn runs without WebSockets and lifespan.
+"""
 
 import uuid
 from collections.abc import Callable, Mapping
@@ -17,26 +20,30 @@ from minisgl.server.errors import BodyTooLarge, error_reply
 from minisgl.server.metrics import Metrics
 
 _MAX_ID_CHARS = 128
-# Answered without a key, and however many requests there are; they do not count as such.
+# These paths need no key, are never refused for a limit, and do not count as requests.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+# Answered without a key: the page of the API documentation and its files, which hold no data.
+DOCS_PATHS = frozenset(
+    {"/docs", "/docs/page.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"}
+)
 
 
 def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """This content as JSON."""
+    """A response with this content as JSON."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def error_answer(error: BaseException, **headers: str) -> Response:
-    """An error as the whole answer, with further headers."""
+    """The response to an error, with further headers."""
     reply = error_reply(error)
     return Response(reply.body, reply.status, {**reply.headers, **headers}, "application/json")
 
 
 @dataclass(eq=False, slots=True)
 class RequestContextMiddleware:
-    """The outermost layer: counts requests and answers, and completes each answer's headers.
+    """The outermost layer: counts requests and responses, and adds x-request-id to each response.
 
-    x-request-id is the client's, when it is short and printable, or ours.
+    The id is that of the client if it is short and printable, and otherwise a new one.
     """
 
     _app: ASGIApp
@@ -67,11 +74,12 @@ class RequestContextMiddleware:
 
 @dataclass(eq=False, slots=True)
 class LimitMiddleware:
-    """Refuses requests above max_connections at a time, and bodies above max_body_bytes.
+    """Refuses concurrent requests above max_connections, and bodies above max_body_bytes.
 
-    A body counts by its Content-Length at once, and by what comes otherwise. _partial_bytes: of
-    bodies that have not come whole; a body is refused when they exceed max_bodies_bytes, unless it
-    is the only one.
+    A Content-Length above the limit is refused at once; other bodies are counted as they arrive.
+
+    _partial_bytes: bytes of all incomplete bodies. A body is refused if they exceed
+    max_bodies_bytes, unless it is the only one.
     """
 
     _app: ASGIApp
@@ -100,7 +108,7 @@ class LimitMiddleware:
             before, partial = partial, received if message.get("more_body") else 0
             self._partial_bytes += partial - before
             if partial and self._partial_bytes > max(partial, self._limits.max_bodies_bytes):
-                most = "too many bodies are under way; try again later"
+                most = "too many request bodies are incomplete; try again later"
                 raise Overloaded(most, limit="max_bodies_bytes")
             return message
 

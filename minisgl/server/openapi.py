@@ -1,141 +1,147 @@
-"""The OpenAPI document: requests from the validator's own tables, and what comes back."""
+"""Completes FastAPI's OpenAPI document with the bodies that msgspec decodes and encodes.
 
-from typing import Any
+FastAPI knows the routes and their descriptions. The schemas come from the structs of `protocol`,
+with the bounds and model names of this server, and the errors from the status table.
+"""
 
-import minisgl
+from typing import Any, NamedTuple
+
+import msgspec
+
 from minisgl.server.auth import ADMIN_PATHS
-from minisgl.server.checks import Schema, object_schema
+from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import status_table
 from minisgl.server.middleware import OPEN_PATHS
-from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
-from minisgl.server.routes import ABORT, detokenize_check, tokenize_check
+from minisgl.server.protocol import requests, responses
 
-_TEXT, _INT = {"type": "string"}, {"type": "integer"}
-_REQUIRED = {CHAT: "messages", COMPLETIONS: "prompt", GENERATE: "input_ids"}
+Schema = dict[str, Any]
 
 
-def document(table: ParamTable, has_keys: bool) -> Schema:
-    """The whole document of one configured server."""
-    paths = {
-        "/v1/chat/completions": _stream(table, CHAT, "chat.completion", _MESSAGE),
-        "/v1/completions": _stream(table, COMPLETIONS, "text_completion", {"text": _TEXT}),
-        "/generate": _stream(table, GENERATE, "generation", {"text": _TEXT}),
-        "/tokenize": _post(
-            tokenize_check(table).schema,
-            _object(count=_INT, max_model_len=_INT, tokens=_list(_INT)),
-        ),
-        "/detokenize": _post(detokenize_check(table).schema, _object(prompt=_TEXT)),
-        "/abort": _post(ABORT.schema, _object(aborted=_INT)),
-        "/flush_cache": {"post": _operation(_object(status=_TEXT))},
-        "/server_info": {"get": _operation({"type": "object"})},
-        "/v1/models": {"get": _operation(_object(object={"const": "list"}, data=_list(_MODEL)))},
-        "/v1/models/{model_id}": {"get": {**_operation(_MODEL), "parameters": [_MODEL_ID]}},
-        **{path: {"get": {"responses": _PROBE}} for path in ("/livez", "/readyz", "/health")},
-        "/metrics": {"get": {"responses": {"200": _METRICS}}},
-    }
+class _Bodies(NamedTuple):
+    """The structs of one route: its request, its answer, and each event of its stream."""
+
+    request: type | None = None
+    answer: type | None = None
+    event: type | None = None
+
+
+_STATUS = _Bodies(None, responses.StatusResponse)
+_COMPLETION = responses.Completion, responses.CompletionChunk
+_ROUTES = {
+    "/v1/chat/completions": _Bodies(
+        requests.ChatBody, responses.ChatCompletion, responses.ChatCompletionChunk
+    ),
+    "/v1/completions": _Bodies(requests.CompletionBody, *_COMPLETION),
+    "/generate": _Bodies(requests.GenerateBody, *_COMPLETION),
+    "/tokenize": _Bodies(requests.TokenizeBody, responses.TokenizeResponse),
+    "/detokenize": _Bodies(requests.DetokenizeBody, responses.DetokenizeResponse),
+    "/abort": _Bodies(requests.AbortBody, responses.AbortResponse),
+    "/flush_cache": _STATUS,
+    "/v1/models": _Bodies(None, responses.ModelList),
+    "/v1/models/{model_id}": _Bodies(None, responses.ModelCard),
+    **dict.fromkeys(("/livez", "/readyz", "/health"), _STATUS),
+}
+# Fields whose bound the command line sets: the type that it bounds, the keyword, the limit.
+_CONFIGURED = {
+    "messages": ("array", "maxItems", "max_messages"),
+    "n": ("integer", "maximum", "max_choices"),
+    "logprobs": ("integer", "maximum", "max_logprobs"),
+    "top_logprobs": ("integer", "maximum", "max_logprobs"),
+    "logit_bias": ("object", "maxProperties", "max_logit_bias"),
+}
+
+
+def openapi_document(base: Schema, converter: RequestConverter, has_keys: bool) -> Schema:
+    """The document of one configured server. base: FastAPI's document, which is changed in place.
+
+    has_keys: the server asks for API keys.
+    """
     schemes: Schema = {}
-    for path, operations in paths.items():
-        scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
-        if scheme is not None and path not in OPEN_PATHS:
-            schemes[scheme] = {"type": "http", "scheme": "bearer"}
-            for operation in operations.values():
+    for path, operations in base["paths"].items():
+        operations.pop("head", None)  # the same as GET, without a body
+        for operation in operations.values():
+            operation |= _operation(path)
+            scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
+            if scheme is not None and path not in OPEN_PATHS:
+                schemes[scheme] = {"type": "http", "scheme": "bearer"}
                 operation["security"] = [{scheme: []}]
     return {
-        "openapi": "3.1.0",
-        "info": {"title": "minisgl", "version": minisgl.__version__},
-        "paths": paths,
-        "components": {"schemas": {"Error": _ERROR}, "securitySchemes": schemes},
+        **base,
+        "components": {"schemas": component_schemas(converter), "securitySchemes": schemes},
     }
 
 
-def request_schema(table: ParamTable, route: str) -> Schema:
-    """What `table.validate` and the readers behind it accept, as far as a schema can say it."""
-    properties = {name: check.schema for name, check in table.offered[route].items()}
-    found = object_schema(properties, ("model", _REQUIRED[route]))
-    others = {name: {"enum": [*neutral, None]} for name, neutral in NOT_OFFERED.items()}
-    found["properties"] = {name: {} for name in HARMLESS} | others | found["properties"]
+def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
+    """The schema of each body by the name of its struct, with the bounds of this server."""
+    structs = {struct for bodies in _ROUTES.values() for struct in bodies if struct is not None}
+    by_name = sorted(structs | {responses.ErrorResponse}, key=lambda struct: struct.__name__)
+    _, found = msgspec.json.schema_components(by_name, ref_template="#/components/schemas/{name}")
+    unsupported = {name: {"enum": [*v, None]} for name, v in requests.UNSUPPORTED.items()}
+    for struct in by_name:
+        if not issubclass(struct, requests.RequestBody):
+            continue
+        schema = found[struct.__name__]
+        for name, value in schema["properties"].items():
+            _configure(name, value, converter)
+            if name not in schema["required"] and "null" not in str(value.get("anyOf")):
+                schema["properties"][name] = {"anyOf": [value, {"type": "null"}]}
+        if issubclass(struct, requests.GenerationBody):
+            ignored: Schema = {name: {} for name in sorted(requests.IGNORED)}
+            schema["properties"] |= ignored | unsupported
+    found["TokenizeBody"]["oneOf"] = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+        for name in ("prompt", "messages")
+    ]
     return found
 
 
-def _object(**properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(properties)}
+def _configure(name: str, schema: Schema, converter: RequestConverter) -> None:
+    """Add the bound that the command line sets for this field, or the served model names."""
+    for arm in schema.get("anyOf", [schema]):
+        if name == "model" and arm["type"] == "string" and converter.served_names:
+            arm["enum"] = list(converter.served_names)
+        kind, keyword, limit = _CONFIGURED.get(name, (None, "", ""))
+        if kind is not None and arm["type"] == kind:
+            arm[keyword] = getattr(converter.limits, limit)
 
 
-def _list(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
+def _operation(path: str) -> Schema:
+    """Request body, parameters and responses of one route."""
+    bodies = _ROUTES.get(path, _Bodies())
+    content = _content(_ref(bodies.answer) if bodies.answer else {"type": "object"})
+    if bodies.event is not None:
+        text = f"Events of {bodies.event.__name__} as JSON, then [DONE]."
+        content |= _content({"description": text}, "text/event-stream")
+    if path == "/metrics":
+        content = _content({"type": "string"}, "text/plain", "application/openmetrics-text")
+    found: Schema = {"responses": {"200": {"description": "The answer.", "content": content}}}
+    if path not in OPEN_PATHS:
+        found["responses"] |= _errors()
+    elif path != "/metrics":
+        text = "The server is not ready, or a process hangs or has failed."
+        found["responses"] |= {"503": {"description": text, "content": content}}
+        found["responses"] |= {"405": _errors()["405"]}
+    if bodies.request is not None:
+        found["requestBody"] = {"required": True, "content": _content(_ref(bodies.request))}
+    if "{model_id}" in path:
+        name = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        found["parameters"] = [name]
+    return found
 
 
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
+def _errors() -> Schema:
+    """Each status of the error table, with all its meanings."""
+    found: Schema = {}
+    for status, _, meaning in status_table():
+        content = _content(_ref(responses.ErrorResponse))
+        entry = found.setdefault(str(status), {"description": "", "content": content})
+        entry["description"] = f"{entry['description']} {meaning}".strip()
+    return found
 
 
-def _answer(kind: str, content: dict[str, Schema]) -> Schema:
-    finish = {"enum": ["stop", "length"]}
-    logprobs = _or_null({"type": "object"})
-    choice = _object(index=_INT, **content, logprobs=logprobs, finish_reason=finish)
-    choice["properties"] |= {"token_ids": _list(_INT), "prompt_token_ids": _list(_INT)}
-    head = {"id": _TEXT, "object": {"const": kind}, "created": _INT, "model": _TEXT}
-    return _object(**head, system_fingerprint=_TEXT, choices=_list(choice), usage=_USAGE)
+def _ref(struct: type) -> Schema:
+    return {"$ref": f"#/components/schemas/{struct.__name__}"}
 
 
 def _content(schema: Schema, *kinds: str) -> Schema:
     return {kind: {"schema": schema} for kind in kinds or ("application/json",)}
-
-
-def _operation(answer: Schema) -> Schema:
-    good = {"description": "The answer.", "content": _content(answer)}
-    return {"responses": {"200": good, **_REFUSALS}}
-
-
-def _post(body: Schema, answer: Schema) -> Schema:
-    given = {"required": True, "content": _content(body)}
-    return {"post": {"requestBody": given, **_operation(answer)}}
-
-
-def _stream(table: ParamTable, route: str, kind: str, content: dict[str, Schema]) -> Schema:
-    found = _post(request_schema(table, route), _answer(kind, content))
-    found["post"]["responses"]["200"]["content"] |= _content({}, "text/event-stream")
-    return found
-
-
-def _refusals() -> Schema:
-    """Each status, with all that it may mean."""
-    meanings: dict[int, list[str]] = {}
-    for status, _, meaning in status_table():
-        meanings.setdefault(status, []).append(meaning)
-    content = _content({"$ref": "#/components/schemas/Error"})
-    return {
-        str(status): {"description": " ".join(texts), "content": content}
-        for status, texts in meanings.items()
-    }
-
-
-_REFUSALS = _refusals()
-_ERROR = _object(
-    error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))
-)
-_MODEL = _object(
-    id=_TEXT, object={"const": "model"}, created=_INT, owned_by=_TEXT, max_model_len=_or_null(_INT)
-)
-_MODEL_ID = {"name": "model_id", "in": "path", "required": True, "schema": _TEXT}
-_USAGE = _object(
-    prompt_tokens=_INT,
-    completion_tokens=_INT,
-    total_tokens=_INT,
-    prompt_tokens_details=_object(cached_tokens=_INT),
-    completion_tokens_details=_object(reasoning_tokens=_INT),
-)
-_MESSAGE: dict[str, Any] = {
-    "message": _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
-}
-_MESSAGE["message"]["properties"]["reasoning_content"] = _TEXT
-_STATE = _content(_object(status=_TEXT))
-_PROBE = {
-    "200": {"description": "Yes.", "content": _STATE},
-    "405": _REFUSALS["405"],
-    "503": {"description": "No; the body says why.", "content": _STATE},
-}
-_METRICS = {
-    "description": "For Prometheus.",
-    "content": _content(_TEXT, "text/plain", "application/openmetrics-text"),
-}

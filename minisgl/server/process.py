@@ -1,4 +1,10 @@
-"""The API server process: one event loop with uvicorn, the receiver of all messages, the watch."""
+"""The API server process: one event loop that runs uvicorn and the tasks of `ApiServer`.
+
+_receive  reads the messages of all workers and passes them on
+_watch    detects hung workers and overdue calls
+_beat     sends keep-alive comments on idle streams
+_drain    waits for the signal to drain, and then ends the process in phases
+"""
 
 import asyncio
 import contextlib
@@ -25,6 +31,7 @@ from minisgl.message import (
     Shutdown,
     StepText,
     ToApi,
+    ToDetokenizer,
     TokenizeResult,
     ToScheduler,
     ToTokenizer,
@@ -37,23 +44,26 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.utils import process_age_s
+from minisgl.utils import process_age_s, supervise
 
 logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
-_STUCK_NOTICE_S = 2.0  # livez answers 503 for so long before a hang ends the service
+_STUCK_NOTICE_S = 2.0  # /livez answers 503 for this long before a hung worker ends the service.
 _KEEP_ALIVE_S = 15.0
-# Longer than proxies keep one: they are to close it, as it is they who send.
+# Longer than proxies keep an idle connection. The proxy should be the one that closes it: it knows
+# whether it is about to send a request on it.
 _IDLE_CONNECTION_S = 75
 _SEND_BUFFER_BYTES = 128 * 2**10
-_OTHER_FILES = 512  # some 60 of our own, and the connections that `limited_protocol` has to spare
-_LAST_WORDS_S = 2.0  # for error chunks to leave once everything has failed
-_FAREWELL_S = 1.0  # for the next call of a client whose last answer began before the drain
+# Open files besides --max-connections: 60 for the process itself, and the others for connections
+# that `limited_protocol` accepts only to refuse them.
+_OTHER_FILES = 512
+_ERROR_CHUNKS_S = 2.0  # Time for the error events of open streams to leave after a failure.
+_LATE_CALLS_S = 1.0  # Time for one more call of a client that has not learned of the drain.
 
 
 class _Server(uvicorn.Server):
-    """Without uvicorn's signal handlers: ours drain."""
+    """A uvicorn server without its signal handlers, because `ApiServer` handles the signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,7 +71,7 @@ class _Server(uvicorn.Server):
 
 
 class ApiServer:
-    """State of the process; `build_app` reads config, client, lifecycle and `stuck`."""
+    """The state of the process. It is the `Service` that the routes read."""
 
     def __init__(self, spec: ChildSpec) -> None:
         config = spec.config
@@ -69,45 +79,54 @@ class ApiServer:
         directory = spec.socket_dir
         self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
-        self._workers: dict[str, Sender[ToTokenizer]] = {
+        self._workers: dict[str, Sender[ToTokenizer | ToDetokenizer]] = {
             name: Sender(endpoint(directory, name)) for name in (*names, "detokenizer")
         }
-        metrics = Metrics(config.served_names[0], config.commit)
-        outboxes = [self._workers[name].send for name in names]
-        self.client = EngineClient(outboxes, self._scheduler.send, config.limits, metrics)
+        self.client = EngineClient(
+            [self._workers[name].send for name in names],
+            self._workers["detokenizer"].send,
+            self._scheduler.send,
+            config.limits,
+            Metrics(config.served_names[0], config.commit),
+        )
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: SchedulerStats | None = None
-        self._pulse = Watchdog(config.step_timeout_s)
+        self._watchdog = Watchdog(config.step_timeout_s)
         self._url = spec.url
+        self._reason_fd = spec.reason_fd
         self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
 
     def stuck(self) -> bool:
-        """Some process has work and has done none of it for step_timeout_s."""
-        return self._hanging() is not None
+        """Some worker has work, and has made no progress for step_timeout_s."""
+        return self._hung_worker() is not None
 
-    def _hanging(self) -> str | None:
+    def stalled(self) -> bool:
+        """The scheduler has work and runs no step, so /readyz asks for no new requests."""
+        return self.stuck() or self._watchdog.stalled("scheduler", time.monotonic())
+
+    def _hung_worker(self) -> str | None:
         if self.lifecycle.phase is Phase.LOADING:
             return None
         now_s = time.monotonic()
         if self.client.awaits_engine or (self.stats is not None and self.stats.busy):
-            self._pulse.expect("scheduler", now_s)  # a step, of whatever request
+            self._watchdog.expect("scheduler", now_s)  # A step with any request counts.
         else:
-            self._pulse.satisfied("scheduler")
-        return self._pulse.hanging(now_s)
+            self._watchdog.satisfied("scheduler")
+        return self._watchdog.hanging(now_s)
 
     async def run(self, listener: socket.socket) -> None:
-        """Serve until drained. Raises WorkerDied when the service cannot go on."""
+        """Serve until drained. Raises WorkerDied when the service cannot continue."""
         loop = asyncio.get_running_loop()
-        # SIGTERM comes from an orchestrator, which needs the grace. SIGUSR2 is a person's Ctrl-C:
-        # a SIGINT before this line would end in Python's own traceback.
+        # SIGTERM comes from an orchestrator, which needs the grace period. SIGUSR2 is a Ctrl-C that
+        # the launcher passes on: a SIGINT before this line would end in a traceback of Python.
         for number, grace_s in ((signal.SIGTERM, self.config.drain_grace_s), (signal.SIGUSR2, 0)):
             loop.add_signal_handler(number, self._ask_to_drain, number, grace_s)
-        neighbours = loop.create_future()
+        lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.
         lost = EngineError("another process of the service has ended")
-        loop.add_signal_handler(signal.SIGUSR1, neighbours.set_exception, lost)
+        loop.add_signal_handler(signal.SIGUSR1, lost_worker.set_exception, lost)
         server = _Server(
             uvicorn.Config(
                 build_app(self),
@@ -126,25 +145,26 @@ class ApiServer:
                 timeout_graceful_shutdown=3,
             )
         )
-        works = (self._receive, self._watch, self._beat, self._drain)
-        tasks = {neighbours, *(asyncio.create_task(work()) for work in works)}
+        loops = (self._receive, self._watch, self._beat, self._drain)
+        tasks = {lost_worker, *(asyncio.create_task(run()) for run in loops)}
         serving = asyncio.create_task(server.serve([listener]))
         try:
-            # Each of these runs for ever unless it is the end: none may die unseen (W27).
+            # The end of any of these ends the process, so that none can fail unnoticed (W27).
             await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
-            ended = next((t for t in {*tasks, serving} if t.done()), serving)
+            ended = next((task for task in {*tasks, serving} if task.done()), serving)
             if (failure := ended.exception()) is not None:
                 self._fail(failure)
-                await self._settle(_LAST_WORDS_S)
+                await self._settle(_ERROR_CHUNKS_S)
                 raise failure
             self._scheduler.send(Shutdown())
         finally:
-            loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # this is the end already
+            loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # The process ends already.
             server.should_exit = True
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, serving, return_exceptions=True)
-            # Who takes too long is cancelled, and aborts what it asked for, or waits for a reader.
+            # uvicorn cancels handlers that take too long. They abort their requests meanwhile, or
+            # wait for a client that does not read.
             await asyncio.wait({serving, *server.server_state.tasks}, timeout=1)
             self._scheduler.close(linger_ms=500)
 
@@ -153,17 +173,17 @@ class ApiServer:
             message = await self._messages.recv()
             now_s = time.monotonic()
             if isinstance(message, StepText):
-                self._pulse.heard("scheduler", now_s)
-                self._pulse.heard("detokenizer", now_s)
+                self._watchdog.heard("scheduler", now_s)
+                self._watchdog.heard("detokenizer", now_s)
                 self.client.receive_text(message)
             elif isinstance(message, TokenizeResult):
-                worker = self.client.receive_answer(message)
-                self._pulse.heard(f"tokenizer-{worker}", now_s)
+                index = self.client.receive_tokenize_result(message)
+                self._watchdog.heard(f"tokenizer-{index}", now_s)
             elif isinstance(message, Alive):
-                self._pulse.satisfied(message.role)
+                self._watchdog.satisfied(message.role)
             elif isinstance(message, SchedulerStats):
                 if self.stats is None or message.step_id != self.stats.step_id:
-                    self._pulse.heard("scheduler", now_s)
+                    self._watchdog.heard("scheduler", now_s)
                 self.stats = message
                 self.client.metrics.on_stats(message)
             else:
@@ -175,14 +195,14 @@ class ApiServer:
         still_loading = ",".join(sorted(self.lifecycle.missing)) or "none"
         logger.info("ready role=%s still_loading=%s", message.role, still_loading)
         if facts is not None:
-            # What lives now lives for good; the collector need not walk it again.
+            # All objects of the start live as long as the process: the collector may skip them.
             gc.collect()
             gc.freeze()
             self.client.metrics.on_started("total", process_age_s(os.getppid()))
             self._announce(facts)
 
     def _announce(self, facts: ModelFacts) -> None:
-        """The one line that says that, and where, minisgl serves."""
+        """Write the one line for the user that the server is ready, and its URL."""
         if self.config.shell:
             return
         line = (
@@ -197,45 +217,51 @@ class ApiServer:
             sys.stdout.flush()
 
     async def _watch(self) -> None:
-        """End the service when a process hangs; first let livez say so for a moment."""
+        """End the service when a worker is hung. Before that, /livez reports it for a moment."""
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             self.client.end_overdue(time.monotonic())
             if self.lifecycle.phase is not Phase.LOADING:
-                for role, sender in self._workers.items():
-                    if self._pulse.expect(role, time.monotonic()):
-                        sender.send(Ping())
-            hanging = self._hanging()
-            if hanging is not None:
-                most = f"more than {self.config.step_timeout_s:g} s (--step-timeout)"
-                late = f"the {hanging} made no progress for {most}"
-                logger.error(late)
+                self._ping_workers()
+            role = self._hung_worker()
+            if role is not None:
+                timeout_s = self.config.step_timeout_s
+                reason = f"the {role} made no progress for {timeout_s:g} s (--step-timeout)"
+                logger.error(reason)
                 await asyncio.sleep(_STUCK_NOTICE_S)
-                if self._hanging() == hanging:
-                    raise WorkerDied(late)
+                if self._hung_worker() == role:
+                    raise WorkerDied(reason)
+
+    def _ping_workers(self) -> None:
+        """Send a Ping to every tokenizer and detokenizer that does not owe an answer already."""
+        for role, sender in self._workers.items():
+            if self._watchdog.expect(role, time.monotonic()):
+                sender.send(Ping())
 
     async def _beat(self) -> None:
-        """Streams must not look dead to proxies while their request waits for its turn."""
+        """Keep proxies from closing streams whose request waits for its turn."""
         while True:
             await asyncio.sleep(_KEEP_ALIVE_S)
-            self.client.beat()
+            self.client.send_keep_alives()
 
     def _fail(self, failure: BaseException) -> None:
-        # while loading, the launcher's one line says why, and should be the last one
+        # While loading, the launcher writes the reason as one line, which should be the last one.
         level = logging.DEBUG if self.lifecycle.phase is Phase.LOADING else logging.ERROR
         self.lifecycle.phase = Phase.FAILED
         logger.log(level, "service failed reason=%s", failure)
         self.client.fail_all(EngineFailure("the engine has failed; the service restarts"))
 
     def _ask_to_drain(self, number: signal.Signals, grace_s: float) -> None:
-        if self.lifecycle.phase is Phase.LOADING:  # there is nothing to drain
+        if self.lifecycle.phase is Phase.LOADING:  # There is nothing to drain.
+            still_loading = ", ".join(sorted(self.lifecycle.missing))
+            supervise.write_reason(self._reason_fd, "api", still_loading)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._drain_grace_s = grace_s
         self._drain_asked.set()
 
     async def _drain(self) -> None:
-        """Unready at once, accept for a grace, then refuse, finish, and at last end."""
+        """Wait for the signal, then: unready, accept for a grace period, refuse, finish, end."""
         await self._drain_asked.wait()
         started_s = time.monotonic()
         self.lifecycle.phase = Phase.GRACE
@@ -243,16 +269,16 @@ class ApiServer:
         await asyncio.sleep(min(self._drain_grace_s, self.config.drain_timeout_s))
         self.lifecycle.phase = Phase.DRAINING
         left_s = self.config.drain_timeout_s - (time.monotonic() - started_s)
-        await self._settle(left_s, min(_FAREWELL_S, self._drain_grace_s))
+        await self._settle(left_s, min(_LATE_CALLS_S, self._drain_grace_s))
         self.lifecycle.phase = Phase.CLOSED
         if self.client.open_generations:
             logger.warning("drain deadline open_requests=%d", self.client.open_generations)
             self.client.fail_all(DeadlineExceeded("the server is shutting down"))
-            await self._settle(_LAST_WORDS_S)
+            await self._settle(_ERROR_CHUNKS_S)
         logger.info("drained")
 
     async def _settle(self, timeout_s: float, quiet_s: float = 0.0) -> None:
-        """Wait until no call has been open for `quiet_s`, at most `timeout_s`."""
+        """Wait until no call has been open for `quiet_s`, but at most `timeout_s`."""
         busy_s = time.monotonic()
         deadline_s = busy_s + timeout_s
         while (now_s := time.monotonic()) < deadline_s:
@@ -264,17 +290,20 @@ class ApiServer:
 
 
 def run_api(spec: ChildSpec) -> None:
-    """Serve on the inherited socket until drained."""
+    """The main of the API server process: serve on the inherited socket until drained."""
     assert spec.listen_fd is not None, "the API server has no socket; this is a bug"
-    # Most systems start processes with room for 1,024 files, fewer than --max-connections. With
-    # room for many more, TLS handshakes that nobody ends, and nobody counts, would fill memory.
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = min(most_files, spec.config.limits.max_connections + _OTHER_FILES)
+    # Most systems start processes with a limit of 1,024 open files, which is less than
+    # --max-connections. A limit much above that would let unfinished TLS handshakes, which do not
+    # count as connections, fill the memory.
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = min(max_files, spec.config.limits.max_connections + _OTHER_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     listener = socket.socket(fileno=spec.listen_fd)
-    # Events are small and must leave at once (Nagle); accepted sockets inherit it.
+    # Events are small and must leave at once, without Nagle's delay. Accepted sockets inherit the
+    # options of the listener.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # What a client does not read waits in buffers of bounded size, and only for so long.
+    # Data that a client does not read fills a buffer of bounded size, and closes the connection
+    # after read_timeout_s.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     timeout_ms = round(spec.config.limits.read_timeout_s * 1000)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)

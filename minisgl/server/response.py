@@ -1,20 +1,41 @@
-"""The JSON of answers: whole objects, and stream chunks with all fixed parts encoded once."""
+"""Answers as JSON and as server-sent events.
 
+Whole answers are encoded from the structs of `protocol`. The parts that all events of a stream have
+in common are encoded once, because a busy server sends tens of thousands of events per second.
+"""
+
+import asyncio
+import logging
 import time
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 import minisgl
-from minisgl.core import FinishReason
-from minisgl.message import TokenText
-from minisgl.server.engine_client import Choice, ChoiceDelta, Generation
-from minisgl.server.params import CHAT, COMPLETIONS, GENERATE
-from minisgl.server.requests import GenerateRequest
+from minisgl.core import Cancelled, FinishReason
+from minisgl.message import TokenLogprob
+from minisgl.server.convert import GenerateRequest
+from minisgl.server.engine_client import EngineClient
+from minisgl.server.errors import error_reply
+from minisgl.server.generation import Choice, ChoiceDelta, Generation
+from minisgl.server.handler import unless_disconnected
+from minisgl.server.protocol import responses
+from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
+
+logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip; it keeps proxies from closing
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # keeps nginx from collecting events before it forwards them
+)
 _LOWEST_LOGPROB = -9999.0
 _KINDS = {
     CHAT: ("chatcmpl-", "chat.completion"),
@@ -23,13 +44,13 @@ _KINDS = {
 }
 
 
-def sse(payload: bytes) -> bytes:
-    """One server-sent event; JSON has no raw newlines, so one data line is enough."""
-    return b"data: " + payload + b"\n\n"
-
-
 class ResponseWriter:
-    """Writes the answer to one request; id, created and model are the same on every chunk."""
+    """Writes the answer to one request, as a whole or as events.
+
+    writer = ResponseWriter(request)
+    body = writer.whole(generation)                     without stream, after the last token
+    event = writer.text_chunk(choice.index, " word")    with stream
+    """
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -42,120 +63,129 @@ class ResponseWriter:
             "model": request.model,
             "system_fingerprint": f"minisgl-{minisgl.__version__}",
         }
-        chunk_head = dict(self._head)
-        if self._is_chat:
-            chunk_head["object"] = "chat.completion.chunk"
-        head = msgspec.json.encode(chunk_head)[:-1]
-        self._before = b"data: " + head + b',"choices":[{"index":'
-        # With include_usage each chunk has a usage field, null except in the last one.
+        chunk_kind = "chat.completion.chunk" if self._is_chat else kind
+        head = msgspec.json.encode({**self._head, "object": chunk_kind})[:-1]
+        self._before = b"data: " + head + b',"choices":['
+        # With include_usage each event has a usage field, which is null until the last event.
         self._after = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
-        self._usage_before = b"data: " + head + b',"choices":[],"usage":'
+        rest = b',"logprobs":null,"finish_reason":null}]' + self._after
+        # The bytes between the values of a text chunk: index and text.
+        self._text_before = self._before + b'{"index":'
+        self._text_field = b',"delta":{"content":' if self._is_chat else b',"text":'
+        self._text_after = b"}" + rest if self._is_chat else rest
 
     def whole(self, generation: Generation) -> bytes:
-        """The answer of a call without stream, once all of it has come."""
+        """The JSON body of an answer without stream. The generation has finished."""
         choices = [self._whole_choice(choice, generation) for choice in generation.choices]
         body = {**self._head, "choices": choices, "usage": self._usage(generation)}
-        if self._is_chat and generation.prompt_ids:
+        if not self._is_chat:
+            return msgspec.json.encode(responses.Completion(**body))
+        if generation.prompt_ids:
             body["prompt_token_ids"] = generation.prompt_ids[0]
-        return msgspec.json.encode(body)
+        return msgspec.json.encode(responses.ChatCompletion(**body))
 
-    def _whole_choice(self, choice: Choice, generation: Generation) -> dict[str, Any]:
+    def _whole_choice(
+        self, choice: Choice, generation: Generation
+    ) -> responses.ChatChoice | responses.TextChoice:
         text, extras = choice.take()
-        text, extras = generation.echo(choice) + text, extras or ChoiceDelta()
-        body: dict[str, Any] = {"index": choice.index}
-        if self._is_chat:
-            body["message"] = {"role": "assistant", "content": text, "refusal": None}
-            if extras.reasoning:
-                body["message"]["reasoning_content"] = extras.reasoning
-        else:
-            body["text"] = text
-        body["logprobs"] = self._logprobs(extras)
-        body["finish_reason"] = _finish_name(choice)
-        self._add_ids(body, choice, extras, generation)
-        return body
-
-    def _chunk(self, index: int, fields: bytes, ids: bytes = b"") -> bytes:
-        return b"%s%d,%s}]%s%s" % (self._before, index, fields, ids, self._after)
+        extras = extras or ChoiceDelta()
+        values = self._values(choice, extras, generation)
+        values["finish_reason"] = _finish_name(choice)
+        if not self._is_chat:
+            return responses.TextChoice(text=generation.echo(choice) + text, **values)
+        message = responses.AnswerMessage(content=text)
+        if extras.reasoning:
+            message.reasoning_content = extras.reasoning
+        return responses.ChatChoice(message=message, **values)
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
-        """What comes before any generated text: the role of a chat."""
+        """The event before any generated text: the role of a chat, nothing for a completion."""
         if not self._is_chat:
             return b""
         ids = b""
         if generation.prompt_ids:
             ids = b',"prompt_token_ids":' + msgspec.json.encode(generation.prompt_ids[0])
-        fields = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        return self._chunk(choice.index, fields, ids)
+        delta = responses.Delta(role="assistant", content="")
+        return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta), ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
-        """New text of one choice."""
-        field = b'"delta":{"content":%s}' if self._is_chat else b'"text":%s'
-        rest = b',"logprobs":null,"finish_reason":null'
-        return self._chunk(index, field % msgspec.json.encode(text) + rest)
+        """New text of one choice, and nothing else: the event that a server sends most."""
+        value = msgspec.json.encode(text)
+        before, field, after = self._text_before, self._text_field, self._text_after
+        return b"%b%d%b%b%b" % (before, index, field, value, after)
 
     def rich_chunk(
         self, choice: Choice, text: str, extras: ChoiceDelta, generation: Generation | None
     ) -> bytes:
-        """New text with what comes beside it. generation: given with the choice's first chunk."""
+        """New text with reasoning, token ids or log-probabilities.
+
+        generation: given for the first event of a choice, which has the ids of the prompt.
+        """
         if self._is_chat and extras.reasoning and text:
-            # In two: a client that finds one of them in a delta may not look for the other.
+            # Two events: a client that finds reasoning in a delta may not look for content.
             thought, rest = ChoiceDelta(reasoning=extras.reasoning), replace(extras, reasoning="")
             before = self.rich_chunk(choice, "", thought, None)
             return before + self.rich_chunk(choice, text, rest, generation)
-        body: dict[str, Any] = {"text": text}
-        if self._is_chat:
-            reasoning = extras.reasoning
-            body = {"delta": {"reasoning_content": reasoning} if reasoning else {"content": text}}
-        body["logprobs"] = self._logprobs(extras)
-        body["finish_reason"] = None
-        self._add_ids(body, choice, extras, generation)
-        return self._chunk(choice.index, msgspec.json.encode(body)[1:-1])
-
-    def _add_ids(
-        self,
-        body: dict[str, Any],
-        choice: Choice,
-        extras: ChoiceDelta,
-        generation: Generation | None,
-    ) -> None:
-        if not self.request.text.token_ids:
-            return
-        body["token_ids"] = extras.token_ids
-        if generation is not None and not self._is_chat:
-            body["prompt_token_ids"] = generation.prompt_ids[choice.index // self.request.n]
-
-    def _logprobs(self, extras: ChoiceDelta) -> dict[str, Any] | None:
-        if self.request.sampling.logprobs is None:
-            return None
-        if self._is_chat:
-            kept = [entry for entry in extras.logprobs if not entry.ends]  # as OpenAI has it
-            return {"content": [_chat_logprob(entry) for entry in kept], "refusal": None}
-        return _completion_logprobs([*extras.prompt_logprobs, *extras.logprobs])
+        values = self._values(choice, extras, generation)
+        if not self._is_chat:
+            return self._chunk(responses.TextChunkChoice(text=text, **values))
+        delta = responses.Delta(content=text)
+        if extras.reasoning:
+            delta = responses.Delta(reasoning_content=extras.reasoning)
+        return self._chunk(responses.ChatChunkChoice(delta=delta, **values))
 
     def last_chunk(self, choice: Choice) -> bytes:
         """The finish reason of one choice."""
-        field = b'"delta":{}' if self._is_chat else b'"text":""'
-        rest = b',"logprobs":null,"finish_reason":"%s"' % _finish_name(choice).encode()
-        return self._chunk(choice.index, field + rest)
+        values: dict[str, Any] = {"index": choice.index, "finish_reason": _finish_name(choice)}
+        if self._is_chat:
+            return self._chunk(responses.ChatChunkChoice(delta=responses.Delta(), **values))
+        return self._chunk(responses.TextChunkChoice(text="", **values))
 
     def usage_chunk(self, generation: Generation) -> bytes:
-        """Sent last, when include_usage asks for it."""
-        return self._usage_before + msgspec.json.encode(self._usage(generation)) + b"}\n\n"
+        """The last event of a stream with include_usage."""
+        usage = msgspec.json.encode(self._usage(generation))
+        return self._before + b'],"usage":' + usage + b"}\n\n"
 
-    def _usage(self, generation: Generation) -> dict[str, Any]:
+    def _chunk(self, choice: msgspec.Struct, ids: bytes = b"") -> bytes:
+        return b"%b%b]%b%b" % (self._before, msgspec.json.encode(choice), ids, self._after)
+
+    def _values(
+        self, choice: Choice, extras: ChoiceDelta, generation: Generation | None
+    ) -> dict[str, Any]:
+        """The fields beside the text of a choice, for its struct."""
+        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(extras)}
+        if self.request.text.token_ids:
+            values["token_ids"] = extras.token_ids
+            if generation is not None and not self._is_chat:
+                values["prompt_token_ids"] = generation.prompt_ids[choice.index // self.request.n]
+        return values
+
+    def _logprobs(
+        self, extras: ChoiceDelta
+    ) -> responses.ChatLogprobs | responses.TextLogprobs | None:
+        if self.request.sampling.logprobs is None:
+            return None
+        if not self._is_chat:
+            return _text_logprobs([*extras.prompt_logprobs, *extras.logprobs])
+        # As in OpenAI's answers, the token that ended the text has no entry.
+        kept = [_chat_logprob(entry) for entry in extras.logprobs if not entry.ends]
+        return responses.ChatLogprobs(kept)
+
+    def _usage(self, generation: Generation) -> responses.Usage:
         """Each prompt counts once, however many choices it has."""
-        firsts = generation.choices[:: self.request.n]
-        prompt_tokens = sum(choice.latest.prompt_tokens for choice in firsts)
-        completion_tokens = sum(choice.latest.completion_tokens for choice in generation.choices)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(c.latest.cached_tokens for c in firsts)},
-            "completion_tokens_details": {
-                "reasoning_tokens": sum(c.latest.reasoning_tokens for c in generation.choices)
-            },
-        }
+        firsts = [choice.latest for choice in generation.choices[:: self.request.n]]
+        latest = [choice.latest for choice in generation.choices]
+        prompt_tokens = sum(update.prompt_tokens for update in firsts)
+        completion_tokens = sum(update.completion_tokens for update in latest)
+        cached = sum(update.cached_tokens for update in firsts)
+        reasoning = sum(update.reasoning_tokens for update in latest)
+        return responses.Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=responses.PromptTokensDetails(cached),
+            completion_tokens_details=responses.CompletionTokensDetails(reasoning),
+        )
 
 
 def _finish_name(choice: Choice) -> str:
@@ -164,45 +194,121 @@ def _finish_name(choice: Choice) -> str:
     return choice.finish.value
 
 
-def _number(logprob: float) -> float:
-    """JSON has no infinity and no NaN; -9999 is what others write."""
+def _finite(logprob: float) -> float:
+    """JSON has no infinity and no NaN; other servers write -9999 instead."""
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
-def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
-    """bytes: exactly the token's; many tokens are not whole characters."""
-    text = data.decode("utf-8", "replace")
-    return {"token": text, "logprob": _number(logprob), "bytes": list(data)}
-
-
-def _chat_logprob(entry: TokenText) -> dict[str, Any]:
-    assert entry.logprob is not None, "a generated token has a log-probability: this is a bug"
+def _chat_logprob(entry: TokenLogprob) -> responses.ChatTokenLogprob:
+    assert entry.logprob is not None, "a generated token has a log-probability; this is a bug"
     top = [_chat_token(data, logprob) for data, logprob in entry.top]
-    return {**_chat_token(entry.data, entry.logprob), "top_logprobs": top}
+    token = _chat_token(entry.token_bytes, entry.logprob)
+    return responses.ChatTokenLogprob(token.token, token.logprob, token.bytes, top)
 
 
-def _completion_token(data: bytes) -> str:
-    """As OpenAI writes it: what is no whole character, byte by byte."""
+def _chat_token(data: bytes, logprob: float) -> responses.TopLogprob:
+    return responses.TopLogprob(data.decode("utf-8", "replace"), _finite(logprob), list(data))
+
+
+def _text_token(data: bytes) -> str:
+    """As in OpenAI's completions: bytes that are not whole characters are written as numbers."""
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _completion_logprobs(entries: list[TokenText]) -> dict[str, Any]:
-    """Four parallel lists. The token itself is among the most likely ones, or beside them."""
+def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
+    """Four parallel lists. The token itself is among the most likely ones, or is added to them."""
     tops: list[dict[str, float] | None] = []
     for entry in entries:
-        if entry.logprob is None:
+        if entry.logprob is None:  # the first token of a prompt
             tops.append(None)
             continue
         top: dict[str, float] = {}
-        for data, logprob in [*entry.top, (entry.data, entry.logprob)]:
-            top.setdefault(_completion_token(data), _number(logprob))
+        for data, logprob in [*entry.top, (entry.token_bytes, entry.logprob)]:
+            top.setdefault(_text_token(data), _finite(logprob))
         tops.append(top)
-    return {
-        "tokens": [_completion_token(entry.data) for entry in entries],
-        "token_logprobs": [None if e.logprob is None else _number(e.logprob) for e in entries],
-        "top_logprobs": tops,
-        "text_offset": [entry.offset for entry in entries],
-    }
+    return responses.TextLogprobs(
+        tokens=[_text_token(entry.token_bytes) for entry in entries],
+        token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
+        top_logprobs=tops,
+        text_offset=[entry.offset for entry in entries],
+    )
+
+
+def _sse(payload: bytes) -> bytes:
+    """One event. JSON has no raw newlines, so one data line is enough."""
+    return b"data: " + payload + b"\n\n"
+
+
+async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterator[bytes]:
+    """All events of a stream. Text that arrives in one wake-up leaves in one piece."""
+    running = list(generation.choices)
+    begun: set[int] = set()
+    while running:
+        await generation.wait_for_change()
+        parts = []
+        for choice in running:
+            text, extras = choice.take()
+            first = None
+            if choice.prefill_done and choice.index not in begun:
+                begun.add(choice.index)
+                first = generation
+                text = generation.echo(choice) + text
+                parts.append(writer.first_chunk(choice, generation))
+            if extras is not None or (first and writer.request.text.token_ids):
+                parts.append(writer.rich_chunk(choice, text, extras or ChoiceDelta(), first))
+            elif text:
+                parts.append(writer.text_chunk(choice.index, text))
+            if choice.error is not None:
+                yield b"".join(parts) + _sse(error_reply(choice.error).body) + DONE
+                return
+            if choice.finish is not None:
+                parts.append(writer.last_chunk(choice))
+        running = [choice for choice in running if choice.finish is None]
+        if not running:
+            if writer.request.include_usage:
+                parts.append(writer.usage_chunk(generation))
+            parts.append(DONE)
+        piece = b"".join(parts)
+        if piece:
+            yield piece
+        elif generation.keep_alive:
+            yield KEEP_ALIVE
+        generation.keep_alive = False
+
+
+class EventStream(Response):
+    """Sends the events of a generation, and closes the generation at the end of the stream.
+
+    It is a Response by its type only: FastAPI does not encode a Response again.
+    """
+
+    def __init__(
+        self, client: EngineClient, writer: ResponseWriter, generation: Generation
+    ) -> None:
+        self.client = client
+        self.writer = writer
+        self.generation = generation
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, asyncio.ensure_future(self._send(send)))
+        except (Cancelled, asyncio.CancelledError):  # CancelledError at the end of a drain
+            logger.debug("client gone request_id=%s", self.generation.request_id)
+        finally:
+            self.client.close(self.generation)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
+        try:
+            async for event in events(self.generation, self.writer):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        # The status line has left, so an event reports the error. uvicorn logs the traceback.
+        except Exception as error:
+            body = _sse(error_reply(error).body) + DONE
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+            raise
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,4 +1,4 @@
-"""A chat in the terminal, over the public HTTP API. Knows nothing of the engine."""
+"""A chat in the terminal. It uses only the public HTTP API of a server."""
 
 from minisgl.shell.client import ChatClient, ServerError
 from minisgl.shell.repl import Shell

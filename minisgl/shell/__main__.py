@@ -12,13 +12,13 @@ from minisgl.shell.repl import COMMANDS, Shell
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Wait for the server, then chat; the exit code."""
+    """Wait for the server, then chat. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="minisgl.shell", allow_abbrev=False)
     parser.add_argument("--url", default="http://127.0.0.1:1919")
     parser.add_argument("--model", default="minisgl-demo", help="name of the served model")
     options = parser.parse_args(argv)
-    # As exceptions, so that the terminal is put back into its usual mode. A parent that runs us in
-    # the background of a script has Ctrl-C ignored, and we would inherit that.
+    # Both signals raise exceptions, so that prompt_toolkit restores the mode of the terminal. A
+    # script that starts the shell in the background passes on a SIGINT that is ignored.
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

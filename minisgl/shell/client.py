@@ -1,78 +1,70 @@
-"""The shell's HTTP client: readiness and streamed chat answers, with the standard library only."""
+"""The shell's HTTP client: waits until the server is ready, and streams chat responses."""
 
-import http.client
 import json
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 Message = dict[str, str]
 
 
 class ServerError(Exception):
-    """The server refused, failed or is gone; the message is for the person at the terminal."""
+    """The server refused a request, failed, or is gone. The user reads the message."""
 
 
 class ChatClient:
-    """Speaks to one server. A stream that is closed early ends the request on the server too."""
+    """Talks to one server. Closing a stream early closes the connection, which ends the request.
+
+    The key of MINISGL_API_KEY is sent with each chat.
+    """
 
     def __init__(self, url: str, model: str, timeout_s: float = 600.0) -> None:
-        """Raises ServerError for what is no address."""
+        """Raises ServerError if `url` is not an address such as http://127.0.0.1:1919."""
         try:
-            parts = urlsplit(url)
-            self._host, self._port = parts.hostname or "", parts.port or 80
-        except ValueError as error:
-            raise ServerError(f"{url} is no address: {error}") from None
-        if parts.scheme != "http" or not self._host:
-            raise ServerError(f"{url} is no address such as http://127.0.0.1:1919")
-        self._model = model
-        self._timeout_s = timeout_s
+            address = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ServerError(f"{url} is not an address: {error}") from None
+        has_port = 0 < (address.port or 80) < 2**16
+        if address.scheme != "http" or not address.host or not has_port:
+            raise ServerError(f"{url} is not an address such as http://127.0.0.1:1919")
         key = os.environ.get("MINISGL_API_KEY", "").strip()
-        self._credentials = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        # trust_env: a proxy of the environment would not reach a server on this machine.
+        self._http = httpx.Client(
+            base_url=address, headers=headers, timeout=timeout_s, trust_env=False
+        )
+        self._model = model
 
     def wait_ready(self, poll_s: float = 0.2) -> None:
-        """Return once /readyz says 200. Raises ServerError when the server is not there."""
-        while True:
-            try:
-                connection = self._connect()
-                connection.request("GET", "/readyz")
-                status = connection.getresponse().status
-                connection.close()
-            except (OSError, http.client.HTTPException) as error:
-                raise ServerError(f"the server cannot be reached: {error}") from None
-            if status == 200:
-                return
-            time.sleep(poll_s)
+        """Return once /readyz answers 200. Raises ServerError if no server answers."""
+        try:
+            while self._http.get("/readyz").status_code != 200:
+                time.sleep(poll_s)
+        except httpx.HTTPError as error:
+            raise ServerError(f"the server cannot be reached: {error}") from None
 
     def stream(self, messages: list[Message]) -> Generator[str, None, None]:
-        """The pieces of the answer as they come."""
-        connection = self._connect()
+        """Yield the parts of the answer as they arrive. Raises ServerError."""
+        body = {"model": self._model, "messages": messages, "stream": True}
         try:
-            body = {"model": self._model, "messages": messages, "stream": True}
-            headers = {"content-type": "application/json", **self._credentials}
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ServerError(_message(_parse(response.read())))
-            yield from _contents(response)
-        except (OSError, http.client.HTTPException) as error:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise ServerError(_message(_parse(response.read())))
+                yield from _contents(response.iter_lines())
+        except httpx.HTTPError as error:
             raise ServerError(f"the connection was lost: {error}") from None
-        finally:
-            connection.close()
-
-    def _connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
 
 
-def _contents(response: http.client.HTTPResponse) -> Iterator[str]:
-    for line in response:
-        if line.startswith(b"data: [DONE]"):
+def _contents(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        if line.startswith("data: [DONE]"):
             return
-        if not line.startswith(b"data: "):
+        if not line.startswith("data: "):
             continue
-        event = _parse(line[len(b"data: ") :])
+        event = _parse(line.removeprefix("data: "))
         if "error" in event:
             raise ServerError(_message(event))
         for choice in event.get("choices", ()):
@@ -82,11 +74,11 @@ def _contents(response: http.client.HTTPResponse) -> Iterator[str]:
     raise ServerError("the connection was lost before the end of the answer")
 
 
-def _parse(data: bytes) -> dict[str, Any]:
+def _parse(data: str | bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except ValueError:
-        raise ServerError("the server's answer is not JSON") from None
+        raise ServerError("the server's response is not JSON") from None
     return value if isinstance(value, dict) else {}
 
 

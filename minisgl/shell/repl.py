@@ -1,4 +1,4 @@
-"""The read-eval-print loop: a conversation, four commands, and Ctrl-C that stops an answer only."""
+"""The loop of the shell: a conversation and four commands. Ctrl-C stops only the answer."""
 
 import sys
 from collections.abc import Callable
@@ -16,9 +16,10 @@ COMMANDS = {
 
 
 class Shell:
-    """The conversation so far and how to go on with it.
+    """A conversation between a user and a served model.
 
-    prompt: one line from the person; raises EOFError to leave, KeyboardInterrupt to start anew.
+    prompt: returns one line of the user; raises EOFError at the end of the input, and
+    KeyboardInterrupt if the user discards the line.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Shell:
         self._messages: list[Message] = []
 
     def run(self) -> None:
-        """Until /exit or end of input."""
+        """Read and answer lines until /exit or the end of the input."""
         self._say("Type a message; /help lists the commands, Ctrl-C stops an answer.")
         while True:
             try:
@@ -47,7 +48,7 @@ class Shell:
                 self._answer(line)
 
     def _command(self, line: str) -> bool:
-        """False to leave."""
+        """Run one command. False ends the shell."""
         name = line.split()[0]
         if name == "/exit":
             return False
@@ -65,7 +66,7 @@ class Shell:
         return True
 
     def _answer(self, line: str) -> None:
-        """Stream one answer; what came before Ctrl-C stays part of the conversation."""
+        """Stream one answer. The text before Ctrl-C stays part of the conversation."""
         self._messages.append({"role": "user", "content": line})
         parts: list[str] = []
         stream = self._client.stream(self._messages)

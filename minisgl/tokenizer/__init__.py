@@ -1,9 +1,8 @@
-"""Text to tokens and back: the tokenizer, the worker that encodes, the worker that decodes."""
+"""Text to tokens and back: the tokenizer, its chat templates, the detokenizer, their processes."""
 
-from minisgl.tokenizer.detokenizer import run_detokenizer
-from minisgl.tokenizer.stream import TextStream
+from minisgl.tokenizer.text_stream import TextStream
 from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.tokenizer.vocab import Vocabulary
-from minisgl.tokenizer.worker import run_tokenizer
+from minisgl.tokenizer.worker import run_detokenizer, run_tokenizer
 
 __all__ = ["TextStream", "TextTokenizer", "Vocabulary", "run_detokenizer", "run_tokenizer"]

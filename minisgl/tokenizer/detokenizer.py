@@ -1,42 +1,80 @@
-"""The detokenizer: tokens of each scheduler step to text. One process, one message per step."""
+"""The detokenizer: the tokens of each scheduler step to text, and stop strings.
 
+API server -- StartText(uid, options) --> Detokenizer -- StepText --> API server
+scheduler  -- StepOutput ---------------> Detokenizer
+"""
+
+import array
 import logging
+from collections import deque
 
 from minisgl.core import FinishReason
-from minisgl.message import StepOutput, StepText, TextUpdate, ToDetokenizer, TokenLogprobs
-from minisgl.tokenizer.answer import OpenAnswer
-from minisgl.tokenizer.pump import serve_queue
-from minisgl.tokenizer.tokenizer import TextTokenizer
+from minisgl.message import (
+    Finished,
+    PrefillDone,
+    StartText,
+    StepOutput,
+    StepText,
+    TextOptions,
+    TextUpdate,
+    TokenLogprob,
+    TokenLogprobs,
+)
+from minisgl.tokenizer.text_stream import TextStream
 from minisgl.tokenizer.vocab import Vocabulary
 
 logger = logging.getLogger(__name__)
 
+TopTokens = list[tuple[int, float]]  # Ids and log-probabilities, the most likely first.
+
 
 class Detokenizer:
-    """State of every open req, and nothing else. No sockets.
+    """The text state of every open request. It does no I/O.
 
-    I1  a req has state from its Opened to its Finished; no other message creates or keeps any.
-    I2  each req gets exactly one update with `finish`: at its stop string or at its Finished.
+    I1  Each request has exactly one StartText, one PrefillDone and one Finished: the API server
+        sends the StartText before the AddReq, and the scheduler answers each AddReq with the other
+        two, also when it refuses or aborts the request. A request has state here from the first of
+        the three messages to the last.
+    I2  Steps are applied in order. A step with the PrefillDone of a request waits for its
+        StartText, and all later steps wait behind it. The StartText was sent before the scheduler
+        even knew the request, so the wait is short and always ends.
+    I3  Each request gets exactly one update with `finish`: at its stop string or at its Finished.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._open: dict[int, OpenAnswer] = {}
+        self._options: dict[int, TextOptions] = {}  # Of requests without a PrefillDone yet.
+        self._open: dict[int, RequestText] = {}
+        self._waiting: deque[StepOutput] = deque()
 
-    def answer(self, output: StepOutput) -> StepText | None:
-        """`step`; lengths or positions that do not fit end its reqs alone. None: nothing to say."""
-        try:
-            text = self.step(output)
-        except (LookupError, ValueError):
-            logger.exception("step failed step_id=%d", output.step_id)
-            text = self.fail(output)
-        return text if text.updates else None
+    def handle(self, message: StartText | StepOutput) -> StepText | None:
+        """Apply one message, and every step that waited for it. Returns None without new text.
 
-    def step(self, output: StepOutput) -> StepText:
-        """The text of one step: at most one update per req, in the order of the step's tokens."""
-        for opened in output.opened:
-            self._open[opened.uid] = OpenAnswer(self._vocabulary, opened)
-        touched: dict[int, OpenAnswer] = {}
+        A step whose lists do not fit together ends the requests in it with an error, and no others.
+        """
+        if isinstance(message, StartText):
+            self._options[message.uid] = message.options
+        else:
+            self._waiting.append(message)
+        updates: list[TextUpdate] = []
+        while self._waiting and self._has_options(self._waiting[0]):
+            output = self._waiting.popleft()
+            try:
+                updates += self._apply(output)
+            except (LookupError, ValueError):
+                logger.exception("step failed step_id=%d", output.step_id)
+                updates += self._fail(output)
+        return StepText(updates=updates) if updates else None
+
+    def _has_options(self, output: StepOutput) -> bool:
+        return all(done.uid in self._options for done in output.prefill_done)
+
+    def _apply(self, output: StepOutput) -> list[TextUpdate]:
+        """The text of one step: at most one update per request, in the order of the tokens."""
+        for done in output.prefill_done:
+            options = self._options.pop(done.uid)
+            self._open[done.uid] = RequestText(self._vocabulary, options, done)
+        touched: dict[int, RequestText] = {}
         for prompt in output.prompt_logprobs:
             if prompt.uid in self._open:
                 touched[prompt.uid] = self._open[prompt.uid]
@@ -46,36 +84,173 @@ class Detokenizer:
         for found in output.logprobs:
             logprobs.setdefault(found.uid, []).append(found)
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
-            answer = self._open.get(uid)
-            ours = logprobs[uid].pop(0) if logprobs and logprobs.get(uid) else None
-            # Ended or stopped already: a token that the overlapped step still made (W8b).
-            if answer is None or answer.stream.stopped:
+            text = self._open.get(uid)
+            logprob = logprobs[uid].pop(0) if logprobs and logprobs.get(uid) else None
+            # An overlapped step may produce a token of a request that has ended or stopped (W8b).
+            if text is None or text.stream.stopped:
                 continue
-            touched[uid] = answer
+            touched[uid] = text
             end = ended.get(uid)
-            answer.push(token_id, end is None or end.reason is not FinishReason.STOP, ours)
-        updates = [answer.take(ended.get(uid)) for uid, answer in touched.items()]
+            text.push(token_id, end is None or end.reason is not FinishReason.STOP, logprob)
+        updates = [text.take(ended.get(uid)) for uid, text in touched.items()]
         for uid, finished in ended.items():
             left = self._open.pop(uid, None)
-            # One that stopped earlier has told its end at the stop string.
+            # The end of a request that stopped earlier was reported with its stop string.
             if left is not None and uid not in touched and not left.stream.stopped:
                 updates.append(left.take(finished))
-        return StepText(updates=[update for update in updates if update is not None])
+        return [update for update in updates if update is not None]
 
-    def fail(self, output: StepOutput) -> StepText:
-        """End with an error every req of a step that could not be read: I2 holds for them too."""
-        opened = {message.uid for message in output.opened}
-        named = opened.union(output.uids, (finished.uid for finished in output.finished))
-        text, updates = "the text of this request could not be made", []
-        for uid in sorted(named):
-            answer = self._open.pop(uid, None)
-            if uid in opened or (answer is not None and not answer.stream.stopped):
-                end = TextUpdate(uid=uid, finish=FinishReason.ERROR, error=text, stopped=True)
+    def _fail(self, output: StepOutput) -> list[TextUpdate]:
+        """End every request of a step that could not be applied with an error, so that I3 holds."""
+        new = {done.uid for done in output.prefill_done}
+        updates = []
+        for uid in sorted(new.union(output.uids, (end.uid for end in output.finished))):
+            self._options.pop(uid, None)
+            text = self._open.pop(uid, None)
+            if uid in new or (text is not None and not text.stream.stopped):
+                end = TextUpdate(
+                    uid=uid,
+                    finish=FinishReason.ERROR,
+                    error="the text of this request could not be made",
+                    stopped=True,
+                )
                 updates.append(end)
-        return StepText(updates=updates)
+        return updates
 
 
-def run_detokenizer(model_path: str, socket_dir: str) -> None:
-    """Serve `detokenizer` for ever."""
-    detokenizer = Detokenizer(TextTokenizer.load(model_path).vocabulary)
-    serve_queue("detokenizer", socket_dir, ToDetokenizer, detokenizer.answer)
+class RequestText:
+    """One open request: its text, and beside it ids, log-probabilities and reasoning.
+
+    `push` adds a token, `take` returns the update with everything new. The log-probability of a
+    token is reported with the first character of its text, so that a token that a stop string cuts
+    off is never reported.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, options: TextOptions, done: PrefillDone) -> None:
+        self.stream = TextStream(vocabulary, options)
+        self._vocabulary = vocabulary
+        self._done = done
+        self._options = options
+        self._has_update = False  # `take` has returned an update already.
+        self._text = ""
+        self._reasoning = ""
+        self._reasoning_tokens = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_ids = array.array("i", options.prompt_ids)
+        prompt_options = TextOptions(skip_special_tokens=options.skip_special_tokens)
+        self._prompt = TextStream(vocabulary, prompt_options)
+        self._prompt_logprobs: list[TokenLogprob] = []
+        if self._prompt_ids:
+            self._add_prompt_token(self._prompt_ids[0], None, [])
+        think_ids = vocabulary.think_ids if options.reasoning else None
+        self._think_ids = think_ids or (-1, -1)
+        # The template may have opened or closed the reasoning at the end of the prompt.
+        marks = [token_id for token_id in options.prompt_tail if token_id in self._think_ids]
+        self._is_reasoning = bool(marks) and marks[-1] == self._think_ids[0]
+        self._strip_newlines = self._is_reasoning
+
+    def push(self, token_id: int, is_text: bool, logprob: TokenLogprobs | None) -> None:
+        """Add one output token. is_text: False for a token that only ends the text."""
+        if self._options.silent:
+            return
+        stream = self.stream
+        if self._options.token_ids:
+            self._token_ids.append(token_id)
+        if token_id in self._think_ids:
+            stream.push(token_id, is_text=False)
+            self._add_text(stream.flush())
+            self._is_reasoning = token_id == self._think_ids[0]
+            self._strip_newlines = True
+            return
+        self._reasoning_tokens += self._is_reasoning
+        if logprob is not None:
+            offset = self._prompt.offset(None) + stream.offset(token_id if is_text else None)
+            top = list(zip(logprob.top_ids[0], logprob.top_logprobs[0], strict=True))
+            entry = self._entry(token_id, logprob.logprobs[0], offset, top, ends=not is_text)
+            self._logprobs.append(entry)
+        self._add_text(stream.push(token_id, is_text))
+
+    def push_prompt(self, found: TokenLogprobs) -> None:
+        """Add the log-probabilities of the next prompt tokens."""
+        for index, logprob in enumerate(found.logprobs):
+            top = zip(found.top_ids[index], found.top_logprobs[index], strict=True)
+            token_id = self._prompt_ids[found.position + index]
+            self._add_prompt_token(token_id, logprob, list(top))
+
+    def take(self, finished: Finished | None) -> TextUpdate | None:
+        """Everything new since the last call, or None if nothing is.
+
+        finished: the Finished of this request, when it has come.
+        """
+        stream = self.stream
+        if finished is not None:
+            self._add_text(stream.finish())  # Its incomplete character may complete a stop string.
+        stopped = stream.stopped
+        logprobs = self._take_logprobs(everything=finished is not None and not stopped)
+        is_new = (
+            self._text or self._reasoning or self._token_ids or logprobs or self._prompt_logprobs
+        )
+        if not is_new and self._has_update and not stopped and finished is None:
+            return None
+        self._has_update = True
+        update = TextUpdate(
+            uid=self._done.uid,
+            text=self._text,
+            completion_tokens=stream.tokens,
+            prompt_tokens=self._done.prompt_tokens,
+            cached_tokens=self._done.cached_tokens,
+            token_ids=self._token_ids,
+            reasoning=self._reasoning,
+            reasoning_tokens=self._reasoning_tokens,
+            prompt_logprobs=self._prompt_logprobs,
+            logprobs=logprobs,
+            finish=self._finish_reason(finished),
+            error=finished.error if finished is not None else None,
+            error_kind=finished.error_kind if finished is not None else "",
+            stopped=stopped and finished is None,
+            admitted_s=self._done.admitted_s,
+        )
+        self._text = self._reasoning = ""
+        self._token_ids, self._prompt_logprobs = [], []
+        return update
+
+    def _finish_reason(self, finished: Finished | None) -> FinishReason | None:
+        if self.stream.stopped:
+            return FinishReason.STOP
+        if finished is None:
+            return None
+        # The client of a silent request wants no output, so no stop token has ended it.
+        if self._options.silent and finished.reason is FinishReason.STOP:
+            return FinishReason.LENGTH
+        return finished.reason
+
+    def _add_text(self, text: str) -> None:
+        if self._strip_newlines:
+            text = text.lstrip("\n")
+            self._strip_newlines = not text
+        if self._is_reasoning:
+            self._reasoning += text
+        else:
+            self._text += text
+
+    def _take_logprobs(self, everything: bool) -> list[TokenLogprob]:
+        """Entries of tokens whose text has been returned, at least its first character."""
+        pending, count = self._logprobs, len(self._logprobs)
+        if pending and not everything:
+            emitted = self._prompt.offset(None) + self.stream.emitted_chars
+            count = next((i for i, entry in enumerate(pending) if entry.offset >= emitted), count)
+        self._logprobs = pending[count:]
+        return pending[:count]
+
+    def _add_prompt_token(self, token_id: int, logprob: float | None, top: TopTokens) -> None:
+        entry = self._entry(token_id, logprob, self._prompt.offset(token_id), top)
+        self._prompt_logprobs.append(entry)
+        self._prompt.push(token_id)
+
+    def _entry(
+        self, token_id: int, logprob: float | None, offset: int, top: TopTokens, ends: bool = False
+    ) -> TokenLogprob:
+        token_bytes = self._vocabulary.token_bytes
+        top_bytes = [(token_bytes(top_id, False), value) for top_id, value in top]
+        return TokenLogprob(token_bytes(token_id, False), logprob, offset, top_bytes, ends)

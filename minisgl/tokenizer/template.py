@@ -1,4 +1,4 @@
-"""Chat templates: a model folder's Jinja text, rendered in a sandbox with a time and size limit.
+"""Chat templates: the Jinja source of a model, rendered in a sandbox with limits on time and size.
 
 The environment is the one that Hugging Face templates are written for: trimmed blocks, loop
 controls, `tojson` without escaping, `raise_exception`, `strftime_now`, the `generation` tag.
@@ -19,9 +19,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MAX_TEMPLATE_CHARS = 8 * 2**20  # The server's limit for the rendered text of one chat.
+
 
 class TemplateError(Exception):
-    """This chat cannot be rendered; the message is for the client. limit: what was exceeded."""
+    """The chat cannot be rendered. The message is for the client.
+
+    limit: the name of the limit that the chat exceeded.
+    """
 
     def __init__(self, message: str, limit: str | None = None) -> None:
         super().__init__(message)
@@ -29,11 +34,11 @@ class TemplateError(Exception):
 
 
 class _TimeIsUp(BaseException):
-    """Raised by the timer; not an Exception, so that nothing on the way swallows it."""
+    """Raised by the timer. It is no Exception, so that no `except Exception` catches it."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part for training; here it only passes through."""
+    """The tag `{% generation %}`, which marks output for training. Here it has no effect."""
 
     tags = {"generation"}
 
@@ -43,7 +48,7 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. `max_chars` bounds what a rendering may produce."""
+    """One compiled template. max_chars: the limit for the length of a rendered chat."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], max_chars: float) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -60,7 +65,7 @@ class ChatTemplate:
     def render(
         self, messages: list[dict[str, Any]], options: dict[str, Any], timeout_s: float | None
     ) -> str:
-        """The prompt text. Raises TemplateError for whatever goes wrong in the template.
+        """The prompt text of a chat. Raises TemplateError for every failure of the template.
 
         timeout_s works in the main thread of a process only (it uses SIGALRM); None: no limit.
         """

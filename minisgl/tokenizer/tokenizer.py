@@ -1,6 +1,7 @@
-"""A model folder's tokenizer: text and chats to ids, ids to text. Loads in milliseconds, no torch.
+"""The tokenizer of a model folder: text and chats to token ids.
 
-Read are tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+It reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja. It
+does not need torch or transformers, so it loads in milliseconds.
 """
 
 import math
@@ -17,7 +18,12 @@ from minisgl.tokenizer.vocab import Vocabulary
 
 
 class TextTokenizer:
-    """Encodes with BOS exactly once: by the tokenizer for plain text, by the template for chats."""
+    """Encodes text and chats, each with BOS exactly once.
+
+    The tokenizer adds BOS to plain text, and the template adds it to a chat.
+
+        TextTokenizer.load(folder).encode_chat([{"role": "user", "content": "Hello!"}])
+    """
 
     def __init__(
         self,
@@ -35,7 +41,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, max_template_chars: float = math.inf) -> "TextTokenizer":
-        """Read the folder. Raises ConfigError that names the file at fault."""
+        """Read the folder. Raises ConfigError, which names the file at fault."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -44,7 +50,7 @@ class TextTokenizer:
             )
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        # The library raises bare Exception for a file that it cannot read.
+        # The library raises Exception itself for a file that it cannot read.
         except Exception as error:  # noqa: BLE001
             raise ConfigError(f"{path} cannot be read: {error}") from None
         tokenizer.no_truncation()
@@ -62,12 +68,15 @@ class TextTokenizer:
         return cls(tokenizer, template, special)
 
     def encode_text(self, text: str, add_special: bool = True) -> list[int]:
-        """Ids of plain text. A BOS spelled out at its beginning is not doubled."""
+        """The ids of plain text. A BOS that is spelled out at its beginning is not doubled.
+
+        Raises InvalidRequest for text that is not valid Unicode.
+        """
         if self._prepends_bos and text.startswith(self._bos_token):
             add_special = False
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
-        except TypeError:  # no UTF-8 holds it
+        except TypeError:  # UTF-8 cannot encode it.
             raise InvalidRequest("a text must not have a lone surrogate", "prompt") from None
 
     def encode_chat(
@@ -76,7 +85,7 @@ class TextTokenizer:
         template_options: dict[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[int]:
-        """Ids of a rendered chat. Raises TemplateError when the model cannot take this chat."""
+        """The ids of a rendered chat. Raises TemplateError if the template cannot render it."""
         return self.encode_text(self.render_chat(messages, template_options, timeout_s), False)
 
     def render_chat(
@@ -85,14 +94,14 @@ class TextTokenizer:
         template_options: dict[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> str:
-        """The prompt text of a chat, ready for the assistant's answer."""
+        """The prompt text of a chat, up to where the answer of the assistant begins."""
         if self._template is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
         return self._template.render(messages, template_options or {}, timeout_s)
 
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ...; written as a string or as an object with `content`."""
+    """bos_token, eos_token and so on. Each is a string, or an object with a `content`."""
     tokens: dict[str, str] = {}
     for source in sources:
         for name, value in source.items():
@@ -107,7 +116,7 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # Several templates with names.
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None

@@ -1,9 +1,9 @@
-"""The bytes behind each token id. Pure data: built once from a tokenizer's own description.
+"""The bytes of each token id: a table that is built once from the tokenizer's own description.
 
-Text is decoded from bytes and not by the tokenizer library's decode or DecodeStream: those hold
-back or drop incomplete characters and cannot be flushed, and a byte table makes "concatenated
-stream == whole decode" true by construction (UTF-8 with replacement of maximal subparts, which is
-also what the byte-level decoder of the library does).
+Text is decoded from these bytes, and not by `decode` or `DecodeStream` of the tokenizers library.
+Those withhold or drop incomplete characters, and cannot be flushed. With a table of bytes, the
+pieces of a stream join to the decoded whole by construction. Invalid bytes become U+FFFD as in the
+library: UTF-8 with replacement of maximal subparts.
 """
 
 import json
@@ -19,9 +19,9 @@ _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Vocabulary:
-    """id -> bytes, and which ids are special. Ids beyond the table decode to nothing.
+    """The bytes of each id, and the special ids. Ids beyond the table have no text.
 
-    think_ids: of <think> and </think>, when the tokenizer has both as tokens.
+    think_ids: the ids of <think> and </think>, if the tokenizer has both as tokens.
     """
 
     _table: list[bytes]
@@ -29,7 +29,7 @@ class Vocabulary:
     think_ids: tuple[int, int] | None = None
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
-        """The bytes that this token stands for; b"" for padded, unknown and skipped ids."""
+        """The bytes of this token; b"" for an unknown id and for a special id that is skipped."""
         if not 0 <= token_id < len(self._table):
             return b""
         if skip_special and token_id in self._special_ids:
@@ -37,14 +37,13 @@ class Vocabulary:
         return self._table[token_id]
 
     def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
-        """The whole text of these ids, as `TextStream` gives it piece by piece; an incomplete or
-        invalid character becomes U+FFFD."""
+        """The text of these ids. An incomplete or invalid character becomes U+FFFD."""
         data = b"".join(self.token_bytes(i, skip_special) for i in token_ids)
         return data.decode("utf-8", "replace")
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer) -> "Vocabulary":
-        """Build the table. Raises ConfigError for a decoder whose bytes we do not know."""
+        """Build the table. Raises ConfigError for a decoder that is not supported."""
         steps = _decoder_steps(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         vocab = tokenizer.get_vocab(with_added_tokens=True)
@@ -95,7 +94,7 @@ def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE writes the 256 bytes (GPT-2's bytes_to_unicode)."""
+    """The characters that stand for the 256 bytes in byte-level BPE: bytes_to_unicode of GPT-2."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -106,5 +105,5 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
     try:
         return bytes([alphabet[char] for char in text])
-    except KeyError:  # an added token written in plain text
+    except KeyError:  # An added token, which is written as plain text.
         return text.encode()

@@ -1,23 +1,65 @@
-"""The tokenizer worker: one process, one request at a time, nothing that a client sends ends it."""
+"""The two worker processes of this package: the tokenizer and the detokenizer.
+
+Each of them reads one queue and answers the API server. A tokenizer works on one request at a time.
+An exception that the data of a request causes becomes an error result of that request, and never
+ends the process.
+"""
 
 import array
 import json
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
+from types import UnionType
+from typing import Any, NoReturn
 
-from minisgl.message import DecodeIds, TokenizeRequest, TokenizeResult, TokenizeText, ToTokenizer
-from minisgl.tokenizer.pump import serve_queue
-from minisgl.tokenizer.template import TemplateError
+from minisgl.message import (
+    Alive,
+    DecodeIds,
+    Ping,
+    Ready,
+    Receiver,
+    Sender,
+    ToApi,
+    ToDetokenizer,
+    TokenizeRequest,
+    TokenizeResult,
+    TokenizeText,
+    ToTokenizer,
+    endpoint,
+)
+from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS, TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def handle(
+def run_tokenizer(
+    name: str, model_path: str, socket_dir: str, template_timeout_s: float
+) -> NoReturn:
+    """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used."""
+    # One message at a time: the library's thread pool would only compete for the cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = TextTokenizer.load(model_path, MAX_TEMPLATE_CHARS)
+    handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
+    _serve_queue(name, socket_dir, ToTokenizer, handler)
+
+
+def run_detokenizer(model_path: str, socket_dir: str) -> NoReturn:
+    """Serve the queue `detokenizer` for ever. Raises ConfigError as `run_tokenizer` does."""
+    detokenizer = Detokenizer(TextTokenizer.load(model_path).vocabulary)
+    _serve_queue("detokenizer", socket_dir, ToDetokenizer, detokenizer.handle)
+
+
+def tokenize(
     tokenizer: TextTokenizer, message: TokenizeRequest, timeout_s: float | None
 ) -> TokenizeResult:
-    """Answer one message; what goes wrong becomes the answer's `error`."""
+    """The result of one message. A failure is described by its `error`.
+
+    timeout_s limits the rendering of a chat template; None: no limit.
+    """
     try:
         if isinstance(message, DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
@@ -34,19 +76,27 @@ def handle(
         return TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
         return TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
-    # tokenizers raises Exception itself; this request needs an answer, the next a worker (W12).
+    # The tokenizers library raises Exception itself. This request needs a result, and the next
+    # request needs a worker (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
         reason = "the prompt could not be tokenized"
         return TokenizeResult(uid=message.uid, error=reason, internal=True)
 
 
-def run_tokenizer(
-    name: str, model_path: str, socket_dir: str, template_timeout_s: float, max_template_chars: int
-) -> None:
-    """Serve the queue `name` for ever. Raises ConfigError when the folder cannot be used."""
-    # One message at a time: the library's thread pool would only fight over the cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = TextTokenizer.load(model_path, max_template_chars)
-    answer = partial(handle, tokenizer, timeout_s=template_timeout_s)
-    serve_queue(name, socket_dir, ToTokenizer, answer)
+def _serve_queue(
+    name: str, socket_dir: str, union: UnionType, handle: Callable[[Any], ToApi | None]
+) -> NoReturn:
+    """Send Ready, then handle each message of the queue in turn and answer each Ping by Alive.
+
+    `handle` returns the message for the API server, or None. It never raises.
+    """
+    receiver: Receiver[Any] = Receiver(endpoint(socket_dir, name), union)
+    api: Sender[ToApi] = Sender(endpoint(socket_dir, "api"))
+    api.send(Ready(role=name))
+    while True:
+        receiver.poll(None)
+        for message in receiver.drain():
+            result = Alive(role=name) if isinstance(message, Ping) else handle(message)
+            if result is not None:
+                api.send(result)

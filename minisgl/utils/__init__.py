@@ -1,4 +1,4 @@
-"""Small helpers without a subject of their own, and child processes. Nothing here loads torch."""
+"""Logging, child processes and small helpers. Nothing here loads torch."""
 
 from minisgl.utils import supervise
 from minisgl.utils.logging import log_event, setup_logging

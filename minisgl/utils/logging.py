@@ -1,4 +1,4 @@
-"""Logging of one process: stdlib, one line per record, on stderr. Set up in process main only."""
+"""Logging of one process: one line per record, on stderr. Only a process main sets it up."""
 
 import json
 import logging
@@ -10,14 +10,14 @@ _FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s
 
 
 class _OneLine(logging.Formatter):
-    """A message never spans lines, whatever a client put into it; tracebacks do."""
+    """Escapes line breaks in messages, which may hold text of clients. Tracebacks keep theirs."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")
 
 
 class _Json(logging.Formatter):
-    """One JSON object per record, tracebacks inside; the fields of `log_event` are members."""
+    """Writes one JSON object per record. Tracebacks and the fields of `log_event` are members."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class _Json(logging.Formatter):
 
 
 def setup_logging(role: str, level: str, log_format: str = "text") -> None:
-    """Send all log records of this process to stderr, marked with role and pid.
+    """Send all log records of this process to stderr, marked with its role and pid.
 
-    log_format: text, or json for one object per line.
+    log_format: "text", or "json" for one object per line.
     """
     handler = logging.StreamHandler(sys.stderr)
     in_text = _OneLine(_FORMAT.format(role=role))
@@ -51,11 +51,11 @@ def setup_logging(role: str, level: str, log_format: str = "text") -> None:
     logging.root.handlers[:] = [handler]
     ours = logging.getLogger("minisgl")
     ours.setLevel(level.upper())
-    # Libraries speak at INFO about each connection, lock file, or request with the keys in its URL.
+    # At INFO, libraries log each connection, lock file and request, with the keys in its URL.
     logging.root.setLevel(max(logging.WARNING, ours.level))
 
 
 def log_event(logger: logging.Logger, level: int, event: str, **fields: object) -> None:
-    """A phrase and key=value fields, which JSON logs hold as members."""
+    """Log a phrase with key=value fields. In JSON logs the fields are members."""
     shown = "".join(f" {name}=%({name})s" for name in fields)
     logger.log(level, f"{event}{shown}", fields)

@@ -1,8 +1,10 @@
-"""Child processes that never outlive their parent, and a parent that sees each of them end.
+"""Child processes that never outlive their parent, and a parent that sees the end of each child.
 
-Parent side: `Supervisor`, one thread, no asyncio: signals and exits arrive through one wake-up
-pipe. It reaps every child, its own or adopted, so it works as PID 1 without an init.
-Child side: `read_payload` and `bind_to_parent`, called first thing in the child's main.
+Parent side: `Supervisor`. It has one thread and no asyncio: signals and exits arrive through one
+wake-up pipe. It reaps every child and every orphan, so it works as PID 1 without an init.
+
+Child side: the main of a child calls `read_payload` and `bind_to_parent` first, and `write_reason`
+before it ends with an error.
 """
 
 import contextlib
@@ -20,25 +22,26 @@ from typing import Self
 
 CONFIG_EXIT = 2  # a ConfigError has been reported; the same code as a wrong command line
 _PR_SET_PDEATHSIG = 1
+_MAX_REASON_BYTES = 1500  # below PIPE_BUF, so that one write is atomic; fits Kubernetes' 2,048
 
 
 def read_payload(fd: int) -> bytes:
-    """Read the parent's one line; the pipe stays open as the death pipe."""
+    """Read the one line that the parent sent. The pipe stays open for `bind_to_parent`."""
     with open(fd, "rb", closefd=False) as pipe:
         payload = pipe.readline()
     if not payload.endswith(b"\n"):
-        os._exit(1)  # the parent died while starting us: nobody is left to tell
+        os._exit(1)  # the parent ended while it started this process
     return payload
 
 
 def bind_to_parent(parent_pid: int, death_fd: int) -> None:
-    """End this process when `parent_pid` ends: by signal, and by EOF on its pipe.
+    """End this process when `parent_pid` ends: by a signal, and by end of file on `death_fd`.
 
-    The signal works even while this process is stuck; the pipe also where prctl is refused.
+    The signal ends a process that is stuck. The pipe works where prctl is not permitted.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before prctl took hold
+    if os.getppid() != parent_pid:  # the parent ended before prctl took effect
         os._exit(1)
 
     def wait_for_eof() -> None:
@@ -50,7 +53,7 @@ def bind_to_parent(parent_pid: int, death_fd: int) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Say in words how a process ended; a negative code is a signal."""
+    """How a process ended, in words. A negative code is the number of a signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -60,10 +63,18 @@ def describe_exit(code: int) -> str:
     return f"was killed by {name}"
 
 
-def read_reasons(fd: int) -> dict[str, str]:
-    """Why children are about to end, as they wrote it to this non-blocking pipe: role to reason.
+def write_reason(fd: int, role: str, reason: str) -> None:
+    """Tell the parent in one line why this process is about to end."""
+    line = " ".join(reason.split()) or "no reason given"
+    encoded = f"{role}\t{line}".encode("utf-8", "replace")[:_MAX_REASON_BYTES]
+    with contextlib.suppress(OSError):  # the parent has ended, or its pipe is full
+        os.write(fd, encoded + b"\n")
 
-    In the order in which they wrote, each told once.
+
+def read_reasons(fd: int) -> dict[str, str]:
+    """Read the reasons that children have written to this non-blocking pipe, by role.
+
+    They come in the order of writing. The next call returns only later ones.
     """
     lines: list[str] = []
     with contextlib.suppress(BlockingIOError):
@@ -75,7 +86,7 @@ def read_reasons(fd: int) -> dict[str, str]:
 class Child:
     """One spawned process.
 
-    life_fd: our end of the pipe that its life hangs on, -1 where it has none.
+    life_fd: the parent's end of the death pipe; -1 for a process without one.
     """
 
     role: str
@@ -84,11 +95,11 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None until it has been reaped; negative: ended by that signal."""
+        """None until the process has been reaped; negative if a signal ended it."""
         return self.process.returncode
 
     def explain(self, reasons: Mapping[str, str]) -> str:
-        """Why it has ended: what it wrote itself (read_reasons), or else how."""
+        """Why the process ended: the reason that it wrote, or else its exit code or signal."""
         assert self.exit_code is not None, f"{self.role} still runs; this is a bug"
         reason = reasons.get(self.role)
         if reason is None:
@@ -99,9 +110,9 @@ class Child:
 def spawn_child(
     role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
 ) -> Child:
-    """Start `argv` + [fd]; the child reads `payload`, a line, from it and then waits for its EOF.
+    """Start `argv` with the number of a pipe as its last argument, and send `payload` as one line.
 
-    The child gets its own process group, so that a terminal's Ctrl-C reaches the parent only.
+    The child has its own process group, so that Ctrl-C in a terminal reaches only the parent.
     """
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     try:
@@ -109,15 +120,15 @@ def spawn_child(
             [*argv, str(read_end)],
             pass_fds=[*pass_fds, read_end],
             stdin=subprocess.DEVNULL,
-            # libgomp's threads otherwise spin at each barrier: where others want the cores too, a
-            # step of the demo model takes 60 ms in place of 4.
+            # Threads of libgomp otherwise spin at each barrier. On cores that other processes use
+            # too, a step of the demo model then takes 60 ms instead of 4 ms.
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             process_group=0,
         )
     finally:
         os.close(read_end)
     with (
-        contextlib.suppress(BrokenPipeError),  # it died at once; its exit will be seen
+        contextlib.suppress(BrokenPipeError),  # the child has ended; `wait` reports its exit
         open(write_end, "wb", closefd=False) as pipe,
     ):
         pipe.write(payload + b"\n")
@@ -125,17 +136,17 @@ def spawn_child(
 
 
 class Supervisor:
-    """Turns the exits of children, and our own signals, into events.
+    """Turns exits of children, and signals to this process, into events.
 
-    I1  a child in `children` with exit_code None has not been reaped.
-    I2  every child of `spawn_child` holds the read end of a pipe whose only write end is ours.
+    I1  A child in `children` with exit_code None has not been reaped.
+    I2  Every child of `spawn_child` holds the read end of a pipe whose only write end is here.
     """
 
     def __init__(self) -> None:
         self.children: list[Child] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIG_IGN
             numbers.add(signal.SIGHUP)
         self._previous = {number: signal.signal(number, _ignore) for number in numbers}
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -152,7 +163,7 @@ class Supervisor:
         os.close(self._wake_write)
 
     def adopt(self, child: Child) -> Child:
-        """Watch a child of ours from now on."""
+        """Report the end of this child from now on."""
         self.children.append(child)
         return child
 
@@ -160,14 +171,15 @@ class Supervisor:
         return [child for child in self.children if child.exit_code is None]
 
     def send_signal(self, child: Child, number: int) -> None:
-        """Send a signal to a child that has not been reaped; its pid cannot be another's (I1)."""
+        """Signal a child unless it has been reaped, after which its pid may be reused (I1)."""
         if child.exit_code is None:
             os.kill(child.process.pid, number)
 
     def wait(self, until_s: float | None) -> list[signal.Signals | Child]:
-        """The next signals, and children that have ended; empty once it is `until_s`.
+        """Wait for signals and for ends of children.
 
-        Not before: a SIGCHLD may be of an orphan, or of a child that has been reaped already.
+        until_s: CLOCK_MONOTONIC at which the result may be empty; None waits without limit. An
+        earlier SIGCHLD of an orphan, or of a child that is already reaped, does not end the wait.
         """
         events: list[signal.Signals | Child] = [*self._reap()]
         while not events:
@@ -191,7 +203,7 @@ class Supervisor:
                 break
             child = next((c for c in self.running() if c.process.pid == pid), None)
             if child is None:
-                continue  # an orphan that we inherited as PID 1
+                continue  # PID 1 inherits orphans of other processes
             child.process.returncode = os.waitstatus_to_exitcode(status)
             if child.life_fd >= 0:
                 os.close(child.life_fd)
@@ -199,14 +211,14 @@ class Supervisor:
         return ended
 
     def stop(self, children: Sequence[Child], grace_s: float) -> None:
-        """TERM, then KILL what is left after `grace_s`; returns when all of them are reaped."""
+        """Send SIGTERM, and SIGKILL to the rest after `grace_s`. All are reaped on return."""
         for child in children:
             self.send_signal(child, signal.SIGTERM)
         self.join(children, grace_s)
         self.kill(children)
 
     def join(self, children: Sequence[Child], timeout_s: float | None) -> None:
-        """Wait until these have ended, or, with a timeout, until it passes or a signal comes."""
+        """Wait until these children have ended. With a timeout, a signal also ends the wait."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while any(child.exit_code is None for child in children):
             events = self.wait(until_s)
@@ -215,11 +227,11 @@ class Supervisor:
                 return
 
     def kill(self, children: Sequence[Child]) -> None:
-        """KILL and reap what of these still runs."""
+        """Send SIGKILL to the children that still run, and reap them."""
         for child in children:
             self.send_signal(child, signal.SIGKILL)
         self.join(children, None)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The wake-up pipe carries the signal; the handler only has to exist."""
+    """The wake-up pipe carries the signal, which needs a handler that exists."""

@@ -1,22 +1,47 @@
-"""The tables of docs/api.md as the code has them; `python -m tests.contract.api_tables` writes."""
+"""The tables of docs/api.md, generated from the code.
 
+`python -m tests.contract.api_tables` writes them into the page.
+"""
+
+import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from minisgl.server import Limits
+from minisgl.core import EngineConfig, SchedulerConfig
+from minisgl.server import ServerConfig
 from minisgl.server.cli import build_parser
-from minisgl.server.declared import LIMITS
+from minisgl.server.config import LIMIT_NAMES
+from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import status_table
-from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
+from minisgl.server.openapi import component_schemas
+from minisgl.server.protocol.requests import (
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    IGNORED,
+    UNSUPPORTED,
+)
 
 __all__ = ["PAGE", "with_tables"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 PACKAGE = Path(__file__).resolve().parents[2] / "minisgl"
-TABLE = ParamTable(Limits())
-ROUTES = {"chat": CHAT, "completions": COMPLETIONS, "generate": GENERATE}
+CONFIG = ServerConfig(
+    engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=()
+)
+SCHEMAS = component_schemas(RequestConverter(CONFIG))
+ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
+FIXED_LIMITS = (
+    "| `--max-choices` | | `max_n` | n of one request |",
+    "| `--max-choices` | | `max_prompts` | prompts of one completions request |",
+    "| none | 16 N | `max_stop_strings` | stop strings of one request |",
+    "| none | 256 CHARS | `max_stop_chars` | characters of one stop string |",
+    "| none | 128 N | `max_stop_token_ids` | stop token ids of one request |",
+    "| none | 8,388,608 CHARS | `max_template_chars` | text that a chat may render to |",
+)
 
 
 def with_tables(page: str) -> str:
@@ -30,29 +55,56 @@ def with_tables(page: str) -> str:
 
 
 def parameters() -> str:
-    names = sorted({name for route in ROUTES.values() for name in TABLE.offered[route]})
-    rows = ["| parameter | chat | completions | /generate |", "|---|---|---|---|"]
-    for name in names:
-        cells = []
-        for route in ROUTES.values():
-            check = TABLE.offered[route].get(name)
-            cells.append("" if check is None else described(check.schema))
-        rows.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(rows)
+    """One row for each parameter, or several where the routes take different values."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for route, struct in BODIES.items():
+        for name in struct.__struct_fields__:
+            schema = SCHEMAS[struct.__name__]["properties"][name]
+            row = name, values(schema), default(schema), meaning(schema)
+            rows.setdefault(row, []).append(ROUTES[route])
+    lines = ["| parameter | routes | values | default | meaning |", "|---|---|---|---|---|"]
+    for (name, *cells), routes in sorted(rows.items()):
+        shown = "all" if len(routes) == len(ROUTES) else ", ".join(routes)
+        lines.append(f"| `{name}` | {shown} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def described(schema: dict[str, Any]) -> str:
-    """A schema in a few words."""
+def default(schema: dict[str, Any]) -> str:
+    """The default as JSON, or nothing for null and empty values."""
+    found = [one.get("default") for one in [schema, *schema.get("anyOf", ())]]
+    return next((f"`{json.dumps(one)}`" for one in found if one or one is False), "")
+
+
+def meaning(schema: dict[str, Any]) -> str:
+    """The description of a schema, or of the struct that it names."""
+    for one in [schema, *schema.get("anyOf", ())]:
+        target = SCHEMAS.get(one.get("$ref", "").rpartition("/")[2], {})
+        if "description" in one or "description" in target:
+            text = str(one.get("description") or target["description"])
+            return text.split("\n")[0]
+    raise AssertionError(f"every parameter has a description: {schema}")
+
+
+def values(schema: dict[str, Any]) -> str:
+    """The allowed values in a few words."""
     if "anyOf" in schema:
-        return ", or ".join(described(one) for one in schema["anyOf"])
-    kind = schema.get("type", "any")
+        arms = [values(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return ", or ".join(arms)
+    if "$ref" in schema:
+        schema = SCHEMAS[schema["$ref"].rpartition("/")[2]]
+    kind = schema["type"]
     if kind == "array":
-        return (
-            f"list of up to {schema.get('maxItems', 'the context')}: {described(schema['items'])}"
-        )
+        most = f" of up to {schema['maxItems']}" if "maxItems" in schema else ""
+        items = values(schema["items"])
+        return f"list{most}: ({items})" if "anyOf" in schema["items"] else f"list{most}: {items}"
     if kind == "object":
         names = ", ".join(f"`{name}`" for name in schema.get("properties", ()))
-        return f"object ({names})" if names else "object"
+        most = f" of up to {schema['maxProperties']}" if "maxProperties" in schema else ""
+        return (
+            f"object ({names})"
+            if names
+            else f"object{most}: {values(schema['additionalProperties'])}"
+        )
     low, high = schema.get("minimum"), schema.get("maximum")
     if "exclusiveMinimum" in schema:
         return f"{kind} above {schema['exclusiveMinimum']} to {high}"
@@ -67,12 +119,15 @@ def described(schema: dict[str, Any]) -> str:
 
 
 def refused() -> str:
-    rows = ["| parameter | taken only as |", "|---|---|"]
-    for name, neutral in sorted(NOT_OFFERED.items()):
+    rows = ["| parameter | accepted values |", "|---|---|"]
+    for name, neutral in sorted(UNSUPPORTED.items()):
         values = ", ".join(f"`{value!r}`" for value in neutral) or "absent or null"
         rows.append(f"| `{name}` | {values} |")
-    ignored = ", ".join(f"`{name}`" for name in sorted(HARMLESS))
-    return "\n".join(rows) + f"\n\nIgnored, since they change no answer: {ignored}."
+    ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
+    return (
+        "\n".join(rows)
+        + f"\n\nAccepted and ignored, because they do not change the answer: {ignored}."
+    )
 
 
 def limits() -> str:
@@ -85,9 +140,11 @@ def limits() -> str:
         default, unit = actions[name].default, flag["unit"]
         shown = "-" if default is None else f"{default:,} {unit}"
         rows.append(f"| `{name}` | {shown} | `{flag['to'].split('.')[1]}` | {flag['help']} |")
-    what = "of prompt and answer together"
+    what = "tokens of prompt and answer together"
     rows.append(f"| `--max-seq-len-override` | the model's TOKENS | `max_seq_len` | {what} |")
-    assert {row.split("`")[3] for row in rows[2:]} == set(LIMITS), "each limit has flag and metric"
+    rows += FIXED_LIMITS
+    found = {name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[3])}
+    assert found == set(LIMIT_NAMES), "each limit has a row"
     return "\n".join(rows)
 
 

@@ -1,4 +1,4 @@
-"""Our reading of the demo model's tokenizer is the one of transformers."""
+"""TextTokenizer gives the same results as transformers on the demo model."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from minisgl.demo import evaluation_path, model_path
-from minisgl.message.messages import TextSpec
+from minisgl.message.messages import TextOptions
 from minisgl.tokenizer import TextStream, TextTokenizer
 
 
@@ -40,5 +40,5 @@ def test_texts_encode_decode_and_stream_alike(
     for skip in (True, False):
         expected = theirs.decode(ids, skip_special_tokens=skip)
         assert ours.vocabulary.decode(ids, skip) == expected
-        stream = TextStream(ours.vocabulary, TextSpec(skip_special_tokens=skip))
+        stream = TextStream(ours.vocabulary, TextOptions(skip_special_tokens=skip))
         assert "".join([*map(stream.push, ids), stream.finish()]) == expected

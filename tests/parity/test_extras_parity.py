@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from minisgl.core import SamplingParams, SchedulerConfig
-from minisgl.message.messages import AddReq, PromptTokenLogprobs, StepOutput, TokenLogprobs
+from minisgl.message.messages import AddReq, StepOutput, TokenLogprobs
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_logits
@@ -59,7 +59,7 @@ class Run:
             self.scheduler.check_integrity()
         self.tokens: dict[int, list[int]] = {uid: [] for uid in range(len(params))}
         self.logprobs: dict[int, list[TokenLogprobs]] = {uid: [] for uid in self.tokens}
-        self.prompt: dict[int, list[PromptTokenLogprobs]] = {uid: [] for uid in self.tokens}
+        self.prompt: dict[int, list[TokenLogprobs]] = {uid: [] for uid in self.tokens}
         for output in outbox:
             self._read(output)
 
@@ -144,10 +144,12 @@ def test_logprobs_of_tokens_and_prompt(crowded: bool, model_path: ModelPath) -> 
             assert len(run.logprobs[uid]) == TOKENS
             for step, found in enumerate(run.logprobs[uid]):
                 at = expected[len(prompt) + step - 1]
-                assert found.logprob == pytest.approx(float(at[ids[len(prompt) + step]]), abs=1e-3)
+                assert found.logprobs[0] == pytest.approx(
+                    float(at[ids[len(prompt) + step]]), abs=1e-3
+                )
                 top = at.topk(one.logprobs)
-                assert found.top_ids == top.indices.tolist()
-                assert found.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-3)
+                assert found.top_ids[0] == top.indices.tolist()
+                assert found.top_logprobs[0] == pytest.approx(top.values.tolist(), abs=1e-3)
         chunks = run.prompt[uid]
         if one.prompt_logprobs is not None:
             values = [value for chunk in chunks for value in chunk.logprobs]

@@ -1,4 +1,4 @@
-"""One tiny model, one stub server and one real server for all process tests that do no harm."""
+"""One tiny model, one stub server and one real server, shared by tests that leave them intact."""
 
 from collections.abc import Iterator
 from pathlib import Path

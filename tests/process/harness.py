@@ -1,4 +1,4 @@
-"""Starts servers as users do, and waits for conditions with a deadline, never for luck."""
+"""Starts servers as users do, and waits for conditions with a deadline."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def wait_for(
     condition: Callable[[], T], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
 ) -> T:
-    """The first true value of `condition`; fails after `deadline_s`, with `what` as it is then."""
+    """Wait for a true value of `condition`, and return it. Fails after `deadline_s` with `what`."""
     end = time.monotonic() + deadline_s
     while True:
         value = condition()
@@ -47,7 +47,7 @@ class ServerProcess:
         self._out = folder / "out"
         self._err = folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            # a killed launcher cannot remove its socket directory: it goes with the folder
+            # A killed launcher leaves its socket folder behind; it is removed with this folder.
             environment = {**os.environ, "TMPDIR": str(folder)}
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
 
@@ -73,7 +73,7 @@ class ServerProcess:
         return wait_for(find, "the URL")
 
     def status(self, path: str) -> int:
-        """The HTTP status of a probe; 0 when nothing answers."""
+        """The HTTP status of a probe; 0 if the server does not respond."""
         try:
             return httpx.get(self.url + path, timeout=DEADLINE_S).status_code
         except httpx.TransportError:
@@ -84,7 +84,7 @@ class ServerProcess:
         return self
 
     def child_pids(self) -> dict[str, int]:
-        """Running children by name."""
+        """The pids of the running children by name."""
         pids = {}
         for child in psutil.Process(self.pid).children():
             with contextlib.suppress(psutil.Error):
@@ -105,7 +105,7 @@ class ServerProcess:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Values by what follows minisgl_, with the labels but for model_name."""
+        """Values by name without minisgl_, with the labels except model_name."""
         answer = httpx.get(self.url + "/metrics", timeout=DEADLINE_S)
         answer.raise_for_status()
         found = {}
@@ -118,7 +118,7 @@ class ServerProcess:
         return found
 
     def limits_exceeded(self) -> dict[str, float]:
-        """How often each limit was."""
+        """How often each limit was exceeded."""
         start = "limits_exceeded_total{limit="
         found = {k: v for k, v in self.metrics().items() if k.startswith(start)}
         return {name[len(start) : -1]: count for name, count in found.items()}
@@ -133,7 +133,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def run_server(*flags: str, stub: str | None = None) -> Iterator[ServerProcess]:
-    """A server on a free port; `stub`: the mode of the stub scheduler in place of the real one."""
+    """A server on a free port. `stub`: run the stub scheduler in this mode."""
     module = ["minisgl"] if stub is None else ["tests.process.stub_server", stub]
     command = [sys.executable, "-m", *module, *flags, "--port", "0"]
     with tempfile.TemporaryDirectory(prefix="minisgl-test-") as folder:

@@ -1,4 +1,4 @@
-"""Debian's Prometheus on a server of a test."""
+"""Runs Debian's Prometheus on the server of a test."""
 
 import contextlib
 import json
@@ -23,19 +23,19 @@ needs_prometheus = pytest.mark.skipif(
 
 
 class Prometheus:
-    """A running one, by its HTTP API."""
+    """A running Prometheus, by its HTTP API."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def get(self, path: str, **parameters: str) -> Any:
-        """`data` of an answer; fails with what it says where it is no success."""
+        """The `data` of a response. Fails with the text of an error."""
         answer = httpx.get(f"{self._url}/api/v1/{path}", params=parameters, timeout=DEADLINE_S)
         assert answer.is_success, answer.text
         return answer.json()["data"]
 
     def ask(self, query: str) -> list[float]:
-        """The values of all series that a query finds."""
+        """The values of all series of a query."""
         return [float(series["value"][1]) for series in self.get("query", query=query)["result"]]
 
 
@@ -43,8 +43,8 @@ class Prometheus:
 def prometheus_on(
     server: ServerProcess, folder: Path, labels: Mapping[str, str], rules: object = None
 ) -> Iterator[Prometheus]:
-    """Scrapes `server` each second, with these labels, and evaluates these rules as often."""
-    (folder / "rules.yml").write_text(json.dumps(rules or {}))  # JSON is YAML, too
+    """Scrape `server` and evaluate `rules` each second, with these labels."""
+    (folder / "rules.yml").write_text(json.dumps(rules or {}))  # JSON is also YAML
     target = {"targets": [server.url.removeprefix("http://")], "labels": dict(labels)}
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},

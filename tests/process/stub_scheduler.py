@@ -1,7 +1,12 @@
-"""A scheduler that loads nothing and repeats the prompt as its answer; speaks the wire protocol.
+"""A scheduler process without an engine: it answers each request with its own prompt, repeated.
 
-Modes: echo; loading (never ready); hang (never a step); refuse (each request ends with an error);
-broken (a ConfigError while loading).
+It speaks the same messages as the real one. Modes:
+
+    echo     answer
+    loading  never become ready
+    hang     become ready, and never run a step
+    refuse   end each request with an error
+    broken   fail while loading, as a ConfigError does
 """
 
 import os
@@ -41,9 +46,9 @@ FACTS = ModelFacts(
 
 class _Req:
     def __init__(self, add: AddReq) -> None:
-        self.add = add
         self.ids = array("i", add.token_ids)
         self.sent = 0
+        self.prefill_done = False
         self.max_tokens = add.sampling.max_tokens or FACTS.max_seq_len - len(self.ids)
 
 
@@ -63,49 +68,48 @@ class StubScheduler:
             self._api.send(Ready(role="scheduler", facts=FACTS))
         while True:
             self._inbox.poll(STEP_S if self._reqs else 0.2)
-            finished: list[Finished] = []
+            output = StepOutput(step_id=self._step_id + 1)
             for message in self._inbox.drain():
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, AddReq):
                     self._reqs[message.uid] = _Req(message)
                 elif isinstance(message, AbortReq) and message.uid in self._reqs:
-                    del self._reqs[message.uid]
-                    finished.append(Finished(uid=message.uid, reason=message.reason))
-            if self._mode != "hang" and (self._reqs or finished):
+                    self._finish(output, message.uid, message.reason)
+            if self._mode != "hang" and (self._reqs or output.finished):
                 time.sleep(STEP_S)
-                self._step(finished)
+                self._step(output)
             self._api.send(self._stats())
 
-    def _step(self, finished: list[Finished]) -> None:
+    def _step(self, output: StepOutput) -> None:
+        """Give every request its next token, and send the output."""
         self._step_id += 1
-        opened, uids, tokens = [], [], []
         for uid, req in list(self._reqs.items()):
-            if req.sent == 0:
-                opened.append(
-                    PrefillDone(
-                        uid=uid, prompt_tokens=len(req.ids), cached_tokens=0, text=req.add.text
-                    )
-                )
             if self._mode == "refuse":
-                finished.append(Finished(uid=uid, reason=FinishReason.ERROR, error="no luck"))
-                del self._reqs[uid]
+                self._finish(output, uid, FinishReason.ERROR, "no luck")
                 continue
-            uids.append(uid)
-            tokens.append(req.ids[req.sent % len(req.ids)])
+            self._open(output, uid)
+            output.uids.append(uid)
+            output.token_ids.append(req.ids[req.sent % len(req.ids)])
             req.sent += 1
             if req.sent >= req.max_tokens:
-                finished.append(Finished(uid=uid, reason=FinishReason.LENGTH))
-                del self._reqs[uid]
-        self._out.send(
-            StepOutput(
-                step_id=self._step_id,
-                opened=opened,
-                uids=uids,
-                token_ids=tokens,
-                finished=finished,
-            )
-        )
+                self._finish(output, uid, FinishReason.LENGTH)
+        self._out.send(output)
+
+    def _open(self, output: StepOutput, uid: int) -> None:
+        """Send PrefillDone, unless it has been sent."""
+        req = self._reqs[uid]
+        if not req.prefill_done:
+            req.prefill_done = True
+            done = PrefillDone(uid=uid, prompt_tokens=len(req.ids), cached_tokens=0)
+            output.prefill_done.append(done)
+
+    def _finish(
+        self, output: StepOutput, uid: int, reason: FinishReason, error: str | None = None
+    ) -> None:
+        self._open(output, uid)
+        del self._reqs[uid]
+        output.finished.append(Finished(uid=uid, reason=reason, error=error))
 
     def _stats(self) -> SchedulerStats:
         zeros = {

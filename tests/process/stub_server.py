@@ -1,4 +1,4 @@
-"""`python -m tests.process.stub_server MODE FLAGS..`: minisgl with the stub as its scheduler."""
+"""`python -m tests.process.stub_server MODE FLAGS..`: minisgl with the stub scheduler."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ from minisgl.utils import setup_logging
 
 def main() -> int:
     mode, *flags = sys.argv[1:]
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though the tests may run under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may run the tests, ignores it
     setup_logging("launcher", "info")
-    config = resolve(flags, os.environ, lambda name, revision: name, lambda: Path("."))
+    config = resolve(flags, os.environ, lambda name, revision, weights: name, lambda: Path("."))
     command = (sys.executable, "-m", "tests.process.stub_scheduler", mode)
     try:
         return launch(config, scheduler_command=command)

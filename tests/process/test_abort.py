@@ -1,4 +1,4 @@
-"""A request is given up in each of its states, by its client or an operator: once, and wholly."""
+"""A request is aborted in each of its states, by a disconnect or by /abort, and nothing is left."""
 
 import contextlib
 import json
@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from minisgl.server.metrics import KEPT_S
+from minisgl.server.metrics import CACHED_S
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
 ADMIN = {"authorization": "Bearer root"}
 PAGES = 256
-BACK_S = 1.0  # the contract: pages are back within a second of a disconnect
-LONG = [3 + i % 40 for i in range(1900)]  # as many steps: the server takes chunks of one token
+BACK_S = 1.0  # The contract: all pages are free again one second after a disconnect.
+LONG = [3 + i % 40 for i in range(1900)]  # As many steps: the server prefills one token per step.
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 1900, "ignore_eos": True, "stream": True}
 
 
@@ -34,7 +34,7 @@ def server(tiny_model: Path) -> Iterator[ServerProcess]:
 
 
 class Call:
-    """One request on a connection of its own, known to operators as `victim`."""
+    """One request on its own connection, with the request id `victim`."""
 
     def __init__(self, server: ServerProcess, name: str = "victim", **body: Any) -> None:
         parts = urlsplit(server.url)
@@ -68,7 +68,7 @@ def abort(server: ServerProcess, call: Call) -> int:
 
 @contextlib.contextmanager
 def stopped(server: ServerProcess, name: str) -> Iterator[None]:
-    """This process stands still."""
+    """Stop this worker process by SIGSTOP for the duration of the block."""
     pid = server.child_pid(name)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -107,7 +107,7 @@ def between_chunks(server: ServerProcess, leave: Leave) -> None:
     call = Call(server, prompt=LONG)
     wait_for(lambda: prefills() > before, "a chunk")
     with stopped(server, "scheduler"):
-        time.sleep(KEPT_S)  # the text of a scrape may be that old while a request is open
+        time.sleep(CACHED_S)  # A scrape may be this old while a request is open.
         assert server.metrics()["time_to_first_token_seconds_count"] == firsts, "too late"
         leave(call)
         wait_for(lambda: info(server)["open_requests"] == 0, "its end in the API server")
@@ -120,7 +120,7 @@ def decoding(server: ServerProcess, leave: Leave) -> None:
 
 
 def in_the_last_step(server: ServerProcess, leave: Leave) -> None:
-    """Told of the first of two tokens, the scheduler is in the step of the second, or behind it."""
+    """The client has the first of two tokens: the scheduler is in the last step or after it."""
     call = Call(server, **{**ENDLESS, "max_tokens": 2})
     call.read_until(b"data:")
     leave(call)
@@ -146,7 +146,7 @@ def finished(server: ServerProcess, leave: Leave) -> None:
     leave(call)
 
 
-# How often /abort may find the call; the last step is a race, which either side may win.
+# The allowed results of /abort. In the last step, the abort and the end of the request race.
 STATES: dict[Callable[[ServerProcess, Leave], None], set[int]] = {
     tokenizing: {1},
     queued: {1},
@@ -160,7 +160,7 @@ STATES: dict[Callable[[ServerProcess, Leave], None], set[int]] = {
 
 @pytest.mark.parametrize("way", ["disconnect", "abort", "abort and disconnect"])
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_given_up_request_is_gone_wholly_within_a_second(
+def test_aborted_request_leaves_nothing_after_a_second(
     server: ServerProcess, state: Callable[[ServerProcess, Leave], None], way: str
 ) -> None:
     good = {"model": "tiny", "prompt": [11, 12, 13], "max_tokens": 5, "temperature": 0}

@@ -1,4 +1,4 @@
-"""The edges of the real server: HTTPS, keys, heads, connections, readers that do not read."""
+"""Access to the real server: HTTPS, keys, heads, connections, and clients that do not read."""
 
 import contextlib
 import http.client
@@ -40,7 +40,7 @@ def connect(server: ServerProcess) -> socket.socket:
 
 
 def received(connection: socket.socket) -> bytes:
-    """All that comes until the server closes."""
+    """All bytes until the server closes the connection."""
     data = b""
     while part := connection.recv(65536):
         data += part
@@ -48,7 +48,7 @@ def received(connection: socket.socket) -> bytes:
 
 
 def answered(connection: socket.socket) -> tuple[int, bytes]:
-    """Status and body of an answer, in however many parts it comes; the connection stays open."""
+    """Status and body of one response. The connection stays open."""
     with http.client.HTTPResponse(connection) as response:
         response.begin()
         return response.status, response.read()
@@ -88,7 +88,7 @@ def test_admin_sees_aborts_and_flushes(keyed: ServerProcess) -> None:
     assert events[-1] == "[DONE]"
 
 
-def test_ids_and_text_are_each_others_inverse(keyed: ServerProcess) -> None:
+def test_detokenize_inverts_tokenize(keyed: ServerProcess) -> None:
     user = client(keyed)
     ids = user.post("/tokenize", json={"prompt": "hello wörld"}).json()
     assert ids["count"] == len(ids["tokens"]) > 0
@@ -111,7 +111,7 @@ def test_ids_and_text_are_each_others_inverse(keyed: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("head", [b"x" * 9000, b"GET / HTTP/1.1\r\nx: " + b"y" * 9000])
-def test_endless_head_is_a_431_or_no_http_at_all(keyed: ServerProcess, head: bytes) -> None:
+def test_endless_head_is_a_431_or_invalid_http(keyed: ServerProcess, head: bytes) -> None:
     before = keyed.limits_exceeded()["max_head_bytes"]
     with connect(keyed) as connection:
         connection.sendall(head)
@@ -122,8 +122,8 @@ def test_endless_head_is_a_431_or_no_http_at_all(keyed: ServerProcess, head: byt
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"]
 
 
-def test_head_over_the_limit_is_refused_though_it_comes_at_once(keyed: ServerProcess) -> None:
-    """Only heads without an end were, so that any fitted which one read of the socket brought."""
+def test_head_over_the_limit_in_one_packet_is_refused(keyed: ServerProcess) -> None:
+    """The limit applied only to incomplete heads, so that a single packet could exceed it."""
     size, start = 4096, b"GET /livez HTTP/1.1\r\nconnection: close\r\nx: "
     for length, status in ((size, b"200"), (size + 1, b"431")):
         with connect(keyed) as connection:
@@ -132,8 +132,8 @@ def test_head_over_the_limit_is_refused_though_it_comes_at_once(keyed: ServerPro
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"])
-def test_head_that_never_ends_is_given_up(keyed: ServerProcess, before: bytes) -> None:
-    """The first one of a connection, or a later one."""
+def test_connection_with_an_incomplete_head_is_closed(keyed: ServerProcess, before: bytes) -> None:
+    """The head of the first request of a connection, or of a later one."""
     count = keyed.limits_exceeded()["head_timeout_s"]
     with connect(keyed) as connection:
         connection.sendall(before)
@@ -151,8 +151,8 @@ def posted(head: bytes = b"", **body: object) -> bytes:
     return b"POST /v1/completions HTTP/1.1\r\n" + head + text
 
 
-def test_answer_under_way_outlives_the_time_for_a_next_head(keyed: ServerProcess) -> None:
-    """What came of a next request began the second that it has, and took the answer with it."""
+def test_head_timeout_does_not_end_a_response(keyed: ServerProcess) -> None:
+    """The start of the next head started the timer, which closed the connection."""
     with connect(keyed) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(posted(max_tokens=1900, stream=True))
         data = connection.recv(65536)
@@ -162,10 +162,10 @@ def test_answer_under_way_outlives_the_time_for_a_next_head(keyed: ServerProcess
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_that_leaves_with_a_request_in_waiting_is_seen_to(
+def test_disconnect_behind_a_pipelined_request_aborts_the_first(
     keyed: ServerProcess, stream: bool
 ) -> None:
-    """uvicorn tells the last request of a connection, and reads no more while one waits."""
+    """uvicorn notifies only the last request, and does not read while one waits."""
     before = keyed.metrics()["requests_total{outcome=abort}"]
     with connect(keyed) as connection:
         connection.sendall(posted(max_tokens=1900, stream=stream))
@@ -177,7 +177,7 @@ def test_client_that_leaves_with_a_request_in_waiting_is_seen_to(
 
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
-def test_offer_of_another_protocol_is_passed_over(keyed: ServerProcess, name: bytes) -> None:
+def test_upgrade_header_is_ignored(keyed: ServerProcess, name: bytes) -> None:
     """Java's client offers h2c with each first request, and its body was taken for HTTP/2."""
     offer = name + b": h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\n"
     head, _, body = posted(offer, max_tokens=2).partition(b"\r\n\r\n")
@@ -188,8 +188,8 @@ def test_offer_of_another_protocol_is_passed_over(keyed: ServerProcess, name: by
             assert answered(connection)[0] == 200
 
 
-def test_body_keeps_what_reads_like_an_offer(keyed: ServerProcess) -> None:
-    """It was cut from bodies as well, and the answer waited for the bytes that were missing."""
+def test_body_keeps_text_like_an_upgrade_header(keyed: ServerProcess) -> None:
+    """It was removed from bodies too, and the server waited for the missing bytes."""
     body = b"{}\r\nUpgrade: h2c"
     head = b"POST /tokenize HTTP/1.1\r\nhost: a\r\nauthorization: Bearer sesame\r\n"
     with connect(keyed) as connection:
@@ -200,7 +200,7 @@ def test_body_keeps_what_reads_like_an_offer(keyed: ServerProcess) -> None:
 
 
 def trickled(connection: socket.socket, path: str, key: str) -> int:
-    """The status that a request gets whose body trickles on; returns when it is cut off."""
+    """Send a body byte by byte. Returns the status when the server closes the connection."""
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\n"
     connection.sendall(f"{head}content-length: 999\r\n\r\n{{".encode())
     status, _ = answered(connection)
@@ -223,10 +223,10 @@ def trickled(connection: socket.socket, path: str, key: str) -> int:
         ("/v1/chat/completions", "wrong", 401, {"head_timeout_s"}),
     ],
 )
-def test_body_that_never_ends_is_given_up(
+def test_connection_with_an_incomplete_body_is_closed(
     tiny_model: Path, path: str, key: str, status: int, limits: set[str]
 ) -> None:
-    """It held one of --max-connections for ever: the slot, or after an answer the connection."""
+    """It held one of --max-connections without end: before the response, or after it."""
     flags = ("--head-timeout", "0.5", "--max-wait", "0.5", "--api-key", "sesame")
     with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
         server.wait_ready()
@@ -236,8 +236,8 @@ def test_body_that_never_ends_is_given_up(
         assert found == limits
 
 
-def test_connection_that_idles_after_a_late_body_is_given_up(keyed: ServerProcess) -> None:
-    """The end of a body that had been refused ended the wait for the next request's head, too."""
+def test_idle_connection_after_a_late_body_is_closed(keyed: ServerProcess) -> None:
+    """The end of a rejected body also stopped the timer for the next request head."""
     before = keyed.limits_exceeded()["head_timeout_s"]
     with connect(keyed) as connection:
         connection.sendall(b"POST /v1/nothing HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{")
@@ -248,7 +248,9 @@ def test_connection_that_idles_after_a_late_body_is_given_up(keyed: ServerProces
     assert keyed.limits_exceeded()["head_timeout_s"] == before + 1
 
 
-def test_requests_beyond_the_limit_are_refused_and_probes_are_not(keyed: ServerProcess) -> None:
+def test_requests_above_max_connections_are_refused_and_probes_are_not(
+    keyed: ServerProcess,
+) -> None:
     body = {"model": "tiny", "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with client(keyed) as user:
         streams = [user.stream("POST", "/v1/completions", json=body) for _ in range(3)]
@@ -303,7 +305,7 @@ def test_https(tiny_model: Path, tmp_path: Path) -> None:
             wait_for(lambda: _ready(user), "readiness")
             body = {"model": "tiny", "prompt": "one two", "max_tokens": 3}
             assert user.post("/v1/completions", json=body).status_code == 200
-        # They count from the end of their handshake on, for which they have a minute.
+        # A connection counts after its TLS handshake, which may take a minute.
         closed = select.poll()
         with contextlib.ExitStack() as stack:
             for _ in range(700):

@@ -11,13 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minisgl.server import Limits
-from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
+from minisgl.server.protocol.requests import (
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    IGNORED,
+    UNSUPPORTED,
+)
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
-TABLE = ParamTable(Limits())
 PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions", GENERATE: "/generate"}
 ADMIN = {"authorization": "Bearer root"}
 NASTY_TEXT = st.sampled_from(
@@ -34,7 +39,7 @@ NASTY = st.recursive(
     max_leaves=6,
 )
 NAMES = sorted(
-    {n for offered in TABLE.offered.values() for n in offered} | HARMLESS | {*NOT_OFFERED}
+    {name for body in BODIES.values() for name in body.__struct_fields__} | IGNORED | {*UNSUPPORTED}
 )
 BOUNDED = settings(
     max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
@@ -44,7 +49,7 @@ BOUNDED = settings(
 @pytest.fixture(scope="module")
 def server(tiny_model: Any):
     flags = ("--num-pages", "256", "--admin-api-key", "root", "--max-seq-len-override", "200")
-    with run_server("--model", str(tiny_model), *flags, "--max-n", "4") as found:
+    with run_server("--model", str(tiny_model), *flags, "--max-choices", "4") as found:
         yield found.wait_ready()
 
 

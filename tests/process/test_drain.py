@@ -1,4 +1,4 @@
-"""SIGTERM drains (W28, W29): unready at once, nothing lost, a deadline, and exit code 0."""
+"""SIGTERM drains (W28, W29): unready at once, no request lost, a deadline, and exit code 0."""
 
 import contextlib
 import http.client
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.process
 
 
 class Caller:
-    """One streaming call in a thread; `text` is what it has got."""
+    """One streaming call in a thread. `text` is the text received so far."""
 
     def __init__(self, server: ServerProcess, max_tokens: int) -> None:
         self.text = ""
@@ -69,7 +69,7 @@ def short_call(server: ServerProcess) -> httpx.Response:
 def call(
     connection: http.client.HTTPConnection, max_tokens: int, stream: bool = False
 ) -> http.client.HTTPResponse:
-    """The head of an answer; what is short is read too, so that the connection is free again."""
+    """Make a call on this connection. A response that does not stream is read to its end."""
     body = {"model": "tiny", "prompt": "a b c", "max_tokens": max_tokens, "stream": stream}
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -80,8 +80,10 @@ def call(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_sigterm_finishes_what_runs_and_exits_0(tiny_model: Path, number: signal.Signals) -> None:
-    """SIGHUP, of a terminal that closes, cut all answers and left the folder of the sockets."""
+def test_signal_finishes_running_requests_and_exits_0(
+    tiny_model: Path, number: signal.Signals
+) -> None:
+    """SIGHUP of a closing terminal cut all answers and left the folder of the sockets behind."""
     with serving(tiny_model, "--drain-grace", "0") as server:
         pids = list(server.child_pids().values())
         folder = server.socket_folder()
@@ -95,8 +97,8 @@ def test_sigterm_finishes_what_runs_and_exits_0(tiny_model: Path, number: signal
         assert not folder.exists()
 
 
-def test_nobody_is_let_in_once_the_api_server_has_ended(tiny_model: Path) -> None:
-    """The launcher listened too: while a scheduler was slow to end, clients connected to nobody."""
+def test_only_the_api_server_listens(tiny_model: Path) -> None:
+    """The launcher listened too, so that clients could connect after the API server had ended."""
     with serving(tiny_model, "--drain-grace", "0") as server:
         port = httpx.URL(server.url).port
         hosts = [psutil.Process(pid) for pid in (server.pid, *server.child_pids().values())]
@@ -127,8 +129,8 @@ def test_grace_accepts_while_unready_and_then_refuses_with_retry_after(tiny_mode
         assert caller.join().text.endswith("data: [DONE]\n\n")
 
 
-def test_operator_can_end_what_a_drain_waits_for(tiny_model: Path) -> None:
-    """/abort was refused like any call once the grace had passed, when it was needed most."""
+def test_operator_can_abort_a_request_during_a_drain(tiny_model: Path) -> None:
+    """/abort was refused after the grace period, like a call of the model."""
     with serving(tiny_model, "--drain-grace", "0", "--admin-api-key", "root") as server:
         caller = Caller(server, max_tokens=2000).wait_first()
         server.signal(signal.SIGTERM)
@@ -142,7 +144,7 @@ def test_operator_can_end_what_a_drain_waits_for(tiny_model: Path) -> None:
 
 
 def test_kept_connections_are_told_to_close_before_they_are_refused(tiny_model: Path) -> None:
-    """A client without retries never meets a refusal on a connection that it may keep."""
+    """A client without retries is never refused on a connection that it was not told to close."""
     with serving(tiny_model, "--drain-grace", "2") as server:
         address = httpx.URL(server.url)
         idle = http.client.HTTPConnection(address.host, address.port, timeout=DEADLINE_S)
@@ -173,8 +175,8 @@ def test_deadline_ends_the_rest_with_an_error_chunk(tiny_model: Path) -> None:
         assert text.endswith("data: [DONE]\n\n")
 
 
-def test_client_that_does_not_read_is_left_behind(tiny_model: Path) -> None:
-    """Its end came after the queue to the scheduler had been closed: a ZMQError, and tracebacks."""
+def test_drain_does_not_wait_for_a_client_that_does_not_read(tiny_model: Path) -> None:
+    """Its request ended after the queue to the scheduler was closed, with a ZMQError."""
     body = {"model": "tiny", "prompt": ["a"] * 128, "max_tokens": 1900, "stream": True}
     text = json.dumps(body).encode()
     flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
@@ -184,21 +186,25 @@ def test_client_that_does_not_read_is_left_behind(tiny_model: Path) -> None:
         deaf.connect((url.host, url.port))
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
         deaf.sendall(head % len(text) + text)
-        # 200 bytes each, of which all buffers take some 500 KB.
+        # All buffers together take some 500 KB, at 200 bytes per token.
         wait_for(lambda: server.metrics()["generation_tokens_total"] > 10_000, "full buffers")
         server.signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         assert "Traceback" not in server.stderr
 
 
-def test_client_with_many_requests_that_does_not_read_is_left_behind(tiny_model: Path) -> None:
-    """Cancelled, its answer became one that says 500, and waited for the client again: exit 1."""
+def test_drain_does_not_wait_for_pipelined_requests_of_a_client_that_does_not_read(
+    tiny_model: Path,
+) -> None:
+    """Its cancelled response became a 500 that waited for the client again, and the exit code 1."""
     flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
     with serving(tiny_model, *flags) as server, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         url = httpx.URL(server.url)
         deaf.connect((url.host, url.port))
-        deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 600)  # no buffer takes all
+        deaf.sendall(
+            b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 600
+        )  # more than all buffers hold
 
         def begun() -> bool:
             scrape = httpx.get(server.url + "/metrics", timeout=DEADLINE_S)
@@ -210,7 +216,7 @@ def test_client_with_many_requests_that_does_not_read_is_left_behind(tiny_model:
 
 
 def test_process_that_dies_after_the_drain_leaves_no_traceback(tiny_model: Path) -> None:
-    """The API server was told so when it no longer cared: an InvalidStateError."""
+    """The API server received the signal after its end, and raised an InvalidStateError."""
     flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
     with serving(tiny_model, *flags) as server, socket.socket() as slow:
         tokenizer = psutil.Process(server.child_pid("tokenizer-0"))
@@ -220,7 +226,7 @@ def test_process_that_dies_after_the_drain_leaves_no_traceback(tiny_model: Path)
         wait_for(lambda: server.metrics()["http_requests_in_flight"], "the request")
         server.signal(signal.SIGTERM)
         wait_for(lambda: " drained" in server.stderr, "the end of the drain")
-        with contextlib.suppress(psutil.NoSuchProcess):  # the body is awaited for 3 s more
+        with contextlib.suppress(psutil.NoSuchProcess):  # the server waits 3 s for the body
             tokenizer.kill()
         server.wait_exit()
         assert "Traceback" not in server.stderr
@@ -235,7 +241,7 @@ def test_second_signal_ends_at_once(tiny_model: Path) -> None:
         def told() -> bool:
             return "stopping at once" in server.stderr
 
-        while not told():  # one within 0.2 s of the first counts as the same signal
+        while not told():  # within 0.2 s it counts as the first signal
             server.signal(signal.SIGTERM)
             with contextlib.suppress(AssertionError):
                 wait_for(told, "the second signal", deadline_s=1)
@@ -253,17 +259,20 @@ def test_socket_directory_is_removed(tiny_model: Path) -> None:
 
 
 def test_sigterm_ends_a_download_at_once() -> None:
-    """As PID 1 the default action would not even be taken."""
+    """PID 1 has no default action for SIGTERM."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
         url = f"http://127.0.0.1:{hub.getsockname()[1]}"
         process = subprocess.Popen(
             [sys.executable, "-m", "minisgl", "--model", "someone/something"],
             env={**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0"},
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        with process, hub.accept()[0]:  # it has asked, and gets no answer
+        with process, hub.accept()[0]:  # the hub accepts the connection and does not answer
             process.send_signal(signal.SIGTERM)
-            assert process.wait(DEADLINE_S) == 0
+            _, errors = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert "SIGTERM ended the start while the model was looked up" in errors.splitlines()[-1]
 
 
 def test_real_engine_drains_and_exits_0(tiny_model: Path) -> None:
@@ -283,7 +292,7 @@ def test_sigterm_works_as_pid_1(tiny_model: Path, tmp_path: Path) -> None:
     script = (
         "import os, subprocess, sys\n"
         "assert os.getpid() == 1\n"
-        # An orphan that becomes ours: its exit must be reaped and must not end the service.
+        # PID 1 inherits this orphan. It must reap it, and must not end the service.
         "subprocess.Popen(['sh', '-c', 'sleep 0.1 & sleep 0.2 &']).wait()\n"
         "from tests.process import stub_server\n"
         "sys.exit(stub_server.main())\n"

@@ -1,4 +1,4 @@
-"""The service as clients see it: the real openai client, raw HTTP, disconnects, bad input."""
+"""The server from the outside: the openai client, raw HTTP, disconnects, invalid input."""
 
 import contextlib
 import http.client
@@ -38,7 +38,7 @@ def streaming(server: ServerProcess, **body: object) -> Iterator[httpx.Response]
 
 
 def test_an_idle_connection_stays_open(stub_server: ServerProcess) -> None:
-    """Longer than uvicorn's five seconds, after which a proxy's next request would fail."""
+    """uvicorn would close it after five seconds, and the next request of a proxy would fail."""
     url = httpx.URL(stub_server.url)
     connection = http.client.HTTPConnection(url.host, url.port, timeout=6.0)
     connection.auto_open = 0
@@ -180,7 +180,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_chat_is_a_400_that_names_the_parameter(server: ServerProcess, name: str) -> None:
-    """W9, W10, W11, W13: each of these killed a process of mini-sglang or was never answered."""
+    """W9, W10, W11, W13: each of these ended a process of mini-sglang, or had no response."""
     body, param = BAD[name]
     if isinstance(body, dict):
         if name not in ("no model", "no messages"):
@@ -235,7 +235,7 @@ def test_body_over_the_cap_is_a_413(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("given", ["abc-123", "x" * 129, "bad\tid", None])
-def test_request_id_is_echoed_when_fit_and_made_otherwise(
+def test_valid_request_id_is_echoed_and_any_other_replaced(
     stub_server: ServerProcess, given: str | None
 ) -> None:
     headers = {} if given is None else {"x-request-id": given}
@@ -245,8 +245,8 @@ def test_request_id_is_echoed_when_fit_and_made_otherwise(
     assert len(returned) <= 128
 
 
-def test_disconnect_gives_the_pages_back(real_server: ServerProcess) -> None:
-    """Many long answers are dropped half way; they would fill the pool and the rows for ever."""
+def test_disconnect_frees_the_pages(real_server: ServerProcess) -> None:
+    """Otherwise aborted requests would fill the pages and the rows of the batch."""
     for _ in range(5):
         with streaming(real_server, max_tokens=1500, ignore_eos=True) as response:
             next(response.iter_lines())
@@ -260,7 +260,7 @@ def test_disconnect_gives_the_pages_back(real_server: ServerProcess) -> None:
             raw.sendall(head % len(body) + body)
             raw.settimeout(0.2)
             raw.recv(1)
-    # 1,024 pages of 16 tokens; nobody is left who holds one.
+    # 1,024 pages of 16 tokens: the next prompt needs pages of the aborted requests.
     assert wait_idle_cpu(real_server)
     done = real_server.client().completions.create(model="tiny", prompt=[9] * 1900, max_tokens=9)
     assert done.usage is not None
@@ -272,7 +272,7 @@ def tuple_of(url: str) -> tuple[str, int]:
 
 
 def wait_idle_cpu(server: ServerProcess) -> bool:
-    """True once the scheduler makes no more steps: its CPU time stands still."""
+    """Wait until the scheduler runs no more steps, so that its CPU time stays constant."""
     import psutil
 
     process = psutil.Process(server.child_pid("scheduler"))
@@ -286,7 +286,7 @@ def wait_idle_cpu(server: ServerProcess) -> bool:
 
 
 @pytest.mark.parametrize("part", [b"", b'{"model":'], ids=["before the body", "in the body"])
-def test_client_that_leaves_while_sending_does_no_harm(
+def test_client_that_disconnects_while_sending_does_no_harm(
     stub_server: ServerProcess, part: bytes
 ) -> None:
     before = stub_server.stderr.count("Traceback")
@@ -297,7 +297,7 @@ def test_client_that_leaves_while_sending_does_no_harm(
     assert stub_server.stderr.count("Traceback") == before
 
 
-def test_failing_request_is_a_500_that_is_not_retried(tiny_model: Path) -> None:
+def test_failing_request_is_a_500_that_clients_do_not_retry(tiny_model: Path) -> None:
     with run_server("--model", str(tiny_model), stub="refuse") as server:
         server.wait_ready()
         for stream in (False, True):
@@ -318,7 +318,7 @@ def test_requests_while_loading_are_503(tiny_model: Path) -> None:
 
 
 def test_garbage_on_the_sockets_is_dropped(stub_server: ServerProcess) -> None:
-    """W35: the sockets are private, and what does not decode never ends a process."""
+    """W35: the sockets are private, and a frame that does not decode ends no process."""
     folder = stub_server.socket_folder()
     assert os.stat(folder).st_mode & 0o777 == 0o700
     for name in ("api", "tokenizer-0", "detokenizer", "scheduler"):

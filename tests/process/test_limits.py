@@ -1,4 +1,4 @@
-"""Each limit of docs/api.md is a refusal with its status, at once, and is counted by its name."""
+"""Each limit of docs/api.md refuses at once with its status, and is counted by its name."""
 
 import contextlib
 import resource
@@ -15,7 +15,7 @@ import pytest
 
 from minisgl.message import Sender, endpoint
 from minisgl.message.messages import Ready
-from minisgl.server.declared import LIMITS
+from minisgl.server.config import LIMIT_NAMES
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 from tests.process.stub_scheduler import FACTS
 
@@ -25,32 +25,26 @@ TEMPLATE = """
 {%- if messages[0].content == 'slow' -%}
 {%- for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor -%}
 {%- endif -%}
-{{ messages[0].content * (500 if messages[0].content == 'long' else 1) }}"""
+{{ messages[0].content * (3000000 if messages[0].content == 'long' else 1) }}"""
 SMALL = {
-    "--max-prompts": "3",
-    "--max-n": "4",
     "--max-choices": "8",
-    "--max-stop-strings": "2",
-    "--max-stop-chars": "5",
-    "--max-stop-token-ids": "2",
     "--max-logprobs": "2",
     "--max-logit-bias": "2",
     "--max-messages": "2",
     "--max-prompt-chars": "3000",
     "--max-body-bytes": "10000",
     "--template-timeout": "0.2",
-    "--max-template-chars": "1000",
     "--max-request-time": "1",
 }
 USER = {"role": "user", "content": "hi"}
-# What exceeds the limit, and no other one.
+# A request that exceeds this limit and no other.
 OVER: dict[str, dict[str, Any]] = {
-    "max_prompts": {"prompt": ["a"] * 4},
-    "max_n": {"n": 5},
+    "max_prompts": {"prompt": ["a"] * 9},
+    "max_n": {"n": 9},
     "max_choices": {"prompt": ["a"] * 3, "n": 3},
-    "max_stop_strings": {"stop": ["a", "b", "c"]},
-    "max_stop_chars": {"stop": "123456"},
-    "max_stop_token_ids": {"stop_token_ids": [1, 2, 3]},
+    "max_stop_strings": {"stop": ["a"] * 17},
+    "max_stop_chars": {"stop": "a" * 257},
+    "max_stop_token_ids": {"stop_token_ids": [1] * 129},
     "max_logprobs": {"logprobs": 3},
     "max_logit_bias": {"logit_bias": {"1": 1, "2": 1, "3": 1}},
     "max_prompt_chars": {"prompt": "a" * 3001},
@@ -72,7 +66,7 @@ def post(server: ServerProcess, **body: Any) -> httpx.Response:
 
 
 def test_every_limit_is_tested() -> None:
-    assert {*OVER, *BY_THE_ENGINE, *BY_ALL_TOGETHER, *IN_TEST_ACCESS} == set(LIMITS)
+    assert {*OVER, *BY_THE_ENGINE, *BY_ALL_TOGETHER, *IN_TEST_ACCESS} == set(LIMIT_NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +80,7 @@ def small(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("name", OVER)
-def test_what_is_over_a_limit_is_refused_and_counted(small: ServerProcess, name: str) -> None:
+def test_request_over_a_limit_is_refused_and_counted(small: ServerProcess, name: str) -> None:
     before = small.limits_exceeded()
     answer = post(small, **OVER[name])
     assert answer.status_code == (413 if name == "max_body_bytes" else 400), answer.text
@@ -105,8 +99,8 @@ def test_answer_that_takes_too_long_is_ended_and_counted(
     assert small.limits_exceeded()["max_total_s"] == before + 1
 
 
-def test_limit_of_connections_is_not_that_of_files(tiny_model: Path) -> None:
-    """Beyond some thousand of them any more were dropped unanswered, probes too."""
+def test_connections_are_not_limited_by_open_files(tiny_model: Path) -> None:
+    """Connections beyond some thousand were dropped without a response, probes included."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
@@ -123,7 +117,7 @@ def test_limit_of_connections_is_not_that_of_files(tiny_model: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_bodies_that_have_not_come_whole_are_bounded(tiny_model: Path) -> None:
+def test_incomplete_bodies_are_bounded_together(tiny_model: Path) -> None:
     """4,096 connections could each leave 16 MiB behind: 30 of them took 440 MiB."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
     body = b'{"model":"tiny","prompt":"a","user":"%s"}' % (b"u" * 100_000)
@@ -148,7 +142,7 @@ def test_bodies_that_have_not_come_whole_are_bounded(tiny_model: Path) -> None:
 
 
 def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
-    """W19: without a bound every client waits, for ever."""
+    """W19: without a bound, every client waits without end."""
     flags = ("--max-queued-requests", "2", "--max-queued-tokens", "3", "--max-wait", "3")
     with run_server("--model", str(tiny_model), *flags, stub="hang") as server:
         server.wait_ready()
@@ -171,8 +165,8 @@ def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
         assert post(server, n=3).json()["error"]["message"].startswith("one call may ask for 2")
 
 
-def test_what_never_fits_is_refused_by_the_scheduler_too(tiny_model: Path) -> None:
-    """The API server is told of more room than there is, so that the scheduler's own check acts."""
+def test_scheduler_refuses_a_request_that_can_never_fit(tiny_model: Path) -> None:
+    """The API server is told of more memory than there is, so that only the scheduler checks."""
     flags = ("--num-pages", "8", "--admin-api-key", "root")
     with run_server("--model", str(tiny_model), *flags) as server:
         boast = msgspec.structs.replace(FACTS, kv_capacity_tokens=2000)

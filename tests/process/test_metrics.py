@@ -1,4 +1,4 @@
-"""The real demo server with known prompts: every counter's value is known, also to Prometheus."""
+"""The demo server with known prompts: the value of every counter is known."""
 
 import json
 import signal
@@ -16,19 +16,19 @@ from tests.process.prometheus import needs_prometheus, prometheus_on
 pytestmark = pytest.mark.process
 
 MODEL = "minisgl-demo"
-LONG = [10 + i % 50 for i in range(40)]  # two whole pages of 16 tokens and a half
-SHORT = [70 + i for i in range(10)]  # less than a page, so nothing of it is ever cached
+LONG = [10 + i % 50 for i in range(40)]  # two and a half pages of 16 tokens
+SHORT = [70 + i for i in range(10)]  # less than a page, so that none of it is cached
 
 
 class Scrape(dict[str, float]):
-    """What `ServerProcess.metrics` gives, summed up."""
+    """The result of `ServerProcess.metrics`, with sums."""
 
     @classmethod
     def of(cls, server: ServerProcess) -> "Scrape":
         return cls(server.metrics())
 
     def total(self, name: str) -> float:
-        """Over all labels."""
+        """The sum over all labels."""
         return sum(value for key, value in self.items() if key.split("{")[0] == name)
 
     def outcomes(self) -> dict[str, float]:
@@ -48,7 +48,7 @@ def complete(server: ServerProcess, prompt: list[int], max_tokens: int, **more: 
 
 @pytest.fixture(scope="module")
 def used() -> Iterator[tuple[ServerProcess, Scrape]]:
-    """A server of its own that has had four answers to three calls, and was then left alone."""
+    """A server that has given four answers to three calls and is now idle, and its scrape."""
     with run_server("--num-pages", "256", "--max-queued-requests", "2") as server:
         server.wait_ready()
         complete(server, LONG, 5)
@@ -87,8 +87,8 @@ def test_each_duration_was_observed_once_per_answer(used: tuple[ServerProcess, S
     assert 4 <= found["inter_token_latency_seconds_count"] <= 16 - 4
 
 
-def test_passes_of_known_prompts(used: tuple[ServerProcess, Scrape]) -> None:
-    """Computed: prompts but for the hits, and each generated token but the last of an answer."""
+def test_forward_passes_of_known_prompts(used: tuple[ServerProcess, Scrape]) -> None:
+    """Passes compute prompts without hits, and generated tokens without the last of each answer."""
     _, found = used
     assert found.total("batch_tokens_sum") == 100 - 32 + 16 - 4
     assert found.total("batch_size_sum") == 16
@@ -116,7 +116,7 @@ def test_gauges_of_an_idle_server(used: tuple[ServerProcess, Scrape]) -> None:
     assert found["scheduler_last_step_timestamp_seconds"] > found["process_start_time_seconds"]
 
 
-def test_the_commit_of_the_checkout_is_told(used: tuple[ServerProcess, Scrape]) -> None:
+def test_build_info_has_the_commit_of_the_checkout(used: tuple[ServerProcess, Scrape]) -> None:
     root = Path(__file__).resolve().parents[2]
     asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True)
     (info,) = [key for key in used[1] if key.startswith("build_info")]
@@ -124,7 +124,7 @@ def test_the_commit_of_the_checkout_is_told(used: tuple[ServerProcess, Scrape]) 
 
 
 def test_outcomes_and_refusals(used: tuple[ServerProcess, Scrape]) -> None:
-    """Ends by EOS, by the client, and three kinds of refusal, on top of what was before."""
+    """An end by EOS, an abort and three kinds of refusal add to the counts so far."""
     server, found = used
     assert found.outcomes() == {"stop": 0, "length": 4, "abort": 0}
     eos = json.loads((model_path() / "config.json").read_text())["eos_token_id"]
@@ -145,7 +145,7 @@ def test_outcomes_and_refusals(used: tuple[ServerProcess, Scrape]) -> None:
     found = wait_for(aborted, "the abort")
     assert found.outcomes() == {"stop": 1, "length": 4, "abort": 1}
     assert found["requests_total{outcome=error}"] == 0
-    assert found["requests_total{outcome=rejected}"] == 0, "nobody is told to come again"
+    assert found["requests_total{outcome=rejected}"] == 0, "no refusal asked for a retry"
     codes = {
         key.split("code=")[1].split(",")[0]: value
         for key, value in found.items()
@@ -178,7 +178,7 @@ QUERIES = {
 def test_prometheus_itself_scrapes_and_answers(
     used: tuple[ServerProcess, Scrape], tmp_path: Path
 ) -> None:
-    """Debian's Prometheus, which asks for OpenMetrics first; None: any finite number."""
+    """Prometheus asks for OpenMetrics first. A wanted value of None means any finite number."""
     with prometheus_on(used[0], tmp_path, {}) as prometheus:
         for query, wanted in QUERIES.items():
 

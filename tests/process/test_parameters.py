@@ -1,4 +1,4 @@
-"""What the parameters do, over HTTP, with a real engine behind; its arithmetic: tests/parity."""
+"""The effect of each parameter over HTTP, with a real engine. tests/parity checks the values."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ def complete(server: ServerProcess, **body: Any) -> dict[str, Any]:
     return dict(post(server, "/v1/completions", **given)["choices"][0])
 
 
-def test_chat_logprobs_have_bytes_and_as_many_top_tokens_as_asked(
+def test_chat_logprobs_have_bytes_and_the_requested_number_of_top_tokens(
     real_server: ServerProcess,
 ) -> None:
     answer = real_server.client().chat.completions.create(
@@ -90,7 +90,7 @@ def test_logprobs_end_where_a_stop_string_cuts_the_text(real_server: ServerProce
 def test_echo_with_logprobs_scores_the_prompt(
     real_server: ServerProcess, max_tokens: int, stream: bool
 ) -> None:
-    """lm-eval's loglikelihood; the same with and without the prompt in the cache."""
+    """As lm-eval computes a loglikelihood; the prefix cache does not change the values."""
     for _ in range(2):
         usage = post(real_server, "/v1/completions", prompt=PROMPT, max_tokens=1)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0, "now it is"
@@ -155,7 +155,7 @@ def test_penalties_end_a_repetition(real_server: ServerProcess) -> None:
         )
 
 
-def test_min_tokens_holds_off_stop_ids(real_server: ServerProcess) -> None:
+def test_stop_ids_do_not_count_before_min_tokens(real_server: ServerProcess) -> None:
     body = {"logit_bias": {"40": 100}, "stop_token_ids": [40], "return_token_ids": True}
     assert complete(real_server, **body)["token_ids"] == [40]
     late = complete(real_server, **body, min_tokens=3)
@@ -192,7 +192,7 @@ def test_ids_go_in_and_out(real_server: ServerProcess) -> None:
     assert again["text"] == choice["text"]
 
 
-def test_cache_salt_separates_what_is_cached(real_server: ServerProcess) -> None:
+def test_requests_with_different_cache_salt_share_no_prefix(real_server: ServerProcess) -> None:
     def cached(salt: str) -> int:
         prompt = [3 + i % 50 for i in range(80)]
         body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
@@ -202,7 +202,7 @@ def test_cache_salt_separates_what_is_cached(real_server: ServerProcess) -> None
     assert [cached("one"), cached("two"), cached("one")] == [0, 0, 64]
 
 
-def test_no_number_of_an_answer_is_infinite(real_server: ServerProcess) -> None:
+def test_every_number_of_an_answer_is_finite(real_server: ServerProcess) -> None:
     found = complete(real_server, logit_bias={"40": 100}, logprobs=20, echo=True)["logprobs"]
     values = [v for top in found["top_logprobs"][1:] for v in top.values()]
     assert all(math.isfinite(value) for value in values)

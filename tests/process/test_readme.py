@@ -1,4 +1,4 @@
-"""The README's examples are run as they stand, and print what it says that they print."""
+"""The examples in the README run unchanged, and print the output that the README shows."""
 
 import itertools
 import re
@@ -34,7 +34,7 @@ def without_varying(text: str) -> str:
 
 
 @pytest.mark.process
-def test_examples_print_what_the_readme_says() -> None:
+def test_examples_print_the_output_in_the_readme() -> None:
     assert [language for language, _, _ in examples()] == ["sh", "python"]
     with run_server() as server:
         url = server.wait_ready().url

@@ -1,4 +1,4 @@
-"""Reasoning is told apart from the answer: a real engine whose model recites both."""
+"""Reasoning is separated from the answer: a real engine with a model that recites both."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from tests.process.tiny_model import build_reciting_model
 
 pytestmark = pytest.mark.process
 
-# What follows the prompt's last line break, token by token.
+# The model's output after the last line break of the prompt, token by token.
 RECITAL = ["Ċ", "<think>", "Ġword", "Ġcode", "</think>", "Ġletter", "Ġlocker", "<|im_end|>"]
 REASONING, ANSWER = " word code", " letter locker"
 TEMPLATE = """

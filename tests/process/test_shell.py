@@ -1,4 +1,4 @@
-"""The shell in a terminal of its own: a pty, real keys, a real server."""
+"""The shell in a pseudo-terminal, with real keys and a real server."""
 
 import os
 import pty
@@ -21,7 +21,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 
 
 class Terminal:
-    """A process on a pty: `type` keys, `expect` output."""
+    """A process on a pseudo-terminal: `type` keys, `expect` output."""
 
     def __init__(self, command: list[str]) -> None:
         self._master, slave = pty.openpty()
@@ -41,7 +41,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def expect(self, text: str) -> str:
-        """Output up to and with `text`, which is then consumed."""
+        """Wait for `text` in the output, and consume and return the output up to it."""
         end = time.monotonic() + DEADLINE_S
         while text not in self._seen:
             assert time.monotonic() < end, f"no {text!r} in {self._seen!r}"
@@ -79,7 +79,7 @@ def terminal(stub_server: ServerProcess) -> Iterator[Terminal]:
 def test_answer_streams_and_the_conversation_goes_on(terminal: Terminal) -> None:
     terminal.type("hello there\r")
     terminal.expect("hello there")
-    terminal.expect("assistant")  # the stub repeats the prompt, so its end comes round
+    terminal.expect("assistant")  # the stub repeats the rendered prompt, which ends so
     terminal.type("\x03")
     terminal.expect("(stopped)")
     terminal.type("/history\r")

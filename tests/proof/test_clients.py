@@ -64,7 +64,7 @@ def test_aiperf_completes_a_run(demo_server: ServerProcess, tmp_path: Path) -> N
 def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     """Cases that break the schema are refused, answers match it, and no status is a 5xx."""
     tool = make_venv(tmp_path / "venv", "schemathesis") / "schemathesis"
-    small = ("--max-seq-len-override", "160", "--max-n", "4", "--max-choices", "16")
+    small = ("--max-seq-len-override", "160", "--max-choices", "4")
     with run_server("--num-pages", "1024", "--admin-api-key", "root", *small) as server:
         server.wait_ready()
         command = [str(tool), "run", server.url + "/openapi.json", "--continue-on-failure"]

@@ -1,22 +1,15 @@
-"""The repository's own lint rules: pure functions from a file's text to what offends in it.
+"""The repository's own lint rules, beyond those of ruff in pyproject.toml.
 
-They know nothing of where the files are; test_repository.py applies them, test_rules.py plants
-offences in them.
+A rule is a pure function from the text of a file to its offences. test_repository.py applies the
+rules to files; test_rules.py plants an offence for each rule.
 """
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_FILE_LINES = 400
-
-# Ways to turn bytes from elsewhere into running code.
-UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
-UNSAFE_NAMES = {"eval", "exec"}
-UNSAFE_ATTRIBUTES = {"recv_pyobj", "send_pyobj"}
 
 MACHINE_PATH = re.compile(r"(?<![\w./:])/(?:work|farm|home|Users|root)/")
 _REGISTRIES = ("pypi", "pythonhosted", "npmjs", "yarnpkg", "debian", "ubuntu", "anaconda", "golang")
@@ -25,7 +18,7 @@ REGISTRY_HOST = re.compile(
     re.IGNORECASE,
 )
 TODO = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b(?!\(#\d+\):)")
-# Ways to skip a test or to expect its failure, and whether the first argument may be the reason.
+# Calls that skip a test or expect its failure, and whether their first argument is the reason.
 SKIPS = {
     "pytest.skip": True,
     "pytest.xfail": True,
@@ -41,82 +34,20 @@ _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 class Offence(NamedTuple):
-    """What offends and in which line."""
+    """A line that breaks a rule, and the text that does."""
 
     line: int
     what: str
 
 
 def too_long(text: str) -> list[Offence]:
-    """A file longer than anybody reads in one go."""
+    """A file with more than MAX_FILE_LINES lines."""
     lines = len(text.splitlines())
     return [Offence(lines, f"{lines} lines")] if lines > MAX_FILE_LINES else []
 
 
-def prints(text: str) -> list[Offence]:
-    """Calls of print."""
-    return [
-        Offence(node.lineno, "print")
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and _dotted(node.func) == "print"
-    ]
-
-
-def unsafe_loads(text: str) -> list[Offence]:
-    """Unpickling in any form, eval and exec."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        match node:
-            case ast.Import(names=names):
-                used = {alias.name.split(".")[0] for alias in names} & UNSAFE_MODULES
-            case ast.ImportFrom(module=str(module)):
-                used = {module.split(".")[0]} & UNSAFE_MODULES
-            case ast.Name(id=name):
-                used = {name} & UNSAFE_NAMES
-            case ast.Attribute(attr=name):
-                used = {name} & UNSAFE_ATTRIBUTES
-            case ast.Call(func=func, keywords=keywords) if _dotted(func) == "torch.load":
-                used = set() if "weights_only" in {k.arg for k in keywords} else {"torch.load"}
-            case _:
-                continue
-        found += [Offence(node.lineno, name) for name in sorted(used)]
-    return found
-
-
-def broad_excepts(text: str) -> list[Offence]:
-    """Handlers of everything, but for those that clean up and raise it again."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.ExceptHandler):
-            continue
-        match node.type:
-            case None:
-                caught = {"bare except"}
-            case ast.Tuple(elts=elts):
-                caught = {_dotted(e) for e in elts} & {"Exception", "BaseException"}
-            case single:
-                caught = {_dotted(single)} & {"Exception", "BaseException"}
-        last = node.body[-1]
-        raises_again = isinstance(last, ast.Raise) and last.exc is None
-        if caught and not raises_again:
-            found.append(Offence(node.lineno, ", ".join(sorted(caught))))
-    return found
-
-
-def private_attributes(text: str) -> list[Offence]:
-    """Attributes that somebody else keeps for himself; a NamedTuple's methods are no such thing."""
-    return [
-        Offence(node.lineno, ast.unparse(node))
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute)
-        and re.match(r"_(?!_)", node.attr)
-        and node.attr not in ("_make", "_replace", "_asdict")
-        and ast.unparse(node.value) not in ("self", "cls")
-    ]
-
-
 def exported(text: str) -> list[str] | None:
-    """The names in a module's literal `__all__`, None when it has none."""
+    """The names in the literal `__all__` of a module; None if it has none."""
     for node in ast.parse(text).body:
         match node:
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
@@ -127,29 +58,22 @@ def exported(text: str) -> list[str] | None:
 
 
 def machine_paths(text: str) -> list[Offence]:
-    """Paths that exist on somebody's machine only."""
+    """Paths that exist only on a developer's machine."""
     return _matching_lines(MACHINE_PATH, text)
 
 
 def registry_hosts(text: str) -> list[Offence]:
-    """Hosts of package registries and mirrors: which one is used is the user's configuration."""
+    """Host names of package registries and mirrors. The user's configuration chooses these."""
     return _matching_lines(REGISTRY_HOST, text)
 
 
-def loose_todos(text: str, python: bool) -> list[Offence]:
-    """TODOs without the number of an issue; in Python they count in comments only."""
-    if not python:
-        return _matching_lines(TODO, text)
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [
-        Offence(token.start[0], token.string)
-        for token in tokens
-        if token.type == tokenize.COMMENT and TODO.search(token.string)
-    ]
+def loose_todos(text: str) -> list[Offence]:
+    """TODOs without the number of an issue. In Python files ruff's TD rules find them."""
+    return _matching_lines(TODO, text)
 
 
 def silent_skips(text: str) -> list[Offence]:
-    """Skips and expected failures that do not say why."""
+    """Skips and expected failures without a reason."""
     tree = ast.parse(text)
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     found = []
@@ -163,25 +87,25 @@ def silent_skips(text: str) -> list[Offence]:
 
 
 def tested_marks(text: str) -> list[tuple[str, str, bool]]:
-    """The marks of tested code blocks: file, test, and whether a code block follows at once."""
+    """The marks of tested code blocks: file, test, and whether a code block follows directly."""
     return [(m["file"], m["test"], m["next"].startswith("```")) for m in TESTED_MARK.finditer(text)]
 
 
 def tested_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The marked code blocks: name of the test, text of the block."""
+    """The marked code blocks: the name of the test and the text of the block."""
     for mark in TESTED_MARK.finditer(text):
         body = text[mark.end() :].split("\n```", 1)[0]
         yield mark["test"], body.removeprefix("\n") + "\n"
 
 
 def links(text: str) -> list[tuple[str, str]]:
-    """Where a page links to in the repository: file ("": the page itself), anchor ("": none)."""
+    """Links of a page into the repository: file ("" is the page itself) and anchor ("" is none)."""
     targets = re.findall(r"\]\((?!https?:)([^)\s]+)\)", _FENCED.sub("", text))
     return [(file, anchor) for file, _, anchor in (target.partition("#") for target in targets)]
 
 
 def anchors(text: str) -> set[str]:
-    """Those that GitHub gives the headings of a page."""
+    """The anchors that GitHub makes from the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", _FENCED.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""docs/bugs.md names every weakness once; the documentation names only tests that exist."""
+"""docs/bugs.md lists each weakness once. The documentation names only tests that exist."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,11 @@ def rows() -> list[tuple[int, str]]:
     return [(int(number), held_by) for number, held_by in _ROW.findall(text)]
 
 
-def test_every_weakness_has_its_row() -> None:
+def test_every_weakness_has_one_row() -> None:
     assert [number for number, _ in rows()] == list(range(1, 40))
 
 
-def test_every_weakness_is_held_by_a_test() -> None:
+def test_every_weakness_names_a_test() -> None:
     assert [n for n, by in rows() if not re.search(r"`test_\w+`", by)] == []
 
 
@@ -25,5 +25,5 @@ def test_every_named_test_exists() -> None:
     defined = set(re.findall(r"def (test_\w+)", "\n".join(sources)))
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
     named = {name for page in pages for name in re.findall(r"`(test_\w+)`", page)}
-    named -= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}  # some name whole files
+    named -= {path.stem for path in (ROOT / "tests").rglob("test_*.py")}  # names of whole files
     assert named - defined == set()

@@ -1,4 +1,4 @@
-"""The two commands on a fresh clone, each with nothing but the tracked files."""
+"""The make commands on a new clone, which has only the tracked files."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ def clone(tmp_path_factory):
 
 
 def make(clone: Path, *words: str) -> str:
-    """Run make as a newcomer would; TORCH_INDEX, if `make proof` was given one, goes along."""
+    """Run make without this process's test settings. TORCH_INDEX of `make proof` is kept."""
     ours = ("PYTEST_", "VIRTUAL_ENV", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "OMP_NUM_THREADS")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     done = subprocess.run(
@@ -38,7 +38,7 @@ def make(clone: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_make_clean_leaves_what_a_clone_has(clone):
+def test_make_clean_leaves_only_tracked_files(clone):
     for source in clone.rglob("*.py"):
         (source.parent / "__pycache__").mkdir(exist_ok=True)
         (source.parent / "__pycache__" / f"{source.stem}.pyc").touch()

@@ -1,4 +1,4 @@
-"""The front end's packages load no torch: its processes start in about a second and stay small."""
+"""The packages of the front end do not load torch: its processes start fast and stay small."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ PRESENT = [f"minisgl.{n}" for n in TORCHLESS if (ROOT / "minisgl" / n / "__init_
 
 
 def modules_loaded_by(*names: str) -> set[str]:
-    """What a fresh interpreter holds after importing `names`."""
+    """The modules in a new interpreter after it has imported `names`."""
     code = f"import sys\nimport {', '.join(names)}\nsys.stdout.write('\\n'.join(sys.modules))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -30,7 +30,7 @@ def test_front_end_packages_together_load_no_torch():
 
 
 def test_the_check_sees_an_import():
-    """Without this, a check that looked at the wrong place would pass for ever."""
+    """A check that looked at the wrong modules would otherwise pass without notice."""
     loaded = modules_loaded_by("minisgl", "colorsys")
     assert "colorsys" in loaded
     assert "colorsys" not in modules_loaded_by("minisgl")

@@ -1,4 +1,4 @@
-"""The repository holds its own rules. A rule that fails names the file and the line."""
+"""The files of the repository obey its rules. A failure names the file and the line."""
 
 import importlib
 import os
@@ -15,22 +15,12 @@ import minisgl
 from tests.repo import rules
 
 ROOT = Path(__file__).resolve().parents[2]
-LINE_BUDGET = 10_600  # to be 9,000 when everything is built; it only goes down from here
-UNCOUNTED = ("minisgl/benchmark/", "minisgl/kernel/")
-PRINTING = ("minisgl/shell/", "minisgl/benchmark/")
 GENERATED = {".venv", ".git", "build", "dist", "__pycache__"}
-
-# Where anything at all may be caught: a reason for each handler. All else catches what it can name.
-BROAD_EXCEPTS = {
-    "minisgl/server/worker_main.py": ["process main: the reason of a death reaches the launcher"],
-    "minisgl/tokenizer/tokenizer.py": ["the tokenizers library raises bare Exception"],
-    "minisgl/tokenizer/worker.py": ["the tokenizers library raises bare Exception"],
-}
 
 
 @cache
 def tracked() -> tuple[str, ...]:
-    """Every file that git tracks or would add; without git, every file that is not generated."""
+    """Files that Git tracks or would add. Without Git: files that are not generated."""
     if (ROOT / ".git").exists():
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -47,7 +37,7 @@ def tracked() -> tuple[str, ...]:
 
 @cache
 def read(name: str) -> str | None:
-    """A tracked file's text, None for a binary file."""
+    """The text of a tracked file; None for a binary file."""
     try:
         return (ROOT / name).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -71,36 +61,16 @@ def offences(rule: Callable[[str], list[rules.Offence]], names: list[str]) -> li
     ]
 
 
-def test_source_files_stay_readable_in_one_go():
+def test_source_files_have_at_most_400_lines():
     names = python_files("minisgl/", "tests/", "demo/", "k8s-tests/")
     assert offences(rules.too_long, names) == []
 
 
-def test_package_stays_within_its_line_budget():
-    """Code, docstrings and comments count; blank lines are free, so nobody saves on air."""
-    names = [n for n in python_files("minisgl/") if not n.startswith(UNCOUNTED)]
-    lines = [line for name in names for line in (read(name) or "").splitlines() if line.strip()]
-    assert len(lines) < LINE_BUDGET
-
-
-def test_only_shell_and_benchmark_print():
-    names = [n for n in python_files("minisgl/") if not n.startswith(PRINTING)]
-    assert offences(rules.prints, names) == []
-
-
-def test_nothing_unpickles_or_evaluates():
-    assert offences(rules.unsafe_loads, python_files("minisgl/", "demo/")) == []
-
-
-def test_kernel_libraries_are_used_through_what_they_offer():
-    names = python_files("minisgl/attention/", "minisgl/kernel/", "minisgl/moe/")
-    assert offences(rules.private_attributes, names) == []
-
-
-def test_only_listed_handlers_catch_everything():
-    found = {n: len(rules.broad_excepts(read(n) or "")) for n in python_files("minisgl/")}
-    listed = {name: len(reasons) for name, reasons in BROAD_EXCEPTS.items()}
-    assert {name: handlers for name, handlers in found.items() if handlers} == listed
+def test_ruff_checks_unsafe_loads_private_attributes_and_broad_handlers():
+    lint = tomllib.loads(read("pyproject.toml") or "")["tool"]["ruff"]["lint"]
+    assert {"T20", "BLE", "S102", "S301", "S302", "S307", "SLF001", "TD"} <= set(lint["select"])
+    banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load"}
+    assert banned <= lint["flake8-tidy-imports"]["banned-api"].keys()
 
 
 def test_no_machine_paths():
@@ -111,15 +81,12 @@ def test_no_registry_hosts():
     assert offences(rules.registry_hosts, texts()) == []
 
 
-def test_every_todo_has_an_issue():
-    python = [n for n in texts() if n.endswith(".py")]
-    other = [n for n in texts() if n.endswith((".sh", ".yaml", ".yml", ".toml", "Makefile", "run"))]
-    found = offences(lambda text: rules.loose_todos(text, python=True), python)
-    found += offences(lambda text: rules.loose_todos(text, python=False), other)
-    assert found == []
+def test_every_todo_outside_of_python_has_an_issue():
+    names = [n for n in texts() if n.endswith((".sh", ".yaml", ".yml", ".toml", "Makefile", "run"))]
+    assert offences(rules.loose_todos, names) == []
 
 
-def test_every_skip_says_why():
+def test_every_skip_has_a_reason():
     assert offences(rules.silent_skips, python_files("tests/", "k8s-tests/")) == []
 
 
@@ -128,11 +95,11 @@ def test_every_source_folder_is_a_package():
     assert {f for f in folders if not (ROOT / f / "__init__.py").is_file()} == set()
 
 
-@pytest.mark.parametrize("door", [n for n in python_files("minisgl/") if n.endswith("__init__.py")])
-def test_package_door_names_what_it_exports(door):
-    names = rules.exported(read(door) or "")
+@pytest.mark.parametrize("file", [n for n in python_files("minisgl/") if n.endswith("__init__.py")])
+def test_package_lists_its_exports(file):
+    names = rules.exported(read(file) or "")
     assert names is not None, "no __all__"
-    module = importlib.import_module(door.removesuffix("/__init__.py").replace("/", "."))
+    module = importlib.import_module(file.removesuffix("/__init__.py").replace("/", "."))
     assert [name for name in names if not hasattr(module, name)] == []
     assert len(names) == len(set(names))
 
@@ -148,8 +115,8 @@ def test_ci_run_is_executable():
     assert (read(".ci/run") or "").startswith("#!/usr/bin/env bash\n")
 
 
-def test_make_help_is_the_commands_alone():
-    words = ["make", "--no-print-directory", "help"]  # it may itself be run by make
+def test_make_help_prints_only_commands():
+    words = ["make", "--no-print-directory", "help"]  # make may itself run this test
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert {line.split()[0] for line in done.stdout.splitlines()} == {"make"}
 
@@ -165,22 +132,22 @@ def test_tested_code_blocks_have_their_tests():
     assert missing == []
 
 
-def test_links_of_pages_lead_to_files_and_headings():
-    lost = [
+def test_links_of_pages_have_targets():
+    broken = [
         f"{page}: {file}#{anchor}"
         for page in texts()
         if page.endswith(".md")
         for file, anchor in rules.links(read(page) or "")
-        if not _is_there(ROOT / page if not file else (ROOT / page).parent / file, anchor)
+        if not _exists(ROOT / page if not file else (ROOT / page).parent / file, anchor)
     ]
-    assert lost == []
+    assert broken == []
 
 
-def _is_there(path: Path, anchor: str) -> bool:
+def _exists(path: Path, anchor: str) -> bool:
     return path.exists() and (not anchor or anchor in rules.anchors(path.read_text("utf-8")))
 
 
-def test_lock_holds_plain_pins_of_all_that_the_extras_need():
+def test_lock_pins_every_dependency_and_extra():
     lock = (read("constraints.txt") or "").splitlines()
     pins = [line for line in lock if not line.startswith("#")]
     assert [p for p in pins if not re.fullmatch(r"[\w.-]+==\d[a-z\d.]*", p)] == []

@@ -1,8 +1,12 @@
-"""Resolving a model name: local folders, and a loopback stand-in for the hub."""
+"""Resolving a model name: local folders, and a stub of the hub on loopback."""
 
+import contextlib
+import errno
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import ConfigError
+from minisgl.core import hub as hub_module
 from minisgl.core.hub import resolve_model
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -26,7 +31,7 @@ FILES = {
 
 
 class StubHub(BaseHTTPRequestHandler):
-    """Answers for owner/good, owner/bin, owner/gated; everything else does not exist."""
+    """Has owner/good, owner/bin and owner/gated, and no other repository."""
 
     fetched: list[str]
 
@@ -142,7 +147,7 @@ def test_hub_id_downloads_only_what_is_needed_and_works_offline_afterwards(hub: 
 def test_without_weights_the_configuration_is_enough(hub: Hub, tmp_path: Path) -> None:
     found = hub.resolve("owner/good", weights=False)
     assert found.startswith("PATH "), found
-    assert set(hub.fetched) == {"config.json", "tokenizer.json"}
+    assert set(hub.fetched) == {"config.json", "tokenizer.json", "chat_template.jinja"}
     (tmp_path / "config.json").write_bytes(FILES["config.json"])
     assert hub.resolve(str(tmp_path), weights=False) == f"PATH {tmp_path}"
     assert "no *.safetensors" in hub.resolve(str(tmp_path))
@@ -187,3 +192,48 @@ def test_folder_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         resolve_model("~/model")
     (folder / "model.safetensors").touch()
     assert resolve_model("~/model") == str(folder)
+
+
+@pytest.mark.parametrize("closed", ["", "model"], ids=["above the model", "the model's own"])
+def test_folder_that_the_user_cannot_enter_is_named(
+    closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub id is tried as a relative path first; a traceback named the id and no folder."""
+    with as_unprivileged_user(), tempfile.TemporaryDirectory() as base:
+        outer = Path(base) / "outer"
+        (outer / "model").mkdir(parents=True)
+        (outer / "model" / "config.json").write_text("{}")
+        monkeypatch.chdir(outer)
+        (outer / closed).chmod(0)
+        try:
+            with pytest.raises(ConfigError) as refused:
+                resolve_model("model")
+        finally:
+            (outer / closed).chmod(0o700)
+            monkeypatch.undo()
+    (line,) = str(refused.value).splitlines()
+    named = Path("outer", closed) if closed else Path("outer")
+    assert f"has no permission for the folder {Path(base) / named}; " in line
+
+
+def test_cache_folder_that_the_user_cannot_write_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def download(*arguments: object) -> Path:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "hub" / "x.json"))
+
+    monkeypatch.setattr(hub_module, "_download", download)
+    with pytest.raises(ConfigError, match=f"no permission for the folder {tmp_path}; "):
+        resolve_model("owner/name")
+
+
+@contextlib.contextmanager
+def as_unprivileged_user() -> Iterator[None]:
+    """File permissions do not apply to root, and tests in containers run as root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)

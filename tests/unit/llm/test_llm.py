@@ -1,7 +1,9 @@
 """The offline LLM, on the demo model."""
 
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from minisgl.core import (
     InvalidRequest,
     SamplingParams,
 )
+from minisgl.demo import model_path
 from minisgl.engine import Engine
 from minisgl.engine.model_runner import LaunchedStep
 from minisgl.llm import LLM, Completion
@@ -28,6 +31,13 @@ ADD = [{"role": "user", "content": "What is 12 + 30?"}]
 def llm() -> Iterator[LLM]:
     with LLM(num_pages=512, max_seq_len=512) as llm:
         yield llm
+
+
+def test_random_weights_need_no_weight_files(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_path() / name, tmp_path)
+    with LLM(str(tmp_path), dummy_weight=True, num_pages=64, max_seq_len=64) as model:
+        assert one(model.generate("hello", GREEDY, progress=False)).token_ids
 
 
 def one(result: Completion | list[Completion]) -> Completion:
@@ -146,17 +156,17 @@ def test_completions_have_the_log_probabilities(llm: LLM) -> None:
     prompt = [*llm.tokenizer.encode_text("planet")]  # not a chat, so that the model is uncertain
     asked = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
     found = one(llm.generate(prompt, asked, progress=False))
-    assert [each.top_ids[0] for each in found.logprobs] == found.token_ids
-    assert [each.top_logprobs[0] for each in found.logprobs] == [
-        each.logprob for each in found.logprobs
+    assert [each.top_ids[0][0] for each in found.logprobs] == found.token_ids
+    assert [each.top_logprobs[0][:1] for each in found.logprobs] == [
+        each.logprobs for each in found.logprobs
     ]
     assert not found.prompt_logprobs
-    assert min(each.logprob for each in found.logprobs) < -1
+    assert min(each.logprobs[0] for each in found.logprobs) < -1
     again = SamplingParams(max_tokens=1, prompt_logprobs=0)
     whole = one(llm.generate([*prompt, *found.token_ids], again, progress=False))
     prompt_logprobs = [value for part in whole.prompt_logprobs for value in part.logprobs]
     assert len(prompt_logprobs) == len(prompt) + len(found.token_ids) - 1
-    logprobs = [each.logprob for each in found.logprobs]
+    logprobs = [each.logprobs[0] for each in found.logprobs]
     assert prompt_logprobs[len(prompt) - 1 :] == pytest.approx(logprobs, abs=1e-3)
     stopped = one(llm.chat(SPELL, asked, stop="n", progress=False))
     assert stopped.text == "p-l-a-"

@@ -1,4 +1,4 @@
-"""Messages survive the wire, and what is no message does not get through."""
+"""Messages survive encoding and decoding, and frames that are no message are refused."""
 
 from pathlib import Path
 
@@ -7,16 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minisgl.core import FinishReason
 from minisgl.message import Receiver, Sender, endpoint
 from minisgl.message.messages import (
     DecodeIds,
+    Finished,
+    PrefillDone,
+    StartText,
+    StepOutput,
     StepText,
-    TextSpec,
+    TextOptions,
     TextUpdate,
     ToApi,
+    ToDetokenizer,
     TokenizeChat,
     TokenizeResult,
     TokenizeText,
+    TokenLogprob,
+    TokenLogprobs,
     ToTokenizer,
 )
 
@@ -29,11 +37,32 @@ from minisgl.message.messages import (
         (DecodeIds(uid=1, token_ids=b"\1\0\0\0"), ToTokenizer),
         (TokenizeResult(uid=1, error="no", internal=True), ToApi),
         (TokenizeResult(uid=1, text="x"), ToApi),
+        (StartText(uid=1, options=TextOptions(stop=["é"], prompt_ids=b"\1\0\0\0")), ToDetokenizer),
+        (
+            StepOutput(
+                step_id=1,
+                prefill_done=[PrefillDone(uid=1, prompt_tokens=2, cached_tokens=0)],
+                uids=[1],
+                token_ids=[5],
+                finished=[Finished(uid=1, reason=FinishReason.LENGTH)],
+                logprobs=[
+                    TokenLogprobs(
+                        uid=1, position=2, logprobs=[-1], top_ids=[[5]], top_logprobs=[[-1]]
+                    )
+                ],
+            ),
+            ToDetokenizer,
+        ),
         (
             StepText(
                 updates=[
                     TextUpdate(
-                        uid=2**62, text="x", completion_tokens=1, prompt_tokens=2, cached_tokens=0
+                        uid=2**62,
+                        text="x",
+                        completion_tokens=1,
+                        prompt_tokens=2,
+                        cached_tokens=0,
+                        logprobs=[TokenLogprob(b"\xff", -1.0, 0, [(b"x", -2.0)])],
                     )
                 ]
             ),
@@ -55,13 +84,13 @@ def test_garbage_is_no_message(frame: bytes) -> None:
 def test_unknown_fields_and_foreign_types_are_refused() -> None:
     """W35: mini-sglang built any class that a message named."""
     for value in (
-        {"type": "Answer", "uid": 1, "text": "", "more": 1},
-        {"type": "TextSpec", "prompt_tail": []},
-        {"__type__": "Answer", "uid": 1, "text": ""},
+        {"type": "TokenizeResult", "uid": 1, "text": "", "more": 1},
+        {"type": "TextOptions", "prompt_tail": []},
+        {"__type__": "TokenizeResult", "uid": 1, "text": ""},
     ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=ToApi)
-    assert TextSpec(prompt_tail=[]).min_tokens == 0
+    assert TextOptions(prompt_tail=[]).min_tokens == 0
 
 
 def test_receiver_drops_garbage_and_goes_on(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ class Harness:
         """Take the outputs in the order in which a detokenizer reads them."""
         while self.outbox:
             output = self.outbox.popleft()
-            for opened in output.opened:
-                self.answers[opened.uid].opened += 1
-                self.answers[opened.uid].cached_tokens = opened.cached_tokens
+            for done in output.prefill_done:
+                self.answers[done.uid].opened += 1
+                self.answers[done.uid].cached_tokens = done.cached_tokens
             for uid, token in zip(output.uids, output.token_ids, strict=True):
                 answer = self.answers[uid]
                 assert answer.opened == 1, "a token before the PrefillDone message"

@@ -252,7 +252,7 @@ def test_stop_token_ids_and_min_tokens() -> None:
 def test_min_tokens_beyond_the_context_ends_at_the_context_length() -> None:
     """Before, the position from which it may stop overflowed int32 and the server ended."""
     harness = Harness(FakeEngine(32, 4, max_seq_len=24), config())
-    uid = harness.add(prompt_of(6), max_tokens=None, min_tokens=2**40)
+    uid = harness.add(prompt_of(6), max_tokens=None, min_tokens=2**31 - 1)
     harness.run()
     assert harness.answers[uid].finishes == [FinishReason.LENGTH]
     assert len(harness.answers[uid].tokens) == 18

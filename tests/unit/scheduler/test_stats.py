@@ -97,5 +97,5 @@ def test_prefill_done_has_the_time_of_admission() -> None:
     harness.add([1, 2, 3], max_tokens=1)
     harness.scheduler.iterate()
     harness.scheduler.drain_in_flight()
-    (opened,) = [o for output in harness.outbox for o in output.opened]
-    assert opened.admitted_s > 0
+    (done,) = [done for output in harness.outbox for done in output.prefill_done]
+    assert done.admitted_s > 0

@@ -1,4 +1,4 @@
-"""What the server talks to, as plain lists."""
+"""The workers of the server, as plain lists of the messages that they received."""
 
 import msgspec
 
@@ -23,7 +23,7 @@ CONFIG = ServerConfig(
 
 
 class Outbox:
-    """Keeps what is sent."""
+    """Keeps the messages that were sent to it."""
 
     def __init__(self) -> None:
         self.sent: list = []
@@ -34,20 +34,25 @@ class Outbox:
 
 
 class World:
-    """A client between fake tokenizers and a fake scheduler."""
+    """An engine client between a fake tokenizer, detokenizer and scheduler."""
 
     def __init__(self, tokenizers: int = 1, **limits_changed: object) -> None:
         limits = Limits(**{"max_queued_reqs": 100, **limits_changed})
         self.tokenizers = [Outbox() for _ in range(tokenizers)]
-        self.scheduler = Outbox()
-        tokenizing = [box.send for box in self.tokenizers]
-        self.client = EngineClient(tokenizing, self.scheduler.send, limits, Metrics("m"))
+        self.detokenizer, self.scheduler = Outbox(), Outbox()
+        self.client = EngineClient(
+            [box.send for box in self.tokenizers],
+            self.detokenizer.send,
+            self.scheduler.send,
+            limits,
+            Metrics("m"),
+        )
 
     def answer(self, ids: bytes = b"\x01\0\0\0", error: str | None = None) -> None:
-        """All questions to the tokenizers."""
+        """Answer every request to the tokenizers."""
         for box in self.tokenizers:
             for message in box.sent:
-                self.client.receive_answer(
+                self.client.receive_tokenize_result(
                     TokenizeResult(
                         uid=message.uid, token_ids=ids if error is None else b"", error=error
                     )
@@ -67,9 +72,9 @@ class World:
         return (
             not client.open_generations
             and not client.open_choices
-            and not client._questions
-            and not client._asked
-            and not any(client._outstanding)
+            and not client._tokenizers._waiting
+            and not client._tokenizers._sent
+            and not any(client._tokenizers._outstanding_bytes)
             and client.queued == 0
             and client.queued_tokens == 0
         )

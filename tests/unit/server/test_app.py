@@ -1,11 +1,13 @@
-"""The routes and layers over ASGI, without any process."""
+"""The application with its middleware over ASGI, without any other process."""
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,13 +16,15 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import AddReq, Ready
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
+from minisgl.server.auth import key_hashes
 from minisgl.server.lifecycle import Lifecycle
+from minisgl.server.middleware import DOCS_PATHS
 from minisgl.server.response import ResponseWriter
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
 class FakeService:
-    """A ready service whose engine is a `World`."""
+    """A ready service with a `World` in place of the worker processes."""
 
     def __init__(self, world: World, config: ServerConfig = CONFIG) -> None:
         self.config = config
@@ -33,9 +37,12 @@ class FakeService:
     def stuck(self) -> bool:
         return self.hangs
 
+    def stalled(self) -> bool:
+        return self.hangs
+
 
 async def answer_all(world: World) -> None:
-    """Tokenize everything, and answer each request by two texts."""
+    """Answer every tokenize request, and each AddReq with two updates."""
     done: set[int] = set()
     while True:
         await asyncio.sleep(0)
@@ -48,10 +55,12 @@ async def answer_all(world: World) -> None:
                 world.update(message.uid, "llo", completion_tokens=2, finish=FinishReason.LENGTH)
 
 
-def call(method: str, path: str, hangs: bool = False, **options: Any) -> httpx.Response:
+def call(
+    method: str, path: str, hangs: bool = False, config: ServerConfig = CONFIG, **options: Any
+) -> httpx.Response:
     async def main() -> httpx.Response:
         world = World()
-        service = FakeService(world)
+        service = FakeService(world, config)
         service.hangs = hangs
         engine = asyncio.create_task(answer_all(world))
         transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
@@ -64,8 +73,8 @@ def call(method: str, path: str, hangs: bool = False, **options: Any) -> httpx.R
     return asyncio.run(main())
 
 
-def test_body_that_the_end_of_the_server_cuts_off_is_told_to_come_again() -> None:
-    """A drain does not wait for it; uvicorn cancelled it, with a traceback and a plain 500."""
+def test_incomplete_body_at_the_end_of_the_server_is_a_503_with_retry_after() -> None:
+    """A drain does not wait for such a body: uvicorn cancels its handler."""
 
     async def main() -> list[Any]:
         parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
@@ -95,8 +104,8 @@ def test_body_that_the_end_of_the_server_cuts_off_is_told_to_come_again() -> Non
     assert json.loads(body["body"])["error"]["code"] == "not_ready"
 
 
-def test_questions_wait_in_the_queue_of_calls_and_no_longer() -> None:
-    """Any number of them waited for the tokenizers, for ever."""
+def test_tokenize_requests_count_in_the_queue_and_have_its_time_limit() -> None:
+    """Any number of them waited for the tokenizers, without a time limit."""
 
     async def main() -> list[str]:
         world = World(max_queued_reqs=1)
@@ -116,7 +125,7 @@ def test_questions_wait_in_the_queue_of_calls_and_no_longer() -> None:
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """The parsed events, with [DONE] as it is."""
+    """The events, parsed, except [DONE]."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     blocks = answer.text.split("\n\n")
     assert blocks[-1] == ""
@@ -190,7 +199,7 @@ def test_completions_stream_echoes_each_prompt() -> None:
 
 
 def test_echo_alone_streams_the_prompt_ids_too() -> None:
-    """Nothing but the echo came where no token was asked for; the whole answer had the ids."""
+    """The stream of a call with max_tokens 0 lacked the ids that the whole answer had."""
     body = {"model": "m", "prompt": "a", "echo": True, "max_tokens": 0, "return_token_ids": True}
     (whole,) = call("POST", "/v1/completions", json=body).json()["choices"]
     assert (whole["prompt_token_ids"], whole["token_ids"]) == ([1], [])
@@ -229,7 +238,6 @@ def test_probes(path: str, hangs: bool, status: int) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/", 404, "not_found"),
-        ("GET", "/docs", 404, "not_found"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("PUT", "/v1/models", 405, "method_not_allowed"),
         ("TRACE", "/livez", 405, "method_not_allowed"),
@@ -240,6 +248,48 @@ def test_other_paths_and_methods_have_nested_errors(
 ) -> None:
     answer = call(method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+KEYED = msgspec.structs.replace(CONFIG, api_key_hashes=key_hashes(["sesame"], None))
+
+
+def test_docs_page_needs_no_key_and_its_document_does() -> None:
+    for path in DOCS_PATHS:
+        answer = call("GET", path, config=KEYED)
+        assert answer.status_code == 200, path
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert call("GET", "/openapi.json", config=KEYED).status_code == 401
+    headers = {"authorization": "Bearer sesame"}
+    document = call("GET", "/openapi.json", config=KEYED, headers=headers).json()
+    operations = [o for path in document["paths"].values() for o in path.values()]
+    ids = [operation["operationId"] for operation in operations]
+    assert len(set(ids)) == len(ids) == 14
+
+
+def test_docs_page_loads_only_its_own_files() -> None:
+    page = call("GET", "/docs").text
+    loaded = set(re.findall(r'(?:src|href)="([^"]*)"', page))
+    assert loaded == {path.removeprefix("/") for path in DOCS_PATHS - {"/docs"}} | {"data:,"}
+    assert call("GET", "/docs/NOTICE").status_code == 404
+    assert call("GET", "/docs/..%2fapp.py").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/abort%0A", "/docs%0A", "/livez%0A", "/v1/models/m%0A", "/livez/", "/v1/models%0A"]
+)
+def test_paths_match_to_the_last_character(path: str) -> None:
+    """The pattern of a route ends in `$`, which a newline may follow."""
+    for method in ("GET", "POST"):
+        answer = call(method, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_answer_to_a_wrong_method_lists_the_right_ones() -> None:
+    assert call("POST", "/v1/models").headers["allow"].split(", ") in (
+        ["GET", "HEAD"],
+        ["HEAD", "GET"],
+    )
+    assert call("HEAD", "/v1/completions").headers["allow"] == "POST"
 
 
 def test_model_ids_may_have_slashes() -> None:

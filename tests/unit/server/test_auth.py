@@ -1,4 +1,4 @@
-"""Keys: who gets in, what stays closed, and what the refusals look like."""
+"""Keys: valid ones, closed paths, and the form of the refusals."""
 
 import asyncio
 from pathlib import Path
@@ -36,13 +36,13 @@ def get(path: str, key: str | bytes | None, config: ServerConfig = KEYED, **more
 
 @pytest.mark.parametrize("key", ["användare", "second", "voilà", "root", " second  "])
 def test_each_key_opens_the_models(key: str) -> None:
-    """The last byte of an à was taken for a space, as it is one in latin-1."""
+    """The last byte of an à in UTF-8 is a space in latin-1, and was stripped."""
     assert get("/v1/models", key).status_code == 200
 
 
 @pytest.mark.parametrize("key", [None, "", "x", "secon", "second2", b"\xff\xfe", "a" * 5000])
 @pytest.mark.parametrize("path", ["/v1/models", "/openapi.json", "/nowhere", "/server_info"])
-def test_no_other_key_opens_anything(path: str, key: str | bytes | None) -> None:
+def test_wrong_key_is_refused_on_every_path(path: str, key: str | bytes | None) -> None:
     answer = get(path, key)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -64,19 +64,19 @@ def test_admin_routes_are_closed_without_an_admin_key_and_to_other_keys() -> Non
 
 @pytest.mark.parametrize("end", ["%0A", "%0D%0A", "%00", "%20", "/", ";", "%2F", "%3F", "#%0A"])
 @pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
-def test_no_other_spelling_of_an_admin_route_opens_it(path: str, end: str) -> None:
-    """The router took /abort%0A for /abort, which to `Auth` was a path like any other."""
+def test_other_spellings_of_an_admin_path_are_closed(path: str, end: str) -> None:
+    """The router took /abort%0A for /abort, and `Auth` took it for an open path."""
     for config in (KEYED, CONFIG):
         assert get(path + end, "second", config).status_code in (401, 403, 404)
 
 
-def test_a_forged_host_header_opens_nothing() -> None:
-    """CVE-2026-48710: a path made of headers is not the one that is routed."""
+def test_forged_host_header_opens_no_path() -> None:
+    """CVE-2026-48710: a path made from headers differs from the path that is routed."""
     for host in ("x/livez?", "x/health#", "/livez"):
         assert get("/v1/models", None, host=host).status_code == 401
 
 
-def test_server_info_tells_no_path_and_no_key() -> None:
+def test_server_info_contains_no_path_and_no_key() -> None:
     text = get("/server_info", "root").text
     assert "model_path" not in text
     assert "hash" not in text

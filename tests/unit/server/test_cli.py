@@ -1,4 +1,4 @@
-"""Flags and environment to one complete configuration."""
+"""Flags and environment become one complete configuration."""
 
 from pathlib import Path
 
@@ -10,10 +10,13 @@ from minisgl.server.cli import build_parser, resolve
 
 
 def config(*flags: str, **environ: str) -> ServerConfig:
-    return resolve(flags, environ, lambda name, revision: f"/models/{name}", lambda: Path("/demo"))
+    def find(name: str, revision: str | None, weights: bool) -> str:
+        return f"/models/{name}" if weights else f"/without-weights/{name}"
+
+    return resolve(flags, environ, find, lambda: Path("/demo"))
 
 
-def test_no_flags_serve_the_demo_on_loopback() -> None:
+def test_without_flags_the_demo_is_served_on_loopback() -> None:
     found = config()
     assert (found.host, found.port) == ("127.0.0.1", 1919)
     assert found.served_names == ("minisgl-demo",)
@@ -28,7 +31,7 @@ def test_flag_names_of_mini_sglang_mean_the_same() -> None:
         *("--num-pages", "99", "--page-size", "32", "--attn", "torch", "--cache", "naive"),
     )
     engine = found.engine
-    assert engine.model_path == "/models/org/name"
+    assert engine.model_path == "/without-weights/org/name", "random weights need no weights"
     assert (engine.tp_size, engine.max_running_reqs, engine.max_seq_len) == (2, 8, 512)
     assert (engine.memory_ratio, engine.dummy_weight, engine.cuda_graph_max_bs) == (0.5, True, 0)
     assert (engine.num_pages, engine.page_size, engine.attention_backend) == (99, 32, "torch")
@@ -36,14 +39,14 @@ def test_flag_names_of_mini_sglang_mean_the_same() -> None:
     assert (found.num_tokenizers, found.served_names) == (3, ("org/name",))
 
 
-def test_what_an_image_says_of_itself() -> None:
+def test_settings_of_an_image_come_from_the_environment() -> None:
     found = config(MINISGL_COMMIT="abc", MINISGL_KERNEL_CACHE="/kernels")
     assert (found.commit, found.engine.kernel_cache) == ("abc", "/kernels")
     assert config("--kernel-cache", "/own", MINISGL_KERNEL_CACHE="/k").engine.kernel_cache == "/own"
 
 
 def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
-    """mini-sglang told every client the path on the server's disk."""
+    """mini-sglang sent the path on the server's disk to every client."""
     assert config("--model", str(tmp_path)).served_names == (tmp_path.name,)
 
 
@@ -73,23 +76,34 @@ def test_wrong_flag_is_one_line(
     assert len(error.strip().splitlines()) == 1
 
 
+def test_flags_of_earlier_versions_are_obeyed_or_ignored_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = ("--max-n", "4", "--max-prompts", "9", "--max-stop-strings", "2")
+    assert config(*old).limits.max_choices == 4
+    assert config(*old, "--max-choices", "3").limits.max_choices == 3
+    for name in old[::2]:
+        assert f"the flag {name} has been replaced" in caplog.text
+    assert "--max-n" not in build_parser().format_help()
+
+
 def test_page_size_is_a_power_of_two() -> None:
     with pytest.raises(ConfigError, match="page_size 12 is not a power of two"):
         config("--page-size", "12")
 
 
 def test_certificate_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
-    """It was a traceback of the API process that named no file."""
+    """It was a traceback of the API process without the name of a file."""
     paths = certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     flags = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
     for text in ("", "no PEM"):
-        with pytest.raises(ConfigError, match=f"{certificate} and {key} are no certificate"):
+        with pytest.raises(ConfigError, match=f"{certificate} and {key} are not a certificate"):
             config(*flags)
         for path in paths:
             path.write_text(text)
 
 
-def test_environment_switches_overlap_off_and_is_checked() -> None:
+def test_environment_can_switch_overlap_off_and_is_checked() -> None:
     assert not config(MINISGL_DISABLE_OVERLAP_SCHEDULING="1").scheduler.overlap
     with pytest.raises(ConfigError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING"):
         config(MINISGL_DISABLE_OVERLAP_SCHEDULING="maybe")

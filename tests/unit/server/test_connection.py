@@ -1,4 +1,4 @@
-"""The HTTP protocol of a connection, fed what the reads of its socket would bring."""
+"""The HTTP protocol of a connection, driven by the bytes that a socket would deliver."""
 
 import asyncio
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ POST = b"POST /path HTTP/1.1\r\nhost: x\r\n"
 
 
 class Wire(asyncio.Transport):
-    """Keeps what is written."""
+    """Keeps the written bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Wire(asyncio.Transport):
         self._closing = True
 
     def pause_reading(self) -> None:
-        """There is no reading."""
+        """Does nothing: the test delivers the bytes."""
 
     def resume_reading(self) -> None:
-        """There is no reading."""
+        """Does nothing: the test delivers the bytes."""
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with path, names of further headers, and body."""
+    """Responds with the path, the names of other headers, and the body."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -59,7 +59,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def answers(parts: Iterable[bytes]) -> bytes:
-    """What is written when these parts come one by one, each as soon as nothing else is to do."""
+    """The bytes written if these parts arrive one by one, each when the loop is idle."""
 
     async def feed() -> bytes:
         protocol = limited_protocol(Limits(max_head_bytes=MOST), lambda name: None, lambda: False)
@@ -72,7 +72,7 @@ def answers(parts: Iterable[bytes]) -> bytes:
             before = b"?"
             while wire.written != before:
                 before = wire.written
-                for _ in range(10):  # rounds of the loop, more than one answer takes
+                for _ in range(10):  # more turns of the loop than a response needs
                     await asyncio.sleep(0)
         connection.connection_lost(None)
         return wire.written
@@ -85,8 +85,8 @@ def in_two(data: bytes) -> list[tuple[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
-def test_offer_of_another_protocol_is_passed_over_however_it_comes(name: bytes) -> None:
-    """Cut off by the end of a packet it was not seen, and the body was taken for HTTP/2."""
+def test_upgrade_header_is_ignored_in_any_split(name: bytes) -> None:
+    """A header cut by the end of a packet was not found, and the body was taken for HTTP/2."""
     offer = name + b": h2c\r\nUser-Agent: u\r\nConnection: Upgrade, HTTP2-Settings\r\n"
     request = POST + offer + b"content-length: 4\r\n\r\nbody"
     for parts in (*in_two(request), [request[i : i + 1] for i in range(len(request))]):
@@ -111,7 +111,7 @@ def test_head_in_parts_is_bounded(start: bytes) -> None:
 )
 @pytest.mark.parametrize("short", range(5))
 def test_largest_head_may_have_a_body(kind: bytes, body: bytes, short: int) -> None:
-    """The first bytes of the body counted as head until some of them were the body's own."""
+    """The first bytes of the body counted as part of the head."""
     start = POST + kind + b"\r\nx: "
     head = start + b"y" * (MOST - len(start) - 4 - short) + b"\r\n\r\n"
     for parts in ([head, body], [head + body]):
@@ -120,7 +120,7 @@ def test_largest_head_may_have_a_body(kind: bytes, body: bytes, short: int) -> N
 
 @pytest.mark.parametrize("trailer", [b"a: b\r\n", b"a"])
 def test_trailers_are_bounded(trailer: bytes) -> None:
-    """20 MB of them took 420 MB for as long as the body was waited for."""
+    """20 MB of trailers took 420 MB of memory until the end of the body."""
     chunked = POST + b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n"
     many = chunked + b"a: b\r\n" + trailer * 2 * MOST
     assert answers([chunked + b"a: b\r\n\r\n"]).endswith(b"/path body")

@@ -1,4 +1,4 @@
-"""Every request is forgotten wholly when it ends, whichever way it ends (W26)."""
+"""EngineClient forgets every request completely, however the request ends (W26)."""
 
 import asyncio
 import json
@@ -15,22 +15,21 @@ from minisgl.core import (
     Overloaded,
     RequestError,
 )
-from minisgl.message.messages import AbortReq, AddReq
+from minisgl.message.messages import AbortReq, AddReq, StartText
+from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.handler import start, unless_disconnected
-from minisgl.server.params import CHAT, COMPLETIONS
-from minisgl.server.requests import GenerateRequest, RequestReader
-from minisgl.server.response import ResponseWriter
-from minisgl.server.stream import KEEP_ALIVE, events
+from minisgl.server.protocol.requests import CHAT, COMPLETIONS
+from minisgl.server.response import KEEP_ALIVE, ResponseWriter, events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
 def request(body: bytes = b'{"model":"m","prompt":"hi"}') -> GenerateRequest:
-    return RequestReader(CONFIG).read(COMPLETIONS, body, FACTS)
+    return RequestConverter(CONFIG).read(COMPLETIONS, body, FACTS)
 
 
 def run(main: Callable[[World], Coroutine[object, object, None]], **options: float) -> World:
-    """Run one scenario in a fresh loop."""
+    """Run one scenario in a new event loop."""
 
     async def scenario() -> World:
         world = World(**options)
@@ -56,7 +55,7 @@ def test_answered_request_leaves_nothing() -> None:
         world.update(add.uid, "he")
         generation = await task
         world.update(add.uid, "llo", finish=FinishReason.LENGTH)
-        await generation.until(generation.finished)
+        await generation.wait_until(generation.finished)
         assert generation.choices[0].take() == ("hello", None)
         world.client.close(generation)
         world.client.close(generation)
@@ -81,7 +80,7 @@ def test_cancelled_request_leaves_nothing_and_is_aborted_once(stage: str) -> Non
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        world.answer()  # comes too late
+        world.answer()  # Too late.
         aborts = [m for m in world.scheduler.sent if isinstance(m, AbortReq)]
         assert len(aborts) == (stage != "tokenizing")
         for add in world.scheduler.sent[:1]:
@@ -90,8 +89,8 @@ def test_cancelled_request_leaves_nothing_and_is_aborted_once(stage: str) -> Non
     assert run(main).is_empty
 
 
-def test_reasoning_that_is_cut_off_counts_whole() -> None:
-    """The last token of a cut thought may give no text: its update brings nothing but the count."""
+def test_every_token_of_cut_off_reasoning_counts() -> None:
+    """The last token of cut off reasoning may have no text; its update has only a new count."""
 
     async def main(world: World) -> None:
         task = asyncio.create_task(start(world.client, request(), FACTS))
@@ -110,11 +109,13 @@ def test_reasoning_that_is_cut_off_counts_whole() -> None:
     assert run(main).is_empty
 
 
-def test_reasoning_and_answer_of_one_wake_up_leave_in_two_deltas() -> None:
-    """Clients do `if delta.reasoning_content: ... else: answer += delta.content`, which loses text
-    where two steps have come together and one delta holds both."""
+def test_reasoning_and_answer_that_arrive_together_leave_in_two_deltas() -> None:
+    """Clients do `if delta.reasoning_content: ... else: answer += delta.content`.
+
+    They would lose text if one delta had both.
+    """
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "return_token_ids": True}
-    call = RequestReader(CONFIG).read(CHAT, json.dumps(body).encode(), FACTS)
+    call = RequestConverter(CONFIG).read(CHAT, json.dumps(body).encode(), FACTS)
 
     async def main(world: World) -> None:
         generation = world.client.open(1)
@@ -136,7 +137,7 @@ def test_reasoning_and_answer_of_one_wake_up_leave_in_two_deltas() -> None:
     assert run(main).is_empty
 
 
-def test_stop_string_is_told_to_the_scheduler() -> None:
+def test_stop_string_aborts_the_request_in_the_scheduler() -> None:
     async def main(world: World) -> None:
         task = asyncio.create_task(start(world.client, request(), FACTS))
         await settle()
@@ -164,7 +165,7 @@ def test_tokenizer_error_is_a_400_and_leaves_nothing() -> None:
 
 
 def test_failed_engine_ends_every_call() -> None:
-    """W27: when the receiver dies, nobody may wait for ever."""
+    """W27: no call may wait for ever when the receiver of the messages fails."""
 
     async def main(world: World) -> None:
         tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(3)]
@@ -191,6 +192,26 @@ def test_queue_is_bounded_until_the_first_output() -> None:
         world.client.close(second)
 
     assert run(main, max_queued_reqs=2).is_empty
+
+
+def test_text_options_are_sent_before_their_request() -> None:
+    """The detokenizer lets a step wait for the text options of the requests in it."""
+
+    async def main(world: World) -> None:
+        sent: list[StartText | AddReq] = []
+        world.client._to_detokenizer = world.client._to_scheduler = sent.append
+        body = b'{"model":"m","prompt":[[1,2],[3,4,5]],"n":2,"stop":"x"}'
+        task = asyncio.create_task(start(world.client, request(body), FACTS))
+        await settle()
+        assert [type(message) for message in sent] == [StartText, AddReq] * 4
+        starts, adds = sent[::2], sent[1::2]
+        assert [message.uid for message in starts] == [message.uid for message in adds]
+        assert [message.options.prompt_tail for message in starts] == [[1, 2]] * 2 + [[3, 4, 5]] * 2
+        assert all(message.options.stop == ["x"] for message in starts)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    assert run(main).is_empty
 
 
 def test_siblings_draw_by_different_seeds() -> None:
@@ -252,7 +273,7 @@ def test_each_call_of_a_burst_is_submitted_before_the_next_begins() -> None:
 
 
 @pytest.mark.parametrize("fault", [TimeoutError, ValueError])
-def test_errors_of_the_work_are_not_taken_for_a_disconnect(fault: type[Exception]) -> None:
+def test_an_error_of_the_work_is_no_disconnect(fault: type[Exception]) -> None:
     async def main(world: World) -> None:
         async def receive() -> dict[str, str]:
             await asyncio.Event().wait()
@@ -268,7 +289,7 @@ def test_errors_of_the_work_are_not_taken_for_a_disconnect(fault: type[Exception
     assert run(main).is_empty
 
 
-def test_a_client_that_can_no_longer_be_heard_is_gone() -> None:
+def test_a_failing_receive_counts_as_a_disconnect() -> None:
     async def main(world: World) -> None:
         async def receive() -> dict[str, str]:
             raise OSError
@@ -280,7 +301,7 @@ def test_a_client_that_can_no_longer_be_heard_is_gone() -> None:
     assert run(main).is_empty
 
 
-def test_who_gives_no_seed_gets_a_fresh_one_each_time() -> None:
+def test_every_choice_without_a_seed_gets_a_random_one() -> None:
     async def main(world: World) -> None:
         body = b'{"model":"m","prompt":"hi","n":2}'
         task = asyncio.create_task(start(world.client, request(body), FACTS))
@@ -301,9 +322,9 @@ def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
         call = request(b'{"model":"m","prompt":"hi","stream":true}')
         generation = world.client.open(1)
         stream = events(generation, ResponseWriter(call))
-        world.client.beat()
+        world.client.send_keep_alives()
         assert await anext(stream) == KEEP_ALIVE
-        world.client.beat()
+        world.client.send_keep_alives()
         world.update(generation.choices[0].uid, "he")
         assert b'"text":"he"' in await anext(stream)
         world.finish(generation.choices[0].uid)
@@ -313,11 +334,11 @@ def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
     assert run(main).is_empty
 
 
-def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_never_is() -> None:
+def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_is_not() -> None:
     async def main(world: World) -> None:
         first = asyncio.create_task(start(world.client, request(), FACTS))
         await settle()
-        world.answer(b"\1\0\0\0" * 9)  # more than the limit, but nothing else is queued
+        world.answer(b"\1\0\0\0" * 9)  # More than the limit, but nothing else is queued.
         await settle()
         assert world.client.queued_tokens == 9
         second = asyncio.create_task(start(world.client, request(), FACTS))
@@ -332,8 +353,8 @@ def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_never_is() -> None
 
 
 @pytest.mark.parametrize("prompt", [b'[1,2,3,4,5],"n":2', b"[[1,2],[3,4],[5,6]]"])
-def test_call_of_several_answers_is_not_refused_for_its_own_tokens(prompt: bytes) -> None:
-    """It was told to try again, for ever: its first prompt filled the queue for its others."""
+def test_call_with_several_choices_is_not_refused_for_its_own_tokens(prompt: bytes) -> None:
+    """Every retry was refused: its first prompt filled the queue before its other prompts."""
 
     async def main(world: World) -> None:
         body = b'{"model":"m","prompt":%s}' % prompt

@@ -1,30 +1,30 @@
-"""MINISGL_* variables: known, unknown, and injected by Kubernetes."""
+"""MINISGL_* variables: known ones, unknown ones, and those that Kubernetes injects."""
 
 import logging
 
 import pytest
 
 from minisgl.core import ConfigError
-from minisgl.server.env import read_env
+from minisgl.server.cli import read_env
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("1", True), ("true", True), ("0", False), ("", False)]
 )
-def test_flag_is_parsed(text: str, value: bool) -> None:
+def test_switch_is_parsed(text: str, value: bool) -> None:
     found = read_env({"MINISGL_DISABLE_OVERLAP_SCHEDULING": text})
     assert found.disable_overlap_scheduling is value
 
 
 def test_bad_value_names_the_variable() -> None:
-    """mini-sglang ignored bad values in silence."""
+    """mini-sglang ignored bad values without a message."""
     with pytest.raises(ConfigError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING"):
         read_env({"MINISGL_DISABLE_OVERLAP_SCHEDULING": "2"})
 
 
 @pytest.mark.parametrize("text", ["", " "])
-def test_an_empty_key_is_not_no_key(text: str) -> None:
-    """`resolve` refuses it: the Secret of a server that should be closed may be empty."""
+def test_empty_key_is_kept_so_that_it_is_refused(text: str) -> None:
+    """An empty Secret must not open a server that should be closed."""
     assert read_env({"MINISGL_API_KEY": text}).api_key == ""
     assert read_env({}).api_key is None
 
@@ -38,7 +38,7 @@ def test_unknown_variable_warns(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "name", ["MINISGL_PORT", "MINISGL_PORT_1919_TCP", "MINISGL_SERVICE_HOST", "OTHER"]
 )
-def test_injected_variables_are_passed_over_in_silence(
+def test_injected_variables_are_ignored_without_a_warning(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

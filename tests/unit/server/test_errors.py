@@ -1,6 +1,7 @@
-"""One table from error class to answer."""
+"""The status of each error class, and the drawing of the tree."""
 
 import json
+import re
 
 import pytest
 
@@ -14,6 +15,7 @@ from minisgl.core import (
     Unsupported,
     errors,
 )
+from minisgl.server import errors as server_errors
 from minisgl.server.errors import EngineFailure, NotReady, error_reply
 
 
@@ -43,6 +45,16 @@ def test_every_error_of_the_tree_has_an_answer() -> None:
     for kind in kinds:
         assert issubclass(kind, MinisglError)
         assert 400 <= error_reply(kind("m")).status < 600
+
+
+def test_drawing_of_the_tree_is_the_tree() -> None:
+    def children(kind: type[Exception]) -> list[str]:
+        below = [one for one in kind.__subclasses__() if one.__module__ in modules]
+        return [kind.__name__, *(name for one in below for name in children(one))]
+
+    modules = {errors.__name__, server_errors.__name__}
+    drawn = re.findall(r"^ +(?:- )?(\w+)(?: {2,}.*)?$", errors.__doc__ or "", re.MULTILINE)
+    assert sorted(drawn) == sorted(children(MinisglError))
 
 
 def test_only_request_errors_show_their_text() -> None:

@@ -1,4 +1,4 @@
-"""What the launcher needs before it starts anything, and what it takes for a second signal."""
+"""Start-up errors of the launcher, and signals that count as a second one."""
 
 import signal
 import tempfile
@@ -13,8 +13,10 @@ from minisgl.utils.supervise import Child, Supervisor
 from tests.unit.server.fakes import CONFIG
 
 
-def test_no_room_for_sockets_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As where the root file system is read-only and no /tmp is mounted: it was a traceback."""
+def test_unwritable_socket_folder_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A read-only root file system without a mounted /tmp led to a traceback."""
     monkeypatch.setattr(launch, "setup_logging", lambda *words: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="no folder for the sockets can be made"):
@@ -22,15 +24,15 @@ def test_no_room_for_sockets_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
-def test_host_that_cannot_be_one_is_one_line(host: str) -> None:
-    """Names that no resolver is asked for are a UnicodeError."""
+def test_invalid_host_name_is_one_line(host: str) -> None:
+    """getaddrinfo raises a UnicodeError for these names."""
     with pytest.raises(ConfigError, match="cannot listen on"):
         launch._bind(host, 0)
 
 
-def test_terminal_that_closes_is_never_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its shell hangs up, and the kernel once more when the shell has ended, later than 0.2 s with
-    an EXIT trap of 1 s: that cut all answers. So did a terminal closed after Ctrl-C."""
+def test_repeated_sighup_does_not_end_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that closes sends SIGHUP from its shell, and again from the kernel at the end of
+    the shell, possibly seconds later. The second one cut all answers."""
     monkeypatch.setattr(launch, "_SAME_SIGNAL_S", 0.0)
     spec = ChildSpec(role="", index=0, parent_pid=0, socket_dir="", reason_fd=-1, config=CONFIG)
     sent: list[int] = []

@@ -1,4 +1,4 @@
-"""When requests are accepted, and what counts as a hang."""
+"""Phases that accept requests, and the detection of hung and stalled workers."""
 
 import pytest
 
@@ -31,21 +31,43 @@ def test_grace_accepts_and_draining_refuses() -> None:
         lifecycle.require_accepting(kept=True)
 
 
-def test_who_is_silent_hangs_but_not_who_is_busy_or_idle() -> None:
-    pulse = Watchdog(10.0)
-    pulse.heard("tokenizer-0", 0.0)
-    assert pulse.hanging(1000.0) is None, "nothing is expected"
-    assert pulse.expect("tokenizer-0", 1000.0)
-    assert not pulse.expect("tokenizer-0", 1001.0), "one question at a time"
-    pulse.heard("tokenizer-0", 1009.0)  # an answer to something before the ping
-    assert pulse.hanging(1018.0) is None
-    assert pulse.hanging(1019.5) == "tokenizer-0"
-    pulse.satisfied("tokenizer-0")
-    assert pulse.hanging(2000.0) is None
-    assert pulse.expect("tokenizer-0", 2000.0)
+def test_silent_worker_hangs_and_busy_or_idle_worker_does_not() -> None:
+    watchdog = Watchdog(10.0)
+    watchdog.heard("tokenizer-0", 0.0)
+    assert watchdog.hanging(1000.0) is None, "nothing is expected"
+    assert watchdog.expect("tokenizer-0", 1000.0)
+    assert not watchdog.expect("tokenizer-0", 1001.0), "one ping at a time"
+    watchdog.heard("tokenizer-0", 1009.0)  # the result of a request before the ping
+    assert watchdog.hanging(1018.0) is None
+    assert watchdog.hanging(1019.5) == "tokenizer-0"
+    watchdog.satisfied("tokenizer-0")
+    assert watchdog.hanging(2000.0) is None
+    assert watchdog.expect("tokenizer-0", 2000.0)
 
 
-def test_zero_switches_the_watch_off() -> None:
+def test_step_timeout_zero_never_hangs_and_still_stalls() -> None:
     never = Watchdog(0.0)
-    never.expect("detokenizer", 0.0)
+    never.expect("scheduler", 0.0)
     assert never.hanging(1e9) is None
+    assert never.stalled("scheduler", 1e9)
+
+
+def test_worker_stalls_after_seconds_of_silence_and_recovers_with_a_message() -> None:
+    watchdog = Watchdog(60.0)
+    assert not watchdog.stalled("scheduler", 100.0), "nothing is expected"
+    watchdog.expect("scheduler", 100.0)
+    assert not watchdog.stalled("scheduler", 103.0)
+    assert watchdog.stalled("scheduler", 103.1)
+    assert watchdog.hanging(103.1) is None, "liveness waits for the whole timeout"
+    watchdog.heard("scheduler", 103.2)
+    assert not watchdog.stalled("scheduler", 103.3)
+
+
+def test_server_with_slow_steps_is_not_stalled_by_each_of_them() -> None:
+    watchdog = Watchdog(60.0)
+    watchdog.expect("scheduler", 0.0)
+    watchdog.heard("scheduler", 5.0)
+    assert not watchdog.stalled("scheduler", 14.9), "a step of 9.9 s after one of 5 s"
+    watchdog.heard("scheduler", 45.0)
+    assert not watchdog.stalled("scheduler", 74.9)
+    assert watchdog.stalled("scheduler", 75.1), "half of the timeout, for steps however slow"

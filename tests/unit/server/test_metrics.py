@@ -1,4 +1,4 @@
-"""What is exported, in which form, and what each number counts."""
+"""The form of the scrape, and the events that each metric counts."""
 
 import asyncio
 import itertools
@@ -20,23 +20,24 @@ from minisgl.message.messages import Ready, SchedulerStats, TextUpdate, Tokenize
 from minisgl.server.app import build_app
 from minisgl.server.errors import EngineFailure, NotReady, RanTooLong
 from minisgl.server.lifecycle import Lifecycle, Phase
-from minisgl.server.metrics import KEPT_S, Metrics
-from tests.unit.server.fakes import CONFIG, FACTS, World
+from minisgl.server.metrics import CACHED_S, Metrics
+from tests.unit.server.fakes import FACTS, World
+from tests.unit.server.test_app import FakeService
 
 TABLE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
-Now = tuple[Phase, bool, int]  # what a scrape is told: phase, stuck, open choices
+Now = tuple[Phase, bool, int]  # arguments of a scrape: phase, is_stalled, open choices
 READY: Now = (Phase.READY, False, 0)
 
 
 def values(families: Iterable[Metric]) -> dict[str, float]:
-    """Value by name and labels, as Prometheus writes them."""
+    """The values by name and labels."""
     found = {}
     for family in families:
         for sample in family.samples:
             labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
             name = f"{sample.name}{{{labels}}}"
-            assert name not in found, f"{name} is there twice"
+            assert name not in found, f"{name} occurs twice"
             found[name] = sample.value
     return found
 
@@ -46,7 +47,7 @@ def scraped(metrics: Metrics, now: Now = READY) -> dict[str, float]:
 
 
 def filled() -> Metrics:
-    """Metrics with something in each kind of series, and a model's name that needs escapes."""
+    """Metrics with a value for each label, and a model name that needs escapes."""
     metrics = Metrics('a "quoted\\" name')
     metrics.on_ready(Ready(role="scheduler", facts=FACTS, startup_s={"load": 1.5}), tp_size=2)
     metrics.on_http("/v1/models/{model_id:path}", "GET", 404)
@@ -59,7 +60,7 @@ def _text(metrics: Metrics) -> str:
 
 
 def exported() -> dict[str, Metric]:
-    """By the names that documentation uses; each has a series."""
+    """The metrics by the names of the documentation."""
     found = parse_text(_text(filled()))
     return {f.name + ("_total" if f.type == "counter" else ""): f for f in found}
 
@@ -79,7 +80,7 @@ def test_both_formats_hold_the_same_series_and_values() -> None:
 
 def test_each_metric_has_type_and_help_and_follows_the_naming_rules() -> None:
     found = exported()
-    assert len(found) == len(list(parse_text(_text(filled())))), "none is there twice"
+    assert len(found) == len(list(parse_text(_text(filled())))), "no name occurs twice"
     for name, family in found.items():
         assert family.documentation.endswith(".")
         assert re.fullmatch(r"(minisgl|process)_[a-z0-9_]+", name)
@@ -89,8 +90,8 @@ def test_each_metric_has_type_and_help_and_follows_the_naming_rules() -> None:
         assert suffixes == ({"_bucket", "_count", "_sum"} if family.type == "histogram" else {""})
 
 
-def test_the_endpoint_picker_finds_one_series_of_each_from_the_start_on() -> None:
-    """It takes the first series of a family, and reads 0 where the type is unknown."""
+def test_endpoint_picker_finds_exactly_one_series_before_the_model_is_loaded() -> None:
+    """It reads the first series of a metric, and takes an unknown type for 0."""
     families = {family.name: family for family in parse_text(_text(Metrics("m")))}
     for name in (
         "minisgl_requests_waiting",
@@ -103,7 +104,7 @@ def test_the_endpoint_picker_finds_one_series_of_each_from_the_start_on() -> Non
         assert [sample.labels for sample in families[name].samples] == [{"model_name": "m"}]
 
 
-def test_promtool_finds_nothing_wrong() -> None:
+def test_promtool_accepts_the_scrape() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip(reason="promtool (Debian package prometheus) is not installed")
@@ -113,7 +114,7 @@ def test_promtool_finds_nothing_wrong() -> None:
 
 
 def test_documented_table_is_what_is_exported() -> None:
-    """docs/operations.md, which dashboards and alerts are made from. Labels: at least those."""
+    """Dashboards and alerts rely on docs/operations.md. A metric may have further labels."""
     rows = ROW.findall(TABLE.read_text(encoding="utf-8"))
     documented = {name: (kind, _labels(labels)) for name, kind, labels in rows}
     families = exported()
@@ -130,7 +131,7 @@ def _labels(cell: str) -> set[str]:
     return {"model_name" if label == "model" else label for label in given}
 
 
-def test_a_text_is_kept_for_a_while_but_not_past_the_answer_to_a_lone_request() -> None:
+def test_scrape_is_cached_unless_at_most_one_request_is_open() -> None:
     time_s = 0.0
     metrics = Metrics("m", clock=lambda: time_s)
     failed = "minisgl_requests_total{model_name=m,outcome=error}"
@@ -140,21 +141,23 @@ def test_a_text_is_kept_for_a_while_but_not_past_the_answer_to_a_lone_request() 
         return scraped(metrics)[failed]
 
     assert (counted(), counted()) == (1, 1)
-    time_s = KEPT_S
+    time_s = CACHED_S
     assert (counted(), counted()) == (3, 3)
     modern, _ = metrics.render(OPENMETRICS, *READY)
-    assert values(parse_openmetrics(modern.decode()))[failed] == 4, "each format has its own text"
+    assert values(parse_openmetrics(modern.decode()))[failed] == 4, (
+        "each format has its own cached scrape"
+    )
     for change, wanted in ((0, 3), (1, 6), (1, 6), (-1, 8), (0, 8), (-1, 10), (0, 10)):
         metrics.on_http_open(change)
         assert counted() == wanted, change
     metrics.on_limit("head_timeout_s")
-    assert counted() == 12, "a connection without a request"
+    assert counted() == 12, "a limit on a connection without a request"
 
 
 @pytest.mark.parametrize(
     "accept", ["application/openmetrics-text;version=x", "text/plain;version="]
 )
-def test_versions_of_formats_that_do_not_exist_get_one_that_does(accept: str) -> None:
+def test_unknown_versions_of_a_format_get_a_known_one(accept: str) -> None:
     assert Metrics("m").render(accept, *READY)[1] in (OPENMETRICS, CONTENT_TYPE_PLAIN_0_0_4)
 
 
@@ -162,7 +165,7 @@ def test_versions_of_formats_that_do_not_exist_get_one_that_does(accept: str) ->
 
 
 def run(scenario, **limits: object) -> dict[str, float]:
-    """Scrape after a scenario of a World, which is a coroutine function."""
+    """Run a coroutine function on a World, and return the scrape after it."""
 
     async def main() -> dict[str, float]:
         world = World(**limits)
@@ -181,7 +184,7 @@ def submitted(world: World, count: int = 1, request_id: str = "r"):
 
 
 def outcomes(found: dict[str, float]) -> dict[str, float]:
-    """Those that are not 0."""
+    """The outcomes that are not 0."""
     pattern = re.compile(r"minisgl_requests_total\{model_name=m,outcome=(\w+)\}")
     return {m[1]: value for name, value in found.items() if (m := pattern.match(name)) and value}
 
@@ -202,7 +205,7 @@ def test_tokens_and_times_of_one_request() -> None:
         update(1, 100.5)
         update(2, 100.53)
         update(4, 100.56)  # the text of the third was held back
-        scraped(metrics)  # whose text is not kept: the client reads its end before the call is over
+        scraped(metrics)  # must not be cached: the client reads the end before the call is closed
         choice.finish = FinishReason.LENGTH
         metrics.on_end(choice)
 
@@ -238,7 +241,7 @@ def test_each_choice_counts_once_by_its_finish(finish: FinishReason) -> None:
     assert outcomes(run(scenario)) == {finish.value: 2}
 
 
-def test_a_call_that_is_given_up_is_aborted_once_and_in_no_latency() -> None:
+def test_closed_call_counts_once_as_aborted_and_in_no_duration() -> None:
     async def scenario(world: World) -> None:
         generation = submitted(world)
         world.update(generation.choices[0].uid)
@@ -253,7 +256,7 @@ def test_a_call_that_is_given_up_is_aborted_once_and_in_no_latency() -> None:
 @pytest.mark.parametrize("kind", [EngineFailure, RanTooLong, Cancelled])
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_calls_ended_by_the_server(kind: type[RequestError], all_of_them: bool) -> None:
-    """Who died of a deadline counted as aborted, so that no alert saw it."""
+    """A call that its deadline ended counted as aborted, so that no alert saw it."""
 
     async def scenario(world: World) -> None:
         generation = submitted(world)
@@ -261,14 +264,16 @@ def test_calls_ended_by_the_server(kind: type[RequestError], all_of_them: bool) 
             world.client.fail_all(kind("x"))
         else:
             world.client.end(generation, kind("x"))
-        world.update(generation.choices[0].uid, "late")  # was on its way, before the handler's turn
+        world.update(
+            generation.choices[0].uid, "late"
+        )  # sent before the end, and received before the close
         world.finish(generation.choices[0].uid)
         world.client.close(generation)
 
     assert outcomes(run(scenario)) == {"abort" if kind is Cancelled else "error": 1}
 
 
-def test_what_the_scheduler_refuses_as_the_clients_fault_is_no_error() -> None:
+def test_refusal_of_an_invalid_request_by_the_scheduler_is_not_an_error() -> None:
     async def scenario(world: World) -> None:
         (choice,) = submitted(world).choices
         world.update(choice.uid, finish=FinishReason.ERROR, error="x", error_kind="PromptTooLong")
@@ -276,13 +281,15 @@ def test_what_the_scheduler_refuses_as_the_clients_fault_is_no_error() -> None:
     assert outcomes(run(scenario)) == {}
 
 
-def test_a_broken_tokenizer_is_an_error() -> None:
+def test_failure_of_the_tokenizer_is_an_error() -> None:
     async def scenario(world: World) -> None:
         prompt = TokenizeText(text="x")
         asking = asyncio.create_task(world.client.tokenize(prompt, "prompt", world.client.open(1)))
         await asyncio.sleep(0)
         (asked,) = world.tokenizers[0].sent
-        world.client.receive_answer(TokenizeResult(uid=asked.uid, error="x", internal=True))
+        world.client.receive_tokenize_result(
+            TokenizeResult(uid=asked.uid, error="x", internal=True)
+        )
         with pytest.raises(EngineFailure):
             await asking
 
@@ -310,7 +317,7 @@ def test_refusals_count_by_reason(error: RequestError, phase: Phase, reason: str
     assert outcomes(found) == ({"rejected": 1} if reason else {})
 
 
-def test_hit_ratio_is_of_the_last_thousand_requests() -> None:
+def test_hit_ratio_covers_the_last_thousand_requests() -> None:
     async def scenario(world: World) -> None:
         for index in range(1500):
             (choice,) = submitted(world).choices
@@ -330,8 +337,8 @@ def stats(**fields: int) -> SchedulerStats:
     return SchedulerStats(busy=True, **(zeros | fields))
 
 
-def test_a_request_waits_until_the_scheduler_says_that_it_runs() -> None:
-    metrics = Metrics("m", clock=itertools.count().__next__)  # each scrape a second later
+def test_request_waits_until_the_stats_of_the_scheduler_count_it_as_running() -> None:
+    metrics = Metrics("m", clock=itertools.count().__next__)  # one second between scrapes
     now = (Phase.READY, False, 5)
 
     def pair(now: Now) -> tuple[float, float]:
@@ -342,11 +349,11 @@ def test_a_request_waits_until_the_scheduler_says_that_it_runs() -> None:
     assert pair(now) == (0, 5)
     metrics.on_stats(stats(running_reqs=3))
     assert pair(now) == (3, 2)
-    assert pair((Phase.READY, False, 1)) == (1, 0), "the rest has ended since"
+    assert pair((Phase.READY, False, 1)) == (1, 0), "the other two have ended since the last stats"
 
 
 @pytest.mark.parametrize(
-    ("phase", "stuck", "ready", "draining"),
+    ("phase", "stalled", "ready", "draining"),
     [
         (Phase.LOADING, False, 0, 0),
         (Phase.READY, False, 1, 0),
@@ -355,27 +362,17 @@ def test_a_request_waits_until_the_scheduler_says_that_it_runs() -> None:
         (Phase.DRAINING, False, 0, 1),
     ],
 )
-def test_ready_and_draining(phase: Phase, stuck: bool, ready: int, draining: int) -> None:
-    found = scraped(Metrics("m"), (phase, stuck, 0))
+def test_ready_and_draining(phase: Phase, stalled: bool, ready: int, draining: int) -> None:
+    found = scraped(Metrics("m"), (phase, stalled, 0))
     assert (found["minisgl_ready{}"], found["minisgl_draining{}"]) == (ready, draining)
 
 
-class _Service:
-    def __init__(self) -> None:
-        self.config = CONFIG
-        self.client = World().client
-        self.lifecycle = Lifecycle(frozenset({"scheduler"}))
-        self.stats = None
-
-    def stuck(self) -> bool:
-        return False
-
-
-def test_http_answers_count_by_the_pattern_of_the_route_while_loading_too() -> None:
-    """A path, method or name that a client makes up adds no series of its own."""
+def test_http_responses_count_by_route_pattern_even_while_loading() -> None:
+    """An unknown path, method or model name adds no series of its own."""
 
     async def main() -> dict[str, float]:
-        service = _Service()
+        service = FakeService(World())
+        service.lifecycle = Lifecycle(frozenset({"scheduler"}))  # still loading
         transport = httpx.ASGITransport(build_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for name in ("a", "b"):

@@ -1,7 +1,6 @@
-"""The document is the validator's own account of itself."""
+"""The OpenAPI document describes what the server accepts and answers."""
 
 import asyncio
-import json
 from typing import Any
 
 import httpx
@@ -10,12 +9,12 @@ import pytest
 
 from minisgl.server import Limits
 from minisgl.server.app import build_app
-from minisgl.server.openapi import document, request_schema
-from minisgl.server.params import CHAT, COMPLETIONS, GENERATE, HARMLESS, NOT_OFFERED, ParamTable
+from minisgl.server.auth import key_hashes
+from minisgl.server.convert import RequestConverter
+from minisgl.server.openapi import component_schemas
+from minisgl.server.protocol.requests import BODIES, IGNORED, UNSUPPORTED
 from tests.unit.server.fakes import CONFIG, World
-from tests.unit.server.test_app import FakeService
-
-TABLE = ParamTable(Limits())
+from tests.unit.server.test_app import FakeService, call
 
 
 def served(path: str) -> httpx.Response:
@@ -27,27 +26,60 @@ def served(path: str) -> httpx.Response:
     return asyncio.run(main())
 
 
-def test_document_is_json_and_each_of_its_routes_exists() -> None:
+def references(value: Any) -> set[str]:
+    """The target of each $ref in a part of the document."""
+    if isinstance(value, dict):
+        found = {value["$ref"]} if "$ref" in value else set()
+        return found.union(*map(references, value.values()))
+    return set().union(*map(references, value)) if isinstance(value, list) else set()
+
+
+def test_document_describes_each_route_and_each_of_its_routes_exists() -> None:
     found = served("/openapi.json").json()
-    assert found == json.loads(
-        msgspec.json.encode(document(ParamTable(Limits(), CONFIG.served_names), False))
-    )
+    assert len(found["paths"]) == 14
     for path, operations in found["paths"].items():
         assert served(path).status_code != 404 or "{" in path
-        for operation in operations.values():
+        for method, operation in operations.items():
+            assert operation["summary"]
             assert {"200", "503"} <= set(operation["responses"]) or path == "/metrics"
+            has_body = method == "post" and path != "/flush_cache"
+            assert ("requestBody" in operation) == has_body
 
 
-@pytest.mark.parametrize("route", [CHAT, COMPLETIONS, GENERATE])
+def test_every_reference_of_the_document_has_a_target() -> None:
+    found = served("/openapi.json").json()
+    schemas = {f"#/components/schemas/{name}" for name in found["components"]["schemas"]}
+    assert references(found) <= schemas
+
+
+@pytest.mark.parametrize("route", BODIES)
 def test_request_schema_names_every_parameter(route: str) -> None:
-    schema: dict[str, Any] = request_schema(TABLE, route)
-    names = set(schema["properties"])
-    assert names == {*TABLE.offered[route], *HARMLESS, *NOT_OFFERED}
+    struct = BODIES[route]
+    schema = component_schemas(RequestConverter(CONFIG))[struct.__name__]
+    assert set(schema["properties"]) == {*struct.__struct_fields__, *IGNORED, *UNSUPPORTED}
     assert schema["additionalProperties"] is False
+    assert "model" in schema["required"]
+
+
+def test_request_schema_has_the_bounds_and_model_names_of_the_server() -> None:
+    limits = Limits(max_messages=5, max_choices=6, max_logprobs=7, max_logit_bias=8)
+    config = msgspec.structs.replace(CONFIG, limits=limits)
+    properties = component_schemas(RequestConverter(config))["ChatBody"]["properties"]
+    assert properties["model"]["enum"] == ["m", "org/m"]
+    assert properties["messages"]["maxItems"] == 5
+    assert properties["n"]["anyOf"][0]["maximum"] == 6
+    assert properties["top_logprobs"]["anyOf"][0]["maximum"] == 7
+    assert properties["logprobs"]["anyOf"][0]["type"] == "boolean"
+    assert properties["logit_bias"]["anyOf"][0]["maxProperties"] == 8
 
 
 def test_keys_are_asked_for_where_they_are_needed() -> None:
-    secured = document(TABLE, has_keys=True)["paths"]
-    assert secured["/v1/models"]["get"]["security"] == [{"key": []}]
-    assert secured["/abort"]["post"]["security"] == [{"admin": []}]
-    assert "security" not in secured["/livez"]["get"]
+    config = msgspec.structs.replace(CONFIG, api_key_hashes=key_hashes(["sesame"], None))
+    headers = {"authorization": "Bearer sesame"}
+    found = call("GET", "/openapi.json", config=config, headers=headers).json()
+    assert found["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
+    assert found["paths"]["/abort"]["post"]["security"] == [{"admin": []}]
+    assert "security" not in found["paths"]["/livez"]["get"]
+    assert set(found["components"]["securitySchemes"]) == {"key", "admin"}
+    without_keys = call("GET", "/openapi.json").json()
+    assert "security" not in without_keys["paths"]["/v1/models"]["get"]

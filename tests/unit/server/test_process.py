@@ -1,4 +1,4 @@
-"""The API process's own tasks: none of them may die unseen."""
+"""ApiServer: the failure of any of its tasks ends the process."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from minisgl.core import SamplingParams, WorkerDied
-from minisgl.message import Sender, endpoint
+from minisgl.message import Sender, TextOptions, endpoint
 from minisgl.message.messages import AddReq, Ready, Shutdown, ToApi
 from minisgl.server.config import ChildSpec
 from minisgl.server.lifecycle import Phase
@@ -30,23 +30,23 @@ def api_server(folder: Path, **changed: object) -> ApiServer:
     return ApiServer(spec)
 
 
-def test_scheduler_hangs_only_over_what_it_was_given(tmp_path: Path) -> None:
-    """While a tokenizer had minutes of work, an idle scheduler was taken for one that hangs."""
+def test_scheduler_without_requests_is_not_hung(tmp_path: Path) -> None:
+    """An idle scheduler was reported as hung while a tokenizer had minutes of work."""
     server = api_server(tmp_path, step_timeout_s=1e-9)
     server.lifecycle.phase = Phase.READY
     (choice,) = server.client.open(1).choices
     assert [server.stuck(), server.stuck()] == [False, False]
     request = AddReq(uid=choice.uid, token_ids=b"", sampling=SamplingParams())
-    server.client.submit(choice, request, 0)
+    server.client.submit(choice, request, TextOptions(), 0)
     assert [server.stuck(), server.stuck()] == [False, True]
 
 
 class _Broken(Exception):
-    """What no handler expects."""
+    """An exception that no handler expects."""
 
 
 def test_dead_receiver_ends_the_process(tmp_path: Path) -> None:
-    """W27: mini-sglang's listener died on any exception, and every client hung from then on."""
+    """W27: any exception ended the listener of mini-sglang, and every later call hung."""
 
     async def main() -> None:
         server = api_server(tmp_path)
@@ -67,7 +67,7 @@ def test_dead_receiver_ends_the_process(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_messages_type_names_match_what_the_scheduler_reads() -> None:
-    """The tags on the wire are the class names; renaming one would break the other end."""
+def test_tags_of_messages_are_their_class_names() -> None:
+    """The tag of a message is its class name, which the receiver looks up."""
     assert AddReq.__struct_config__.tag == "AddReq"
     assert Shutdown.__struct_config__.tag == "Shutdown"

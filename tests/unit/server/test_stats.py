@@ -1,10 +1,10 @@
-"""The scheduler's numbers as series."""
+"""The metrics that are made from the stats of the scheduler."""
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
-from minisgl.server.stats import StatsCollector
+from minisgl.server.metrics import StatsCollector
 from tests.unit.server.test_metrics import stats, values
 
 MIXED = PhaseStats(
@@ -24,7 +24,7 @@ def collected(collector: StatsCollector) -> dict[str, float]:
     return values(registry.collect())
 
 
-def test_buckets_count_what_is_not_above_them() -> None:
+def test_buckets_are_cumulative() -> None:
     collector = StatsCollector("m")
     collector.latest = msgspec.structs.replace(stats(), phases={"mixed": MIXED})
     found = collected(collector)
@@ -46,7 +46,7 @@ def test_buckets_count_what_is_not_above_them() -> None:
     assert passes == [4, 3]
 
 
-def test_every_series_is_there_before_the_scheduler_is() -> None:
+def test_every_series_exists_before_the_first_stats() -> None:
     before, after = StatsCollector("m"), StatsCollector("m")
     after.latest = msgspec.structs.replace(stats(step_id=1), phases={"mixed": MIXED})
     assert set(collected(before).values()) == {0}

@@ -1,4 +1,4 @@
-"""Where the shell's client looks for a server."""
+"""The shell's client: addresses, keys, and streams that break off."""
 
 import socket
 import threading
@@ -19,14 +19,14 @@ from minisgl.shell import ChatClient, ServerError
         "",
     ],
 )
-def test_what_is_no_address_is_said(url: str) -> None:
-    """It spoke HTTP to port 80 for an https address, or ended in a traceback."""
-    with pytest.raises(ServerError, match="is no address"):
+def test_wrong_address_is_a_message(url: str) -> None:
+    """An https address was taken for HTTP at port 80, and others ended in a traceback."""
+    with pytest.raises(ServerError, match="is not an address"):
         ChatClient(url, "m")
 
 
-def test_key_is_sent_as_the_server_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a newline at its end every message ended in a traceback."""
+def test_key_is_sent_without_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key with a newline at its end made every message end in a traceback."""
     monkeypatch.setenv("MINISGL_API_KEY", " key\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         heads: list[bytes] = []
@@ -44,7 +44,7 @@ def test_key_is_sent_as_the_server_reads_it(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(ServerError):
             next(client.stream([{"role": "user", "content": "hello"}]))
         thread.join()
-    assert b"\r\nauthorization: Bearer key\r\n" in b"".join(heads)
+    assert b"\r\nauthorization: bearer key\r\n" in b"".join(heads).lower()
 
 
 EVENT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
@@ -56,8 +56,8 @@ DONE = b"data: [DONE]\n\n"
     [(b"%x\r\n%s\r\n0\r\n\r\n" % (len(DONE), DONE), True), (b"", False), (b"9\r\nda", False)],
     ids=["whole", "cut between chunks", "cut in a chunk"],
 )
-def test_answer_that_breaks_off_is_no_whole_one(rest: bytes, is_whole: bool) -> None:
-    """The standard library takes a connection that ends between two chunks for the end."""
+def test_answer_that_breaks_off_is_an_error(rest: bytes, is_whole: bool) -> None:
+    """A connection that ends between two chunks may look like the end of the answer."""
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -1,4 +1,4 @@
-"""The conversation, with a scripted person and a scripted server."""
+"""The conversation, with a scripted user and a scripted server."""
 
 import io
 from collections.abc import Generator, Iterator
@@ -7,7 +7,7 @@ from minisgl.shell import ServerError, Shell
 
 
 class FakeClient:
-    """Answers with two pieces; `fault` is raised after the first."""
+    """Answers in two parts, and raises `fault` after the first."""
 
     def __init__(self, fault: BaseException | None = None) -> None:
         self.fault = fault
@@ -45,7 +45,7 @@ def test_conversation_goes_on_and_reset_forgets_it() -> None:
     ]
 
 
-def test_ctrl_c_keeps_what_came_and_the_shell() -> None:
+def test_ctrl_c_keeps_the_partial_answer_and_the_shell() -> None:
     client = FakeClient(KeyboardInterrupt())
     output = run(client, "a", "b")
     assert output.count("(stopped)") == 2

@@ -1,27 +1,50 @@
-"""One update per req and step, one end per req, and nothing left behind."""
+"""Detokenizer: one update per request and step, one end per request, and no state left behind."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
-from minisgl.message.messages import Finished, PrefillDone, StepOutput, TextSpec, TextUpdate
+from minisgl.message.messages import (
+    Finished,
+    PrefillDone,
+    StartText,
+    StepOutput,
+    TextOptions,
+    TextUpdate,
+)
 from minisgl.tokenizer.detokenizer import Detokenizer
-from tests.unit.tokenizer.test_stream import VOCABULARY, cut, ids_of
+from tests.unit.tokenizer.test_text_stream import VOCABULARY, cut, ids_of
 
 
-def opened(uid: int, stop: list[str] | None = None) -> PrefillDone:
-    spec = TextSpec(prompt_tail=[], stop=stop or [])
-    return PrefillDone(uid=uid, prompt_tokens=5, cached_tokens=3, text=spec)
+def start(detokenizer: Detokenizer, *uids: int, stop: list[str] | None = None) -> None:
+    """What the API server sends before the scheduler hears of the requests."""
+    for uid in uids:
+        options = TextOptions(prompt_tail=[], stop=stop or [])
+        assert detokenizer.handle(StartText(uid=uid, options=options)) is None
+
+
+def done(uid: int) -> PrefillDone:
+    return PrefillDone(uid=uid, prompt_tokens=5, cached_tokens=3)
+
+
+def updates_of(detokenizer: Detokenizer, message: StartText | StepOutput) -> list[TextUpdate]:
+    text = detokenizer.handle(message)
+    assert text is None or text.updates, "a message without updates is not sent"
+    return [] if text is None else text.updates
+
+
+def is_empty(detokenizer: Detokenizer) -> bool:
+    return not (detokenizer._open or detokenizer._options or detokenizer._waiting)
 
 
 def step(
     *tokens: tuple[int, int],
-    opens: list[PrefillDone] | None = None,
+    opens: tuple[int, ...] = (),
     ends: dict[int, FinishReason] | None = None,
 ) -> StepOutput:
     return StepOutput(
         step_id=1,
-        opened=opens or [],
+        prefill_done=[done(uid) for uid in opens],
         uids=[uid for uid, _ in tokens],
         token_ids=[token for _, token in tokens],
         finished=[Finished(uid=uid, reason=reason) for uid, reason in (ends or {}).items()],
@@ -31,61 +54,87 @@ def step(
 A, B, C = ids_of(b"abc")
 
 
-def test_req_from_its_opening_to_its_end() -> None:
+def test_request_from_its_first_token_to_its_last() -> None:
     detokenizer = Detokenizer(VOCABULARY)
-    first = detokenizer.step(step((1, A), opens=[opened(1)])).updates
-    last = detokenizer.step(step((1, B), ends={1: FinishReason.LENGTH})).updates
+    start(detokenizer, 1)
+    first = updates_of(detokenizer, step((1, A), opens=(1,)))
+    last = updates_of(detokenizer, step((1, B), ends={1: FinishReason.LENGTH}))
     assert [(u.text, u.completion_tokens, u.finish) for u in first + last] == [
         ("a", 1, None),
         ("b", 2, FinishReason.LENGTH),
     ]
     assert (last[0].prompt_tokens, last[0].cached_tokens) == (5, 3)
-    assert not detokenizer._open
+    assert is_empty(detokenizer)
+
+
+def test_outputs_wait_for_the_text_options_of_their_request() -> None:
+    """The API server and the scheduler send to the detokenizer by queues without common order."""
+    detokenizer = Detokenizer(VOCABULARY)
+    start(detokenizer, 1)
+    updates_of(detokenizer, step((1, A), opens=(1,)))
+    assert updates_of(detokenizer, step((1, A), (2, A), opens=(2,))) == []
+    assert updates_of(detokenizer, step((2, B), (1, B), ends={1: FinishReason.LENGTH})) == []
+    assert updates_of(detokenizer, StartText(uid=3, options=TextOptions())) == []
+    options = TextOptions(stop=["b"])
+    found = updates_of(detokenizer, StartText(uid=2, options=options))
+    assert [(u.uid, u.text, u.finish) for u in found] == [
+        (1, "a", None),
+        (2, "a", None),
+        (2, "", FinishReason.STOP),
+        (1, "b", FinishReason.LENGTH),
+    ]
+    assert updates_of(detokenizer, step(ends={2: FinishReason.STOP})) == []
+    refused = updates_of(detokenizer, step(opens=(3,), ends={3: FinishReason.ERROR}))
+    assert [(u.uid, u.finish) for u in refused] == [(3, FinishReason.ERROR)]
+    assert is_empty(detokenizer)
 
 
 def test_token_that_ends_by_stop_is_not_text() -> None:
     detokenizer = Detokenizer(VOCABULARY)
-    output = step((1, A), opens=[opened(1)], ends={1: FinishReason.STOP})
-    (update,) = detokenizer.step(output).updates
+    start(detokenizer, 1)
+    output = step((1, A), opens=(1,), ends={1: FinishReason.STOP})
+    (update,) = updates_of(detokenizer, output)
     assert (update.text, update.completion_tokens, update.finish) == ("", 1, FinishReason.STOP)
 
 
 def test_token_after_the_end_leaves_no_state() -> None:
     """W8b, W26: the overlapped step sends one more token; mini-sglang kept an entry for ever."""
     detokenizer = Detokenizer(VOCABULARY)
-    detokenizer.step(step((1, A), opens=[opened(1)], ends={1: FinishReason.STOP}))
-    assert detokenizer.step(step((1, B))).updates == []
-    assert not detokenizer._open
+    start(detokenizer, 1)
+    updates_of(detokenizer, step((1, A), opens=(1,), ends={1: FinishReason.STOP}))
+    assert updates_of(detokenizer, step((1, B))) == []
+    assert is_empty(detokenizer)
 
 
 def test_stop_string_ends_once_and_asks_for_the_abort() -> None:
     detokenizer = Detokenizer(VOCABULARY)
-    (update,) = detokenizer.step(step((1, B), opens=[opened(1, ["b"])])).updates
+    start(detokenizer, 1, stop=["b"])
+    (update,) = updates_of(detokenizer, step((1, B), opens=(1,)))
     assert (update.text, update.finish, update.stopped) == ("", FinishReason.STOP, True)
-    assert detokenizer.step(step((1, C))).updates == []
-    assert detokenizer.step(step((1, C), ends={1: FinishReason.STOP})).updates == []
-    assert not detokenizer._open
+    assert updates_of(detokenizer, step((1, C))) == []
+    assert updates_of(detokenizer, step((1, C), ends={1: FinishReason.STOP})) == []
+    assert is_empty(detokenizer)
 
 
-def test_stop_string_in_the_step_that_ends_needs_no_abort() -> None:
+def test_stop_string_in_the_last_step_needs_no_abort() -> None:
     detokenizer = Detokenizer(VOCABULARY)
-    output = step((1, B), opens=[opened(1, ["b"])], ends={1: FinishReason.LENGTH})
-    (update,) = detokenizer.step(output).updates
+    start(detokenizer, 1, stop=["b"])
+    output = step((1, B), opens=(1,), ends={1: FinishReason.LENGTH})
+    (update,) = updates_of(detokenizer, output)
     assert (update.finish, update.stopped) == (FinishReason.STOP, False)
 
 
-def test_end_without_any_token_is_told() -> None:
+def test_end_without_any_token_is_reported() -> None:
     detokenizer = Detokenizer(VOCABULARY)
+    start(detokenizer, 1)
     output = StepOutput(
         step_id=1,
-        opened=[opened(1)],
-        uids=[],
-        token_ids=[],
+        prefill_done=[done(1)],
         finished=[Finished(uid=1, reason=FinishReason.ERROR, error="no")],
     )
-    (update,) = detokenizer.step(output).updates
+    (update,) = updates_of(detokenizer, output)
     assert (update.finish, update.error) == (FinishReason.ERROR, "no")
-    assert not detokenizer._open
+    assert is_empty(detokenizer)
 
 
 @given(
@@ -95,23 +144,31 @@ def test_end_without_any_token_is_told() -> None:
     st.lists(st.sampled_from(["a", "bc", "cab", "€"]), max_size=2),
     st.randoms(use_true_random=False),
 )
-def test_interleaved_reqs_do_not_touch_each_other(reqs, stops, random) -> None:
+def test_interleaved_requests_do_not_affect_each_other(requests, stops, random) -> None:
+    """Neither does the moment at which the text options of each arrive."""
     detokenizer = Detokenizer(VOCABULARY)
-    updates: dict[int, list[TextUpdate]] = {uid: [] for uid in reqs}
-    left = {uid: list(ids) for uid, ids in reqs.items()}
+    updates: dict[int, list[TextUpdate]] = {uid: [] for uid in requests}
+    left = {uid: list(ids) for uid, ids in requests.items()}
+    options = TextOptions(stop=stops)
+    messages: list[StartText | StepOutput] = []
     seen: set[int] = set()
     while left:
         now = random.sample(sorted(left), random.randint(1, len(left)))
-        opens = [opened(uid, stops) for uid in now if uid not in seen]
+        opens = tuple(uid for uid in now if uid not in seen)
         seen.update(now)
         tokens = [(uid, left[uid].pop(0)) for uid in now]
         ends = {uid: FinishReason.LENGTH for uid in now if not left[uid]}
         for uid in ends:
             del left[uid]
-        for update in detokenizer.step(step(*tokens, opens=opens, ends=ends)).updates:
+        messages.append(step(*tokens, opens=opens, ends=ends))
+    for uid in requests:
+        start_text = StartText(uid=uid, options=options)
+        messages.insert(random.randint(0, len(messages)), start_text)
+    for message in messages:
+        for update in updates_of(detokenizer, message):
             updates[update.uid].append(update)
-    assert not detokenizer._open
-    for uid, ids in reqs.items():
+    assert is_empty(detokenizer)
+    for uid, ids in requests.items():
         text = VOCABULARY.decode(ids)
         assert "".join(u.text for u in updates[uid]) == cut(text, stops)
         assert [u.finish is not None for u in updates[uid]].count(True) == 1
@@ -119,23 +176,23 @@ def test_interleaved_reqs_do_not_touch_each_other(reqs, stops, random) -> None:
         assert (updates[uid][-1].finish is FinishReason.STOP) == stopped
 
 
-def test_step_that_cannot_be_read_ends_its_reqs_and_no_others() -> None:
+def test_step_that_cannot_be_applied_ends_its_requests_and_no_others() -> None:
     """It was dropped with a log line, so that its clients waited for an end that never came."""
     detokenizer = Detokenizer(VOCABULARY)
-    detokenizer.step(step((1, A), (2, A), (3, A), opens=[opened(1), opened(2), opened(3, ["a"])]))
-    bad = step((2, B), (3, B), opens=[opened(4)])
+    start(detokenizer, 1, 2, 4)
+    start(detokenizer, 3, stop=["a"])
+    updates_of(detokenizer, step((1, A), (2, A), (3, A), opens=(1, 2, 3)))
+    bad = step((2, B), (3, B), opens=(4,))
     bad.token_ids.pop()
-    failed = detokenizer.answer(bad)
-    assert failed is not None
-    assert [(u.uid, u.finish, u.stopped) for u in failed.updates] == [
+    failed = updates_of(detokenizer, bad)
+    assert [(u.uid, u.finish, u.stopped) for u in failed] == [
         (2, FinishReason.ERROR, True),
         (4, FinishReason.ERROR, True),
     ], "3 has had its end at its stop string"
-    late = PrefillDone(uid=5, prompt_tokens=1, cached_tokens=0, text=TextSpec(prompt_ids=b"\1\0\0"))
-    failed = detokenizer.answer(step(opens=[late]))
-    assert failed is not None
-    assert [(u.uid, u.finish) for u in failed.updates] == [(5, FinishReason.ERROR)]
-    (after,) = detokenizer.step(step((1, B), (2, C), ends={1: FinishReason.LENGTH})).updates
+    updates_of(detokenizer, StartText(uid=5, options=TextOptions(prompt_ids=b"\1\0\0")))
+    failed = updates_of(detokenizer, step(opens=(5,)))
+    assert [(u.uid, u.finish) for u in failed] == [(5, FinishReason.ERROR)]
+    (after,) = updates_of(detokenizer, step((1, B), (2, C), ends={1: FinishReason.LENGTH}))
     assert (after.uid, after.text, after.finish) == (1, "b", FinishReason.LENGTH)
-    assert detokenizer.answer(step()) is None
-    assert not detokenizer._open
+    assert updates_of(detokenizer, step()) == []
+    assert is_empty(detokenizer)

@@ -1,4 +1,4 @@
-"""Loading a folder, BOS exactly once, and templates that cannot do harm."""
+"""TextTokenizer: loading a folder, BOS exactly once, and the limits of templates."""
 
 import array
 import json
@@ -11,7 +11,7 @@ from minisgl.core import ConfigError
 from minisgl.message.messages import DecodeIds, TokenizeChat, TokenizeText
 from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.template import TemplateError
-from minisgl.tokenizer.worker import handle
+from minisgl.tokenizer.worker import tokenize
 from tests.unit.tokenizer.conftest import byte_level
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -52,7 +52,7 @@ def test_chat_has_bos_exactly_once(folder: Path) -> None:
     assert tokenizer.vocabulary.decode(tokenizer.encode_chat(CHAT), False) == "<bos>[user]hello"
 
 
-def test_template_file_wins_over_the_config(folder: Path) -> None:
+def test_template_file_has_precedence_over_the_config(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("file")
     assert TextTokenizer.load(folder).render_chat(CHAT) == "file"
 
@@ -94,10 +94,10 @@ def test_failing_template_is_an_error_of_this_chat_alone(folder: Path, template:
     with pytest.raises(TemplateError):
         tokenizer.render_chat(CHAT)
     chat = TokenizeChat(uid=1, messages_json=json.dumps(CHAT).encode())
-    answer = handle(tokenizer, chat, 1.0)
+    answer = tokenize(tokenizer, chat, 1.0)
     assert answer.error
     assert not answer.internal
-    good = handle(tokenizer, TokenizeText(uid=2, text="hello"), 1.0)
+    good = tokenize(tokenizer, TokenizeText(uid=2, text="hello"), 1.0)
     assert good.token_ids
 
 
@@ -121,15 +121,15 @@ def test_model_without_template_says_so(folder: Path) -> None:
         TextTokenizer.load(folder).encode_chat(CHAT)
 
 
-def test_worker_survives_what_is_no_chat_at_all(folder: Path) -> None:
-    answer = handle(TextTokenizer.load(folder), TokenizeChat(uid=1, messages_json=b"nope"), 1.0)
+def test_worker_survives_messages_that_are_no_chat(folder: Path) -> None:
+    answer = tokenize(TextTokenizer.load(folder), TokenizeChat(uid=1, messages_json=b"nope"), 1.0)
     assert answer.internal
 
 
 def test_worker_decodes_ids(folder: Path) -> None:
     tokenizer = TextTokenizer.load(folder)
     ids = array.array("i", tokenizer.encode_text("hello")).tobytes()
-    answer = handle(tokenizer, DecodeIds(uid=1, token_ids=ids), 1.0)
+    answer = tokenize(tokenizer, DecodeIds(uid=1, token_ids=ids), 1.0)
     assert getattr(answer, "text", None) == "hello"
 
 

@@ -1,4 +1,4 @@
-"""Decoding by bytes gives what the tokenizer library gives."""
+"""Vocabulary decodes to the same text as the tokenizers library."""
 
 import pytest
 from hypothesis import given

@@ -29,8 +29,8 @@ def test_record_is_one_line_with_role_and_pid(monkeypatch: pytest.MonkeyPatch) -
     assert "a\\nfake line" in line
 
 
-def test_json_record_is_one_object_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields are members; what a client chose can neither end the line nor replace our own."""
+def test_json_record_is_one_object_with_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields are members. Text of a client can neither end the line nor replace a member."""
     sink = io.StringIO()
     root = logging.getLogger()
     before, level = root.handlers[:], root.level

@@ -1,4 +1,4 @@
-"""What processes know of each other, and where they meet."""
+"""Ages of processes, and the folder of their sockets."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def test_a_child_is_younger_than_its_parent() -> None:
     assert 0 <= float(done.stdout) < process_age_s(os.getpid()) + 1
 
 
-def test_a_long_temporary_folder_is_no_place_for_sockets(
+def test_sockets_avoid_a_long_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))

@@ -1,4 +1,4 @@
-"""Children end with their parent, and the parent sees each end."""
+"""Children end with their parent, and the parent sees the end of each child."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def test_child_gets_its_payload_and_its_exit_is_seen() -> None:
         assert supervisor.running() == []
 
 
-def test_who_is_started_by_nohup_outlives_the_terminal() -> None:
+def test_sighup_is_ignored_under_nohup() -> None:
     previous = signal.getsignal(signal.SIGHUP)
     try:
         for before, hears in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
@@ -48,7 +48,7 @@ def test_who_is_started_by_nohup_outlives_the_terminal() -> None:
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_idle_threads_of_a_child_sleep_unless_the_user_says_otherwise(
+def test_idle_threads_of_a_child_sleep_unless_the_user_sets_a_policy(
     monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
 ) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
@@ -60,8 +60,8 @@ def test_idle_threads_of_a_child_sleep_unless_the_user_says_otherwise(
         assert next_exit(supervisor).exit_code == 0
 
 
-def test_wait_is_not_ended_by_the_exit_of_a_stranger() -> None:
-    """As PID 1 every orphan's end is told; taken for the time's end, one ended a drain at once."""
+def test_exit_of_an_orphan_does_not_end_a_wait() -> None:
+    """PID 1 receives SIGCHLD for every orphan; one was taken for the deadline of a drain."""
     with Supervisor() as supervisor:
         end_s = time.monotonic() + 0.1
         os.kill(os.getpid(), signal.SIGCHLD)
@@ -77,7 +77,9 @@ def test_killed_child_is_reported_by_its_signal() -> None:
         made = supervisor.adopt(spawn_child("a", child("import time; time.sleep(600)"), b""))
         supervisor.send_signal(made, signal.SIGKILL)
         assert next_exit(supervisor).exit_code == -signal.SIGKILL
-        supervisor.send_signal(made, signal.SIGTERM)  # reaped: nobody else is hit
+        supervisor.send_signal(
+            made, signal.SIGTERM
+        )  # already reaped: no other process may receive it
 
 
 def test_stop_kills_a_child_that_ignores_term() -> None:

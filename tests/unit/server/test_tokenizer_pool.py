@@ -1,17 +1,17 @@
-"""Which questions reach which tokenizer, and when."""
+"""The tokenizer pool: which process gets a tokenize request, and when."""
 
 import asyncio
 
 from minisgl.core import DeadlineExceeded
 from minisgl.message.messages import TokenizeResult, TokenizeText
-from minisgl.server.engine_client import Generation
+from minisgl.server.convert import TokenArray
+from minisgl.server.generation import Generation
 from minisgl.server.handler import start
-from minisgl.server.requests import TokenArray
 from tests.unit.server.fakes import FACTS, World
 from tests.unit.server.test_engine_client import request, run, settle
 
 
-def test_questions_go_to_the_least_busy_tokenizer() -> None:
+def test_requests_go_to_the_least_busy_tokenizer() -> None:
     async def main(world: World) -> None:
         tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(4)]
         await settle()
@@ -24,8 +24,8 @@ def test_questions_go_to_the_least_busy_tokenizer() -> None:
     assert run(main, tokenizers=2).is_empty
 
 
-def test_questions_of_calls_that_have_gone_keep_no_tokenizer_busy() -> None:
-    """300 prompts whose clients had left held up the next call for the 9 s that they took."""
+def test_requests_of_ended_calls_do_not_reach_a_tokenizer() -> None:
+    """300 prompts of clients that had disconnected delayed the next call by 9 s."""
 
     async def main(world: World) -> None:
         client, (box,) = world.client, world.tokenizers
@@ -44,7 +44,7 @@ def test_questions_of_calls_that_have_gone_keep_no_tokenizer_busy() -> None:
             task.cancel()
         ends = await asyncio.gather(*long, late, return_exceptions=True)
         assert {type(end) for end in ends} == {asyncio.CancelledError, DeadlineExceeded}
-        client.receive_answer(TokenizeResult(uid=box.sent.pop(0).uid))
+        client.receive_tokenize_result(TokenizeResult(uid=box.sent.pop(0).uid))
         assert [message.text[0] for message in box.sent] == ["x", "z"]
         world.answer()
         assert list(await last) == [1]

@@ -1,11 +1,11 @@
-"""The pieces of a stream are the whole decode, cut at the first stop string, always."""
+"""The pieces of a stream join to the decoded whole, cut at the first stop string."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minisgl.message.messages import TextSpec
+from minisgl.message.messages import TextOptions
 from minisgl.tokenizer import TextStream, Vocabulary
-from minisgl.tokenizer.stream import StopMatcher
+from minisgl.tokenizer.text_stream import StopMatcher
 from tests.unit.tokenizer.conftest import byte_level
 
 TOKENIZER = byte_level()
@@ -25,7 +25,7 @@ def streamed(stream: TextStream, ids: list[int]) -> list[str]:
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """The plain definition: the stop string whose end comes first; of two at once the longer."""
+    """The definition: cut at the stop string that ends first; the longer of two that end there."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -34,17 +34,17 @@ def cut(text: str, stops: list[str]) -> str:
 
 
 @given(IDS)
-@example(ids_of(b"ok \xf0\x9f"))  # a length cut inside a character
+@example(ids_of(b"ok \xf0\x9f"))  # The length limit falls inside a character.
 @example(ids_of(b"\xff" * 9 + b"a"))
-def test_pieces_are_the_whole_decode(ids: list[int]) -> None:
+def test_pieces_join_to_the_decoded_whole(ids: list[int]) -> None:
     """W7: mini-sglang dropped the tail when the text ended within a character."""
-    pieces = streamed(TextStream(VOCABULARY, TextSpec()), ids)
+    pieces = streamed(TextStream(VOCABULARY, TextOptions()), ids)
     assert "".join(pieces) == VOCABULARY.decode(ids)
 
 
 @given(IDS)
 def test_at_most_one_incomplete_character_is_withheld(ids: list[int]) -> None:
-    stream = TextStream(VOCABULARY, TextSpec())
+    stream = TextStream(VOCABULARY, TextOptions())
     sent = ""
     for count, token_id in enumerate(ids, 1):
         sent += stream.push(token_id)
@@ -60,7 +60,7 @@ def test_at_most_one_incomplete_character_is_withheld(ids: list[int]) -> None:
 )
 @example("aab", ["aab", "ab"], [1])
 @example("aaab", ["aab"], [1])
-def test_stop_strings_cut_alike_whatever_the_chunks(
+def test_stop_strings_cut_the_same_for_every_chunking(
     text: str, stops: list[str], sizes: list[int]
 ) -> None:
     matcher = StopMatcher(stops)
@@ -68,7 +68,7 @@ def test_stop_strings_cut_alike_whatever_the_chunks(
     while position < len(text) and not matcher.stopped:
         size = sizes[turn % len(sizes)]
         sent += matcher.feed(text[position : position + size])
-        # Nothing is ever sent that a stop string could still swallow.
+        # No text is sent that a stop string could still cut off.
         assert cut(text, stops).startswith(sent)
         position += size
         turn += 1
@@ -86,7 +86,7 @@ def test_text_that_resembles_no_stop_string_is_not_withheld() -> None:
 
 def test_stop_string_across_tokens_and_inside_characters() -> None:
     """The stop string begins within a token and ends with the last byte of a character."""
-    stream = TextStream(VOCABULARY, TextSpec(stop=["l€"]))
+    stream = TextStream(VOCABULARY, TextOptions(stop=["l€"]))
     assert streamed(stream, ids_of(b"hel" + EURO + b"more")) == [
         "h",
         "e",
@@ -101,22 +101,22 @@ def test_stop_string_across_tokens_and_inside_characters() -> None:
 
 
 def test_include_stop_keeps_the_stop_string() -> None:
-    stream = TextStream(VOCABULARY, TextSpec(stop=["b"], include_stop=True))
+    stream = TextStream(VOCABULARY, TextOptions(stop=["b"], include_stop=True))
     assert "".join(streamed(stream, ids_of(b"abc"))) == "ab"
 
 
 def test_stop_strings_do_not_count_before_min_tokens() -> None:
-    stream = TextStream(VOCABULARY, TextSpec(stop=["a"], min_tokens=3))
+    stream = TextStream(VOCABULARY, TextOptions(stop=["a"], min_tokens=3))
     assert "".join(streamed(stream, ids_of(b"abca"))) == "abc"
 
 
 def test_character_that_begins_in_the_prompt_comes_out_whole() -> None:
     head, tail = ids_of(EURO[:2]), ids_of(EURO[2:] + b"!")
-    assert "".join(streamed(TextStream(VOCABULARY, TextSpec(prompt_tail=head)), tail)) == "€!"
+    assert "".join(streamed(TextStream(VOCABULARY, TextOptions(prompt_tail=head)), tail)) == "€!"
 
 
 def test_terminating_token_counts_but_is_not_text() -> None:
-    stream = TextStream(VOCABULARY, TextSpec())
+    stream = TextStream(VOCABULARY, TextOptions())
     stream.push(ids_of(b"a")[0])
     assert stream.push(ids_of(b"b")[0], is_text=False) == ""
     assert (stream.tokens, stream.finish()) == (2, "")

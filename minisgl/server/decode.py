@@ -1,0 +1,157 @@
+"""From the bytes of a body to a struct of `protocol`: the one gate for malformed input.
+
+msgspec's errors become InvalidRequest or Unsupported here. `param` is the path of the field at
+fault, for example `messages[3].content`. No message repeats more than 64 characters of a value.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from minisgl.core import InvalidRequest, RequestError, Unsupported
+from minisgl.server.protocol import requests
+from minisgl.server.protocol.requests import IGNORED, UNSUPPORTED, GenerationBody, RequestBody
+from minisgl.utils import near_names
+
+Body = TypeVar("Body", bound=RequestBody)
+
+# The text of a msgspec error and the path at its end, if there is one.
+_ERROR = re.compile(r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_TEXT_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
+_EMPTY_FIELD = re.compile(rf"messages\[\d+\]\.(?:{'|'.join(requests.EMPTY_FIELDS)})\b")
+_OBJECTS: dict[str, type[RequestBody]] = {
+    "messages": requests.Message,
+    "content": requests.TextPart,
+    "stream_options": requests.StreamOptions,
+    "chat_template_kwargs": requests.TemplateOptions,
+}
+# Bounds of `protocol` whose violations are counted in minisgl_limits_exceeded_total, by field and
+# type.
+_LIMITS = {
+    ("stop", "array"): "max_stop_strings",
+    ("stop", "str"): "max_stop_chars",
+    ("stop_token_ids", "array"): "max_stop_token_ids",
+}
+_WHY = {
+    "chat_template": "cannot be set by a request",
+    "reasoning_effort": "is not supported; see chat_template_kwargs",
+    "tools": 'is supported with "tool_choice": "none" only',
+}
+
+
+def reject(param: str, rule: str, limit: str | None = None) -> InvalidRequest:
+    """The error for a field that breaks `rule`, or exceeds the limit of this name."""
+    return InvalidRequest(f"{param} {rule}", param=param, limit=limit)
+
+
+def decode(
+    raw: bytes,
+    kind: type[Body],
+    check_sizes: Callable[[Mapping[str, Any]], None],
+    allow_unknown: bool = False,
+) -> Body:
+    """The body as this struct.
+
+    check_sizes: raises for lists that are too long. It sees the plain JSON, because filling 600,000
+    structs, for which a body has room, would take seconds.
+    allow_unknown: ignore fields that a generating route does not know.
+    Raises InvalidRequest, or Unsupported for a parameter that the server knows but does not offer.
+    """
+    given = parse_body(raw)
+    known = {}
+    for name, value in given.items():
+        if name not in kind.__struct_fields__:
+            _check_unknown(name, given, kind, allow_unknown)
+        elif value is not None:
+            known[name] = value
+    check_sizes(known)
+    try:
+        return msgspec.convert(known, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), given) from None
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """A JSON object. NaN, Infinity, lone surrogates and deep nesting are errors."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = str(error)[:200] if isinstance(error, msgspec.MsgspecError) else "not readable"
+        text = f"the body is not valid JSON: {reason}"
+        raise InvalidRequest(text, code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    return body
+
+
+def _check_unknown(
+    name: str, given: Mapping[str, Any], kind: type[RequestBody], allow_unknown: bool
+) -> None:
+    """Raise for a field that the struct lacks, unless the field cannot change the answer."""
+    generates = issubclass(kind, GenerationBody)
+    if generates and name in UNSUPPORTED:
+        if not _is_neutral(name, given):
+            raise Unsupported(f"{name} {_WHY.get(name, 'is not supported')}", param=name)
+    elif not generates or not (allow_unknown or name in IGNORED):
+        shown = name[:64]
+        others = (*IGNORED, *UNSUPPORTED) if generates else ()
+        hint = near_names(shown, (*kind.__struct_fields__, *others))
+        text = f"unknown parameter '{shown}'{hint}"
+        raise InvalidRequest(text, param=shown, code="unknown_parameter")
+
+
+def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
+    """Whether an unsupported parameter asks for nothing."""
+    value = given[name]
+    if name == "tools" and given.get("tool_choice") == "none":
+        return isinstance(value, list)
+    # True equals 1 in Python, so booleans need a comparison of the types too.
+    same = [
+        value == v and isinstance(value, bool) == isinstance(v, bool) for v in UNSUPPORTED[name]
+    ]
+    return value is None or any(same)
+
+
+def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
+    """Translate the text of a msgspec.ValidationError about this body."""
+    found = _ERROR.fullmatch(error)
+    assert found is not None, "the pattern matches every text; this is a bug"
+    text, param = found["text"], found["path"] or ""
+    if part := _TEXT_PART.match(param):
+        content = given["messages"][int(part[1])]["content"][int(part[2])]
+        if isinstance(content, dict) and content.get("type") != "text":
+            text = f"{part[0]}: only parts of type text are supported"
+            return Unsupported(text, param=part[0])
+    if _EMPTY_FIELD.match(param):
+        return Unsupported(f"{param} is not supported", param=param)
+    if found["key"]:
+        return reject(param, "must have token ids as keys")
+    if param.endswith("[...]"):
+        param = _bias_at_fault(given["logit_bias"])
+    if text.startswith("Object missing required field"):
+        name = text.split("`")[1]
+        return reject(f"{param}.{name}" if param else name, "is required")
+    if text.startswith("Object contains unknown field"):
+        name = text.split("`")[1][:64]
+        field = re.sub(r"\[\d+\]$", "", param).rpartition(".")[2]
+        hint = near_names(name, _OBJECTS[field].__struct_fields__)
+        return reject(param, f"has an unknown field '{name}'{hint}")
+    if text.startswith("Invalid enum value"):  # msgspec repeats the value
+        values = get_args(requests.Role) if param.endswith(".role") else ("function",)
+        return reject(param, f"must be one of {', '.join(values)}")
+    over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
+    limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None
+    text = f"{param}: {text[:1].lower()}{text[1:]}"
+    return InvalidRequest(text, param=param, limit=limit)
+
+
+def _bias_at_fault(given: Mapping[str, Any]) -> str:
+    """The path of the first value of logit_bias that is not allowed."""
+    for name, value in given.items():
+        try:
+            msgspec.convert(value, requests.Bias)
+        except msgspec.ValidationError:
+            return f"logit_bias.{name[:64]}"
+    return "logit_bias"

@@ -1,0 +1,185 @@
+"""The answer to one HTTP call while it is being made: a Generation, its Choices, their deltas.
+
+A `Generation` is one HTTP call. It has n choices per prompt; each `Choice` is one answer, which the
+engine computes as one request with its own uid. The engine client applies the updates of the
+detokenizer to the choices, and the response takes what is new:
+
+    TextUpdate --apply()--> Choice --take()--> (text, ChoiceDelta or None) --> client
+                              |
+                              +-- sets Generation.changed, which wakes the handler
+
+Most choices have only text. Whatever else the client asked for is in a `ChoiceDelta`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from minisgl.core import (
+    Cancelled,
+    DeadlineExceeded,
+    FinishReason,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+)
+from minisgl.message import TextUpdate, TokenizeResult, TokenLogprob
+from minisgl.server.errors import EngineFailure
+
+# The errors with which a scheduler refuses a request, by the name in its Finished.
+_REFUSALS: Mapping[str, type[RequestError]] = MappingProxyType(
+    {c.__name__: c for c in (DeadlineExceeded, InvalidRequest, Overloaded, PromptTooLong)}
+)
+
+
+@dataclass(eq=False, slots=True)
+class ChoiceDelta:
+    """New output of a choice besides its text, since the last `Choice.take`."""
+
+    reasoning: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """One answer of a call, and the output of it that the response has not taken yet.
+
+    uid           of the request in the engine.
+    index         of the choice in the call: prompt index * n + sibling.
+    started_s     when the call was admitted; CLOCK_MONOTONIC in seconds, as first_s and last_s.
+    text, delta   the output that has not been taken.
+    latest        the last update, whose token counts are totals.
+    finish        None while the engine works on it.
+    error         why it ended without a complete answer.
+    prefill_done  the engine has sent its first update. The choice was queued until then.
+    submitted     it has been sent to the scheduler.
+    prompt_share  tokens of its prompt. 0 for siblings: the first choice of a prompt counts them.
+    first_s, last_s
+                  when its first and its latest token arrived; 0: none has.
+    """
+
+    uid: int
+    index: int
+    _changed: asyncio.Event
+    started_s: float
+    text: list[str] = field(default_factory=list)
+    delta: ChoiceDelta | None = None
+    latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
+    finish: FinishReason | None = None
+    error: RequestError | None = None
+    prefill_done: bool = False
+    submitted: bool = False
+    prompt_share: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def take(self) -> tuple[str, ChoiceDelta | None]:
+        """The text since the last call, and everything else since then, or None if only text."""
+        text, delta = "".join(self.text), self.delta
+        self.text.clear()
+        self.delta = None
+        return text, delta
+
+    def apply(self, update: TextUpdate) -> None:
+        """Add an update of the detokenizer."""
+        self.prefill_done = True
+        if update.text:
+            self.text.append(update.text)
+        self.latest = update
+        if update.reasoning or update.token_ids or update.logprobs or update.prompt_logprobs:
+            delta = self.delta = self.delta or ChoiceDelta()
+            delta.reasoning += update.reasoning
+            delta.token_ids += update.token_ids
+            delta.logprobs += update.logprobs
+            delta.prompt_logprobs += update.prompt_logprobs
+        self.finish = update.finish
+        if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
+            kind = _REFUSALS.get(update.error_kind, EngineFailure)
+            self.error = kind(update.error or "the engine ended this request")
+        self._changed.set()
+
+
+@dataclass(eq=False, slots=True)
+class Generation:
+    """One HTTP call with all its choices.
+
+    changed        set when any choice has changed; the handler waits for it.
+    keep_alive     the call was woken without news, so that an idle stream sends a comment.
+    tokenizing     the tokenizer result that the call waits for.
+    echoes         the text of each prompt, if the answer repeats it.
+    prompt_ids     the ids of each prompt, if the answer contains them.
+    """
+
+    request_id: str
+    started_s: float = field(default_factory=time.monotonic)
+    choices: list[Choice] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    keep_alive: bool = False
+    tokenizing: asyncio.Future[TokenizeResult] | None = None
+    echoes: list[str] = field(default_factory=list)
+    prompt_ids: list[list[int]] = field(default_factory=list)
+
+    def echo(self, choice: Choice) -> str:
+        """The prompt with which the text of this choice begins; "" without echo."""
+        if not self.echoes:
+            return ""
+        return self.echoes[choice.index * len(self.echoes) // len(self.choices)]
+
+    def finished(self) -> bool:
+        """All choices have ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    def has_output(self) -> bool:
+        """The engine has sent the first update of some choice."""
+        return any(choice.prefill_done for choice in self.choices)
+
+    @property
+    def error(self) -> RequestError | None:
+        """The error of the first choice that has one."""
+        return next((c.error for c in self.choices if c.error is not None), None)
+
+    def fail(self, error: RequestError) -> bool:
+        """End every choice that has not ended, and the wait for a tokenizer, with this error.
+
+        Returns False if all choices had ended.
+        """
+        unfinished = [choice for choice in self.choices if choice.finish is None]
+        finish = FinishReason.ABORT if isinstance(error, Cancelled) else FinishReason.ERROR
+        for choice in unfinished:
+            choice.finish, choice.error = finish, error
+        self.changed.set()
+        if self.tokenizing is not None and not self.tokenizing.done():
+            self.tokenizing.set_exception(error)
+        return bool(unfinished)
+
+    async def wait_for_change(self) -> None:
+        """Wait until some choice has changed since the last call."""
+        await self.changed.wait()
+        self.changed.clear()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds. Raises the first error of any choice."""
+        while not condition() and self.error is None:
+            await self.wait_for_change()
+        if self.error is not None:
+            raise self.error
+
+    def summary(self) -> dict[str, object]:
+        """The fields of the log line at the end of a call: never text of the prompt or answer."""
+        finishes = {choice.finish or FinishReason.ABORT for choice in self.choices}
+        first_s = min((choice.first_s for choice in self.choices if choice.first_s), default=None)
+        return {
+            "request_id": self.request_id,
+            "choices": len(self.choices),
+            "finish": ",".join(sorted(finishes)),
+            "longest_prompt_tokens": max(choice.latest.prompt_tokens for choice in self.choices),
+            "cached_tokens": max(choice.latest.cached_tokens for choice in self.choices),
+            "completion_tokens": sum(choice.latest.completion_tokens for choice in self.choices),
+            "ttft_s": None if first_s is None else round(first_s - self.started_s, 3),
+            "duration_s": round(time.monotonic() - self.started_s, 3),
+        }

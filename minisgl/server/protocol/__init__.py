@@ -1,0 +1,15 @@
+"""Every JSON body of the HTTP API as a msgspec struct.
+
+`requests` has what clients send, `responses` what they receive.
+
+The structs are the only description of the API: `convert` validates requests with them, `response`
+encodes answers with them, and the OpenAPI document and the tables of docs/api.md are generated from
+their schemas. A description in `Meta` is the text that a user reads there.
+
+Bounds that the command line sets (such as --max-messages) are not in the structs: `convert` checks
+them and `openapi` adds them to the schemas.
+"""
+
+from minisgl.server.protocol import requests, responses
+
+__all__ = ["requests", "responses"]

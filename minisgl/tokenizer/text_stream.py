@@ -1,0 +1,127 @@
+"""The tokens of one request to text, token by token: characters across tokens, and stop strings.
+
+Nothing in here does I/O or reads a clock. For every split into tokens, the concatenated pieces of
+text equal the decoded whole, cut at the first stop string.
+"""
+
+import codecs
+from collections.abc import Sequence
+
+from minisgl.message import TextOptions
+from minisgl.tokenizer.vocab import Vocabulary
+
+
+class StopMatcher:
+    """Cuts text at the first stop string that is complete; of two that end together, the longer.
+
+    It withholds text only while that text may be the beginning of a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self._stops = stops
+        self._include_stop = include_stop
+        self._withheld = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        """Add text. Returns the text that no stop string can contain any more; "" after a stop."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return text
+        text = self._withheld + text
+        # Ordered by the end of the match, then the longest first.
+        matches = [
+            (text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text
+        ]
+        if matches:
+            self.stopped = True
+            self._withheld = ""
+            end, minus_length = min(matches)
+            return text[: end if self._include_stop else end + minus_length]
+        certain = len(text) - max(_partial_match(stop, text) for stop in self._stops)
+        self._withheld = text[certain:]
+        return text[:certain]
+
+    def flush(self) -> str:
+        """The withheld text, when no further text can complete the stop string."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld
+
+
+def _partial_match(stop: str, text: str) -> int:
+    """The number of characters at the end of `text` that begin `stop` without completing it."""
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) - start if start >= 0 else 0
+
+
+class TextStream:
+    """The text of one request, piece by piece, under its text options.
+
+    tokens         pushed so far, the terminating token included.
+    emitted_chars  characters of the decoded text that have been returned; the others are withheld
+                   or cut off by a stop string.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, options: TextOptions) -> None:
+        self._vocabulary = vocabulary
+        self._skip_special = options.skip_special_tokens
+        self._min_tokens = options.min_tokens if options.stop else 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._matcher = StopMatcher(options.stop, options.include_stop)
+        self.tokens = 0
+        self.emitted_chars = 0
+        self._decoded_chars = 0
+        for token_id in options.prompt_tail:
+            self._decoder.decode(vocabulary.token_bytes(token_id, self._skip_special))
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string has ended the text."""
+        return self._matcher.stopped
+
+    def offset(self, token_id: int | None) -> int:
+        """The number of characters of the text before `token_id`, if it is the next token.
+
+        None: the text ends here.
+        """
+        data = b"."
+        if token_id is not None:
+            data = self._vocabulary.token_bytes(token_id, self._skip_special)
+        incomplete, _ = self._decoder.getstate()
+        # A byte that does not continue the incomplete character makes a U+FFFD of it, which then
+        # stands before this token.
+        decoded = (incomplete + data[:1]).decode("utf-8", "replace")
+        return self._decoded_chars + max(len(decoded) - 1, 0)
+
+    def push(self, token_id: int, is_text: bool = True) -> str:
+        """Add one token and return the new text.
+
+        is_text: False for a terminating token, which counts as a token and has no text.
+        """
+        if self.stopped:
+            return ""
+        self.tokens += 1
+        if not is_text:
+            return ""
+        data = self._vocabulary.token_bytes(token_id, self._skip_special)
+        return self._emit(self._decoder.decode(data))
+
+    def finish(self) -> str:
+        """The withheld text: an incomplete character as U+FFFD, or a partial stop string."""
+        return self._emit(self._decoder.decode(b"", final=True)) + self.flush()
+
+    def flush(self) -> str:
+        """The text that was withheld as a partial stop string, which is given up now."""
+        text = self._matcher.flush()
+        self.emitted_chars += len(text)
+        return text
+
+    def _emit(self, text: str) -> str:
+        self._decoded_chars += len(text)
+        if self.tokens >= self._min_tokens:
+            text = self._matcher.feed(text)
+        self.emitted_chars += len(text)
+        return text

@@ -1,0 +1,92 @@
+"""Answers have the fields of the structs that describe them."""
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from minisgl.core import FinishReason
+from minisgl.message.messages import TokenLogprob
+from minisgl.server.convert import RequestConverter
+from minisgl.server.protocol import responses
+from minisgl.server.protocol.requests import CHAT, COMPLETIONS
+from minisgl.server.response import ResponseWriter, events
+from tests.unit.server.fakes import CONFIG, FACTS, World
+
+RICH = {"return_token_ids": True, "stream_options": {"include_usage": True}, "stream": True}
+PROMPTS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}], "logprobs": True},
+    COMPLETIONS: {"prompt": "hi", "logprobs": 1},
+}
+WHOLE = {CHAT: responses.ChatCompletion, COMPLETIONS: responses.Completion}
+EVENT = {CHAT: responses.ChatCompletionChunk, COMPLETIONS: responses.CompletionChunk}
+TOKEN = TokenLogprob(token_bytes=b"he", logprob=-0.5, offset=0, top=[(b"\xff", float("-inf"))])
+
+
+def generation_of(world: World, **first: Any) -> Any:
+    """A generation that has received two outputs, the second of which ended it."""
+    generation = world.client.open(1)
+    uid = generation.choices[0].uid
+    generation.prompt_ids = [[1, 2]]
+    world.update(uid, "he", token_ids=[7], logprobs=[TOKEN], **first)
+    world.update(uid, "llo", token_ids=[8], completion_tokens=2, finish=FinishReason.STOP)
+    return generation
+
+
+def writer_of(route: str, **more: Any) -> ResponseWriter:
+    body = {"model": "m", **PROMPTS[route], **RICH, **more}
+    return ResponseWriter(RequestConverter(CONFIG).read(route, json.dumps(body).encode(), FACTS))
+
+
+@pytest.mark.parametrize("route", WHOLE)
+def test_whole_answer_has_the_fields_of_its_struct(route: str) -> None:
+    async def main() -> None:
+        world = World()
+        generation = generation_of(world, reasoning="hm")
+        body = writer_of(route).whole(generation)
+        answer = msgspec.json.decode(body, type=WHOLE[route])
+        assert msgspec.json.encode(answer) == body, "the struct has each field"
+        (choice,) = answer.choices
+        assert choice.finish_reason == "stop"
+        assert choice.token_ids == [7, 8]
+        assert choice.logprobs is not None
+        world.client.close(generation)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("route", EVENT)
+def test_each_event_has_the_fields_of_its_struct(route: str) -> None:
+    async def main() -> None:
+        world = World()
+        generation = generation_of(world, reasoning="hm")
+        stream = b"".join([piece async for piece in events(generation, writer_of(route))])
+        *blocks, done, rest = stream.split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        chunks = []
+        for block in blocks:
+            data = block.removeprefix(b"data: ")
+            chunks.append(msgspec.json.decode(data, type=EVENT[route]))
+            assert msgspec.to_builtins(chunks[-1]) == json.loads(data), "the struct has each field"
+        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+        assert reasons == [None] * (len(reasons) - 1) + ["stop"], "only the last one has it"
+        ids = [c.token_ids for chunk in chunks for c in chunk.choices if c.token_ids]
+        assert ids == [[7, 8]]
+        assert chunks[-1].usage is not None
+        world.client.close(generation)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("route", EVENT)
+def test_text_chunk_equals_the_encoded_struct(route: str) -> None:
+    """text_chunk joins bytes, and must write what the encoder would write."""
+    writer = writer_of(route)
+    data = writer.text_chunk(3, 'a"\n\u20ac').removeprefix(b"data: ").removesuffix(b"\n\n")
+    chunk = msgspec.json.decode(data, type=EVENT[route])
+    assert msgspec.json.encode(chunk) == data
+    (choice,) = chunk.choices
+    assert choice.index == 3
+    assert (choice.delta.content if route == CHAT else choice.text) == 'a"\n\u20ac'
