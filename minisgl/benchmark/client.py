@@ -97,7 +97,8 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None, "a connection is made before it is used: this is a bug"
         self._parser = httptools.HttpResponseParser(self)
         self._pending = b""
-        self.reusable, self.silent = False, True
+        self.reusable = False
+        self.silent = True
         self._done = asyncio.get_running_loop().create_future()
         self._answer = answer
         answer.sent_s = time.perf_counter()
@@ -105,7 +106,8 @@ class _Connection(asyncio.Protocol):
         await self._done
 
     def data_received(self, data: bytes) -> None:
-        self._now_s, self.silent = time.perf_counter(), False
+        self._now_s = time.perf_counter()
+        self.silent = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, msgspec.MsgspecError) as error:
@@ -182,14 +184,18 @@ class StreamingClient:
         Cancelling the task closes the connection.
         """
         answer = answer or Answer(time.perf_counter())
-        kept, first_sent_s = self._kept_connection(), None
+        first_sent_s: float | None = None
+        kept = self._kept_connection()
         if kept is not None:
             if await self._post_on(kept, body, answer):
                 return answer
-            answer.error, first_sent_s = None, answer.sent_s
-        loop, where = asyncio.get_running_loop(), (self._host, self._port)
+            answer.error = None
+            first_sent_s = answer.sent_s
+        loop = asyncio.get_running_loop()
         try:
-            _, made = await loop.create_connection(_Connection, *where, ssl=self._ssl)
+            _, made = await loop.create_connection(
+                _Connection, self._host, self._port, ssl=self._ssl
+            )
         except OSError as error:
             answer.error = f"cannot connect: {error}"
             return answer

@@ -17,7 +17,8 @@ def arrivals(count: int, rate: float, poisson: bool, seed: int) -> list[float]:
     The gaps are 1 / rate, or exponential with that mean. With rate inf all requests arrive at 0.
     """
     source = random.Random(seed)
-    times, now_s = [], 0.0
+    times: list[float] = []
+    now_s = 0.0
     for _ in range(count):
         times.append(now_s)
         now_s += source.expovariate(rate) if poisson else 1 / rate

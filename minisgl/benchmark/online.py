@@ -125,7 +125,8 @@ async def _run(
 ) -> tuple[list[Answer], list[Answer]]:
     """Return the answers to the load, and the background streams as they were at its end."""
     path = "/v1/chat/completions" if options.chat else "/v1/completions"
-    client, bodies = StreamingClient(url, path, options.api_key), _bodies(load, options)
+    client = StreamingClient(url, path, options.api_key)
+    bodies = _bodies(load, options)
     gc.collect()
     gc.disable()  # a garbage collection would add to the latencies
     async with background_streams(client, _bodies(background, options)) as streams:

@@ -64,12 +64,14 @@ class _Pending:
     """Implements core.PendingStep. Waiting for it advances the simulated time to its end."""
 
     def __init__(self, engine: "VirtualEngine", batch: Batch, end_s: float) -> None:
-        self._engine, self._reqs, self._end_s = engine, batch.num_reqs, end_s
+        self._engine = engine
+        self._num_reqs = batch.num_reqs
+        self._end_s = end_s
 
     def wait(self) -> StepResult:
         self._engine.now_s = max(self._engine.now_s, self._end_s) + _HOST_S
-        tokens, finite = np.ones(self._reqs, dtype=np.int32), np.ones(self._reqs, dtype=np.bool_)
-        return StepResult(tokens, finite)
+        tokens = np.ones(self._num_reqs, dtype=np.int32)
+        return StepResult(tokens, finite=np.ones(self._num_reqs, dtype=np.bool_))
 
     def done(self) -> bool:
         return self._engine.now_s >= self._end_s
@@ -80,9 +82,13 @@ class VirtualEngine:
 
     def __init__(self, cost: StepCost, num_pages: int, rows: int, max_seq_len: int) -> None:
         self._cost = cost
-        self.num_pages, self.page_size = num_pages, 16
-        self.max_running_reqs, self.max_seq_len = rows, max_seq_len
-        self.now_s = self.busy_s = self._free_s = 0.0
+        self.num_pages = num_pages
+        self.page_size = 16
+        self.max_running_reqs = rows
+        self.max_seq_len = max_seq_len
+        self.now_s = 0.0
+        self.busy_s = 0.0
+        self._free_s = 0.0  # end of the last launched step
 
     def launch(self, batch: Batch) -> _Pending:
         lengths = batch.lengths.astype(np.int64)
@@ -100,7 +106,8 @@ class _Arrivals:
 
     def __init__(self, load: Load, engine: VirtualEngine, times_s: Sequence[float]) -> None:
         """times_s: arrival times of the first requests of `load`."""
-        self._load, self._engine = load, engine
+        self._load = load
+        self._engine = engine
         self.due = [(due_s, index) for index, due_s in enumerate(times_s)]
         heapq.heapify(self.due)
         self.sent_s: dict[int, float] = {}
@@ -112,7 +119,8 @@ class _Arrivals:
             heapq.heappush(self.due, (self._engine.now_s, index))
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> list[ToScheduler]:
-        engine, messages = self._engine, list[ToScheduler]()
+        engine = self._engine
+        messages: list[ToScheduler] = []
         end_s = math.inf if wait_s is None else engine.now_s + wait_s
         engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in self.due[:1])]))
         while self.due and self.due[0][0] <= engine.now_s:

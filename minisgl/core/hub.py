@@ -34,7 +34,7 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
         if path.exists():
             raise ConfigError(f"model {name} is a file; give the folder that holds config.json")
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"model folder {name} does not exist")
+            raise ConfigError(f"model folder {name} does not exist; give a folder or a hub id")
         return _checked(_download(name, revision, weights), name, weights)
     except PermissionError as error:
         folder = _forbidden_folder(Path(error.filename or name).absolute())
@@ -60,11 +60,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _checked(folder: Path, name: str, weights: bool) -> str:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model {name} has no config.json")
+        raise ConfigError(
+            f"model {name} has no config.json; give a folder in Hugging Face's format"
+        )
     if weights and not any(folder.glob("*.safetensors")):
         other = sorted(path.name for path in folder.glob("*.bin"))
         found = f" (only {other[0]}, a format that can run code when read)" if other else ""
-        raise ConfigError(f"model {name} has no *.safetensors file{found}")
+        raise ConfigError(
+            f"model {name} has no *.safetensors file{found}; convert its weights to safetensors, "
+            "or use random ones with --dummy-weight"
+        )
     return str(folder)
 
 

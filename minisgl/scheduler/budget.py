@@ -48,7 +48,8 @@ class PrefillBudget:
         decode_rows: int32, the rows that decode in this step. cost: predicts step times; None when
         they are unknown.
         """
-        budget, target_ms = self._config.prefill_budget_tokens, self._config.target_step_ms
+        budget = self._config.prefill_budget_tokens
+        target_ms = self._config.target_step_ms
         if not len(decode_rows) or cost is None or not (self._prefilling or self._waiting):
             return budget
         if target_ms is None:
@@ -68,7 +69,8 @@ class PrefillBudget:
         when prompt tokens next to decode tokens cost more than in a large step of their own (small
         models).
         """
-        budget, table = self._config.prefill_budget_tokens, self._table
+        budget = self._config.prefill_budget_tokens
+        table = self._table
         if len(self._waiting) > table.rows.num_free:
             return budget
         rows = np.array([req.row for req in self._prefilling], dtype=np.int32)

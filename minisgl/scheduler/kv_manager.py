@@ -118,7 +118,8 @@ class KVManager:
         after that step has been resolved.
         """
         self.publish(req, table, cached_tokens)
-        row, fence = req.row, int(table.last_step[req.row])
+        row = req.row
+        fence = int(table.last_step[row])
         own = table.page_table[row, req.shared_pages : table.num_pages[row]].copy()
         self.pool.release(own, fence)
         assert req.cache_node is not None, "a running request has a node: this is a bug"

@@ -160,7 +160,8 @@ class Planner:
         self, rows: Int32Array, growing: Int32Array, in_flight: bool
     ) -> tuple[Int32Array, Req | None]:
         """When pages run short, give them to the oldest requests and preempt the newest one."""
-        req_at, pool = self._table.req_at, self._kv_manager.pool
+        req_at = self._table.req_at
+        pool = self._kv_manager.pool
         oldest_first = sorted(growing.tolist(), key=lambda row: req_at(row).arrival_index)
         served, starved = np.split(np.array(oldest_first, dtype=np.int32), [pool.num_free])
         self._append_pages(served, pool.allocate(len(served)))

@@ -222,7 +222,9 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(2048)
     except (OSError, UnicodeError) as error:  # UnicodeError: the text is not a host name
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}") from None
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error}; choose another --host or --port"
+        ) from None
     return listener
 
 

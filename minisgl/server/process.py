@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import uvicorn
 
@@ -79,16 +79,12 @@ class ApiServer:
         directory = spec.socket_dir
         self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
-        tokenizers: list[Sender[ToTokenizer]] = [Sender(endpoint(directory, n)) for n in names]
-        detokenizer: Sender[ToDetokenizer] = Sender(endpoint(directory, "detokenizer"))
-        to_tokenizers = [tokenizer.send for tokenizer in tokenizers]
-        self._ping: dict[str, Callable[[Ping], int]] = {
-            **dict(zip(names, to_tokenizers, strict=True)),
-            "detokenizer": detokenizer.send,
+        self._workers: dict[str, Sender[ToTokenizer | ToDetokenizer]] = {
+            name: Sender(endpoint(directory, name)) for name in (*names, "detokenizer")
         }
         self.client = EngineClient(
-            to_tokenizers,
-            detokenizer.send,
+            [self._workers[name].send for name in names],
+            self._workers["detokenizer"].send,
             self._scheduler.send,
             config.limits,
             Metrics(config.served_names[0], config.commit),
@@ -238,9 +234,9 @@ class ApiServer:
 
     def _ping_workers(self) -> None:
         """Send a Ping to every tokenizer and detokenizer that does not owe an answer already."""
-        for role, ping in self._ping.items():
+        for role, sender in self._workers.items():
             if self._watchdog.expect(role, time.monotonic()):
-                ping(Ping())
+                sender.send(Ping())
 
     async def _beat(self) -> None:
         """Keep proxies from closing streams whose request waits for its turn."""

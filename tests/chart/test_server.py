@@ -41,7 +41,7 @@ def test_rendered_container_serves_and_ends_within_its_grace_period(pod):
 
 def test_environment_of_the_chart_is_known_to_the_server():
     """A misspelt MINISGL_ variable would be a warning in a log that nobody reads."""
-    from minisgl.server.env import EnvSettings
+    from minisgl.server.cli import EnvSettings
 
     known = {f"MINISGL_{field.upper()}" for field in EnvSettings.__struct_fields__}
     text = (CHART / "templates" / "_args.tpl").read_text()
