@@ -26,7 +26,7 @@ from minisgl.server.protocol.requests import (
 )
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11
-# What a tokenizer worker turns into ids, or the ids themselves.
+# A chat or text for a tokenizer worker, or token ids.
 Prompt: TypeAlias = "TokenizeChat | TokenizeText | array.array[int]"
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
@@ -75,7 +75,7 @@ class RequestConverter:
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
         """The request in the body of a generating route.
 
-        Raises a RequestError whose class, `param` and `limit` tell the client what was wrong.
+        Raises a RequestError; its class, `param` and `limit` name the fault.
         """
         body = decode(raw, BODIES[route], self._check_sizes, self._allow_unknown)
         self.check_model(body.model)

@@ -27,8 +27,7 @@ _OBJECTS: dict[str, type[RequestBody]] = {
     "stream_options": requests.StreamOptions,
     "chat_template_kwargs": requests.TemplateOptions,
 }
-# Bounds of `protocol` whose violations are counted in minisgl_limits_exceeded_total, by field and
-# type.
+# Bounds of `protocol` by field and type, with their labels in minisgl_limits_exceeded_total.
 _LIMITS = {
     ("stop", "array"): "max_stop_strings",
     ("stop", "str"): "max_stop_chars",

@@ -172,7 +172,7 @@ class EngineClient:
     def submit(self, choice: Choice, request: AddReq, options: TextOptions, tokens: int) -> None:
         """Send one choice to the engine, unless it has ended.
 
-        tokens: what it adds to the queued prompt tokens; 0 if a sibling counts them.
+        tokens: the prompt tokens that it adds to the queue; 0 if a sibling counts them.
         """
         if choice.uid not in self._choices:
             return

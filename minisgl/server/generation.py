@@ -2,13 +2,13 @@
 
 A `Generation` is one HTTP call. It has n choices per prompt; each `Choice` is one answer, which the
 engine computes as one request with its own uid. The engine client applies the updates of the
-detokenizer to the choices, and the response takes what is new:
+detokenizer to the choices, and the response takes the new output:
 
     TextUpdate --apply()--> Choice --take()--> (text, ChoiceDelta or None) --> client
                               |
                               +-- sets Generation.changed, which wakes the handler
 
-Most choices have only text. Whatever else the client asked for is in a `ChoiceDelta`.
+Most choices have only text. Reasoning, token ids and log-probabilities are in a `ChoiceDelta`.
 """
 
 import asyncio

@@ -108,7 +108,7 @@ def fit_max_tokens(
 def _text_options(
     options: TextOptions, token_ids: TokenArray, sampling: SamplingParams
 ) -> TextOptions:
-    """The text options of the request, completed by what the detokenizer needs of the prompt."""
+    """The text options of the request, with the parts of the prompt that the detokenizer needs."""
     return msgspec.structs.replace(
         options,
         prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),

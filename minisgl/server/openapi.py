@@ -41,7 +41,7 @@ _ROUTES = {
     "/v1/models/{model_id}": _Bodies(None, responses.ModelCard),
     **dict.fromkeys(("/livez", "/readyz", "/health"), _STATUS),
 }
-# Fields whose bound the command line sets: the type that it bounds, the keyword, the limit.
+# Bounds that the command line sets: field, JSON type, keyword of the schema, name of the limit.
 _CONFIGURED = {
     "messages": ("array", "maxItems", "max_messages"),
     "n": ("integer", "maximum", "max_choices"),

@@ -1,6 +1,6 @@
-"""What all route files share: exact matching of paths, and the objects that handlers ask for.
+"""Shared by all route files: exact matching of paths, and the dependencies of handlers.
 
-A handler names what it needs by an annotation, and FastAPI passes it in:
+A handler asks for an object by an annotation, and FastAPI passes it in:
 
     @router.get("/server_info")
     async def server_info(service: ServiceDep) -> Response: ...

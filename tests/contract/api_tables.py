@@ -132,7 +132,7 @@ def refused() -> str:
 
 def limits() -> str:
     """Each row also says how `minisgl_limits_exceeded_total` calls it."""
-    rows = ["| flag | default | metric | what |", "|---|---|---|---|"]
+    rows = ["| flag | default | metric | meaning |", "|---|---|---|---|"]
     actions = {o: a for a in build_parser()._actions for o in a.option_strings}
     flags = tomllib.loads((PACKAGE / "server" / "flags.toml").read_text())["limits"]
     for names, flag in flags.items():
@@ -140,8 +140,8 @@ def limits() -> str:
         default, unit = actions[name].default, flag["unit"]
         shown = "-" if default is None else f"{default:,} {unit}"
         rows.append(f"| `{name}` | {shown} | `{flag['to'].split('.')[1]}` | {flag['help']} |")
-    what = "tokens of prompt and answer together"
-    rows.append(f"| `--max-seq-len-override` | the model's TOKENS | `max_seq_len` | {what} |")
+    text = "tokens of prompt and answer together"
+    rows.append(f"| `--max-seq-len-override` | the model's TOKENS | `max_seq_len` | {text} |")
     rows += FIXED_LIMITS
     found = {name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[3])}
     assert found == set(LIMIT_NAMES), "each limit has a row"

@@ -1,4 +1,4 @@
-"""docs/api.md tells what the code does."""
+"""The tables of docs/api.md agree with the code."""
 
 from tests.contract.api_tables import PAGE, with_tables
 

@@ -162,7 +162,8 @@ def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
         assert found == {"max_queued_reqs": 1, "max_queued_tokens": 1, "max_wait_s": 1}
         told = server.metrics()
         assert told["requests_rejected_total{reason=queue_full}"] == 2
-        assert post(server, n=3).json()["error"]["message"].startswith("one call may ask for 2")
+        message = post(server, n=3).json()["error"]["message"]
+        assert message.startswith("one call may ask for at most 2")
 
 
 def test_scheduler_refuses_a_request_that_can_never_fit(tiny_model: Path) -> None:

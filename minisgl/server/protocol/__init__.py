@@ -1,6 +1,6 @@
 """Every JSON body of the HTTP API as a msgspec struct.
 
-`requests` has what clients send, `responses` what they receive.
+`requests` describes the bodies that clients send, `responses` the bodies that clients receive.
 
 The structs are the only description of the API: `convert` validates requests with them, `response`
 encodes answers with them, and the OpenAPI document and the tables of docs/api.md are generated from

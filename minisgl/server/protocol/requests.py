@@ -38,7 +38,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
-# One type for each parameter whose description does not fit beside its name.
+# Types of single parameters. The description of a shorter one stands in the struct itself.
 Temperature = Annotated[float, _range("temperature", "0 always chooses the most likely token.")]
 TopP = Annotated[float, _range("top_p", "Sample from the smallest set with this probability.")]
 TopK = Annotated[int, _range("top_k", "Sample from the k most likely tokens; 0 and -1: from all.")]

@@ -112,12 +112,12 @@ def test_huge_number_in_tool_arguments_is_a_4xx_or_kept() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(IGNORED))
-def test_harmless_parameters_are_ignored(name: str) -> None:
+def test_ignored_parameters_do_not_change_the_request(name: str) -> None:
     assert read(**{name: {"any": "thing"}}) == read()
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
     with pytest.raises((Unsupported, InvalidRequest)) as caught:
         read(COMPLETIONS, **{name: {"x": 1}})
     assert caught.value.param == name

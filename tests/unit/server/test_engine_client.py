@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from minisgl.core import (
-    Cancelled,
     DeadlineExceeded,
     FinishReason,
     InvalidRequest,
@@ -18,7 +17,7 @@ from minisgl.core import (
 from minisgl.message.messages import AbortReq, AddReq, StartText
 from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import EngineFailure, RanTooLong
-from minisgl.server.handler import start, unless_disconnected
+from minisgl.server.handler import start
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS
 from minisgl.server.response import KEEP_ALIVE, ResponseWriter, events
 from tests.unit.server.fakes import CONFIG, FACTS, World
@@ -226,77 +225,6 @@ def test_siblings_draw_by_different_seeds() -> None:
         assert all(-(2**63) <= seed < 2**63 for seed in seeds)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-    assert run(main).is_empty
-
-
-def test_disconnect_cancels_the_work() -> None:
-    async def main(world: World) -> None:
-        gone = asyncio.Event()
-
-        async def receive() -> dict[str, str]:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        work = start(world.client, request(), FACTS)
-        task = asyncio.create_task(unless_disconnected(receive, work))
-        await settle()
-        gone.set()
-        with pytest.raises(Cancelled):
-            await task
-        world.answer()
-
-    assert run(main).is_empty
-
-
-def test_each_call_of_a_burst_is_submitted_before_the_next_begins() -> None:
-    async def main(world: World) -> None:
-        begun: list[int] = []
-
-        async def receive() -> dict[str, str]:
-            await asyncio.Event().wait()
-            return {"type": "http.disconnect"}
-
-        async def call() -> None:
-            begun.append(len(world.scheduler.sent))
-            body = request(b'{"model":"m","prompt":[1,2]}')
-            await unless_disconnected(receive, start(world.client, body, FACTS))
-
-        tasks = [asyncio.create_task(call()) for _ in range(3)]
-        await settle()
-        assert begun == [0, 1, 2]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    assert run(main).is_empty
-
-
-@pytest.mark.parametrize("fault", [TimeoutError, ValueError])
-def test_an_error_of_the_work_is_no_disconnect(fault: type[Exception]) -> None:
-    async def main(world: World) -> None:
-        async def receive() -> dict[str, str]:
-            await asyncio.Event().wait()
-            return {"type": "http.disconnect"}
-
-        async def work() -> None:
-            await asyncio.sleep(0)
-            raise fault
-
-        with pytest.raises(fault):
-            await unless_disconnected(receive, work())
-
-    assert run(main).is_empty
-
-
-def test_a_failing_receive_counts_as_a_disconnect() -> None:
-    async def main(world: World) -> None:
-        async def receive() -> dict[str, str]:
-            raise OSError
-
-        with pytest.raises(Cancelled):
-            await unless_disconnected(receive, start(world.client, request(), FACTS))
-        world.answer()
 
     assert run(main).is_empty
 

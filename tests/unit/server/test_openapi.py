@@ -1,4 +1,4 @@
-"""The OpenAPI document describes what the server accepts and answers."""
+"""The OpenAPI document describes the requests and answers of the server."""
 
 import asyncio
 from typing import Any

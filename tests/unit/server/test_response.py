@@ -82,7 +82,7 @@ def test_each_event_has_the_fields_of_its_struct(route: str) -> None:
 
 @pytest.mark.parametrize("route", EVENT)
 def test_text_chunk_equals_the_encoded_struct(route: str) -> None:
-    """text_chunk joins bytes, and must write what the encoder would write."""
+    """text_chunk joins bytes; the encoder must give the same bytes."""
     writer = writer_of(route)
     data = writer.text_chunk(3, 'a"\n\u20ac').removeprefix(b"data: ").removesuffix(b"\n\n")
     chunk = msgspec.json.decode(data, type=EVENT[route])

@@ -17,7 +17,7 @@ from tests.unit.tokenizer.test_text_stream import VOCABULARY, cut, ids_of
 
 
 def start(detokenizer: Detokenizer, *uids: int, stop: list[str] | None = None) -> None:
-    """What the API server sends before the scheduler hears of the requests."""
+    """Send the StartText of each request, as the API server does before the AddReq."""
     for uid in uids:
         options = TextOptions(prompt_tail=[], stop=stop or [])
         assert detokenizer.handle(StartText(uid=uid, options=options)) is None
