@@ -1,4 +1,4 @@
-"""The engine's own promises: sizes, refusals, token pool, facts, warm-up and calibration."""
+"""The engine: sizes, refused settings, token pool, facts, warm-up and calibration."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build_model("qwen3", tmp_path_factory.mktemp("models"))
 
 
-def test_facts_say_what_the_front_end_needs(path: str) -> None:
+def test_facts_describe_the_loaded_model(path: str) -> None:
     facts = make_engine(path, max_seq_len=200).facts()
     assert (facts.max_seq_len, facts.vocab_size, facts.eos_token_ids) == (200, VOCAB_SIZE, (2,))
     assert (facts.kv_capacity_tokens, facts.page_size) == (256, 4)
@@ -60,7 +60,7 @@ def test_kv_pages_fill_the_bytes_given(path: str) -> None:
         make_engine(path, num_pages=None, cpu_kv_bytes=page_bytes - 1)
 
 
-def test_token_pool_holds_what_was_sampled_and_nothing_else(path: str) -> None:
+def test_the_token_pool_holds_the_sampled_tokens_only(path: str) -> None:
     engine = make_engine(path)
     driver = Driver(engine)
     result = driver.step(Work(2, 0, [5, 6, 7]), Work(4, 0, [8, 9], samples=False))
@@ -78,7 +78,7 @@ def test_last_position_of_the_context_can_be_computed(path: str) -> None:
     assert int(engine._runner.token_pool[0, 12]) == result.tokens[0, 0]
 
 
-def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
+def test_a_step_without_sampling_requests_computes_no_logits(path: str) -> None:
     engine = make_engine(path)
 
     def refuse(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -94,8 +94,10 @@ def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_behind_the_last_attention_few_tokens_are_computed(family: str, tmp_path: Path) -> None:
-    """Those that are sampled from, for the others' keys and values are stored by then."""
+def test_only_sampled_positions_are_computed_behind_the_last_attention(
+    family: str, tmp_path: Path
+) -> None:
+    """By then, the keys and values of all tokens are stored."""
     engine = make_engine(build_model(family, tmp_path))
     seen: list[int] = []
     for layer in engine._runner.model.model.layers:
@@ -117,8 +119,8 @@ def test_behind_the_last_attention_few_tokens_are_computed(family: str, tmp_path
 
 
 @pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
-def test_prompt_logprobs_change_nothing_else(folded: bool, path: str) -> None:
-    """They need the hidden states of all tokens, without which few are computed."""
+def test_prompt_logprobs_do_not_change_the_other_results(folded: bool, path: str) -> None:
+    """They need the hidden states of all tokens; without them only few rows are computed."""
     found = []
     for prompts in (False, True):
         engine = make_engine(path)
@@ -151,7 +153,7 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
     assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)
 
 
-def test_probes_read_distinct_pages_and_write_only_to_the_dummy(path: str) -> None:
+def test_warm_up_steps_read_distinct_pages_and_write_to_the_dummy_page(path: str) -> None:
     engine = make_engine(path)
     batch = warmup_batch(engine, engine.num_pages, StepShape(2, 5, 10))
     assert batch is not None
@@ -190,8 +192,8 @@ def test_upload_keeps_dtypes_and_values() -> None:
         assert sent[name].tolist() == array.tolist()
 
 
-def test_memory_that_does_not_suffice_is_told_as_that(path: str) -> None:
-    """Not as a bug, with a traceback: whoever starts a server asked for too much."""
+def test_missing_memory_is_reported_as_out_of_memory(path: str) -> None:
+    """The configuration asks for too much memory, which is no bug and needs no traceback."""
     with pytest.raises(OutOfMemory, match=r"not enough memory on cpu: .* 40960000000004096 bytes"):
         make_engine(path, num_pages=10**13)
     gpu = torch.device("cuda", 0)
