@@ -21,7 +21,7 @@ class LayerKind(StrEnum):
 
 
 class AttentionNeeds(NamedTuple):
-    """What a model asks of an attention backend. dtype: of the keys and values in the pool."""
+    """The requirements of a model. dtype: of the keys and values in the pool."""
 
     device: torch.device
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class AttentionNeeds(NamedTuple):
 
 
 class Capabilities(NamedTuple):
-    """What an attention backend can compute. An empty tuple means no restriction.
+    """The models that an attention backend supports. An empty tuple means no restriction.
 
     devices    torch device types.
     dtypes     of keys and values. A backend for an FP8 KV cache lists the FP8 dtype.

@@ -111,7 +111,7 @@ def cost_of(model: ModelConfig, tp: int = 1) -> Cost:
 def _single_gpu_cost(model: ModelConfig) -> Cost:
     hidden, dim, moe = model.hidden_size, model.head_dim, model.moe
     attention = hidden * dim * (2 * model.q_heads + 2 * model.kv_heads)
-    sparse = 0 if moe is None else len(moe.sparse_layers)
+    sparse = sum(moe is not None and moe.has_experts(i) for i in range(model.num_layers))
     parameters = model.num_layers * attention + hidden * model.vocab_size
     parameters += (model.num_layers - sparse) * 3 * hidden * model.intermediate_size
     kv = 2 * model.num_layers * model.kv_heads * dim

@@ -105,7 +105,8 @@ class PieceGraphs:
 
         Returns None if no size is large enough. The next graph that runs overwrites the result. The
         result keeps its padding: with tensor parallelism the number of rows decides which rows of a
-        sum this rank holds, so the next sum must have as many rows (or Decoder.take gathers them).
+        sum this rank holds, so the next sum must have as many rows, or Attended.take_rows gathers
+        them.
         """
         index = bisect_left(self._forwards, num_tokens, key=lambda forward: forward.size)
         if index == len(self._forwards):

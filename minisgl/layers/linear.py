@@ -43,8 +43,9 @@ class LinearMethod(nn.Module, ABC):
                 return functional.linear(x, self.weight * self.scale[:, None], self.bias)
 
     The model is built on the meta device; the loader then gives each parameter zeroed memory of
-    the shape and dtype that the subclass chose. `fold`, `gated` and `add` are optional: their
-    defaults here run the plain kernels.
+    the shape and dtype that the subclass chose. A method with another layout, such as packed
+    weights or one scale for a block of weights, yields Placements of its own from self.shards.
+    `fold`, `gated` and `add` are optional: their defaults here run the plain kernels.
 
     dtype: of the model's activations.
     bias: [rows] of that dtype, or None.
@@ -132,7 +133,7 @@ class LinearBuild(NamedTuple):
 
     tp: TPInfo
     dtype: torch.dtype
-    method: LinearMethodFactory = UnquantizedLinear
+    method: LinearMethodFactory
 
 
 def share_split_k_semaphores(model: nn.Module, device: torch.device) -> None:

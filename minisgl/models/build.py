@@ -2,13 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from minisgl.attention import AttentionBackend
 from minisgl.core import ConfigError
 from minisgl.distributed import Communicator
-from minisgl.layers.linear import LinearBuild, QuantizationFactory, share_split_k_semaphores
+from minisgl.layers.linear import (
+    LinearBuild,
+    LinearMethodFactory,
+    QuantizationFactory,
+    UnquantizedLinear,
+    share_split_k_semaphores,
+)
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.loader import fill_random, load_weights, materialise
@@ -50,7 +57,8 @@ def build_model(
     """
     extensions = extensions or ModelExtensions()
     moe = create_moe_backend(moe_backend, device, extensions.moe_backends)
-    linear = _linear_build(config, comm, dtype, extensions.quantizations)
+    method = _linear_method(config.quantization, extensions.quantizations)
+    linear = LinearBuild(comm.tp, dtype, method)
     with torch.device("meta"):
         model = CausalLM(ModelParts(config, comm, linear, moe))
     materialise(model, device, dtype)
@@ -65,17 +73,14 @@ def build_model(
     return model
 
 
-def _linear_build(
-    config: ModelConfig,
-    comm: Communicator,
-    dtype: torch.dtype,
-    known: Mapping[str, QuantizationFactory],
-) -> LinearBuild:
-    """Choose the linear method for the checkpoint's quantization_config. Raises ConfigError."""
-    if config.quantization is None:
-        return LinearBuild(comm.tp, dtype)
-    name = str(config.quantization.get("quant_method", "unknown"))
+def _linear_method(
+    settings: Mapping[str, Any] | None, known: Mapping[str, QuantizationFactory]
+) -> LinearMethodFactory:
+    """Choose the linear method by the checkpoint's quantization_config. Raises ConfigError."""
+    if settings is None:
+        return UnquantizedLinear
+    name = str(settings.get("quant_method", "unknown"))
     if name not in known:
         supported = ", ".join(["unquantised weights", *known])
         raise ConfigError(f"quantization_config ({name}) is not supported; supported: {supported}")
-    return LinearBuild(comm.tp, dtype, known[name](config.quantization))
+    return known[name](settings)

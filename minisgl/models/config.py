@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from minisgl.attention import LayerKind
@@ -16,7 +17,7 @@ from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.rotary import RopeScaling
-from minisgl.models.hf_config import HfConfig, HfGeneration, HfMoeConfig, read_fields
+from minisgl.models.hf_config import Count, HfConfig, HfGeneration, read_fields
 from minisgl.models.registry import Family, family_of
 from minisgl.models.rope import rope_from
 
@@ -38,15 +39,28 @@ class LayerSpec(NamedTuple):
     kv_layer: int
 
 
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Mixture of experts. sparse_layers: the layers with experts; the others have a dense MLP."""
+class MoeConfig(
+    msgspec.Struct,
+    frozen=True,
+    rename={
+        "experts_per_token": "num_experts_per_tok",
+        "intermediate_size": "moe_intermediate_size",
+        "renormalise": "norm_topk_prob",
+    },
+):
+    """Mixture of experts, as config.json describes it under the names in `rename`."""
 
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int
-    renormalise: bool
-    sparse_layers: frozenset[int]
+    num_experts: Count = 128
+    experts_per_token: Count = 8
+    intermediate_size: Count = 768
+    renormalise: bool = False
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: int | list[int] = []
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of this layer is a mixture of experts; otherwise it is dense."""
+        sparse = (layer + 1) % self.decoder_sparse_step == 0
+        return sparse and layer not in _as_list(self.mlp_only_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +129,8 @@ def model_config_from(
     if q_heads % kv_heads:
         raise ConfigError(f"{q_heads} attention heads do not divide over {kv_heads} KV heads")
     head_dim = fields.head_dim or fields.hidden_size // q_heads
-    if head_dim % 2:
-        raise ConfigError(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
+    if head_dim < 2 or head_dim % 2:
+        raise ConfigError(f"head_dim {head_dim} is not even; rotary embedding needs pairs")
     theta, scaling, max_position = rope_from(fields)
     dtype = fields.dtype or fields.torch_dtype or "float32"
     if dtype not in _DTYPES:
@@ -148,7 +162,7 @@ def model_config_from(
         dtype=dtype,
         quantization=fields.quantization_config,
         eos_token_ids=_eos_token_ids(fields, recommended),
-        moe=_moe(config, fields.num_hidden_layers) if family.moe else None,
+        moe=_moe(config) if family.moe else None,
         sampling_defaults=_sampling_defaults(recommended),
     )
 
@@ -175,22 +189,17 @@ def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int 
     return window if window < max_position else None
 
 
-def _moe(config: Mapping[str, Any], num_layers: int) -> MoeConfig:
-    fields = read_fields(config, HfMoeConfig, "config.json")
-    num_experts = fields.num_experts or fields.num_local_experts
-    if fields.num_experts_per_tok > num_experts:
+def _moe(config: Mapping[str, Any]) -> MoeConfig:
+    # transformers 5 writes num_local_experts, earlier versions num_experts.
+    num_experts = config.get("num_experts")
+    if num_experts is None:
+        num_experts = config.get("num_local_experts")
+    moe = read_fields({**config, "num_experts": num_experts}, MoeConfig, "config.json")
+    if moe.experts_per_token > moe.num_experts:
         raise ConfigError(
-            f"num_experts_per_tok {fields.num_experts_per_tok} exceeds {num_experts} experts"
+            f"num_experts_per_tok {moe.experts_per_token} exceeds {moe.num_experts} experts"
         )
-    dense, step = _as_list(fields.mlp_only_layers), fields.decoder_sparse_step
-    sparse = (i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense)
-    return MoeConfig(
-        num_experts=num_experts,
-        experts_per_token=fields.num_experts_per_tok,
-        intermediate_size=fields.moe_intermediate_size,
-        renormalise=fields.norm_topk_prob,
-        sparse_layers=frozenset(sparse),
-    )
+    return moe
 
 
 def _sampling_defaults(recommended: HfGeneration) -> dict[str, int | float]:

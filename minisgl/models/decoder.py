@@ -142,7 +142,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(parts, layer)
         self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
         self.mlp: nn.Module
-        if config.moe is not None and layer in config.moe.sparse_layers:
+        if config.moe is not None and config.moe.has_experts(layer):
             self.mlp = MoeBlock(config.hidden_size, config.moe, comm, parts.moe_backend)
         else:
             self.mlp = GatedMlp(parts)

@@ -67,21 +67,6 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     partial_rotary_factor: Number = 1.0
 
 
-class HfMoeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of config.json that only architectures with experts read.
-
-    transformers 5 writes num_local_experts, earlier versions num_experts.
-    """
-
-    num_experts: Count | None = None
-    num_local_experts: Count = 128
-    num_experts_per_tok: Count = 8
-    moe_intermediate_size: Count = 768
-    norm_topk_prob: bool = False
-    decoder_sparse_step: Count = 1
-    mlp_only_layers: int | list[int] = []
-
-
 class HfRope(msgspec.Struct, frozen=True, kw_only=True):
     """Rope settings of all types. rope.py checks that each type has the fields that it needs."""
 

@@ -6,6 +6,7 @@ The whole model runs with it through the engine, from a checkpoint that stores i
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minisgl.core import ConfigError, EngineConfig
-from minisgl.distributed import SingleCommunicator
+from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.kernel import PendingNorm
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import LinearShards, Placement
+from minisgl.models import build_model as build
+from minisgl.models import load_model_config
 from tests.parity.driver import Driver
 from tests.parity.models import build_model
 
@@ -127,3 +130,35 @@ def test_a_quantisation_that_is_not_registered_is_refused(tmp_path: Path) -> Non
     other = Extensions(quantizations={"fp8": lambda settings: Int8Linear})
     with pytest.raises(ConfigError, match="supported: unquantised weights, fp8"):
         engine(int8, other)
+
+
+class Rank(SingleCommunicator):
+    """A rank that only loads weights. It exchanges nothing with other ranks."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.tp = TPInfo(rank, size)
+
+
+def test_two_ranks_hold_the_shards_of_the_whole_linears(tmp_path: Path) -> None:
+    """Rows of a column-parallel linear, columns of a row-parallel one, and the bias once."""
+    int8, _ = quantised(build_model("llama-linear-biases", tmp_path / "source"), tmp_path)
+
+    def layer_of(rank: int, size: int) -> Any:
+        return build(
+            load_model_config(int8),
+            int8,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            comm=Rank(rank, size),
+            extensions=INT8,
+        ).model.layers[0]
+
+    whole, first, second = layer_of(0, 1), layer_of(0, 2), layer_of(1, 2)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    gates = [layer.mlp.gate_up_proj.method.gated(x) for layer in (whole, first, second)]
+    torch.testing.assert_close(torch.cat(gates[1:], dim=1), gates[0])
+    sums = [
+        layer.mlp.down_proj.method.product(part)
+        for layer, part in zip((whole, first, second), gates, strict=True)
+    ]
+    torch.testing.assert_close(sums[1] + sums[2], sums[0])

@@ -6,7 +6,12 @@ from torch import Tensor
 
 from minisgl.distributed import SingleCommunicator, TPInfo
 from minisgl.kernel import PendingNorm, gated_linear, rms_norm
-from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallelLinear
+from minisgl.layers.linear import (
+    ColumnParallelLinear,
+    LinearBuild,
+    RowParallelLinear,
+    UnquantizedLinear,
+)
 from minisgl.layers.norm import ResidualNorm, ResidualStream
 from minisgl.layers.shards import Shard
 
@@ -24,7 +29,7 @@ def filled(module: torch.nn.Module, generator: torch.Generator) -> None:
 def norm_and_linear(generator: torch.Generator) -> tuple[ResidualNorm, ColumnParallelLinear]:
     norm = ResidualNorm(16, 1e-5, SingleCommunicator())
     outputs = (Shard("q_proj", 6, 0, 6), Shard("k_proj", 2, 0, 2))
-    build = LinearBuild(TPInfo(0, 1), torch.float32)
+    build = LinearBuild(TPInfo(0, 1), torch.float32, UnquantizedLinear)
     linear = ColumnParallelLinear(16, outputs, True, build)
     filled(norm, generator)
     filled(linear, generator)
@@ -58,7 +63,7 @@ def test_a_folded_norm_adds_up_a_stream_in_two_parts(generator: torch.Generator)
 def test_only_a_single_rank_adds_to_the_residual_in_place(
     generator: torch.Generator, ranks: int
 ) -> None:
-    build = LinearBuild(TPInfo(0, ranks), torch.float32)
+    build = LinearBuild(TPInfo(0, ranks), torch.float32, UnquantizedLinear)
     linear = RowParallelLinear(Shard("o_proj", 8, 0, 8), 16, True, build)
     filled(linear, generator)
     x, before = torch.randn(3, 8, generator=generator), torch.randn(3, 16, generator=generator)

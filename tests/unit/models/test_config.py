@@ -82,7 +82,7 @@ def test_moe_fields(experts_key: str) -> None:
     )
     assert model.moe is not None
     assert (model.moe.num_experts, model.moe.experts_per_token) == (8, 2)
-    assert model.moe.sparse_layers == {1, 5}
+    assert [i for i in range(6) if model.moe.has_experts(i)] == [1, 5]
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "old type"])
@@ -161,7 +161,8 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"rope_scaling": YARN | {"factor": float("inf")}}, "factor is inf: Expected `float` < "),
         ({"dtype": "float64"}, "dtype 'float64'"),
         ({"num_key_value_heads": 3}, "do not divide"),
-        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"head_dim": 15}, "head_dim 15 is not even"),
+        ({"hidden_size": 3}, "head_dim 0 is not even"),
         ({"vocab_size": None}, r"config\.json: Object missing required field `vocab_size`"),
         ({"vocab_size": "many"}, "vocab_size is 'many': Expected `int`, got `str`"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True: Expected `int`, got `bool`"),
