@@ -101,7 +101,7 @@ def test_few_rows_behind_the_last_attention(architecture: str, tmp_path: Path) -
         engine = make_engine(
             path, dummy_weight=True, device="cuda", dtype="bfloat16", cuda_graph_max_bs=graphs
         )
-        assert (engine._pieces is None) == (graphs == 0)
+        assert (engine._launcher.pieces is None) == (graphs == 0)
         for parameter in engine._model.parameters():
             if parameter.dim() > 1:
                 parameter.data.mul_(4.0)

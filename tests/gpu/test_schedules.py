@@ -239,7 +239,7 @@ def prove(case: Case, found: Run) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bfloat16_by_flashinfer(case: Case, folder: str, oracle: Engine) -> None:
     engine = gpu_engine(folder, oracle, case, BF16)
-    assert (engine._graphs is not None) == case.graphs
+    assert (engine._launcher.graphs is not None) == case.graphs
     found = run(engine, case, greedy)
     prove(case, found)
     count = len(prompts())

@@ -64,7 +64,7 @@ def test_the_token_pool_holds_the_sampled_tokens_only(path: str) -> None:
     engine = make_engine(path)
     driver = Driver(engine)
     result = driver.step(Work(2, 0, [5, 6, 7]), Work(4, 0, [8, 9], samples=False))
-    pool = engine._runner.token_pool
+    pool = engine._launcher.runner.token_pool
     assert int(pool[2, 3]) == result.tokens[0, 0]
     assert pool.count_nonzero() <= 1
     assert result.tokens[1, 0] == 0
@@ -75,7 +75,7 @@ def test_last_position_of_the_context_can_be_computed(path: str) -> None:
     driver = Driver(engine)
     driver.step(Work(0, 0, list(range(11))))
     result = driver.step(Work(0, 11))
-    assert int(engine._runner.token_pool[0, 12]) == result.tokens[0, 0]
+    assert int(engine._launcher.runner.token_pool[0, 12]) == result.tokens[0, 0]
 
 
 def test_a_step_without_sampling_requests_computes_no_logits(path: str) -> None:
@@ -84,7 +84,7 @@ def test_a_step_without_sampling_requests_computes_no_logits(path: str) -> None:
     def refuse(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         raise AssertionError("logits were computed")
 
-    engine._runner.model.lm_head.logits = refuse  # type: ignore[method-assign]
+    engine._launcher.runner.model.lm_head.logits = refuse  # type: ignore[method-assign]
     driver = Driver(engine)
     result = driver.step(Work(0, 0, [1, 2, 3], samples=False))
     assert result.tokens[:, 0].tolist() == [0]
@@ -100,7 +100,7 @@ def test_only_sampled_positions_are_computed_behind_the_last_attention(
     """By then, the keys and values of all tokens are stored."""
     engine = make_engine(build_model(family, tmp_path))
     seen: list[int] = []
-    for layer in engine._runner.model.model.layers:
+    for layer in engine._launcher.runner.model.model.layers:
         layer.mlp.register_forward_hook(lambda block, given, out: seen.append(len(given[0].x)))
     driver = Driver(engine)
 
@@ -125,7 +125,7 @@ def test_prompt_logprobs_do_not_change_the_other_results(folded: bool, path: str
     for prompts in (False, True):
         engine = make_engine(path)
         if folded:
-            engine._runner.model.fold_norms()
+            engine._launcher.runner.model.fold_norms()
         driver = Driver(engine)
         driver.step(Work(4, 0, [5, 6, 7]), Work(0, 0, list(range(11))))
         later = Work(2, 0, list(range(40, 49)), samples=False)
@@ -147,7 +147,7 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
     engine = make_engine(path)
     engine.warm_up()
     cost = engine.calibrate()
-    assert not engine._runner.pool.layer(0)[0].any()
+    assert not engine._launcher.runner.pool.layer(0)[0].any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 100, 0) > 0
     assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)
@@ -225,4 +225,4 @@ def test_close_gives_the_memory_back(path: str) -> None:
     comm = SingleCommunicator()
     engine = Engine(EngineConfig(model_path=path, num_pages=8), comm)
     engine.close()
-    assert not hasattr(engine, "_runner")
+    assert not hasattr(engine, "_launcher")
