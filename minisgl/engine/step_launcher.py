@@ -72,14 +72,12 @@ class StepLauncher:
             hidden, logits = None, graph.logits
         if edits or batch.logprobs is not None:
             return self._finish_eagerly(batch, inputs, views, edits, hidden, logits, graph)
-        next_tokens = None
-        if logits is not None:
-            kind = sampling_kind(batch)
-            if graph is None:
-                next_tokens = sample_tokens(runner, logits, views, kind)
-            else:
-                next_tokens = graph.sample(kind.filters)
-        return LaunchedStep(batch, inputs, next_tokens, by_graph=graph is not None)
+        if logits is None:
+            return LaunchedStep(batch, inputs, next_tokens=None)
+        kind = sampling_kind(batch)
+        if graph is None:
+            return LaunchedStep(batch, inputs, sample_tokens(runner, logits, views, kind))
+        return LaunchedStep(batch, inputs, graph.sample(kind.filters), by_graph=True)
 
     def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews[Tensor]:
         """Copy the packed buffer to the device; for a graph, to the buffer that the graph reads."""
