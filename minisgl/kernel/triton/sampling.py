@@ -217,7 +217,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
     """See the reference. Results may differ between candidates whose scores differ by rounding.
 
     logits: float32, bfloat16 or float16 [N, V] with V below 2**31, rows may be strided; not
-    changed. Two launches, five with params.filters, whatever values the parameters hold.
+    changed. Two launches, five with params.filters, for all values of the parameters.
     No host sync; graph-capturable over static tensors in `params`.
     """
     num_rows = len(logits)
