@@ -22,6 +22,7 @@ from minisgl.core.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20  # limit of the most likely tokens that are reported with one token
+MAX_TOKENS = 2**31 - 1
 
 
 class FinishReason(StrEnum):
@@ -87,11 +88,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self, vocab_size: float = math.inf) -> None:
         """Raise InvalidRequest that names the first parameter out of its range."""
-        for name, (low, high) in _RANGES.items():
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # also true for NaN
-                above = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise InvalidRequest(f"{name} must be {above}", param=name)
+                raise InvalidRequest(f"{name} must be from {low} to {high}", param=name)
         if not self.top_p > 0:
             raise InvalidRequest("top_p must be above 0", param="top_p")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -106,16 +106,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("logit_bias must have values from -100 to 100", param="logit_bias")
 
 
-# The smallest and the largest valid value.
-_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
+# The only place of these ranges; both ends are allowed. The HTTP API takes its bounds from here.
+RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "temperature": (0, 2),
         "top_k": (-1, 2**31 - 1),
         "top_p": (0, 1),
         "min_p": (0, 1),
         "seed": (-MAX_SEED - 1, MAX_SEED),
-        "max_tokens": (1, math.inf),
-        "min_tokens": (0, math.inf),
+        "max_tokens": (1, MAX_TOKENS),
+        "min_tokens": (0, MAX_TOKENS),
         "frequency_penalty": (-2, 2),
         "presence_penalty": (-2, 2),
         "repetition_penalty": (0.01, 100),  # a logit divided by a smaller value may overflow
