@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from minisgl.attention import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
 from minisgl.distributed import Communicator
 from minisgl.engine import step_timing, warmup
-from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, graph_sizes
+from minisgl.engine.cuda_graph import graph_sizes
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
-from minisgl.engine.logits_processing import Edit, ProcessingStep, prepare_edits
-from minisgl.engine.logprobs import start_logprobs
 from minisgl.engine.memory import (
     cpu_threads,
     free_bytes,
@@ -30,14 +27,12 @@ from minisgl.engine.memory import (
     resolve_max_seq_len,
     resolve_num_pages,
 )
-from minisgl.engine.model_runner import LaunchedStep, ModelRunner, StepInputs, pack
-from minisgl.engine.piecewise_graph import PieceGraphs, piece_sizes
-from minisgl.engine.sampler import sample_tokens, sampling_kind
+from minisgl.engine.model_runner import LaunchedStep, ModelRunner
+from minisgl.engine.piecewise_graph import piece_sizes
+from minisgl.engine.step_launcher import StepLauncher
 from minisgl.kernel import (
     CompileLog,
-    StepViews,
     compile_missing,
-    update_pages,
     use_kernel_cache,
 )
 from minisgl.kvcache.pool import KVPool
@@ -56,10 +51,7 @@ class Engine:
         engine = Engine(EngineConfig(model_path=folder), SingleCommunicator())
         result = engine.launch(batch).wait()
 
-    A step is: copy the packed batch to the device, update the page table, forward, sample, copy the
-    tokens back. On a GPU all of this is queued on one stream, and `launch` does not wait for it. A
-    step in which every request decodes one token runs as CUDA graphs; with prompt tokens, the parts
-    between attentions do. A step with edited logits or log-probabilities samples eagerly.
+    On a GPU, steps are queued on one stream, and `launch` does not wait for them.
 
     num_pages, page_size, max_running_reqs, max_seq_len
                 as in core.EngineLike.
@@ -94,8 +86,6 @@ class Engine:
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
         self._max_chunk_tokens = max_chunk_tokens
         self._show_progress = comm.tp.rank == 0
-        self._graphs: DecodeGraphs | None = None
-        self._pieces: PieceGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
         self._compile_log = CompileLog()
         began_s = time.monotonic()
@@ -127,7 +117,7 @@ class Engine:
                 available_bytes=self._kv_bytes(free_before),
             )
             loaded_s = time.monotonic()
-            self._runner = self._assemble(self.num_pages)
+            self._launcher = self._assemble(self.num_pages)
             assembled_s = time.monotonic()
             assembled_free_bytes = free_bytes(self._device)
             self._capture(*self._graph_sizes())
@@ -144,121 +134,17 @@ class Engine:
             self._dtype,
             self.num_pages,
             config.page_size,
-            self._runner.pool.num_bytes,
+            self._pool.num_bytes,
             self.max_seq_len,
-            0 if self._graphs is None else len(self._graphs.graphs),
+            0 if self._launcher.graphs is None else len(self._launcher.graphs.graphs),
             graph_bytes,
             free_bytes(self._device),
         )
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""
         with self._on_stream():
-            runner, num_decode_tokens = self._runner, batch.num_decode_tokens
-            graph = None if self._graphs is None else self._graphs.pick(batch, num_decode_tokens)
-            size = batch.num_reqs if graph is None else graph.size
-            pinned, columns = self._stream is not None, runner.columns
-            inputs = pack(batch, size, runner.dummy_row, columns, pinned)
-            views = self._send(inputs, graph)
-            update_pages(runner.page_table, views.page_rows, views.page_cols, views.page_ids)
-            edits = self._prepare_edits(batch, inputs, views)
-            if graph is None:
-                hidden, logits = self._forward(batch, inputs, views, num_decode_tokens)
-            else:
-                graph.forward.replay()
-                hidden, logits = None, graph.logits
-            if edits or batch.logprobs is not None:
-                return self._finish_eagerly(batch, inputs, views, edits, hidden, logits, graph)
-            next_tokens = None
-            if logits is not None:
-                kind = sampling_kind(batch)
-                if graph is None:
-                    next_tokens = sample_tokens(runner, logits, views, kind)
-                else:
-                    next_tokens = graph.sample(kind.filters)
-            return LaunchedStep(batch, inputs, next_tokens, by_graph=graph is not None)
-
-    def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews[Tensor]:
-        """Copy the packed buffer to the device; for a graph, to the buffer that the graph reads."""
-        if graph is None or self._graphs is None:
-            return inputs.layout.views(inputs.packed.to(self._device, non_blocking=True))
-        buffer = self._graphs.buffer[: inputs.layout.size]
-        return inputs.layout.views(buffer.copy_(inputs.packed, non_blocking=True))
-
-    def _prepare_edits(
-        self, batch: Batch, inputs: StepInputs, views: StepViews[Tensor]
-    ) -> list[Edit]:
-        """Return the edits of this step's logits; nearly always none."""
-        if batch.logit_edits is None:
-            return []
-        step = ProcessingStep(
-            batch=batch,
-            places=inputs.places,
-            views=views,
-            token_pool=self._runner.token_pool,
-            eos_token_ids=self._model_config.eos_token_ids,
-        )
-        return prepare_edits(self.extensions.logits_processors, batch.logit_edits, step)
-
-    def _forward(
-        self, batch: Batch, inputs: StepInputs, views: StepViews[Tensor], num_decode_tokens: int
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Run the forward without a decode graph.
-
-        Returns the hidden states [T or more, H], if log-probabilities of prompts are wanted, and
-        logits [N, n] of this rank's ids, if some request samples.
-        """
-        runner = self._runner
-        num_tokens = num_decode_tokens + batch.num_prefill_tokens
-        # Decode attention takes one token a request. With drafts, all requests attend as chunks.
-        num_decode = batch.num_decode if num_decode_tokens == batch.num_decode else 0
-        step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths)
-        attention = runner.attention.prepare(step)
-        attended = None
-        if self._pieces is not None:
-            attended = self._pieces.forward(views, num_decode_tokens, num_tokens, attention)
-        if attended is None:
-            tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=self._device)
-            attended = runner.forward(views, num_decode_tokens, tokens, attention)
-        of_prompts = batch.logprobs is not None and (batch.logprobs.prompt >= 0).any()
-        samples = batch.samples.any()
-        if not (of_prompts or samples):
-            return None, None
-        model, last = runner.model, views.first + views.lengths - 1
-        if of_prompts:
-            hidden = model.model.finish_last_layer(attended)
-            return hidden, model.lm_head.logits(hidden[last]) if samples else None
-        attended = attended.take_rows(last, self._comm)
-        logits = None if self._graphs is None else self._graphs.finish(attended)
-        return None, model.logits(attended) if logits is None else logits
-
-    def _finish_eagerly(
-        self,
-        batch: Batch,
-        inputs: StepInputs,
-        views: StepViews[Tensor],
-        edits: Sequence[Edit],
-        hidden: Tensor | None,
-        logits: Tensor | None,
-        graph: DecodeGraph | None,
-    ) -> LaunchedStep:
-        """Sample from edited logits, and start the log-probabilities that the batch asks for."""
-        runner, reqs = self._runner, batch.num_reqs
-        next_tokens = tokens = logprobs = None
-        if logits is not None:
-            logits = runner.model.lm_head.all_gather_logits(logits).float()
-            edited = logits.clone() if edits else logits
-            for edit in edits:
-                edit(edited)
-            kind = sampling_kind(batch)
-            next_tokens = sample_tokens(runner, edited, views, kind, gathered=True)
-            logits, tokens = logits[:reqs], next_tokens[0, :reqs]
-        if batch.logprobs is not None:
-            logprobs = start_logprobs(
-                runner.model, batch.logprobs, batch, inputs.order, hidden, logits, tokens
-            )
-        return LaunchedStep(batch, inputs, next_tokens, logprobs, by_graph=graph is not None)
+            return self._launcher.launch(batch)
 
     def facts(self) -> ModelFacts:
         """Return the properties of the loaded model that the front end needs."""
@@ -281,10 +167,10 @@ class Engine:
         from the configuration; otherwise it has run to find the memory for the KV pool. Raises
         OutOfMemory.
         """
-        dummy_page = self._runner.pool.dummy_page
+        dummy_page = self._pool.dummy_page
         with memory_of(self._device):
             warmup.warm_up(self, dummy_page)
-            if self._device.type != "cpu" and self._pieces is None:
+            if self._device.type != "cpu" and self._launcher.pieces is None:
                 warmup.run_every_size(self, dummy_page, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:
                 warmup.run_largest(self, dummy_page, self._max_chunk_tokens)
@@ -297,7 +183,7 @@ class Engine:
         def slowest_ns(own: int) -> int:
             return -self._comm.agree_min(-own)
 
-        pool, num_ids = self._runner.pool, self._model_config.vocab_size
+        pool, num_ids = self._pool, self._model_config.vocab_size
         if self._stream is not None:  # the time of a CPU does not depend on the values
             with self._on_stream():
                 pool.fill_noise(_PROBED_TOKENS // pool.page_size)
@@ -310,8 +196,7 @@ class Engine:
     def close(self) -> None:
         """Free the device's memory. The communicator stays open, because the caller owns it."""
         self._synchronize()
-        self._release_graphs()
-        del self._model, self._runner
+        del self._model, self._launcher
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -333,7 +218,7 @@ class Engine:
             self._compile_log.watch()
             compile_missing(needed)
 
-    def _assemble(self, num_pages: int) -> ModelRunner:
+    def _assemble(self, num_pages: int) -> StepLauncher:
         """Allocate everything on the device but the graphs, with a KV pool of num_pages pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
@@ -344,8 +229,9 @@ class Engine:
             device=self._device,
         )
         rows, max_pages = config.max_running_reqs + 1, -(-self.max_seq_len // config.page_size)
-        return ModelRunner(
+        runner = ModelRunner(
             model=self._model,
+            comm=self._comm,
             pool=pool,
             attention=self._create_attention(
                 config.attention_backend,
@@ -365,6 +251,8 @@ class Engine:
                 (rows, self.max_seq_len + 1), dtype=torch.int32, device=self._device
             ),
         )
+        processors, pinned = self.extensions.logits_processors, self._stream is not None
+        return StepLauncher(runner, processors, model.eos_token_ids, pinned)
 
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
         """Return the numbers of requests and the numbers of tokens to capture graphs for."""
@@ -374,17 +262,10 @@ class Engine:
 
     @torch.inference_mode()
     def _capture(self, sizes: Sequence[int], token_sizes: Sequence[int]) -> None:
-        """Capture decode graphs and piecewise graphs of these sizes, on a GPU."""
+        """Capture graphs of these numbers of requests and of tokens, on a GPU."""
         if self._device.type == "cuda" and sizes:
-            show = self._show_progress
-            graphs = DecodeGraphs(self._runner, sizes, show)
-            self._graphs = graphs
-            if graphs.graphs:
-                self._pieces = PieceGraphs(self._runner, token_sizes, graphs.memory, show)
+            self._launcher.capture(sizes, token_sizes, self._show_progress)
             self._clear_dummy()
-
-    def _release_graphs(self) -> None:
-        self._graphs = self._pieces = None
 
     def _kv_bytes(self, free_before: int) -> int:
         """Return the memory for KV pages in bytes.
@@ -400,23 +281,27 @@ class Engine:
         torch.cuda.synchronize(device)
         free_loaded = free_bytes(device)
         self.num_pages = 1
-        self._runner = self._assemble(self.num_pages)
-        warmup.run_largest(self, self._runner.pool.dummy_page, self._max_chunk_tokens)
+        self._launcher = self._assemble(self.num_pages)
+        warmup.run_largest(self, self._pool.dummy_page, self._max_chunk_tokens)
         step_bytes = free_loaded - free_bytes(device)
         sizes, token_sizes = self._graph_sizes()
         graph_bytes = measure_graph_bytes(
             capture=lambda count: self._capture(sizes[-count:], token_sizes[-count:]),
-            release=self._release_graphs,
+            release=self._launcher.release_graphs,
             kinds=max(len(sizes), len(token_sizes)),
             device=device,
         )
-        del self._runner
+        del self._launcher
         torch.cuda.empty_cache()
         logger.info(
             "memory beside weights and KV steps_bytes=%d graph_bytes=%d", step_bytes, graph_bytes
         )
         share = int(self._config.memory_ratio * free_before)
         return share - (free_before - free_loaded) - step_bytes - graph_bytes
+
+    @property
+    def _pool(self) -> KVPool:
+        return self._launcher.runner.pool
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -427,5 +312,5 @@ class Engine:
 
     def _clear_dummy(self) -> None:
         with self._on_stream():
-            self._runner.pool.clear_dummy()
+            self._pool.clear_dummy()
             self._synchronize()

@@ -47,8 +47,8 @@ class ProcessingStep:
 class LogitsProcessor(Protocol[State]):
     """Edits the logits of the requests that ask for it.
 
-    `State` is what the processor keeps of one request, on each tensor-parallel rank: values read
-    from its parameters, or an object that changes, such as the matcher of a grammar. The scheduler
+    `State` is the processor's data of one request, on each tensor-parallel rank: values read from
+    its parameters, or an object that changes, such as the matcher of a grammar. The scheduler
     keeps it from the arrival of the request to its end, through preemption.
 
     Processors of all ranks must make the same edits: they see the same requests and tokens, and

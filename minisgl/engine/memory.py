@@ -93,7 +93,8 @@ def resolve_num_pages(
     pages = comm.agree_min(min(available_bytes // page_bytes, useful))
     if pages < 1:
         raise OutOfMemory(
-            f"one KV page of {size} tokens takes {page_bytes} bytes, {available_bytes} are left"
+            f"one KV page of {size} tokens takes {page_bytes} bytes, but only {available_bytes} "
+            "bytes are left; raise the memory limit or lower the number of running requests"
         )
     return pages
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minisgl.attention import AttentionBackend, AttentionStep, StepAttention
 from minisgl.core import Batch, Column, Int32Array, StepResult
+from minisgl.distributed import Communicator
 from minisgl.engine.logprobs import PendingLogprobs
 from minisgl.kernel import StepLayout, StepViews, stage_tokens
 from minisgl.kvcache.pool import KVPool
@@ -31,6 +32,7 @@ class ModelRunner:
     """
 
     model: CausalLM
+    comm: Communicator
     pool: KVPool
     attention: AttentionBackend
     columns: tuple[Column, ...]

@@ -101,7 +101,7 @@ class PieceGraphs:
         num_tokens: int,
         attention: StepAttention,
     ) -> Attended | None:
-        """Do what ModelRunner.forward does, with padding tokens behind the T tokens.
+        """Run the forward like ModelRunner.forward, with padding tokens behind the T tokens.
 
         Returns None if no size is large enough. The next graph that runs overwrites the result. The
         result keeps its padding: with tensor parallelism the number of rows decides which rows of a

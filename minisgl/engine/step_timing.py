@@ -1,4 +1,4 @@
-"""Timing of steps without requests, from which the engine learns what a step costs."""
+"""Timing of steps without requests, from which the engine learns the time of a step."""
 
 import itertools
 import time

@@ -4,6 +4,7 @@ Their tokens go to the dummy page. The contexts that they read are spread over t
 those of requests are later.
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -37,22 +38,17 @@ class StepShape(NamedTuple):
 def warm_up(engine: EngineLike, dummy_page: int) -> None:
     """Run one decode, one prefill and one mixed step with every kind of sampling."""
     for shape in (StepShape(0, 4, 0), StepShape(1, 0, 4), StepShape(2, 3, 4)):
-        for params in _KINDS:
-            for logprobs in (False, True):
-                batch = warmup_batch(engine, dummy_page, shape, params, logprobs=logprobs)
-                if batch is not None:
-                    engine.launch(batch).wait()
+        for params, logprobs in itertools.product(_KINDS, (False, True)):
+            batch = warmup_batch(engine, dummy_page, shape, params, logprobs=logprobs)
+            if batch is not None:
+                engine.launch(batch).wait()
 
 
 def run_every_size(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
     """Run decode steps of every number of requests, and chunks of many lengths."""
     shapes = [StepShape(reqs, 0, 4) for reqs in range(1, engine.max_running_reqs + 1)]
-    for power in range(max_chunk_tokens.bit_length()):
-        shapes += [
-            StepShape(0, 2**power, 0),
-            StepShape(0, 2**power + 1, 0),
-            StepShape(1, 2**power, 4),
-        ]
+    for size in (2**power for power in range(max_chunk_tokens.bit_length())):
+        shapes += [StepShape(0, size, 0), StepShape(0, size + 1, 0), StepShape(1, size, 4)]
     for shape in shapes:
         batch = warmup_batch(engine, dummy_page, shape, FILTERED)
         if batch is not None and shape.chunk <= max_chunk_tokens:

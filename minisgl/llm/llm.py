@@ -20,6 +20,7 @@ from minisgl.core import (
 )
 from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
+from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message import AbortReq, AddReq, StepOutput, TextOptions
@@ -48,12 +49,20 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, revision: str | None = None, tp: int = 1, **settings: Any
+        self,
+        model: str | None = None,
+        *,
+        revision: str | None = None,
+        tp: int = 1,
+        extensions: Extensions = DEFAULT_EXTENSIONS,
+        **settings: Any,
     ) -> None:
         """Load a model.
 
         model: a folder, a hub id, or None for the embedded demo model. revision: of the hub id.
         tp: number of tensor-parallel ranks, each on a GPU of its own.
+        extensions: parts from outside this package. They need tp=1, because other ranks are started
+        as processes of this package.
         settings: fields of EngineConfig and SchedulerConfig by name, such as num_pages, max_seq_len
         or prefill_budget_tokens. There is no step-time target unless target_step_ms is given: only
         the throughput counts.
@@ -73,8 +82,15 @@ class LLM:
         engine_config = EngineConfig(model_path=path, tp_size=tp, **settings)
         scheduler_config = SchedulerConfig(**policy)
         self.tokenizer = TextTokenizer.load(path)
-        worker_class = LocalWorker if tp == 1 else RankWorkers
-        self.worker: LocalWorker | RankWorkers = worker_class(engine_config, scheduler_config)
+        self.worker: LocalWorker | RankWorkers
+        if tp == 1:
+            self.worker = LocalWorker(engine_config, scheduler_config, extensions)
+        elif extensions is DEFAULT_EXTENSIONS:
+            self.worker = RankWorkers(engine_config, scheduler_config)
+        else:
+            raise ConfigError(
+                f"extensions need tp=1, not {tp}: start the ranks with scheduler.run_scheduler"
+            )
         self.facts: ModelFacts = self.worker.facts
         self._next_uid = 1
         self._running: dict[int, Generation] = {}

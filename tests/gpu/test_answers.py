@@ -1,4 +1,4 @@
-"""What comes out on the GPU: the demo model's answers, and errors where logits are not finite."""
+"""The demo model's answers on the GPU, and errors for logits that are not finite."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def completed(answers: Completion | list[Completion]) -> list[Completion]:
 
 @pytest.mark.slow
 def test_the_demo_model_answers_as_on_the_cpu() -> None:
-    """bfloat16 with FlashInfer against float32 on the CPU, which answers as transformers do."""
+    """bfloat16 with FlashInfer equals float32 on the CPU, which equals transformers."""
     prompts = load_evaluation()
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
     scores = {}
@@ -51,9 +51,12 @@ def test_the_demo_model_answers_as_on_the_cpu() -> None:
         assert abs(scores["cuda"][task].right - exact.right) <= 0.02 * exact.total
 
 
-def test_nonfinite_logits_end_their_req_alone(tmp_path: Path) -> None:
-    """One token's embedding is NaN: who has it in the prompt gets an error, who has not all
-    tokens, and nothing of the broken prompts is handed on, in chunks, graphs and mixed steps."""
+def test_nonfinite_logits_end_only_their_request(tmp_path: Path) -> None:
+    """The embedding of one token is NaN.
+
+    A request with this token in its prompt gets an error, each other request gets all its tokens.
+    No KV page of a broken prompt is reused, in chunks, graphs and mixed steps.
+    """
     path = Path(write_model("qwen3-0.6b", tmp_path))
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | SMALL))

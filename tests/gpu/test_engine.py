@@ -90,21 +90,26 @@ def test_mixed_batch_on_cuda(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_few_rows_behind_the_last_attention(architecture: str, tmp_path: Path) -> None:
-    """bfloat16: graphs of pieces and none, rows of the sampled tokens and of all, each by products
-    and norms of its own, give the same log-probabilities."""
+    """In bfloat16, all paths give the same log-probabilities.
+
+    The paths are with and without piecewise graphs, and the last layer for the sampled tokens only
+    or for all tokens. They use different products and norms.
+    """
     path = write_config(tmp_path, architecture)
     found = []
     for graphs in (None, 0):
         engine = make_engine(
             path, dummy_weight=True, device="cuda", dtype="bfloat16", cuda_graph_max_bs=graphs
         )
-        assert (engine._pieces is None) == (graphs == 0)
+        assert (engine._launcher.pieces is None) == (graphs == 0)
         for parameter in engine._model.parameters():
             if parameter.dim() > 1:
                 parameter.data.mul_(4.0)
         driver = Driver(engine)
         first = Work(3, 0, [5, 6, 7], samples=False), Work(0, 0, list(range(30)), samples=False)
-        driver.step(*first)  # the decode token after it is id 0, whatever rounding makes of ties
+        driver.step(
+            *first
+        )  # samples nothing, so that the decode token after it is id 0 on every path
         later = Work(5, 0, list(range(70, 80)), samples=False)
         work = Work(3, 3), Work(0, 30, [7, 8, 9]), Work(1, 0, list(range(40, 67))), later
         for prompts in (False, True):
@@ -120,7 +125,7 @@ def test_few_rows_behind_the_last_attention(architecture: str, tmp_path: Path) -
 
 
 class Operations(TorchDispatchMode):
-    """Which operations of torch run inside, each by itself; not those of CUDA graphs."""
+    """Records the torch operations that run inside, without those of CUDA graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +139,10 @@ class Operations(TorchDispatchMode):
 
 
 def test_products_of_a_mixed_step_are_all_in_graphs(tmp_path: Path) -> None:
-    """cuBLAS loads a kernel when a number of rows first asks for it, which takes 0.1 s: no number
-    that requests may bring must be the first."""
+    """cuBLAS takes 0.1 s to load a kernel for a number of rows that it sees for the first time.
+
+    The warm-up must run every number of rows that requests can bring.
+    """
     path = write_config(tmp_path, "Qwen3MoeForCausalLM")
     driver = Driver(make_engine(path, dummy_weight=True, device="cuda", dtype="bfloat16"))
     driver.step(Work(3, 0, [5, 6, 7]), Work(0, 0, list(range(30))))
@@ -160,9 +167,12 @@ def test_auto_takes_the_gpu_and_the_checkpoints_dtype(tmp_path: Path) -> None:
         make_engine(path, dummy_weight=True, device="cuda", num_pages=None, memory_ratio=1e-9)
 
 
-def test_warm_up_runs_the_longest_chunk_where_the_pages_are_given(tmp_path: Path) -> None:
-    """Without pages given the engine has run it to count them. Attention has other kernels for
-    few prompt tokens than for many: a request must not be the first to need those."""
+def test_warm_up_runs_the_longest_chunk_if_the_number_of_pages_is_given(tmp_path: Path) -> None:
+    """If num_pages is given, only the warm-up runs the largest step.
+
+    Attention has different kernels for few and for many prompt tokens, and no request may be the
+    first to need them.
+    """
     path = write_config(tmp_path, "Qwen3ForCausalLM")
     engine = make_engine(path, dummy_weight=True, device="cuda", dtype="bfloat16")
     tokens: list[int] = []
@@ -184,10 +194,10 @@ def test_noise_is_the_same_on_both_devices() -> None:
     torch.testing.assert_close(on_gpu, on_cpu, atol=2e-6, rtol=2e-6)
 
 
-def test_graphs_take_no_more_than_was_set_aside_for_them(
+def test_graphs_take_at_most_the_predicted_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The driver keeps memory for each graph outside of torch's pool: a thousand of small ones."""
+    """The driver takes memory for each graph, outside of torch's pool, also for small graphs."""
     path = write_config(tmp_path, "Qwen3ForCausalLM")
     config = EngineConfig(model_path=path, device="cuda", dummy_weight=True, memory_ratio=0.5)
     with caplog.at_level(logging.INFO, "minisgl.engine.engine"):

@@ -1,7 +1,7 @@
-"""The sampler's kernels: the same tokens as the torch reference, whatever the rows ask for.
+"""The sampling kernels give the tokens of the torch reference for all sampling parameters.
 
-The two differ in rounding only, so a row may differ where two candidates all but tie: every
-difference must be such a tie, and there may be few. With TRITON_INTERPRET=1 these run on CPU.
+The two differ only in rounding. So a row may differ if two candidates nearly tie: each difference
+must be such a tie, and there may be few. With TRITON_INTERPRET=1 the tests run on a CPU.
 """
 
 import math
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def params(n: int, **columns: Any) -> SamplingTensors:
-    """One value for all rows, or one for each; drawn from temperature 1 unless told otherwise."""
+    """Each column is one value for all rows, or one for each. The default temperature is 1."""
     values: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     values |= {"seed": torch.randint(-(2**62), 2**62, (n,)).tolist()}
     values |= {"position": torch.randint(0, 40_000, (n,)).tolist()} | columns
@@ -52,8 +52,10 @@ def params(n: int, **columns: Any) -> SamplingTensors:
 
 
 def lead(logits: Tensor, asked: SamplingTensors, row: int, ours: int, theirs: int) -> float:
-    """By how much the reference's score is better, in float64 after the float32 noise: that of
-    its group of ids, or inside the group that both take."""
+    """By how much the reference's score is better, in float64 after the float32 noise.
+
+    It is the score of its group of ids, or inside the group if both take the same one.
+    """
     scaled = logits[row].double() / asked.temperature[row].double()
     seed, position = asked.seed[row : row + 1], asked.position[row : row + 1]
     if ours // GROUP == theirs // GROUP:
@@ -68,7 +70,7 @@ def lead(logits: Tensor, asked: SamplingTensors, row: int, ours: int, theirs: in
 
 
 def check(logits: Tensor, asked: SamplingTensors, allowed: float = 0.02) -> Tensor:
-    """Compare with the reference; returns the kernel's tokens."""
+    """Compare with the reference, and return the kernel's tokens."""
     from minisgl.kernel.triton import sampling as kernels
 
     before = logits.clone()
@@ -133,15 +135,15 @@ def test_greedy_takes_the_first_of_equals() -> None:
 )
 @pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
 def test_filters(asked: dict[str, float], spread: float) -> None:
-    """Spread 0.5 leaves more candidates than the list holds, 8 leaves a few."""
+    """With spread 0.5 more candidates remain than the list holds, with spread 8 a few."""
     rows = 3 if INTERPRETED else 48
     logits = torch.randn(rows, VOCAB, device=DEVICE) * spread
     temperature = [(0.7, 1.0, 0.0)[row % 3] for row in range(rows)]
     check(logits, params(rows, temperature=temperature, **asked), allowed=0.05)
 
 
-def test_filters_keep_exactly_what_the_reference_keeps() -> None:
-    """Many draws from one row with few tokens left reach each of them and no other."""
+def test_filters_keep_exactly_the_tokens_of_the_reference() -> None:
+    """Many draws from one row with a few kept tokens reach each of them and no other."""
     rows = 16 if INTERPRETED else 400
     row = torch.randn(VOCAB, device=DEVICE) * 4
     logits = row.repeat(rows, 1)
@@ -184,7 +186,7 @@ def test_unusable_rows_are_marked(top_p: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_parts_of_the_logits_give_the_token_of_all(parts: int, dtype: torch.dtype) -> None:
-    """As ranks cut them: what each offers, then the best of all offers."""
+    """The vocabulary is cut as ranks cut it: each part makes its offer, and the best one wins."""
     from minisgl.kernel.triton import sampling as kernels
 
     rows = 12 if INTERPRETED else 256

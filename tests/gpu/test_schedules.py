@@ -1,7 +1,7 @@
-"""Whole schedules on the GPU: whatever is cut, shared, preempted or aborted, the tokens are right.
+"""Whole schedules on the GPU: chunks, shared prefixes, preemption and aborts change no token.
 
-float32 through the torch backend gives exactly the tokens of the CPU. bfloat16 through FlashInfer
-is held against float32 logits of its own text: each token is the best, or as good within rounding.
+float32 with the torch backend gives exactly the tokens of the CPU. bfloat16 with FlashInfer is
+compared with the float32 logits of its own text: each token is the best one within rounding.
 """
 
 import json
@@ -47,7 +47,7 @@ FP32: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch"}
 
 @dataclass(frozen=True)
 class Case:
-    """crowded: a pool so small that reqs are preempted. graphs: decode steps are captured."""
+    """crowded: the pool is so small that requests are preempted. graphs: of decode steps."""
 
     name: str
     chunk: int
@@ -155,7 +155,7 @@ def run(
     longest_cycles: int = 0,
     abort_from: int | None = None,
 ) -> Run:
-    """Two waves of the prompts; from uid abort_from on, reqs are aborted at random moments."""
+    """Run two waves of the prompts. Requests from uid abort_from on are aborted at random times."""
     inbox, outbox = LocalInbox(), deque()
     scheduler = Scheduler(
         Jitter(engine, longest_cycles),
@@ -203,7 +203,7 @@ def drawn(uid: int) -> SamplingParams:
 
 
 def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """float32 [len(output)]: by how much each token's logit is below the best, in float32."""
+    """float32 [len(output)]: the difference between the best logit and that of each token."""
     caught: list[Attended] = []
     decoder = oracle._model.model
     compute = decoder.forward_to_last_attention
@@ -221,7 +221,7 @@ def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Ten
 
 
 def check_text(oracle: Engine, prompt: list[int], output: list[int]) -> float:
-    """Hold each token against float32 logits; the share that is exactly the best."""
+    """Compare each token with float32 logits; return the share of tokens that are the best one."""
     short = shortfall(oracle, prompt, output)
     assert short.max() < ROUNDING, (
         f"token {int(short.argmax())} is no rounding error: {short.max()}"
@@ -239,7 +239,7 @@ def prove(case: Case, found: Run) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bfloat16_by_flashinfer(case: Case, folder: str, oracle: Engine) -> None:
     engine = gpu_engine(folder, oracle, case, BF16)
-    assert (engine._graphs is not None) == case.graphs
+    assert (engine._launcher.graphs is not None) == case.graphs
     found = run(engine, case, greedy)
     prove(case, found)
     count = len(prompts())
@@ -271,7 +271,7 @@ def make_cpu(folder: str, oracle: Engine) -> Engine:
 def test_jitter_changes_no_token(
     sampling: Callable[[int], SamplingParams], folder: str, oracle: Engine
 ) -> None:
-    """The order of work on the GPU, not luck in timing, keeps pages and rows apart."""
+    """The order of the stream, and not the timing, keeps the steps from reusing pages too early."""
     case = CASES[3]
     steady = run(gpu_engine(folder, oracle, case, BF16), case, sampling)
     shaken = run(gpu_engine(folder, oracle, case, BF16), case, sampling, longest_cycles=4_000_000)

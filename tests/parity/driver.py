@@ -23,17 +23,18 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 @dataclass
 class Work:
-    """One request's part of a step: a decode token if `ids` is None, else a chunk."""
+    """One request's part of a step: a chunk of `ids`, or a decode token with drafts behind it."""
 
     row: int
     start: int
     ids: list[int] | None = None
     samples: bool = True
     sampling: SamplingParams = GREEDY
+    drafts: int = 0
 
     @property
     def length(self) -> int:
-        return 1 if self.ids is None else len(self.ids)
+        return 1 + self.drafts if self.ids is None else len(self.ids)
 
 
 def make_engine(path: str, comm: Communicator | None = None, **overrides: object) -> Engine:

@@ -1,4 +1,4 @@
-"""One schedule after another on the resident ranks of one process group, in lockstep."""
+"""Runs schedules one after the other on the ranks of one process group, all in lockstep."""
 
 import random
 from collections import deque
@@ -25,7 +25,7 @@ UNLIMITED = 8192
 
 @dataclass(frozen=True)
 class RankCase:
-    """crowded: a pool so small that someone is preempted. aborts: the second wave's, at random."""
+    """crowded: the pool is so small that requests are preempted. aborts: at random, in wave two."""
 
     family: str
     chunk: int
@@ -45,14 +45,14 @@ class RankCase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """tokens: of each uid, two waves. totals: counters; partial, mixed, graphs: steps."""
+    """tokens: of each uid, in two waves. totals: counters of the run and of kinds of steps."""
 
     tokens: list[list[int]]
     totals: dict[str, int]
 
 
 def prompts() -> list[list[int]]:
-    """Five prompts of 20 to 60 tokens; most share a beginning with another."""
+    """Five prompts of 20 to 60 tokens; most share a prefix with another one."""
     rng = np.random.default_rng(7)
     stem = rng.integers(3, VOCAB_SIZE, 40).tolist()
     lengths = [(40, 20), (23, 17), (40, 3), (0, 25), (23, 17)]
@@ -60,7 +60,7 @@ def prompts() -> list[list[int]]:
 
 
 class _Counted:
-    """Passes steps on to the engine and counts kinds of them."""
+    """Passes steps on to the engine and counts them by kind."""
 
     def __init__(self, engine: Engine, totals: dict[str, int]) -> None:
         self._engine, self._totals = engine, totals
@@ -76,10 +76,12 @@ class _Counted:
 def run_cases(
     comm: Communicator, folder: str, cases: list[RankCase], paths: dict[str, str]
 ) -> list[Outcome]:
-    """What each case gives on this rank. Ranks talk through queues in `folder`."""
+    """The outcome of each case on this rank. The ranks use queues in `folder`."""
     outcomes = []
     for index, case in enumerate(cases):
-        queues = Path(folder) / str(index)  # of each case its own: ranks are not done all at once
+        queues = Path(folder) / str(
+            index
+        )  # one folder for each case, since ranks finish a case at different times
         queues.mkdir(exist_ok=True)
         outcomes.append(_run(comm, queues, case, paths[case.family]))
     return outcomes
@@ -160,7 +162,7 @@ def _lead(scheduler: Scheduler, source: LocalInbox, case: RankCase) -> None:
 def _sampling(case: RankCase, uid: int) -> SamplingParams:
     if not case.drawn:
         return SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    count = len(prompts())  # the first wave draws from parts of the logits, the second from all
+    count = len(prompts())  # wave one samples from parts of the logits, wave two from all of them
     asked: dict[str, Any] = {}
     if uid == count + 1:
         asked = {"frequency_penalty": 0.7, "logprobs": 2}
@@ -172,7 +174,7 @@ def _sampling(case: RankCase, uid: int) -> SamplingParams:
 
 
 def prove(case: RankCase, outcome: Outcome) -> None:
-    """What the case varies did happen, or did not."""
+    """Assert that the variations of the case took place, and no others."""
     totals = outcome.totals
     assert (totals["cached_tokens_total"] > 0) == (case.cache_type == "radix")
     assert (totals["preemptions_total"] > 0) == case.crowded

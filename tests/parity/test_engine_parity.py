@@ -37,15 +37,15 @@ def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> N
     prompt = prompt_of(330)
     engine = make_engine(path, num_pages=100)
     if folded:
-        engine._runner.model.fold_norms()
+        engine._launcher.runner.model.fold_norms()
     seen: list[torch.Tensor] = []
-    compute = engine._runner.model.lm_head.logits
+    compute = engine._launcher.runner.model.lm_head.logits
 
     def spy(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         seen.append(compute(hidden, out))
         return seen[-1]
 
-    engine._runner.model.lm_head.logits = spy  # type: ignore[method-assign]
+    engine._launcher.runner.model.lm_head.logits = spy  # type: ignore[method-assign]
     Driver(engine).generate(0, prompt, 1)
     expected = transformers_logits(path, prompt)[-1]
     torch.testing.assert_close(seen[0][0], expected, atol=2e-4, rtol=2e-4)
@@ -136,8 +136,8 @@ def test_nan_of_one_req_reaches_no_other(model_path: ModelPath) -> None:
     driver.step(Work(0, 0, prompt[:6]), Work(1, 0, prompt))
     bad_page = driver.pages[1][0]
     for layer in range(2):
-        engine._runner.pool.layer(layer)[1][bad_page] = torch.nan
-        engine._runner.pool.layer(layer)[1][driver.pages[0][0], 10:] = (
+        engine._launcher.runner.pool.layer(layer)[1][bad_page] = torch.nan
+        engine._launcher.runner.pool.layer(layer)[1][driver.pages[0][0], 10:] = (
             torch.nan
         )  # a former owner's leftovers
     result = driver.step(Work(0, 6), Work(1, 30))

@@ -1,7 +1,7 @@
-"""The whole engine under its scheduler gives the tokens of transformers, however work is cut.
+"""Scheduler and engine together give the tokens of transformers for every way to cut the work.
 
-Cache, chunk size, overlap and preemption are varied pairwise, for each family; every run proves
-that what it varies did take place.
+Prefix cache, chunk size, overlap and preemption are varied pairwise, for each family. Every run
+asserts that the variation took place.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ UNLIMITED = 8192
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the pairwise product. crowded: a pool so small that someone is preempted."""
+    """One point of the pairwise product. crowded: the pool is too small to avoid preemption."""
 
     chunk: int
     cache_type: str
@@ -40,7 +40,7 @@ class Case:
         return f"chunk{self.chunk}-{self.cache_type}-{overlap}{crowd}-page{self.page_size}"
 
 
-# every pair occurs, but chunk 1 with crowded: reqs then end before the next one is in decode
+# Every pair occurs, except chunk 1 with crowded: a request then ends before the next one decodes.
 CASES = [
     Case(1, "radix", overlap=True, crowded=False),
     Case(1, "naive", overlap=False, crowded=False),
@@ -64,7 +64,7 @@ def prompts() -> list[list[int]]:
 
 
 class Recorder:
-    """Passes steps on to the engine and remembers them."""
+    """Passes steps on to the engine and records them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -85,7 +85,7 @@ def reference(path: str, prompt: tuple[int, ...]) -> list[int]:
 def run(
     path: str, case: Case, sampling: SamplingParams
 ) -> tuple[list[list[int]], Scheduler, Recorder]:
-    """Two waves of the prompts, so that the second finds the first one's prefixes."""
+    """Run two waves of the prompts; the second one finds the prefixes of the first one cached."""
     # 90 + 24 tokens must fit alone; crowded leaves room for little more
     tokens = 128 if case.crowded else 1024
     engine = make_engine(path, page_size=case.page_size, num_pages=tokens // case.page_size)
@@ -122,7 +122,7 @@ def run(
 
 
 def prove(case: Case, scheduler: Scheduler, recorder: Recorder) -> None:
-    """What the case varies did happen, or did not."""
+    """Assert that the variations of the case took place, and no others."""
     totals = scheduler.totals
     assert (totals.cached_tokens_total > 0) == (case.cache_type == "radix")
     assert (totals.preemptions_total > 0) == case.crowded

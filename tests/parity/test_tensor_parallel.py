@@ -1,7 +1,7 @@
-"""Real ranks over gloo give exactly the tokens that one gives, and the same on all of them.
+"""Real ranks over gloo give exactly the tokens of one rank, and the same on every rank.
 
-Cache, chunk size, overlap, aborts, preemption and the kind of model are varied pairwise, on one
-resident set of processes; every run proves that what it varies did take place.
+Prefix cache, chunk size, overlap, aborts, preemption and the kind of model are varied pairwise, on
+one set of processes; every run asserts that its variations took place.
 """
 
 from collections.abc import Callable

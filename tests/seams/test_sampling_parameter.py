@@ -16,6 +16,7 @@ from torch import Tensor
 from minisgl.core import (
     SAMPLING_COLUMNS,
     Column,
+    ConfigError,
     EditedReq,
     EngineConfig,
     FinishReason,
@@ -26,6 +27,7 @@ from minisgl.core import (
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.engine.logits_processing import Edit, ProcessingStep
+from minisgl.llm import LLM
 from minisgl.message import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.models import VOCAB_SIZE, build_model
@@ -189,3 +191,8 @@ def test_a_processor_can_refuse_a_request(path: str) -> None:
         (FinishReason.ERROR, "push_id is no token id")
     ]
     assert [len(one) for one in tokens] == [TOKENS, 0, TOKENS, TOKENS]
+
+
+def test_extensions_of_an_llm_need_a_single_rank() -> None:
+    with pytest.raises(ConfigError, match="extensions need tp=1, not 2"):
+        LLM(tp=2, extensions=Extensions(logits_processors=()))

@@ -1,14 +1,18 @@
-"""Draws from what top-k, top-p and min-p leave of a row, without sorting it.
+"""Samples from the tokens of a row that top-k, top-p and min-p keep, without sorting the row.
 
-With gap y = (largest - logit) / T >= 0 every filter keeps the tokens of gap at most some limit,
-and non-negative floats order like their bits: limits are integers that a search finds exactly.
+The gap of a token is (largest logit - logit) / T >= 0. Each filter keeps the tokens whose gap is at
+most some limit. Non-negative floats have the order of their bits, so a limit is an integer that a
+search finds exactly. There are three kernels:
 
-1. _levels reads the rows: count and mass within four gaps, for each part of a row.
-2. _gather reads them again: the narrowest of the four that holds what is asked for bounds the
-   candidates, which go to a list in the order of their ids. The counts say where each part begins.
-3. _draw, a program for each row, holds the list in registers, searches the limits four parts at a
-   time and races over what is left. A row with more candidates than the list holds is searched in
-   place instead, at a read of the row for each of some 12 steps: flat rows are slow.
+1. _levels reads the rows, and counts the tokens and adds up the mass within four fixed gaps, for
+   each part of a row.
+2. _gather reads the rows again. The smallest of the four gaps that holds all tokens that the
+   filters can keep bounds the candidates. These go to a list in the order of their ids; the counts
+   say where each part of the row begins in the list.
+3. _draw has one program for each row. It holds the list in registers, searches the limits, dividing
+   the range by four in each step, and races over the kept tokens. If a row has more candidates than
+   the list can hold, the program searches the row in memory instead, with about 12 reads of the
+   row, so flat rows are slow.
 
 Bytes: 2 B V elements, 311 MB at 256 x 151,936 float32: 74 us at 4.2 TB/s. Measured on one H200
 with top-k 50 and top-p 0.9: _levels 55, _gather 62, _draw 45 us; flat rows 785 us in all.
@@ -39,7 +43,7 @@ _PARAMETERS = ["temperature", "top_ks", "top_ps", "min_ps"]
 
 @triton.jit
 def _widest(by_rank, by_mass, min_p):
-    """The last level: where min_p alone is asked for, exactly its gap."""
+    """The largest level; if min_p is the only filter, exactly its gap."""
     own = tl.abs(tl.log(tl.maximum(min_p, 1e-37)))
     return tl.where(by_rank | by_mass, _L3, tl.where(min_p > 0, own, 3.0e38))
 
@@ -118,14 +122,14 @@ def _field(partial, splits, field, split, inside):
 
 @triton.jit
 def _choose_level(partial, splits, top_k, top_p, vocab_size, SPLITS: tl.constexpr):
-    """partial: of one row. Returns which level bounds the candidates, 4 when none does."""
+    """Return the level that bounds the candidates, 4 if none does. partial: of one row."""
     split = tl.arange(0, SPLITS)
     inside = split < splits
     whole = tl.sum(_field(partial, splits, 8, split, inside), axis=0)
     ranks = tl.where((top_k > 0) & (top_k < vocab_size), top_k, 0).to(tl.float32)
-    # A little more than asked for: the list adds up the same terms in another order.
+    # A little more than top_p, since the list adds up the same terms in another order.
     mass = tl.where(top_p < 1.0, top_p + 2e-6, 0.0) * whole
-    bound = (ranks == 0.0) & (top_p >= 1.0)  # by min_p alone: that is the last level
+    bound = (ranks == 0.0) & (top_p >= 1.0)  # min_p is the only filter: the last level is its gap
     level = 4
     for back in tl.static_range(4):
         count = tl.sum(_field(partial, splits, 3 - back, split, inside), axis=0)
@@ -183,7 +187,7 @@ def _gather(
         at = (split * tiles_per_split + tile) * 4 * BLOCK + lanes
         gap = gaps(source, at, vocab_size, largest, inverse)
         keep = ((gap <= cut) & (at < vocab_size)).to(tl.int32)
-        of_four = tl.sum(keep, axis=1)  # inside a thread; only their sums cross threads
+        of_four = tl.sum(keep, axis=1)  # sums inside a thread; only these cross threads
         here = tl.sum(of_four, axis=0)
         if here > 0:
             before = found + tl.cumsum(of_four, axis=0) - of_four
@@ -292,9 +296,10 @@ def draw_filtered(
     programs: int,
     fast: bool,
 ) -> None:
-    """Overwrite `tokens` of the rows that draw with filters; others are left as they are.
+    """Overwrite `tokens` of the rows that sample at random with filters; keep the other rows.
 
-    logits: [N, V]; largest: float32 [N], each row's maximum; finite: bool [N]; tokens: int32 [N].
+    logits: [N, V]. largest: float32 [N], the maximum of each row. finite: bool [N]. tokens: int32
+    [N].
     Three launches. Scratch: 64 KiB for each row. No host sync; graph-capturable.
     """
     num_rows, vocab_size = logits.shape

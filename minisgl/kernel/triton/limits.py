@@ -1,6 +1,7 @@
 """Device functions that search the limit of a filter: see minisgl.kernel.triton.filters.
 
-A gap is (largest logit - logit) / T >= 0, its bits an int32 of the same order.
+A gap is (largest logit - logit) / T >= 0. The bits of gaps, read as int32, have the order of the
+gaps.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -29,7 +30,7 @@ def within(bits, amount, limit):
 
 @triton.jit
 def _narrow(s1, s2, s3, target, low, high):
-    """Keep the quarter of (low, high] in which the total reaches target."""
+    """Return the quarter of (low, high] in which the total reaches target."""
     s1, s2, s3 = tl.reduce((s1, s2, s3), 0, _add3)
     span = high - low
     m1 = low + (span >> 2)
@@ -42,7 +43,7 @@ def _narrow(s1, s2, s3, target, low, high):
 
 @triton.jit
 def search_list(bits, amount, target, high):
-    """Least limit within which the amounts reach target; within `high` they are known to."""
+    """Return the least limit within which the amounts reach target, which they do within `high`."""
     low = high * 0 - 1
     while high - low > 1:
         span = high - low
@@ -66,7 +67,7 @@ def search_row(
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """The same over a row in memory."""
+    """Return the same limit as search_list, for a row in memory."""
     low = high * 0 - 1
     while high - low > 1:
         span = high - low
@@ -101,7 +102,7 @@ def draw_from_list(
     TILE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """ranks is 0 and top_p above 1 where they are not asked for. Returns the token."""
+    """Return the sampled token. ranks is 0 without top-k; top_p is above 1 without top-p."""
     at = tl.arange(0, TILE)
     gap = tl.load(list_gaps + at, mask=at < found, other=float("inf"))
     bits = gap.to(tl.int32, bitcast=True)

@@ -1,10 +1,10 @@
 """Device functions of sampling: Philox, and draws as an exponential race.
 
-Gumbel-max takes argmax(logit / T + g) with g = -log(e) and e = -log1p(-u) exponential, which is
-the token whose arrival e / exp(logit / T) comes first. So a token (or a group of tokens, by the sum
-of their exp(logit / T)) beats the best one so far when
-e < e_best * exp((logit - logit_best) / T): one logarithm and one exponential each, no overflow
-whatever T is, and no need to know the row's maximum beforehand.
+The Gumbel-max trick takes argmax(logit / T + g) with g = -log(e), where e = -log1p(-u) is
+exponentially distributed. That is the token with the smallest arrival e / exp(logit / T). So a
+token beats the best one so far if e < e_best * exp((logit - logit_best) / T). For a group of
+tokens, the sum of their exp(logit / T) takes the place of exp(logit / T). Each comparison needs one
+logarithm and one exponential. It overflows for no T, and does not need the maximum of the row.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -26,7 +26,7 @@ _SMALL = tl.constexpr(0.03125)
 def philox(group, position, seed, STREAM: tl.constexpr = 0):
     """minisgl.kernel.philox4x32 on counter (group, position, STREAM, 0) under the key of `seed`.
 
-    group: a tensor, position and seed: scalars. Returns four uint32 words of group's shape.
+    group: a tensor; position, seed: scalars. Returns four uint32 words of the shape of group.
     """
     c0 = group.to(tl.uint32)
     c1 = tl.zeros_like(c0) + position.to(tl.uint32)
@@ -48,7 +48,7 @@ def philox(group, position, seed, STREAM: tl.constexpr = 0):
 
 @triton.jit
 def log2(x, FAST: tl.constexpr):
-    """log2(x) for normal x; FAST is the hardware's, of absolute error 2^-22 around 1."""
+    """log2(x) for normal x; FAST: by the hardware, with an absolute error of 2^-22 around 1."""
     if FAST:
         result = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -60,7 +60,7 @@ def log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def exp2(x, FAST: tl.constexpr):
-    """2 to the power of x, any x; FAST is the hardware's, where tiny results are 0."""
+    """2 to the power of x, for any x; FAST: by the hardware, which rounds tiny results to 0."""
     if FAST:
         result = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -74,7 +74,8 @@ def exp2(x, FAST: tl.constexpr):
 def draw_arrival(word, FAST: tl.constexpr):
     """-log2(1 - u) for u = (word + 0.5) / 2^32, with the reference's rounding of u.
 
-    The unit is free: all arrivals share it. Small u take a series, whose next term is under 1e-8.
+    The base of the logarithm does not matter, because all arrivals have the same one. For small u
+    a series is used, whose next term is below 1e-8.
     """
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _LARGEST_BELOW_ONE)
     series = 0.36067376 + u * 0.28853901
@@ -86,7 +87,10 @@ def draw_arrival(word, FAST: tl.constexpr):
 
 @triton.jit
 def arrivals(ids, place, salt, FAST: tl.constexpr, STREAM: tl.constexpr = 0):
-    """draw_arrival of single ids, of any shape and order, at the price of four."""
+    """draw_arrival of single ids, of any shape and order.
+
+    Each id computes a Philox block of four words and uses one of them.
+    """
     w0, w1, w2, w3 = philox(ids >> 2, place, salt, STREAM)
     low_half = tl.where((ids & 1) == 0, w0, w1)
     high_half = tl.where((ids & 1) == 0, w2, w3)

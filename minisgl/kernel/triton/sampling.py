@@ -1,10 +1,10 @@
-"""One pass over the logits chooses greedy and plainly drawn tokens and finds unusable rows.
+"""Sampling kernels: one pass over the logits samples all rows without filters.
 
-Stage one: each of B * S programs reads its part of a row and leaves its best group of ids, by
-largest logit or by a draw. Stage two: one program for each row takes the best of the S groups and
-an id in it. Rows with filters come out of both as greedy rows; their maximum then feeds
-minisgl.kernel.triton.filters. A rank that holds a part of the vocabulary offers what comes out, and
-one program for each row takes the best of all ranks' offers.
+Stage one: each of B * S programs reads its part of a row and writes its best group of ids, by the
+largest logit or by a random draw. Stage two: one program for each row takes the best of the S
+groups and an id of it. Both stages find unusable logits. They handle a row with filters as a greedy
+row, and minisgl.kernel.triton.filters then starts from its maximum. With tensor parallelism, the
+result of a rank is its offer, and one program for each row takes the best offer of all ranks.
 
 Bytes: B V elements once. At 256 x 151,936 bfloat16 that is 77.8 MB, 18 us at 4.25 TB/s.
 """
@@ -21,7 +21,7 @@ from minisgl.kernel.sampling import GROUP, GROUP_STREAM, SampledTokens, Sampling
 from minisgl.kernel.triton.filters import draw_filtered
 from minisgl.kernel.triton.race import LOG2E, arrivals, asks_filter, exp2, log2
 
-_GROUPS = 256  # of one program and iteration
+_GROUPS = 256  # that one program reads in one iteration
 _PROGRAMS = 800  # about six for each of an H200's 132 multiprocessors
 _NONE = tl.constexpr(2147483647)
 
@@ -140,8 +140,8 @@ def _choose(
     PART: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """PART: tokens takes an offer for each row, as best_of_part returns it, and there is no
-    finite and no largest_out."""
+    """PART: `tokens` receives an offer for each row, as best_of_part returns it; finite and
+    largest_out are None."""
     row = tl.program_id(0)
     degree = tl.load(temperature + row)
     filtered = asks_filter(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row))
@@ -214,10 +214,10 @@ def _choose_offer(
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
-    """As the reference, except between candidates whose scores differ by rounding alone.
+    """See the reference. Results may differ between candidates whose scores differ by rounding.
 
     logits: float32, bfloat16 or float16 [N, V] with V below 2**31, rows may be strided; not
-    changed. Two launches, five with params.filters; none depends on what the parameters hold.
+    changed. Two launches, five with params.filters, for all values of the parameters.
     No host sync; graph-capturable over static tensors in `params`.
     """
     num_rows = len(logits)
@@ -233,7 +233,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
 
 
 def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
-    """As the reference and as `sample`, without filters; scores count in powers of two."""
+    """See the reference and `sample`. Filters are ignored; scores are in units of log 2."""
     offers = logits.new_empty((len(logits), 4), dtype=int32)
     if len(logits):
         _search(logits, params, first_id, offers, None, None)
@@ -241,7 +241,7 @@ def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tens
 
 
 def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
-    """As the reference, of offers by best_of_part above; contiguous. One launch."""
+    """See the reference. offers: contiguous, of best_of_part above. One launch."""
     ranks, num_rows, _ = offers.shape
     tokens = offers.new_empty(num_rows)
     finite = offers.new_empty(num_rows, dtype=torch_bool)
@@ -267,7 +267,7 @@ def _search(
     finite: Tensor | None,
     largest: Tensor | None,
 ) -> None:
-    """Fill the last three, or `tokens` alone with an offer for each row."""
+    """Fill tokens, finite and largest. If the last two are None, fill tokens with offers."""
     num_rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, GROUP * _GROUPS)
     tiles_per_split = triton.cdiv(tiles, min(tiles, triton.cdiv(_PROGRAMS, num_rows)))

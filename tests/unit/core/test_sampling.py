@@ -1,4 +1,4 @@
-"""Sampling parameters out of their range are refused by name, wherever they come from."""
+"""Sampling parameters out of their range are refused with their name."""
 
 import math
 from typing import Any
@@ -41,6 +41,6 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     SamplingParams(**most, logprobs=20, logit_bias={0: 100.0}).validate()
 
 
-def test_more_tokens_at_least_than_at_most_are_refused() -> None:
+def test_min_tokens_above_max_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="min_tokens must not exceed max_tokens"):
         SamplingParams(max_tokens=3, min_tokens=4).validate()

@@ -1,4 +1,4 @@
-"""The engine's own promises: sizes, refusals, token pool, facts, warm-up and calibration."""
+"""The engine: sizes, refused settings, token pool, facts, warm-up and calibration."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build_model("qwen3", tmp_path_factory.mktemp("models"))
 
 
-def test_facts_say_what_the_front_end_needs(path: str) -> None:
+def test_facts_describe_the_loaded_model(path: str) -> None:
     facts = make_engine(path, max_seq_len=200).facts()
     assert (facts.max_seq_len, facts.vocab_size, facts.eos_token_ids) == (200, VOCAB_SIZE, (2,))
     assert (facts.kv_capacity_tokens, facts.page_size) == (256, 4)
@@ -60,14 +60,26 @@ def test_kv_pages_fill_the_bytes_given(path: str) -> None:
         make_engine(path, num_pages=None, cpu_kv_bytes=page_bytes - 1)
 
 
-def test_token_pool_holds_what_was_sampled_and_nothing_else(path: str) -> None:
+def test_the_token_pool_holds_the_sampled_tokens_only(path: str) -> None:
     engine = make_engine(path)
     driver = Driver(engine)
     result = driver.step(Work(2, 0, [5, 6, 7]), Work(4, 0, [8, 9], samples=False))
-    pool = engine._runner.token_pool
+    pool = engine._launcher.runner.token_pool
     assert int(pool[2, 3]) == result.tokens[0, 0]
     assert pool.count_nonzero() <= 1
     assert result.tokens[1, 0] == 0
+
+
+def test_a_decode_request_forwards_the_draft_tokens_of_its_row(path: str) -> None:
+    prompt = list(range(11))
+    expected = Driver(make_engine(path)).generate(0, prompt, 3)
+    engine = make_engine(path)
+    driver = Driver(engine)
+    driver.step(Work(0, 0, prompt))
+    pool = engine._launcher.runner.token_pool
+    pool[0, 12] = expected[1]
+    driver.step(Work(0, 11, drafts=1), Work(1, 0, [3, 4, 5]))
+    assert pool[0, 11:14].tolist() == expected
 
 
 def test_last_position_of_the_context_can_be_computed(path: str) -> None:
@@ -75,16 +87,16 @@ def test_last_position_of_the_context_can_be_computed(path: str) -> None:
     driver = Driver(engine)
     driver.step(Work(0, 0, list(range(11))))
     result = driver.step(Work(0, 11))
-    assert int(engine._runner.token_pool[0, 12]) == result.tokens[0, 0]
+    assert int(engine._launcher.runner.token_pool[0, 12]) == result.tokens[0, 0]
 
 
-def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
+def test_a_step_without_sampling_requests_computes_no_logits(path: str) -> None:
     engine = make_engine(path)
 
     def refuse(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         raise AssertionError("logits were computed")
 
-    engine._runner.model.lm_head.logits = refuse  # type: ignore[method-assign]
+    engine._launcher.runner.model.lm_head.logits = refuse  # type: ignore[method-assign]
     driver = Driver(engine)
     result = driver.step(Work(0, 0, [1, 2, 3], samples=False))
     assert result.tokens[:, 0].tolist() == [0]
@@ -94,11 +106,13 @@ def test_a_step_in_which_nobody_samples_computes_no_logits(path: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_behind_the_last_attention_few_tokens_are_computed(family: str, tmp_path: Path) -> None:
-    """Those that are sampled from, for the others' keys and values are stored by then."""
+def test_only_sampled_positions_are_computed_behind_the_last_attention(
+    family: str, tmp_path: Path
+) -> None:
+    """By then, the keys and values of all tokens are stored."""
     engine = make_engine(build_model(family, tmp_path))
     seen: list[int] = []
-    for layer in engine._runner.model.model.layers:
+    for layer in engine._launcher.runner.model.model.layers:
         layer.mlp.register_forward_hook(lambda block, given, out: seen.append(len(given[0].x)))
     driver = Driver(engine)
 
@@ -117,13 +131,13 @@ def test_behind_the_last_attention_few_tokens_are_computed(family: str, tmp_path
 
 
 @pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
-def test_prompt_logprobs_change_nothing_else(folded: bool, path: str) -> None:
-    """They need the hidden states of all tokens, without which few are computed."""
+def test_prompt_logprobs_do_not_change_the_other_results(folded: bool, path: str) -> None:
+    """They need the hidden states of all tokens; without them only few rows are computed."""
     found = []
     for prompts in (False, True):
         engine = make_engine(path)
         if folded:
-            engine._runner.model.fold_norms()
+            engine._launcher.runner.model.fold_norms()
         driver = Driver(engine)
         driver.step(Work(4, 0, [5, 6, 7]), Work(0, 0, list(range(11))))
         later = Work(2, 0, list(range(40, 49)), samples=False)
@@ -145,13 +159,13 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
     engine = make_engine(path)
     engine.warm_up()
     cost = engine.calibrate()
-    assert not engine._runner.pool.layer(0)[0].any()
+    assert not engine._launcher.runner.pool.layer(0)[0].any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 100, 0) > 0
     assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)
 
 
-def test_probes_read_distinct_pages_and_write_only_to_the_dummy(path: str) -> None:
+def test_warm_up_steps_read_distinct_pages_and_write_to_the_dummy_page(path: str) -> None:
     engine = make_engine(path)
     batch = warmup_batch(engine, engine.num_pages, StepShape(2, 5, 10))
     assert batch is not None
@@ -190,8 +204,8 @@ def test_upload_keeps_dtypes_and_values() -> None:
         assert sent[name].tolist() == array.tolist()
 
 
-def test_memory_that_does_not_suffice_is_told_as_that(path: str) -> None:
-    """Not as a bug, with a traceback: whoever starts a server asked for too much."""
+def test_missing_memory_is_reported_as_out_of_memory(path: str) -> None:
+    """The configuration asks for too much memory, which is no bug and needs no traceback."""
     with pytest.raises(OutOfMemory, match=r"not enough memory on cpu: .* 40960000000004096 bytes"):
         make_engine(path, num_pages=10**13)
     gpu = torch.device("cuda", 0)
@@ -223,4 +237,4 @@ def test_close_gives_the_memory_back(path: str) -> None:
     comm = SingleCommunicator()
     engine = Engine(EngineConfig(model_path=path, num_pages=8), comm)
     engine.close()
-    assert not hasattr(engine, "_runner")
+    assert not hasattr(engine, "_launcher")

@@ -1,4 +1,4 @@
-"""Calibration: what the durations of steps say, in virtual time and with a machine that is busy."""
+"""Calibration of the step cost in virtual time, also on a machine that does other work."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ class VirtualPending:
 
 
 class VirtualEngine:
-    """Steps run one after the other and take what TRUE says, times what `disturb` says."""
+    """Steps run one after the other. Each takes the time of TRUE, times a factor from `disturb`."""
 
     num_pages, page_size, max_running_reqs, max_seq_len = 1000, 16, 256, 40_960
 
@@ -58,19 +58,19 @@ SHAPES = [(1, 1, 0), (64, 64 * 1024, 0), (448, 64_000, 384 * 4000), (512, 64_000
 
 
 def off(cost: StepCost, factor: float = 1.0) -> float:
-    """The largest relative error over steps that the planner asks about."""
+    """The largest relative error over some steps that the planner predicts."""
     pairs = [(cost.predict_s(*shape), factor * TRUE.predict_s(*shape)) for shape in SHAPES]
     return max(abs(found / true - 1) for found, true in pairs)
 
 
-def test_calibration_finds_what_steps_cost() -> None:
+def test_calibration_finds_the_cost_of_steps() -> None:
     engine = VirtualEngine()
     assert off(calibrated(engine)) < 0.01
     assert engine.now_ns < 2e9, "a start waits for it"
 
 
 class LimitedChip(VirtualEngine):
-    """At its power limit, after 0.2 s of prompt tokens; 5 % faster where all are one id."""
+    """Reaches its power limit after 0.2 s of prompt tokens; 5 % faster if all ids are equal."""
 
     worked_ns = 0
 
@@ -85,12 +85,12 @@ class LimitedChip(VirtualEngine):
         return pending
 
 
-def test_prices_are_those_of_a_chip_at_its_limit() -> None:
-    """Of one id, on a rested chip, steps took 5 to 8 % less than in serving."""
+def test_costs_are_those_of_a_chip_at_its_power_limit() -> None:
+    """With equal ids on a rested chip, steps took 5 to 8 % less time than in serving."""
     assert off(calibrated(LimitedChip())) < 0.01
 
 
-def test_what_disturbs_some_steps_is_not_believed() -> None:
+def test_disturbed_steps_do_not_change_the_cost() -> None:
     assert off(calibrated(VirtualEngine(lambda tokens, launch: 1.0 if launch % 3 else 5.0))) < 0.01
 
 
@@ -103,7 +103,7 @@ def test_a_shape_whose_durations_scatter_is_left_out() -> None:
     assert off(cost) < 0.01
 
 
-def test_a_machine_that_was_busy_for_a_while_is_not_thought_slow() -> None:
+def test_a_machine_that_was_busy_for_a_while_does_not_count_as_slow() -> None:
     engine = VirtualEngine(lambda tokens, _: 3.0 if 2 <= tokens <= 32 else 1.0)
     assert off(calibrated(engine)) < 0.01, "no step costs more than a larger one"
 
@@ -140,8 +140,10 @@ def test_a_disturbed_timing_costs_no_more_than_a_larger_step() -> None:
     timings = [Timing(1, 1, 0, 0.004), Timing(16, 1, 120, 0.6), Timing(64, 64, 0, 0.005)]
     cost = fit([*timings, Timing(64, 9000, 0, 0.004)])
     assert cost.seconds == (0.004, 0.005, 0.005)
-    assert cost.per_decode_key_s == cost.per_prefill_pair_s == 0.0, "less for more is noise"
-    assert cost.predict_s(128, 0, 0) == pytest.approx(0.010), "beyond the last in proportion"
+    assert cost.per_decode_key_s == cost.per_prefill_pair_s == 0.0, (
+        "a longer context that takes less time is noise"
+    )
+    assert cost.predict_s(128, 0, 0) == pytest.approx(0.010), "proportional beyond the last size"
 
 
 def test_few_rows_leave_no_gap_between_small_steps_and_chunks() -> None:

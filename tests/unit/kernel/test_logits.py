@@ -1,11 +1,11 @@
-"""Log-probabilities beside what was sampled."""
+"""Log-probabilities of sampled tokens and of the most likely ones."""
 
 import torch
 
 from minisgl.kernel import top_logprobs
 
 
-def test_more_logprobs_than_ids_are_all_there_are() -> None:
+def test_the_number_of_logprobs_is_limited_by_the_number_of_ids() -> None:
     logits = torch.tensor([[0.5, 2.0, -1.0], [1.0, 0.0, 3.0]])
     found = top_logprobs(logits, torch.tensor([0, 2]), 20)
     assert found.top_ids.tolist() == [[1, 0, 2], [2, 0, 1]]

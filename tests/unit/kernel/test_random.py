@@ -1,4 +1,4 @@
-"""Philox against the published vectors, and the noise's distribution and independence."""
+"""Philox equals the published vectors; distribution and independence of the noise."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_philox_gives_the_published_answers(
 
 
 def test_philox_is_exact_on_many_words() -> None:
-    """Wrapped products lose nothing, whichever of the 64 bits are set."""
+    """Products that wrap lose no bit that is used."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(0, 2**32, (6, 500), generator=generator)
     result = torch.stack(philox4x32(tuple(inputs[:4]), tuple(inputs[4:]))).T.tolist()

@@ -1,4 +1,4 @@
-"""The sampler: greedy, exact draws, what each filter keeps, and rows that cannot be used."""
+"""The sampler: greedy rows, exact draws, the tokens that filters keep, and unusable rows."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from minisgl.kernel import SampledTokens, SamplingTensors, best_of_part, best_of
 
 
 def params(n: int, **columns: Any) -> SamplingTensors:
-    """One value for all rows, or one for each; drawn from temperature 1 unless told otherwise."""
+    """Each column is one value for all rows, or one for each. The default temperature is 1."""
     values: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     values |= {"seed": list(range(n)), "position": 0} | columns
 
@@ -36,7 +36,7 @@ def params(n: int, **columns: Any) -> SamplingTensors:
 
 
 def draw(probs: list[float], n: int = 4000, **columns: Any) -> dict[int, float]:
-    """Share of each token among n draws with different seeds."""
+    """The share of each token among n draws with different seeds."""
     logits = torch.tensor(probs).log().repeat(n, 1)
     tokens, finite = sample(logits, params(n, **columns))
     assert finite.all()
@@ -76,7 +76,7 @@ def test_temperature_sharpens() -> None:
         ({"top_p": 1e-9}, {1}),
         ({"min_p": 0.3}, {1, 3, 4}),
         ({"min_p": 1.0}, {1}),
-        # top_k first: of {0.4, 0.3} renormalised, 0.571 alone reaches 0.55.
+        # top_k applies first: of {0.4, 0.3}, renormalised, 0.571 alone reaches 0.55.
         ({"top_k": 2, "top_p": 0.55}, {1}),
         ({"top_k": 4, "min_p": 0.5}, {1, 3}),
     ],
@@ -146,7 +146,7 @@ def test_unusable_rows_are_marked_and_leave_others_alone() -> None:
 def test_parts_of_the_logits_give_the_token_of_all(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     logits = torch.randn(200, 300, generator=generator) * 2
-    logits[0] = logits[1] = 0.0  # all the same: the first one
+    logits[0] = logits[1] = 0.0  # all logits are equal, so the first token wins
     logits[2, :width] = -math.inf
     logits[3, 7] = logits[4, 299] = math.nan
     logits[5, 18] = math.inf

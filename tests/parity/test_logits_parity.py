@@ -1,5 +1,7 @@
-"""Penalties, bias and log-probabilities equal plain computation over transformers' logits, under
-overlap, chunks, prefix hits and preemption."""
+"""Penalties, bias and log-probabilities equal a plain computation over the logits of transformers.
+
+This holds with overlapped steps, chunked prefill, prefix-cache hits and preemption.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 
 class Run:
-    """All outputs of some reqs, by uid."""
+    """All outputs of some requests, by uid."""
 
     def __init__(
         self, path: str, params: list[SamplingParams], crowded: bool = False, warm: bool = False
@@ -42,7 +44,7 @@ class Run:
             inbox=inbox,
             send=outbox.append,
         )
-        if warm:  # every prompt is in the cache before the reqs come
+        if warm:  # every prompt is in the prefix cache before the requests arrive
             for uid, prompt in enumerate(prompts(), start=100):
                 ids = np.array(prompt, dtype="<i4").tobytes()
                 inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=greedy()))
@@ -73,7 +75,7 @@ class Run:
 
 
 def plain(path: str, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Greedy decoding with the edits written out; repetition by transformers' own processor."""
+    """Greedy decoding with the edits written out; repetition by the class of transformers."""
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -166,7 +168,7 @@ def test_logprobs_of_tokens_and_prompt(crowded: bool, model_path: ModelPath) -> 
 
 
 def test_prompt_logprobs_do_not_depend_on_the_cache(model_path: ModelPath) -> None:
-    """The second wave finds its prompts cached; who wants their numbers has them computed again."""
+    """A request for prompt log-probabilities computes its prompt again, although it is cached."""
     path = model_path("qwen3")
     wanting = [greedy(prompt_logprobs=1)] * 3
     fresh = Run(path, wanting)

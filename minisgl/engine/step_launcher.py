@@ -1,0 +1,146 @@
+"""`StepLauncher`: queues the work of one step, from the packed batch to the copy of its tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl.core import Batch
+from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs
+from minisgl.engine.logits_processing import Edit, LogitsProcessor, ProcessingStep, prepare_edits
+from minisgl.engine.logprobs import start_logprobs
+from minisgl.engine.model_runner import LaunchedStep, ModelRunner, StepInputs, pack
+from minisgl.engine.piecewise_graph import PieceGraphs
+from minisgl.engine.sampler import sample_tokens, sampling_kind
+from minisgl.kernel import StepViews, update_pages
+
+
+@dataclass(slots=True, eq=False)
+class StepLauncher:
+    """Launches steps on the current stream, without waiting for the device.
+
+    A step is: copy the packed batch to the device, update the page table, forward, sample, copy the
+    tokens back. A step in which every request decodes one token runs as CUDA graphs; with prompt
+    tokens, the parts between attentions do. A step with edited logits or log-probabilities samples
+    eagerly.
+
+    runner          the model and its memory.
+    processors      logits processors, in the order in which they edit.
+    eos_token_ids   of the model.
+    pinned          packed buffers are in pinned memory, as a GPU needs for copies without waiting.
+    graphs, pieces  None where nothing is captured.
+    """
+
+    runner: ModelRunner
+    processors: Sequence[LogitsProcessor[Any]]
+    eos_token_ids: tuple[int, ...]
+    pinned: bool
+    graphs: DecodeGraphs | None = None
+    pieces: PieceGraphs | None = None
+
+    def capture(self, sizes: Sequence[int], token_sizes: Sequence[int], show: bool) -> None:
+        """Capture decode graphs and piecewise graphs of these sizes. Blocks the host."""
+        self.graphs = graphs = DecodeGraphs(self.runner, sizes, show)
+        if graphs.graphs:
+            self.pieces = PieceGraphs(self.runner, token_sizes, graphs.memory, show)
+
+    def release_graphs(self) -> None:
+        """Free the memory of all graphs."""
+        self.graphs = self.pieces = None
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Start the step. On a CPU it is done on return."""
+        runner, num_decode_tokens = self.runner, batch.num_decode_tokens
+        graph = None if self.graphs is None else self.graphs.pick(batch, num_decode_tokens)
+        size = batch.num_reqs if graph is None else graph.size
+        inputs = pack(batch, size, runner.dummy_row, runner.columns, self.pinned)
+        views = self._send(inputs, graph)
+        update_pages(runner.page_table, views.page_rows, views.page_cols, views.page_ids)
+        edits: list[Edit] = []
+        if batch.logit_edits is not None:
+            step = ProcessingStep(
+                batch, inputs.places, views, runner.token_pool, self.eos_token_ids
+            )
+            edits = prepare_edits(self.processors, batch.logit_edits, step)
+        if graph is None:
+            hidden, logits = self._forward(batch, inputs, views, num_decode_tokens)
+        else:
+            graph.forward.replay()
+            hidden, logits = None, graph.logits
+        if edits or batch.logprobs is not None:
+            return self._finish_eagerly(batch, inputs, views, edits, hidden, logits, graph)
+        if logits is None:
+            return LaunchedStep(batch, inputs, next_tokens=None)
+        kind = sampling_kind(batch)
+        if graph is None:
+            return LaunchedStep(batch, inputs, sample_tokens(runner, logits, views, kind))
+        return LaunchedStep(batch, inputs, graph.sample(kind.filters), by_graph=True)
+
+    def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews[Tensor]:
+        """Copy the packed buffer to the device; for a graph, to the buffer that the graph reads."""
+        if graph is None or self.graphs is None:
+            return inputs.layout.views(inputs.packed.to(self.runner.device, non_blocking=True))
+        buffer = self.graphs.buffer[: inputs.layout.size]
+        return inputs.layout.views(buffer.copy_(inputs.packed, non_blocking=True))
+
+    def _forward(
+        self, batch: Batch, inputs: StepInputs, views: StepViews[Tensor], num_decode_tokens: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run the forward without a decode graph.
+
+        Returns the hidden states [T or more, H], if log-probabilities of prompts are wanted, and
+        logits [N, n] of this rank's ids, if some request samples.
+        """
+        runner = self.runner
+        num_tokens = num_decode_tokens + batch.num_prefill_tokens
+        # Decode attention takes one token a request. With drafts, all requests attend as chunks.
+        num_decode = batch.num_decode if num_decode_tokens == batch.num_decode else 0
+        step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths)
+        attention = runner.attention.prepare(step)
+        attended = None
+        if self.pieces is not None:
+            attended = self.pieces.forward(views, num_decode_tokens, num_tokens, attention)
+        if attended is None:
+            tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=self.runner.device)
+            attended = runner.forward(views, num_decode_tokens, tokens, attention)
+        of_prompts = batch.logprobs is not None and (batch.logprobs.prompt >= 0).any()
+        samples = batch.samples.any()
+        if not (of_prompts or samples):
+            return None, None
+        model, last = runner.model, views.first + views.lengths - 1
+        if of_prompts:
+            hidden = model.model.finish_last_layer(attended)
+            return hidden, model.lm_head.logits(hidden[last]) if samples else None
+        attended = attended.take_rows(last, runner.comm)
+        logits = None if self.graphs is None else self.graphs.finish(attended)
+        return None, model.logits(attended) if logits is None else logits
+
+    def _finish_eagerly(
+        self,
+        batch: Batch,
+        inputs: StepInputs,
+        views: StepViews[Tensor],
+        edits: Sequence[Edit],
+        hidden: Tensor | None,
+        logits: Tensor | None,
+        graph: DecodeGraph | None,
+    ) -> LaunchedStep:
+        """Sample from edited logits, and start the log-probabilities that the batch asks for."""
+        runner, reqs = self.runner, batch.num_reqs
+        next_tokens = tokens = logprobs = None
+        if logits is not None:
+            logits = runner.model.lm_head.all_gather_logits(logits).float()
+            edited = logits.clone() if edits else logits
+            for edit in edits:
+                edit(edited)
+            kind = sampling_kind(batch)
+            next_tokens = sample_tokens(runner, edited, views, kind, gathered=True)
+            logits, tokens = logits[:reqs], next_tokens[0, :reqs]
+        if batch.logprobs is not None:
+            logprobs = start_logprobs(
+                runner.model, batch.logprobs, batch, inputs.order, hidden, logits, tokens
+            )
+        return LaunchedStep(batch, inputs, next_tokens, logprobs, by_graph=graph is not None)
