@@ -26,7 +26,7 @@ from minisgl.core import (
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.engine.logits_processing import Edit, ProcessingStep
-from minisgl.message import AddReq, StepOutput
+from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.models import VOCAB_SIZE, build_model
 
