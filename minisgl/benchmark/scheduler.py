@@ -19,7 +19,7 @@ from tqdm import tqdm
 from minisgl.benchmark.flag_types import whole
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult
 from minisgl.kvcache import RadixCache
-from minisgl.message import AddReq, StepOutput
+from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 
 VOCAB = 32_000

@@ -22,7 +22,7 @@ import uvloop
 
 from minisgl.benchmark.flag_types import whole
 from minisgl.core import ConfigError, EngineConfig, FinishReason, ModelFacts, SchedulerConfig
-from minisgl.message import (
+from minisgl.message.messages import (
     AddReq,
     Ready,
     SchedulerStats,

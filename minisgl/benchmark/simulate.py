@@ -29,7 +29,7 @@ from minisgl.core import (
     StepCost,
     StepResult,
 )
-from minisgl.message import AddReq, StepOutput, ToScheduler
+from minisgl.message.messages import AddReq, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 
 _HOST_S = 0.0003  # host time from the end of a step to the launch of the step after the next

@@ -23,7 +23,7 @@ from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
-from minisgl.message import AbortReq, AddReq, StepOutput, TextOptions
+from minisgl.message.messages import AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.tokenizer import TextStream, TextTokenizer
 
 Prompt = str | Sequence[int]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason
-from minisgl.message import Finished, PrefillDone, TokenLogprobs
+from minisgl.message.messages import Finished, PrefillDone, TokenLogprobs
 from minisgl.tokenizer import TextStream
 
 

@@ -21,18 +21,16 @@ from minisgl.core import (
 )
 from minisgl.distributed import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
-from minisgl.message import (
+from minisgl.message.messages import (
     AbortReq,
     AddReq,
     Ready,
-    Receiver,
     SchedulerStats,
-    Sender,
     Shutdown,
     StepOutput,
     ToScheduler,
-    endpoint,
 )
+from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.utils import make_socket_dir, supervise

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.core import InvariantBroken
-from minisgl.message import LeaderStep, Receiver, Sender, ToScheduler
+from minisgl.message.messages import LeaderStep, ToScheduler
+from minisgl.message.queues import Receiver, Sender
 
 Messages = Sequence[ToScheduler]
 

@@ -5,13 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Batch, FinishReason, HostLogprobs, Int32Array, RequestError, StepResult
-from minisgl.message import (
-    AddReq,
-    Finished,
-    PrefillDone,
-    StepOutput,
-    TokenLogprobs,
-)
+from minisgl.message.messages import AddReq, Finished, PrefillDone, StepOutput, TokenLogprobs
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 

@@ -9,16 +9,8 @@ from pathlib import Path
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.distributed import TPInfo, connect
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions, resolve_device
-from minisgl.message import (
-    LeaderStep,
-    Ready,
-    Receiver,
-    SchedulerStats,
-    Sender,
-    StepOutput,
-    ToScheduler,
-    endpoint,
-)
+from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutput, ToScheduler
+from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
 

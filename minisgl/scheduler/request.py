@@ -9,7 +9,7 @@ import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.kvcache import RadixNode
-from minisgl.message import AddReq
+from minisgl.message.messages import AddReq
 
 
 class ReqState(StrEnum):

@@ -19,7 +19,7 @@ from minisgl.core import (
     SchedulerConfig,
 )
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
-from minisgl.message import (
+from minisgl.message.messages import (
     AbortReq,
     AddReq,
     FlushCache,

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message import TextOptions, TokenizeChat, TokenizeText
+from minisgl.message.messages import TextOptions, TokenizeChat, TokenizeText
 from minisgl.server.config import ServerConfig
 from minisgl.server.decode import decode, reject
 from minisgl.server.errors import ModelNotFound

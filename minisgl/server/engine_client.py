@@ -30,7 +30,7 @@ from minisgl.core import (
     Overloaded,
     RequestError,
 )
-from minisgl.message import (
+from minisgl.message.messages import (
     AbortReq,
     AddReq,
     DecodeIds,

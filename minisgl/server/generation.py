@@ -26,7 +26,7 @@ from minisgl.core import (
     PromptTooLong,
     RequestError,
 )
-from minisgl.message import TextUpdate, TokenizeResult, TokenLogprob
+from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob
 from minisgl.server.errors import EngineFailure
 
 # The errors with which a scheduler refuses a request, by the name in its Finished.

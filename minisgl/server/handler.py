@@ -8,7 +8,7 @@ import msgspec
 
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
 from minisgl.core.sampling import MAX_SEED
-from minisgl.message import AddReq, TextOptions, TokenizeText
+from minisgl.message.messages import AddReq, TextOptions, TokenizeText
 from minisgl.server.convert import GenerateRequest, TokenArray
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.generation import Generation

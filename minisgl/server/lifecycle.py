@@ -7,7 +7,7 @@ from enum import StrEnum
 from math import inf
 
 from minisgl.core import ModelFacts
-from minisgl.message import Ready
+from minisgl.message.messages import Ready
 from minisgl.server.errors import NotReady
 
 

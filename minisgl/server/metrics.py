@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 import minisgl
 from minisgl.core import FinishReason, Overloaded, RequestError
-from minisgl.message import (
+from minisgl.message.messages import (
     BATCH_SIZE_BOUNDS,
     BATCH_TOKENS_BOUNDS,
     STEP_PHASES,

@@ -21,13 +21,11 @@ from collections.abc import Iterator
 import uvicorn
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
-from minisgl.message import (
+from minisgl.message.messages import (
     Alive,
-    AsyncReceiver,
     Ping,
     Ready,
     SchedulerStats,
-    Sender,
     Shutdown,
     StepText,
     ToApi,
@@ -35,8 +33,8 @@ from minisgl.message import (
     TokenizeResult,
     ToScheduler,
     ToTokenizer,
-    endpoint,
 )
+from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.server.connection import limited_protocol

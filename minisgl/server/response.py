@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 import minisgl
 from minisgl.core import Cancelled, FinishReason
-from minisgl.message import TokenLogprob
+from minisgl.message.messages import TokenLogprob
 from minisgl.server.convert import GenerateRequest
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import error_reply

@@ -20,7 +20,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from minisgl.core import Cancelled, DeadlineExceeded, ModelFacts
-from minisgl.message import SchedulerStats
+from minisgl.message.messages import SchedulerStats
 from minisgl.server.config import ServerConfig
 from minisgl.server.connection import KEPT
 from minisgl.server.convert import RequestConverter

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from minisgl.message import TokenizeRequest, TokenizeResult, ToTokenizer
+from minisgl.message.messages import TokenizeRequest, TokenizeResult, ToTokenizer
 
 # A tokenizer process cannot take a request back. So each gets little more than this many bytes
 # ahead, and the other requests wait here, where the end of a call removes its request.

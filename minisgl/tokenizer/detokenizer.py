@@ -9,7 +9,7 @@ import logging
 from collections import deque
 
 from minisgl.core import FinishReason
-from minisgl.message import (
+from minisgl.message.messages import (
     Finished,
     PrefillDone,
     StartText,

@@ -7,7 +7,7 @@ text equal the decoded whole, cut at the first stop string.
 import codecs
 from collections.abc import Sequence
 
-from minisgl.message import TextOptions
+from minisgl.message.messages import TextOptions
 from minisgl.tokenizer.vocab import Vocabulary
 
 

@@ -14,21 +14,19 @@ from functools import partial
 from types import UnionType
 from typing import Any, NoReturn
 
-from minisgl.message import (
+from minisgl.message.messages import (
     Alive,
     DecodeIds,
     Ping,
     Ready,
-    Receiver,
-    Sender,
     ToApi,
     ToDetokenizer,
     TokenizeRequest,
     TokenizeResult,
     TokenizeText,
     ToTokenizer,
-    endpoint,
 )
+from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS, TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer

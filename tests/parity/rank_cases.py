@@ -11,8 +11,8 @@ import numpy as np
 from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
 from minisgl.distributed import Communicator
 from minisgl.engine import Engine
-from minisgl.message import Receiver, Sender, endpoint
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, Shutdown
+from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
 from tests.parity.models import VOCAB_SIZE

@@ -17,7 +17,6 @@ from array import array
 import msgspec
 
 from minisgl.core import FinishReason, ModelFacts
-from minisgl.message import Receiver, Sender, endpoint
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
@@ -29,6 +28,7 @@ from minisgl.message.messages import (
     StepOutput,
     ToScheduler,
 )
+from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.server.config import ChildSpec
 from minisgl.utils.supervise import CONFIG_EXIT, bind_to_parent, read_payload
 

@@ -13,8 +13,8 @@ import httpx
 import msgspec
 import pytest
 
-from minisgl.message import Sender, endpoint
 from minisgl.message.messages import Ready
+from minisgl.message.queues import Sender, endpoint
 from minisgl.server.config import LIMIT_NAMES
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 from tests.process.stub_scheduler import FACTS

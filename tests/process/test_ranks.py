@@ -22,8 +22,8 @@ import pytest
 from minisgl.core import ConfigError, SamplingParams, WorkerDied
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import RankWorkers
-from minisgl.message import Receiver
 from minisgl.message.messages import AddReq, StepOutput
+from minisgl.message.queues import Receiver
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process

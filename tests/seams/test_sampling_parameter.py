@@ -28,7 +28,7 @@ from minisgl.distributed import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.engine.logits_processing import Edit, ProcessingStep
 from minisgl.llm import LLM
-from minisgl.message import AddReq, StepOutput
+from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.models import VOCAB_SIZE, build_model
 

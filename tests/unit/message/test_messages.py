@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
-from minisgl.message import Receiver, Sender, endpoint
 from minisgl.message.messages import (
     DecodeIds,
     Finished,
@@ -27,6 +26,7 @@ from minisgl.message.messages import (
     TokenLogprobs,
     ToTokenizer,
 )
+from minisgl.message.queues import Receiver, Sender, endpoint
 
 
 @pytest.mark.parametrize(

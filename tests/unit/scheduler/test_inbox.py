@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import Batch, InvariantBroken, StepResult
-from minisgl.message import Receiver, Sender, endpoint
 from minisgl.message.messages import AbortReq, LeaderStep, Shutdown, ToScheduler
+from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, LeaderInbox, LocalInbox, QueueInbox
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from minisgl.core import SamplingParams, WorkerDied
-from minisgl.message import Sender, TextOptions, endpoint
-from minisgl.message.messages import AddReq, Ready, Shutdown, ToApi
+from minisgl.message.messages import AddReq, Ready, Shutdown, TextOptions, ToApi
+from minisgl.message.queues import Sender, endpoint
 from minisgl.server.config import ChildSpec
 from minisgl.server.lifecycle import Phase
 from minisgl.server.process import ApiServer
