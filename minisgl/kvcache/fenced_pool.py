@@ -69,15 +69,3 @@ class FencedPool:
     def _push(self, ids: Int32Array) -> None:
         self._stack[self.num_free : self.num_free + len(ids)] = ids
         self.num_free += len(ids)
-
-    def check_integrity(self) -> None:
-        """Raise InvariantBroken unless every id is in exactly one place (I2)."""
-        quarantined = [ids for group in self._quarantine.values() for ids in group]
-        held = np.concatenate([self._stack[: self.num_free], *quarantined])
-        if len(np.unique(held)) != len(held):
-            raise InvariantBroken("an id is free twice; this is a bug")
-        if self.allocated[held].any() or len(held) + int(self.allocated.sum()) != self.size:
-            raise InvariantBroken(
-                f"free {self.num_free} + quarantined {self.num_quarantined} + "
-                f"allocated {int(self.allocated.sum())} != {self.size}; this is a bug"
-            )

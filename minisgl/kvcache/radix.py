@@ -89,10 +89,9 @@ class RadixCache:
     tensor-parallel ranks evict the same nodes.
 
     evictable_pages  pages of unlocked nodes.
-    locked_pages     pages of nodes that running requests use.
 
     I1  A node's lock_count is at least that of each child: a locked node is locked up to the root.
-    I2  evictable_pages + locked_pages == pages of all nodes.
+    I2  evictable_pages counts the pages of all nodes whose lock_count is 0.
     I3  Every unlocked leaf has exactly one valid entry, in the heap of its class. The last_use in
         the entry may be outdated; eviction then inserts the node again. The heap of new leaves may
         also hold void entries, of nodes that have been reused since.
@@ -109,7 +108,6 @@ class RadixCache:
         empty: Int32Array = np.empty(0, dtype=np.int32)
         self._root = RadixNode(empty, empty, None, b"", last_use=0, node_id=0)
         self.evictable_pages = 0
-        self.locked_pages = 0
 
     def match(self, tokens: Int32Array, salt: str = "") -> Match:
         """Find the longest cached prefix of `tokens`, int32, and mark its nodes as used.
@@ -155,7 +153,6 @@ class RadixCache:
         for node in self._path(end):
             if node.lock_count == 0:
                 self.evictable_pages -= len(node.pages)
-                self.locked_pages += len(node.pages)
                 self._reused_pages -= len(node.pages) * node.reused
             node.lock_count += 1
 
@@ -170,7 +167,6 @@ class RadixCache:
             node.lock_count -= 1
             node.fence = max(node.fence, fence)
             if node.lock_count == 0:
-                self.locked_pages -= len(node.pages)
                 self.evictable_pages += len(node.pages)
                 self._reused_pages += len(node.pages) * node.reused
                 self._push_if_evictable(node)
@@ -198,35 +194,6 @@ class RadixCache:
             evicted.append(Evicted(self._cut(node, taken), node.fence))
             count -= taken
         return evicted
-
-    def check_integrity(self) -> None:
-        """Walk the whole tree and raise InvariantBroken where I1, I2 or I3 is broken."""
-        evictable = locked = reused = 0
-        stack = list(self._root.children.values())
-        while stack:
-            node = stack.pop()
-            parent = node.parent
-            if len(node.tokens) != len(node.pages) * self._page_size or not len(node.pages):
-                raise InvariantBroken("a node's tokens do not fill its pages; this is a bug")
-            if parent is None or (parent is not self._root and parent.lock_count < node.lock_count):
-                raise InvariantBroken("a node is locked but its parent is not; this is a bug")
-            if not node.lock_count and not node.children and not node.in_heap:
-                raise InvariantBroken("an unlocked leaf cannot be evicted; this is a bug")
-            if node.lock_count:
-                locked += len(node.pages)
-            else:
-                evictable += len(node.pages)
-                reused += len(node.pages) * node.reused
-            stack.extend(node.children.values())
-        if reused != self._reused_pages:
-            raise InvariantBroken(
-                f"{reused} pages are reused, counted {self._reused_pages}; this is a bug"
-            )
-        if (evictable, locked) != (self.evictable_pages, self.locked_pages):
-            raise InvariantBroken(
-                f"tree holds {evictable} evictable and {locked} locked pages, counted "
-                f"{self.evictable_pages} and {self.locked_pages}; this is a bug"
-            )
 
     def _walk(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, list[Int32Array], int]:
         """Follow `tokens` from the root and mark the nodes on the way as used.

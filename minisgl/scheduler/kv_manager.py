@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minisgl.core import Int32Array, InvariantBroken
+from minisgl.core import Int32Array
 from minisgl.kvcache import FencedPool, Match, RadixCache
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
@@ -136,21 +136,3 @@ class KVManager:
         for evicted in self.cache.evict(count):
             self.evicted_pages_total += len(evicted.pages)
             self.pool.release(evicted.pages, evicted.fence)
-
-    def check_integrity(self, table: RequestTable) -> None:
-        """Raise InvariantBroken unless every page has exactly one owner (I1, I2)."""
-        self.pool.check_integrity()
-        self.cache.check_integrity()
-        table.check_integrity()
-        running = [req for req in table.reqs if req is not None]
-        own = [table.pages.of_row(req.row)[req.shared_pages :] for req in running]
-        owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
-        if len(np.unique(owned)) != len(owned):
-            raise InvariantBroken("two requests own the same page; this is a bug")
-        cached = self.cache.evictable_pages + self.cache.locked_pages
-        total = self.pool.num_free + self.pool.num_quarantined + cached + len(owned)
-        if total != self.pool.size:
-            raise InvariantBroken(
-                f"free {self.pool.num_free} + quarantined {self.pool.num_quarantined} + cached "
-                f"{cached} + running {len(owned)} != {self.pool.size} pages; this is a bug"
-            )

@@ -100,12 +100,3 @@ class RequestTable:
     def sampling(self, rows: Int32Array) -> SamplingArrays:
         """Return copies of the sampling columns of `rows`."""
         return {name: column[rows] for name, column in self._sampling.items()}
-
-    def check_integrity(self) -> None:
-        """Raise InvariantBroken unless each row is free, fenced, or its request's own."""
-        self.rows.check_integrity()
-        owned = [row for row, req in enumerate(self.reqs) if req is not None]
-        if owned != np.flatnonzero(self.rows.allocated).tolist():
-            raise InvariantBroken("a row is lost or has two owners; this is a bug")
-        if any(req is not None and req.row != row for row, req in enumerate(self.reqs)):
-            raise InvariantBroken("a request has the wrong row number; this is a bug")

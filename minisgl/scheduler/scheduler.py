@@ -145,12 +145,6 @@ class Scheduler:
             phases=self._meter.phases,
         )
 
-    def check_integrity(self) -> None:
-        """Raise InvariantBroken when a page, a row or a request is lost or owned twice."""
-        self.kv_manager.check_integrity(self.table)
-        if self.idle and self.kv_manager.cache.locked_pages:
-            raise InvariantBroken("idle, but pages are locked; this is a bug")
-
     # --- messages -------------------------------------------------------------------------------
 
     def _message_wait_s(self) -> float | None:

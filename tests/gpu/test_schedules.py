@@ -22,6 +22,7 @@ from minisgl.message.messages import AbortReq, AddReq
 from minisgl.models import Attended, ForwardContext
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import Driver, Work
+from tests.unit.scheduler.integrity import check_scheduler
 
 pytestmark = [
     pytest.mark.gpu,
@@ -183,7 +184,7 @@ def run(
                 if uid >= abort_from:
                     inbox.messages.append(AbortReq(uid=uid))
             scheduler.iterate()
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
     outputs: dict[int, list[int]] = {uid: [] for uid in range(2 * count)}
     for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):

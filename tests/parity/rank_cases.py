@@ -16,6 +16,7 @@ from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
 from tests.parity.models import VOCAB_SIZE
+from tests.unit.scheduler.integrity import check_scheduler
 
 __all__ = ["OUTPUT_TOKENS", "Outcome", "RankCase", "prompts", "prove", "run_cases"]
 
@@ -154,7 +155,7 @@ def _lead(scheduler: Scheduler, source: LocalInbox, case: RankCase) -> None:
             if case.aborts and wave and chance.random() < 0.15:
                 source.messages.append(AbortReq(uid=chance.choice(uids)))
             scheduler.iterate()
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
     source.messages.append(Shutdown())
     scheduler.iterate()
 

@@ -16,6 +16,7 @@ from minisgl.message.messages import AddReq, StepOutput, TokenLogprobs
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_logits
+from tests.unit.scheduler.integrity import check_scheduler
 
 ModelPath = Callable[[str], str]
 TOKENS = 18
@@ -58,7 +59,7 @@ class Run:
             inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=one))
         while inbox.messages or not self.scheduler.idle:
             self.scheduler.iterate()
-            self.scheduler.check_integrity()
+            check_scheduler(self.scheduler)
         self.tokens: dict[int, list[int]] = {uid: [] for uid in range(len(params))}
         self.logprobs: dict[int, list[TokenLogprobs]] = {uid: [] for uid in self.tokens}
         self.prompt: dict[int, list[TokenLogprobs]] = {uid: [] for uid in self.tokens}

@@ -18,6 +18,7 @@ from minisgl.message.messages import AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_greedy
+from tests.unit.scheduler.integrity import check_scheduler
 
 ModelPath = Callable[[str], str]
 OUTPUT_TOKENS = 24
@@ -113,7 +114,7 @@ def run(
             inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=sampling))
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
     for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):
             outputs[uid].append(token)

@@ -31,6 +31,7 @@ from minisgl.llm import LLM
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.models import VOCAB_SIZE, build_model
+from tests.unit.scheduler.integrity import check_scheduler
 
 TOKENS = 12
 PROMPTS = [[5, 6, 7, 8], [50, 40, 30], [9] * 20, [100, 101]]
@@ -143,7 +144,7 @@ def generate(
         inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=sampling))
     while inbox.messages or not scheduler.idle:
         scheduler.iterate()
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):

@@ -8,6 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from minisgl.core import InvariantBroken
 from minisgl.kvcache import RadixCache, RadixNode
+from tests.unit.scheduler.integrity import check_cache
 
 
 def ids(*values: int) -> np.ndarray:
@@ -43,7 +44,7 @@ def test_a_locked_prefix_survives_any_eviction() -> None:
     freed = [page for evicted in cache.evict(100) for page in evicted.pages.tolist()]
     assert freed == [2]
     assert cache.match(ids(1, 2, 3)).pages.tolist() == [0, 1]
-    cache.check_integrity()
+    check_cache(cache)
 
 
 def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
@@ -67,7 +68,7 @@ def test_a_reused_prefix_outlives_new_ones() -> None:
     evicted = [page for each in cache.evict(4) for page in each.pages.tolist()]
     assert evicted == [10, 11, 12, 13], "the oldest new leaves, and no reused one"
     assert cache.match(ids(1, 2)).pages.tolist() == [0, 1]
-    cache.check_integrity()
+    check_cache(cache)
 
 
 def test_reused_leaves_keep_at_most_half_of_the_cache() -> None:
@@ -81,7 +82,7 @@ def test_reused_leaves_keep_at_most_half_of_the_cache() -> None:
     # Six reused of ten pages are more than half, as are five of nine and four of seven. Four of
     # eight are not.
     assert evicted == [0, 1, 6, 2]
-    cache.check_integrity()
+    check_cache(cache)
 
 
 def test_a_locked_prefix_does_not_count_in_the_reused_half() -> None:
@@ -94,10 +95,10 @@ def test_a_locked_prefix_does_not_count_in_the_reused_half() -> None:
     for key in range(200, 203):
         fill(cache, ids(key), key, 1)
     cache.lock(in_use)
-    cache.check_integrity()
+    check_cache(cache)
     assert [page for each in cache.evict(2) for page in each.pages.tolist()] == [200, 201]
     cache.unlock(in_use, 0)
-    cache.check_integrity()
+    check_cache(cache)
     assert [page for each in cache.evict(1) for page in each.pages.tolist()] == [100]
 
 
@@ -130,7 +131,7 @@ def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, in
             kind = reused if key in reused else new
             kind.pop(key, None)
             kind[key] = None
-        cache.check_integrity()
+        check_cache(cache)
 
 
 def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
@@ -244,9 +245,7 @@ class RadixMachine(RuleBasedStateMachine):
     @invariant()
     def counters_agree(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.check_integrity()
-            total = self.cache.evictable_pages + self.cache.locked_pages
-            assert total == len(self.model)
+            assert check_cache(self.cache) == len(self.model)
 
 
 TestRadixMachine = RadixMachine.TestCase
@@ -263,7 +262,7 @@ def test_keys_with_different_salts_share_nothing() -> None:
     assert cache.match(key, "a").pages.tolist() == [2, 3]
     assert cache.match(key, "ab").pages.tolist() == [4, 5]
     assert cache.match(key).pages.tolist() == [0, 1]
-    cache.check_integrity()
+    check_cache(cache)
     assert sum(len(evicted.pages) for evicted in cache.evict(6)) == 6
     assert not len(cache.match(key, "a").pages)
-    cache.check_integrity()
+    check_cache(cache)

@@ -21,6 +21,7 @@ from minisgl.engine.model_runner import LaunchedStep
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
 from minisgl.scheduler.kv_manager import KVManager
+from tests.unit.scheduler.integrity import check_scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SPELL = [{"role": "user", "content": "Spell the word planet."}]
@@ -138,7 +139,7 @@ def test_leaving_a_stream_early_aborts_the_rest(llm: LLM) -> None:
     for _ in llm.stream(llm.tokenizer.encode_chat(SPELL), endless):
         break
     assert llm.worker.scheduler.idle
-    llm.worker.scheduler.check_integrity()
+    check_scheduler(llm.worker.scheduler)
     assert one(llm.chat(ADD, GREEDY, progress=False)).text == "42"
 
 
@@ -320,7 +321,7 @@ def test_an_llm_is_usable_after_a_keyboard_interrupt(
             llm.generate([[5, 6, 7], [8, 9]], sampling, progress=False)
     assert calls > 0
     assert scheduler.idle
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert one(llm.generate([5, 6, 7], sampling, progress=False)).token_ids == alone
 
 

@@ -9,6 +9,7 @@ from minisgl.core import FinishReason, SamplingParams, SchedulerConfig
 from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
+from tests.unit.scheduler.integrity import check_scheduler
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Harness:
     def step(self) -> None:
         """Run one iteration and check every invariant after it."""
         self.scheduler.iterate()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         self.collect()
 
     def collect(self) -> None:

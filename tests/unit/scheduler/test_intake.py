@@ -3,28 +3,29 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from minisgl.core import MAX_SEED, FinishReason, InvalidRequest, SamplingParams
+from minisgl.core import FinishReason, InvalidRequest, SamplingParams
+from minisgl.core.sampling import RANGES
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine
 from tests.unit.scheduler.harness import Harness
 
 HUGE = 2**70
 TOKEN = st.integers(0, VOCAB - 1) | st.integers(0, HUGE)
-PENALTY = st.floats(-2, 2)
+WHOLE = {name: st.integers(*map(int, RANGES[name])) for name in ("top_k", "seed", "min_tokens")}
+PENALTY = st.floats(*RANGES["frequency_penalty"])
 VALUES = {
-    "temperature": st.floats(0, 2),
-    "top_k": st.integers(-1, 2**31 - 1),
-    "top_p": st.floats(0, 1, exclude_min=True),
-    "min_p": st.floats(0, 1),
-    "seed": st.integers(-MAX_SEED - 1, MAX_SEED),
-    "max_tokens": st.none() | st.integers(1, HUGE),
-    "min_tokens": st.integers(0, 20) | st.integers(0, HUGE),
+    **WHOLE,
+    "temperature": st.floats(*RANGES["temperature"]),
+    "top_p": st.floats(*RANGES["top_p"], exclude_min=True),
+    "min_p": st.floats(*RANGES["min_p"]),
+    "max_tokens": st.none() | st.integers(*map(int, RANGES["max_tokens"])),
+    "min_tokens": st.integers(0, 20) | WHOLE["min_tokens"],
     "ignore_eos": st.booleans(),
     "stop_token_ids": st.lists(TOKEN, max_size=3).map(tuple),
     "frequency_penalty": PENALTY,
     "presence_penalty": PENALTY,
-    "repetition_penalty": st.floats(0.01, 100),
+    "repetition_penalty": st.floats(*RANGES["repetition_penalty"]),
     "logit_bias": st.dictionaries(TOKEN, st.floats(-100, 100), max_size=3),
-    "logprobs": st.none() | st.integers(0, 20),
+    "logprobs": st.none() | st.integers(*map(int, RANGES["logprobs"])),
 }
 
 
