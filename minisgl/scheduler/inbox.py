@@ -53,7 +53,7 @@ class LocalInbox:
 
 
 class LeaderInbox:
-    """Rank 0 with followers: sends each iteration's messages to the other ranks, then uses them."""
+    """Rank 0: sends each iteration's messages to the other ranks, if any, then uses them."""
 
     def __init__(self, source: Inbox, followers: Sequence[Sender[LeaderStep]]) -> None:
         self._source = source
