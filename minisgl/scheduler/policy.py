@@ -78,9 +78,13 @@ class Planner:
         rows, victim = self._decode_rows_with_pages(in_flight)
         starved = victim is not None or len(rows) < len(self.decode_rows)
         chunks = self._choose_chunks(rows, admit=not starved)
-        if not len(rows) and not chunks:
-            return None, victim
-        return self._build(step_id, rows, chunks), victim
+        if len(rows) or chunks:
+            return self._build(step_id, rows, chunks), victim
+        if self.waiting and not in_flight and victim is None:
+            raise InvariantBroken(
+                "no request runs, yet none of the waiting ones can be admitted; this is a bug"
+            )
+        return None, victim
 
     def launched(self, batch: Batch) -> None:
         """Advance the lengths of a launched batch.
@@ -183,7 +187,13 @@ class Planner:
                 continue
             if not self._kv_manager.try_admit(req, match, self._table):
                 break
-            self._start_prefill(self.waiting.popleft())
+            self.waiting.popleft()
+            if not req.admitted:
+                req.admitted = True
+                req.cached_tokens = cached
+            req.state = ReqState.PREFILL
+            self.prefilling.append(req)
+            self.uncached[req] = None
             chunks[req.row] = self._chunk_of(req, budget)
             budget -= chunks[req.row]
         self.waiting.extendleft(reversed(deferred))
@@ -214,14 +224,6 @@ class Planner:
                 if shared >= least:
                     return shared // page_size * page_size
         return 0
-
-    def _start_prefill(self, req: Req) -> None:
-        if not req.admitted:
-            req.admitted = True
-            req.cached_tokens = int(self._table.computed[req.row])
-        req.state = ReqState.PREFILL
-        self.prefilling.append(req)
-        self.uncached[req] = None
 
     def _chunk_of(self, req: Req, budget: int) -> int:
         return min(budget, int(self._table.prefill_end[req.row] - self._table.computed[req.row]))

@@ -13,7 +13,6 @@ from minisgl.core import (
     FinishReason,
     Int32Array,
     InvalidRequest,
-    InvariantBroken,
     PendingStep,
     RequestError,
     SchedulerConfig,
@@ -104,7 +103,7 @@ class Scheduler:
         self._resolved_step = 0
         self._decode_launch_s = 0.0  # host time of the last launch of a decode-only step
         self._plan_hash: int | None = None
-        self.totals = SchedulerStats()
+        self.totals = SchedulerStats(phases=self._meter.phases, total_pages=engine.num_pages)
         self.stopping = False
 
     @property
@@ -119,10 +118,6 @@ class Scheduler:
         batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
         if batch is not None:
             self._launch(batch)
-        elif victim is None and not self._in_flight and self.planner.waiting:
-            raise InvariantBroken(
-                "no request runs, yet none of the waiting ones can be admitted; this is a bug"
-            )
         if victim is not None:
             self._end_when_resolved(victim)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
@@ -148,9 +143,7 @@ class Scheduler:
             free_pages=free_pages,
             evictable_pages=cache.evictable_pages,
             locked_pages=pool.size - free_pages - cache.evictable_pages,
-            total_pages=pool.size,
             evicted_pages_total=self.kv_manager.evicted_pages_total,
-            phases=self._meter.phases,
         )
 
     # --- messages -------------------------------------------------------------------------------
@@ -287,8 +280,7 @@ class Scheduler:
         for req in prefilled:
             self.planner.uncached.pop(req, None)
             if req.state is ReqState.DECODE:
-                prompt_end = int(self.table.prefill_end[req.row])
-                self.kv_manager.publish(req, self.table, prompt_end)
+                self.kv_manager.publish(req, self.table, int(self.table.prefill_end[req.row]))
         ending, self._ending = self._ending, []
         for req in ending:
             if req.state is not ReqState.FINISHED:  # this step's own token may have ended it
