@@ -119,7 +119,7 @@ class RadixCache:
         for node in self._path(end):
             if not node.reused:
                 self._mark_reused(node)
-        return Match(end, self._concatenated(pages))
+        return Match(end, np.concatenate(pages))
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
         """Add `tokens`, whose KV is in `pages`, as far as they are not cached yet.
@@ -146,7 +146,7 @@ class RadixCache:
             self._push_if_evictable(leaf)
             node = leaf
             cached_pages.append(leaf.pages)
-        return Match(node, self._concatenated(cached_pages))
+        return Match(node, np.concatenate(cached_pages))
 
     def lock(self, end: RadixNode) -> None:
         """Forbid the eviction of the nodes from the root to `end`. Takes O(depth)."""
@@ -198,11 +198,11 @@ class RadixCache:
     def _walk(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, list[Int32Array], int]:
         """Follow `tokens` from the root and mark the nodes on the way as used.
 
-        Returns the last node, the pages of each node on the way, and the number of tokens that they
-        cover.
+        Returns the last node, the pages of each node on the way from the root, which has none, and
+        the number of tokens that they cover.
         """
         node, position = self._root, 0
-        pages: list[Int32Array] = []
+        pages = [node.pages]
         while position + self._page_size <= len(tokens):
             child = node.children.get(self._key(node, tokens[position:], salt))
             if child is None:
@@ -244,12 +244,12 @@ class RadixCache:
             node.pages = node.pages[:kept]
             node.tokens = node.tokens[: kept * self._page_size]
             self._push_if_evictable(node)
-            return taken
-        parent = node.parent
-        assert parent is not None, "the root is never evicted: this is a bug"
-        del parent.children[node.key]
-        node.parent = None
-        self._push_if_evictable(parent)
+        else:
+            parent = node.parent
+            assert parent is not None, "the root is never evicted: this is a bug"
+            del parent.children[node.key]
+            node.parent = None
+            self._push_if_evictable(parent)
         return taken
 
     def _mark_reused(self, node: RadixNode) -> None:
@@ -290,6 +290,3 @@ class RadixCache:
     def _key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:
         page = tokens[: self._page_size].tobytes()
         return salt.encode() + page if salt and parent is self._root else page
-
-    def _concatenated(self, pages: list[Int32Array]) -> Int32Array:
-        return np.concatenate(pages) if pages else self._root.pages

@@ -75,10 +75,8 @@ class LLM:
             path = str(demo_model_path())
         else:
             path = resolve_model(model, revision, weights=not settings.get("dummy_weight"))
-        policy: dict[str, Any] = {"target_step_ms": None}
-        for name in SchedulerConfig.__struct_fields__:
-            if name in settings:
-                policy[name] = settings.pop(name)
+        names = settings.keys() & {*SchedulerConfig.__struct_fields__}
+        policy = {"target_step_ms": None} | {name: settings.pop(name) for name in names}
         engine_config = EngineConfig(model_path=path, tp_size=tp, **settings)
         scheduler_config = SchedulerConfig(**policy)
         self.tokenizer = TextTokenizer.load(path)
@@ -119,7 +117,8 @@ class LLM:
         Completion has finish_reason ERROR.
         """
         single, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
-        return self._run(single, listed, sampling, stop, progress)
+        completions = self._run(listed, sampling, stop, progress)
+        return completions[0] if single else completions
 
     def chat(
         self,
@@ -137,14 +136,11 @@ class LLM:
         """
         single, listed = _as_list(conversations, dict, "a conversation is a list of messages")
         prompts = [self.tokenizer.encode_chat(list(each), template_options) for each in listed]
-        return self._run(single, prompts, sampling, stop, progress)
+        completions = self._run(prompts, sampling, stop, progress)
+        return completions[0] if single else completions
 
     def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: Sampling = None,
-        *,
-        stop: Stop = (),
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, *, stop: Stop = ()
     ) -> Iterator[Piece]:
         """Complete prompts as `generate` does, and yield the text in pieces as it is generated.
 
@@ -167,13 +163,8 @@ class LLM:
         self.close()
 
     def _run(
-        self,
-        single: bool,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        stop: Stop,
-        progress: bool,
-    ) -> Completion | list[Completion]:
+        self, prompts: Sequence[Prompt], sampling: Sampling, stop: Stop, progress: bool
+    ) -> list[Completion]:
         done: dict[int, Completion] = {}
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
             for piece in self._stream(prompts, sampling, stop, text_at_end=not stop):
@@ -181,14 +172,10 @@ class LLM:
                     done[piece.index] = piece.completion
                     bar.update()
         assert len(done) == len(prompts), "a request has no terminal message: this is a bug"
-        return done[0] if single else [done[index] for index in range(len(prompts))]
+        return [done[index] for index in range(len(prompts))]
 
     def _stream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        stop: Stop,
-        text_at_end: bool = False,
+        self, prompts: Sequence[Prompt], sampling: Sampling, stop: Stop, text_at_end: bool = False
     ) -> Iterator[Piece]:
         """text_at_end: detokenise each generation once, when it ends."""
         self._check_open()
@@ -242,14 +229,11 @@ class LLM:
             running[prompt_logprobs.uid].prompt_logprobs.append(prompt_logprobs)
         for logprobs in output.logprobs:
             running[logprobs.uid].logprobs.append(logprobs)
-        stopped = {
-            finished.uid for finished in output.finished if finished.reason is FinishReason.STOP
-        }
+        stopped = {end.uid for end in output.finished if end.reason is FinishReason.STOP}
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
-            generation = running[uid]
-            piece = generation.push(token_id, is_stop_token=uid in stopped)
+            piece = running[uid].push(token_id, is_stop_token=uid in stopped)
             if piece is not None:
-                if generation.stream.stopped:
+                if piece.completion is not None:  # by a stop string
                     self.worker.send(AbortReq(uid=uid, reason=FinishReason.STOP))
                 yield piece
         for finished in output.finished:

@@ -9,8 +9,6 @@ import time
 import weakref
 from collections.abc import Collection, Iterator
 
-import msgspec
-
 from minisgl.core import (
     ConfigError,
     EngineConfig,
@@ -20,14 +18,14 @@ from minisgl.core import (
     WorkerDied,
 )
 from minisgl.distributed import SingleCommunicator
-from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
+from minisgl.engine import Engine
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
     Ready,
-    SchedulerStats,
     Shutdown,
     StepOutput,
+    ToApi,
     ToScheduler,
 )
 from minisgl.message.queues import Receiver, Sender, endpoint
@@ -64,14 +62,8 @@ def _uninterrupted() -> Iterator[None]:
 class LocalWorker:
     """A scheduler and an engine of one rank in the caller's process."""
 
-    def __init__(
-        self,
-        engine: EngineConfig,
-        config: SchedulerConfig,
-        extensions: Extensions = DEFAULT_EXTENSIONS,
-    ) -> None:
-        budget = config.prefill_budget_tokens
-        self._engine = Engine(engine, SingleCommunicator(), budget, extensions)
+    def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
+        self._engine = Engine(engine, SingleCommunicator(), config.prefill_budget_tokens)
         self._inbox = LocalInbox()
         self._outputs: list[StepOutput] = []
         try:
@@ -94,7 +86,7 @@ class LocalWorker:
         """Run one iteration and return all outputs since the last call. Raises EngineError."""
         with _uninterrupted():
             self.scheduler.iterate()
-        outputs = list(self._outputs)
+        outputs = self._outputs.copy()
         self._outputs.clear()
         return outputs
 
@@ -128,28 +120,25 @@ class RankWorkers:
         self._lost: MinisglError | None = None
         self._unfinished: set[int] = set()  # uids whose last output has not been received
         self._outputs = Receiver(endpoint(folder, "detokenizer"), StepOutput)
-        self._status: Receiver[Ready | SchedulerStats] = Receiver(
-            endpoint(folder, "api"), Ready | SchedulerStats
-        )
+        self._status: Receiver[ToApi] = Receiver(endpoint(folder, "api"), ToApi)
         self._requests: Sender[ToScheduler] = Sender(endpoint(folder, "scheduler"))
         self._reasons, reason_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._clean_up = weakref.finalize(self, _clean_up, self.children, self._reasons, folder)
-        spec = ChildSpec(
-            role="scheduler",
-            index=0,
-            parent_pid=os.getpid(),
-            socket_dir=folder,
-            reason_fd=reason_fd,
-            config=ServerConfig(
-                engine=engine,
-                scheduler=config,
-                served_names=(engine.model_path,),
-                log_level="warning",
-            ),
+        names = (engine.model_path,)
+        server = ServerConfig(
+            engine=engine, scheduler=config, served_names=names, log_level="warning"
         )
         try:
             for rank in range(engine.tp_size):
-                self.children.append(msgspec.structs.replace(spec, index=rank).spawn())
+                spec = ChildSpec(
+                    role="scheduler",
+                    index=rank,
+                    parent_pid=os.getpid(),
+                    socket_dir=folder,
+                    reason_fd=reason_fd,
+                    config=server,
+                )
+                self.children.append(spec.spawn())
             self.facts = self._await_ready()
         except BaseException:
             self.close()

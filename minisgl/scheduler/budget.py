@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,6 +17,7 @@ MAX_QUEUE_FACTOR = 4.0  # but not more than this: streams still get some ten tok
 EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token (8B)
 
 
+@dataclass(slots=True)
 class PrefillBudget:
     """Limits the prompt tokens of a step, so that decoding requests are not slowed down too much.
 
@@ -25,22 +27,20 @@ class PrefillBudget:
     - With a step-time target (a server), the predicted step time stays below a limit: `_timed`.
     - Without one (the offline LLM), only the total time counts. Prompts of requests with few
       output tokens are then spread evenly over the decode steps: `_even`.
+
+    _prefilling and _waiting are the planner's queues, in the order in which prompts are computed.
+    The budget reads them at each call, and the planner goes on changing them.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        table: RequestTable,
-        prefilling: Sequence[Req],
-        waiting: Sequence[Req],
-    ) -> None:
-        """prefilling, waiting: the planner's queues, in the order in which prompts are computed.
-        The budget reads them at each call, and the planner goes on changing them."""
-        self._config = config
-        self._table = table
-        self._prefilling = prefilling
-        self._waiting = waiting
-        self._sizes = step_sizes(config.prefill_budget_tokens + table.rows.size + 1024)
+    _config: SchedulerConfig
+    _table: RequestTable
+    _prefilling: Sequence[Req]
+    _waiting: Sequence[Req]
+    _sizes: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        most_tokens = self._config.prefill_budget_tokens + self._table.rows.size
+        self._sizes = step_sizes(most_tokens + 1024)
 
     def tokens(self, decode_rows: Int32Array, cost: StepCost | None) -> int:
         """Return the largest number of prompt tokens that the next step may contain.
@@ -75,21 +75,13 @@ class PrefillBudget:
             return budget
         rows = np.array([req.row for req in self._prefilling], dtype=np.int32)
         waiting = self._waiting
-        uncached = np.concatenate(
-            [
-                table.prefill_end[rows] - table.computed[rows],
-                np.array([req.uncached_tokens for req in waiting], dtype=np.int64),
-            ]
-        )
-        outputs = np.concatenate(
-            [
-                table.limit[rows] - table.prefill_end[rows],
-                np.array([req.max_total_tokens - len(req.tokens) for req in waiting], np.int64),
-            ]
-        )
+        uncached: list[int] = (table.prefill_end[rows] - table.computed[rows]).tolist()
+        uncached += [req.uncached_tokens for req in waiting]
+        outputs: list[int] = (table.limit[rows] - table.prefill_end[rows]).tolist()
+        outputs += [req.max_total_tokens - len(req.tokens) for req in waiting]
         decode_steps = (table.limit[decode_rows] - table.computed[decode_rows]).max()
-        steps_until_start = np.maximum(max(decode_steps, outputs.max()) - outputs, 1)
-        needed = min(int((uncached.cumsum() // steps_until_start).max()) + 1, budget)
+        steps_until_start = np.maximum(max(decode_steps, *outputs) - np.array(outputs), 1)
+        needed = min(int((np.cumsum(uncached) // steps_until_start).max()) + 1, budget)
         needed = max(needed, EVEN_STEP_TOKENS // 2)  # prefill goes on, however many requests decode
         num_decode = len(decode_rows)
         index = bisect_left(self._sizes, max(num_decode + needed, EVEN_STEP_TOKENS))

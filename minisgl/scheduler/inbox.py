@@ -53,7 +53,7 @@ class LocalInbox:
 
 
 class LeaderInbox:
-    """Rank 0 with followers: sends each iteration's messages to the other ranks, then uses them."""
+    """Rank 0: sends each iteration's messages to the other ranks, if any, then uses them."""
 
     def __init__(self, source: Inbox, followers: Sequence[Sender[LeaderStep]]) -> None:
         self._source = source
@@ -88,14 +88,10 @@ class FollowerInbox:
             self._steps.extend(self._receiver.drain())
         step = self._steps.popleft()
         self._iteration += 1
-        if step.iteration != self._iteration:
+        if (step.iteration, step.plan_hash) != (self._iteration, plan_hash):
             raise InvariantBroken(
-                f"leader is at iteration {step.iteration}, this rank at {self._iteration}; "
-                "this is a bug"
-            )
-        if step.plan_hash != plan_hash:
-            raise InvariantBroken(
-                f"before iteration {step.iteration} the ranks planned different steps; "
-                "this is a bug"
+                "the ranks planned different steps: the leader is at iteration "
+                f"{step.iteration} with plan hash {step.plan_hash}, this rank at iteration "
+                f"{self._iteration} with plan hash {plan_hash}; this is a bug"
             )
         return step.messages

@@ -1,4 +1,4 @@
-"""Collects what one iteration has to say."""
+"""`OutputBuilder`: collects the output of one iteration for the detokenizer."""
 
 import msgspec
 import numpy as np
@@ -11,14 +11,13 @@ from minisgl.scheduler.request_table import RequestTable
 
 
 class OutputBuilder:
-    """One StepOutput in the making: `_next`, whose lists grow until it is taken."""
+    """Builds the next StepOutput: its lists grow until it is taken."""
 
     def __init__(self) -> None:
         self._next = StepOutput(step_id=0)
-        self._held: dict[int, list[TokenLogprobs]] = {}  # of reqs that are not open yet
 
     def open(self, req: Req) -> None:
-        """The first output of `req` is about to be added."""
+        """Add the PrefillDone message of `req`, whose first output follows."""
         req.prefill_done = True
         self._next.prefill_done.append(
             PrefillDone(
@@ -28,10 +27,10 @@ class OutputBuilder:
                 admitted_s=req.admitted_s,
             )
         )
-        self._next.prompt_logprobs.extend(self._held.pop(req.uid, ()))
+        self._next.prompt_logprobs.extend(req.held_logprobs)
 
     def tokens(self, uids: NDArray[np.int64], token_ids: Int32Array) -> None:
-        """token_ids[i] is the next token of uids[i]."""
+        """Add one token for each request: token_ids[i] is the next one of uids[i]."""
         self._next.uids.extend(uids.tolist())
         self._next.token_ids.extend(token_ids.tolist())
 
@@ -45,24 +44,18 @@ class OutputBuilder:
         wanted, sampled = batch.logprobs, result.logprobs
         if wanted is None:
             return
-        got_token = set(token_rows.tolist())
-        for index in np.flatnonzero(wanted.sampled >= 0).tolist() if sampled else ():
-            row, count = int(batch.rows[index]), int(wanted.sampled[index])
-            if row in got_token and sampled is not None:
-                self._next.logprobs.append(
-                    TokenLogprobs(
-                        uid=int(table.uid[row]),
-                        position=int(batch.start[index] + batch.lengths[index]),
-                        logprobs=[float(sampled.chosen[index])],
-                        top_ids=[sampled.top_ids[index, :count].tolist()],
-                        top_logprobs=[sampled.top[index, :count].tolist()],
-                    )
-                )
+        if sampled is not None:
+            got_token = np.isin(batch.rows, token_rows)
+            for index in np.flatnonzero(got_token & (wanted.sampled >= 0)).tolist():
+                uid = int(table.uid[batch.rows[index]])
+                position = int(batch.start[index] + batch.lengths[index])
+                row = slice(index, index + 1)
+                message = _token_logprobs(uid, position, sampled, row, wanted.sampled[index])
+                self._next.logprobs.append(message)
         for index, prompt in (result.prompt_logprobs or {}).items():
             req = table.reqs[batch.rows[index]]
             if req is not None:
-                count = int(wanted.prompt[index])
-                self._prompt(req, int(batch.start[index]) + 1, prompt, count)
+                self._prompt(req, int(batch.start[index]) + 1, prompt, wanted.prompt[index])
 
     def _prompt(self, req: Req, position: int, found: HostLogprobs, count: int) -> None:
         """Add log-probabilities of prompt tokens from `position` on.
@@ -74,39 +67,48 @@ class OutputBuilder:
         if first >= last:
             return
         req.prompt_reported = position + last
-        told = (
-            self._next.prompt_logprobs if req.prefill_done else self._held.setdefault(req.uid, [])
-        )
-        told.append(
-            TokenLogprobs(
-                uid=req.uid,
-                position=position + first,
-                logprobs=found.chosen[first:last].tolist(),
-                top_ids=found.top_ids[first:last, :count].tolist(),
-                top_logprobs=found.top[first:last, :count].tolist(),
+        parts = self._next.prompt_logprobs if req.prefill_done else req.held_logprobs
+        rows = slice(first, last)
+        parts.append(_token_logprobs(req.uid, position + first, found, rows, count))
+
+    def finish(self, req: Req, error: str | None) -> None:
+        """Add the terminal message of `req`, whose end_reason is set."""
+        if not req.prefill_done:
+            self.open(req)
+        assert req.end_reason is not None, "a request ends for a reason: this is a bug"
+        self._next.finished.append(Finished(uid=req.uid, reason=req.end_reason, error=error))
+
+    def refuse(self, message: AddReq, error: RequestError) -> None:
+        """Add both messages of a request that was not accepted."""
+        prompt_tokens = len(message.token_ids) // 4
+        done = PrefillDone(uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0)
+        self._next.prefill_done.append(done)
+        self._next.finished.append(
+            Finished(
+                uid=message.uid,
+                reason=FinishReason.ERROR,
+                error=error.message,
+                error_kind=type(error).__name__,
             )
         )
 
-    def finish(self, req: Req, reason: FinishReason, error: str | None) -> None:
-        """The one terminal message of `req`."""
-        if not req.prefill_done:
-            self.open(req)
-        self._next.finished.append(Finished(uid=req.uid, reason=reason, error=error))
-
-    def refuse(self, message: AddReq, error: RequestError) -> None:
-        """The one terminal message of a req that was never accepted."""
-        uid, kind = message.uid, type(error).__name__
-        opened = PrefillDone(uid=uid, prompt_tokens=len(message.token_ids) // 4, cached_tokens=0)
-        finished = Finished(
-            uid=uid, reason=FinishReason.ERROR, error=error.message, error_kind=kind
-        )
-        self._next.prefill_done.append(opened)
-        self._next.finished.append(finished)
-
     def take(self, step_id: int) -> StepOutput | None:
-        """Everything collected since the last call; None when there is nothing."""
+        """Return the output since the last call; None when there is none."""
         found = self._next
         if not (found.prefill_done or found.uids or found.finished):
             return None
         self._next = StepOutput(step_id=0)
         return msgspec.structs.replace(found, step_id=step_id)
+
+
+def _token_logprobs(
+    uid: int, position: int, found: HostLogprobs, rows: slice, count: int
+) -> TokenLogprobs:
+    """Return the message about `rows` of `found`, with `count` of the most likely tokens each."""
+    return TokenLogprobs(
+        uid=uid,
+        position=position,
+        logprobs=found.chosen[rows].tolist(),
+        top_ids=found.top_ids[rows, :count].tolist(),
+        top_logprobs=found.top[rows, :count].tolist(),
+    )

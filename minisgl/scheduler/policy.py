@@ -7,7 +7,6 @@ tensor-parallel ranks plan the same steps.
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,23 +14,11 @@ from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, St
 from minisgl.kvcache import common_prefix
 from minisgl.scheduler.budget import PrefillBudget
 from minisgl.scheduler.kv_manager import KVManager
-from minisgl.scheduler.logits_processing import edited_reqs, logprobs_request
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
 
 MAX_DEFERRED = 64  # bounds the time of one plan: at most this many waiting requests are passed over
 MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
-
-
-class Plan(NamedTuple):
-    """The decision for one step.
-
-    batch   the next step, None when no request can run now.
-    victim  a request to preempt. The planner has taken it out of the running requests.
-    """
-
-    batch: Batch | None
-    victim: Req | None
 
 
 class Planner:
@@ -63,12 +50,7 @@ class Planner:
         of admission.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        kv_manager: KVManager,
-        table: RequestTable,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, kv_manager: KVManager, table: RequestTable) -> None:
         self._config = config
         self._kv_manager = kv_manager
         self._table = table
@@ -87,14 +69,22 @@ class Planner:
         keys = int(batch.start.sum())
         return 0.0 if self.cost is None else self.cost.predict_s(batch.num_reqs, keys, 0)
 
-    def plan(self, step_id: int, in_flight: bool) -> Plan:
-        """Plan the next step. in_flight: a launched step has no result yet; it may free pages."""
+    def plan(self, step_id: int, in_flight: bool) -> tuple[Batch | None, Req | None]:
+        """Plan the next step. in_flight: a launched step has no result yet; it may free pages.
+
+        Returns the batch, None when no request can run now, and a request to preempt, which the
+        planner has taken out of the running requests.
+        """
         rows, victim = self._decode_rows_with_pages(in_flight)
         starved = victim is not None or len(rows) < len(self.decode_rows)
         chunks = self._choose_chunks(rows, admit=not starved)
-        if not len(rows) and not chunks:
-            return Plan(None, victim)
-        return Plan(self._build(step_id, rows, chunks), victim)
+        if len(rows) or chunks:
+            return self._build(step_id, rows, chunks), victim
+        if self.waiting and not in_flight and victim is None:
+            raise InvariantBroken(
+                "no request runs, yet none of the waiting ones can be admitted; this is a bug"
+            )
+        return None, victim
 
     def launched(self, batch: Batch) -> None:
         """Advance the lengths of a launched batch.
@@ -197,7 +187,13 @@ class Planner:
                 continue
             if not self._kv_manager.try_admit(req, match, self._table):
                 break
-            self._start_prefill(self.waiting.popleft())
+            self.waiting.popleft()
+            if not req.admitted:
+                req.admitted = True
+                req.cached_tokens = cached
+            req.state = ReqState.PREFILL
+            self.prefilling.append(req)
+            self.uncached[req] = None
             chunks[req.row] = self._chunk_of(req, budget)
             budget -= chunks[req.row]
         self.waiting.extendleft(reversed(deferred))
@@ -229,14 +225,6 @@ class Planner:
                     return shared // page_size * page_size
         return 0
 
-    def _start_prefill(self, req: Req) -> None:
-        if not req.admitted:
-            req.admitted = True
-            req.cached_tokens = int(self._table.computed[req.row])
-        req.state = ReqState.PREFILL
-        self.prefilling.append(req)
-        self.uncached[req] = None
-
     def _chunk_of(self, req: Req, budget: int) -> int:
         return min(budget, int(self._table.prefill_end[req.row] - self._table.computed[req.row]))
 
@@ -266,6 +254,6 @@ class Planner:
             chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
             page_updates=table.pages.take_updates(rows),
             sampling=table.sampling(rows),
-            logit_edits=edited_reqs(table, rows, ends, samples),
-            logprobs=logprobs_request(table, rows, start, ends, samples),
+            logit_edits=table.edited_reqs(rows, ends, samples),
+            logprobs=table.logprobs_request(rows, start, ends, samples),
         )

@@ -51,7 +51,14 @@ def run_scheduler(
     startup_s = {**engine.startup_s, "warm_up": time.monotonic() - constructed_s}
     facts = engine.facts() if tp.rank == 0 else None
     api.send(Ready(role=name, facts=facts, startup_s=startup_s))
-    _loop(scheduler, api if tp.rank == 0 else None)
+    sent_s = -STATS_INTERVAL_S
+    while not scheduler.stopping:
+        scheduler.iterate()
+        now_s = time.monotonic()
+        if tp.rank == 0 and (scheduler.idle or now_s - sent_s >= STATS_INTERVAL_S):
+            api.send(scheduler.stats())
+            sent_s = now_s
+    scheduler.drain_in_flight()
     comm.close()
     logger.info("scheduler stopped")
 
@@ -81,18 +88,6 @@ def build_scheduler(
     return scheduler
 
 
-def _loop(scheduler: Scheduler, api: Sender[Ready | SchedulerStats] | None) -> None:
-    """Iterate until the scheduler stops. api: receives the statistics; None on ranks 1..n-1."""
-    sent_s = -STATS_INTERVAL_S
-    while not scheduler.stopping:
-        scheduler.iterate()
-        now_s = time.monotonic()
-        if api is not None and (scheduler.idle or now_s - sent_s >= STATS_INTERVAL_S):
-            api.send(scheduler.stats())
-            sent_s = now_s
-    scheduler.drain_in_flight()
-
-
 def _discard(output: StepOutput) -> None:
     """Drop the output of ranks 1..n-1. It equals that of rank 0, which sends it."""
 
@@ -101,8 +96,5 @@ def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:
     if tp.rank > 0:
         return FollowerInbox(Receiver(endpoint(socket_dir, f"rank-{tp.rank}"), LeaderStep))
     source = QueueInbox(Receiver(endpoint(socket_dir, "scheduler"), ToScheduler))
-    if tp.size == 1:
-        return source
-    return LeaderInbox(
-        source, [Sender(endpoint(socket_dir, f"rank-{rank}")) for rank in range(1, tp.size)]
-    )
+    followers = [endpoint(socket_dir, f"rank-{rank}") for rank in range(1, tp.size)]
+    return LeaderInbox(source, [Sender(address) for address in followers])

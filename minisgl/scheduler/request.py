@@ -1,6 +1,6 @@
 """`Req`, one generation inside the scheduler, and its construction from an AddReq message."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.kvcache import RadixNode
-from minisgl.message.messages import AddReq
+from minisgl.message.messages import AddReq, TokenLogprobs
 
 
 class ReqState(StrEnum):
@@ -50,6 +50,7 @@ class Req:
     admitted_s        time of the first admission, as in PrefillDone; 0.0 before.
     prefill_done      its PrefillDone message has been built.
     prompt_reported   number of prompt tokens whose log-probabilities have been reported.
+    held_logprobs     log-probabilities of the prompt that are sent behind its PrefillDone message.
     """
 
     uid: int
@@ -71,10 +72,11 @@ class Req:
     prefill_done: bool = False
     end_reason: FinishReason | None = None
     prompt_reported: int = 0
+    held_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def accept_request(
-    message: AddReq, *, vocab_size: int, capacity_tokens: int, arrival_index: int
+    message: AddReq, vocab_size: int, capacity_tokens: int, arrival_index: int
 ) -> Req:
     """Check `message` against the engine's limits and return a waiting request.
 
@@ -86,12 +88,13 @@ def accept_request(
     Raises RequestError (InvalidRequest, PromptTooLong) for a request that could never complete.
     """
     tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32)
-    message.sampling.validate(vocab_size)
+    sampling = message.sampling
+    sampling.validate(vocab_size)
     if not len(tokens):
         raise InvalidRequest("the prompt is empty", param="prompt")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise InvalidRequest(f"a token id is outside 0..{vocab_size - 1}", param="prompt")
-    max_tokens = message.sampling.max_tokens
+    max_tokens = sampling.max_tokens
     needed = len(tokens) + (1 if max_tokens is None else max_tokens)
     if needed > capacity_tokens:
         raise PromptTooLong(
@@ -99,7 +102,6 @@ def accept_request(
             f"{capacity_tokens} tokens that context and KV pool allow",
             param="prompt",
         )
-    sampling = message.sampling
     if sampling.seed is None:
         # The API server draws a seed for a request without one. The uid is the fallback for other
         # senders: every rank must use the same seed.

@@ -4,8 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from minisgl.core import SAMPLING_COLUMNS, Column, Int32Array, InvariantBroken, SamplingArrays
+from minisgl.core import (
+    Column,
+    EditedReq,
+    Int32Array,
+    InvariantBroken,
+    LogprobsRequest,
+    SamplingArrays,
+)
 from minisgl.kvcache import FencedPool
 from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.request import Req
@@ -33,11 +41,7 @@ class RequestTable:
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        max_seq_len: int,
-        max_pages: int,
-        columns: Sequence[Column] = SAMPLING_COLUMNS,
+        self, num_rows: int, max_seq_len: int, max_pages: int, columns: Sequence[Column]
     ) -> None:
         """columns: the sampling columns of the engine."""
         self.rows = FencedPool(num_rows)
@@ -100,3 +104,43 @@ class RequestTable:
     def sampling(self, rows: Int32Array) -> SamplingArrays:
         """Return copies of the sampling columns of `rows`."""
         return {name: column[rows] for name, column in self._sampling.items()}
+
+    def edited_reqs(
+        self, rows: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
+    ) -> tuple[EditedReq, ...] | None:
+        """Return the sampling requests with edited logits; None if there are none.
+
+        rows, ends, samples: [B], of the batch; ends are the positions of the tokens to sample.
+        """
+        edited = []
+        for index in np.flatnonzero(self.edits_logits[rows] & samples).tolist():
+            row, position = int(rows[index]), int(ends[index])
+            req = self.req_at(row)
+            assert req.logit_states is not None, "edited logits need states: this is a bug"
+            first_since_admission = position == self.prefill_end[row]
+            history = self.tokens[row, :position].copy() if first_since_admission else None
+            edited.append(EditedReq(index, position, req.prompt_len, history, req.logit_states))
+        return tuple(edited) or None
+
+    def logprobs_request(
+        self, rows: Int32Array, start: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
+    ) -> LogprobsRequest | None:
+        """Return the log-probabilities that a batch with these columns reports; None if none."""
+        indices = np.flatnonzero(self.has_logprobs[rows]).tolist()
+        if not indices:
+            return None
+        sampled: Int32Array = np.full(len(rows), -1, dtype=np.int32)
+        prompt: Int32Array = sampled.copy()
+        targets: list[Int32Array] = [sampled[:0]]
+        for index in indices:
+            row, first, end = int(rows[index]), int(start[index]), int(ends[index])
+            req = self.req_at(row)
+            if req.sampling.prompt_logprobs is not None and first < req.prompt_len - 1:
+                prompt[index] = req.sampling.prompt_logprobs
+                following: Int32Array = np.full(end - first, -1, dtype=np.int32)
+                in_prompt = self.tokens[row, first + 1 : min(end + 1, req.prompt_len)]
+                following[: len(in_prompt)] = in_prompt
+                targets.append(following)
+            if samples[index] and req.sampling.logprobs is not None:
+                sampled[index] = req.sampling.logprobs
+        return LogprobsRequest(sampled, prompt, np.concatenate(targets))

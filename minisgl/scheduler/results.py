@@ -1,29 +1,18 @@
 """Reads the result of a completed step: the new tokens of its requests, and which requests end."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from minisgl.core import Batch, FinishReason, Int32Array, StepResult
 from minisgl.scheduler.request_table import RequestTable
 
 
-class Outcome(NamedTuple):
-    """The effect of one step on its requests.
-
-    rows, tokens  int32 [n]; the new tokens, each with its row, in the order in which they stand.
-    ended         reason for each row that ends, in the order of the batch.
-    """
-
-    rows: Int32Array
-    tokens: Int32Array
-    ended: dict[int, FinishReason]
-
-
 def read_result(
     batch: Batch, result: StepResult, table: RequestTable, eos_token_ids: Int32Array
-) -> Outcome:
+) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
     """Append the sampled tokens to their rows and find the requests that end.
+
+    Returns the rows of the new tokens and the tokens, int32 [n], in the order in which they stand,
+    and the reason for each row that ends, in the order of the batch.
 
     A row that belongs to no request any more gets no token: its request ended in the step before,
     while this one was in flight. A row with non-finite logits ends with ERROR and gets no token.
@@ -65,4 +54,4 @@ def read_result(
     for index in np.flatnonzero(ends.any(axis=1)).tolist():
         stopped = stops[index, counts[index] - 1]
         ended[int(rows[index])] = FinishReason.STOP if stopped else FinishReason.LENGTH
-    return Outcome(token_rows, tokens, ended)
+    return token_rows, tokens, ended

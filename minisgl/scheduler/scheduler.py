@@ -13,7 +13,6 @@ from minisgl.core import (
     FinishReason,
     Int32Array,
     InvalidRequest,
-    InvariantBroken,
     PendingStep,
     RequestError,
     SchedulerConfig,
@@ -104,7 +103,7 @@ class Scheduler:
         self._resolved_step = 0
         self._decode_launch_s = 0.0  # host time of the last launch of a decode-only step
         self._plan_hash: int | None = None
-        self.totals = SchedulerStats()
+        self.totals = SchedulerStats(phases=self._meter.phases, total_pages=engine.num_pages)
         self.stopping = False
 
     @property
@@ -116,8 +115,12 @@ class Scheduler:
         """Run one iteration. It waits for a message when idle, or when planning would be early."""
         for message in self._inbox.receive(self._message_wait_s(), self._plan_hash):
             self._apply(message)
-        launched = self._launch_next()
-        self.drain_in_flight(keep=1 if self._config.overlap and launched else 0)
+        batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
+        if batch is not None:
+            self._launch(batch)
+        if victim is not None:
+            self._end_when_resolved(victim)
+        self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
 
     def drain_in_flight(self, keep: int = 0) -> None:
         """Read the results of launched steps, except for the last `keep`, and send the output."""
@@ -140,9 +143,7 @@ class Scheduler:
             free_pages=free_pages,
             evictable_pages=cache.evictable_pages,
             locked_pages=pool.size - free_pages - cache.evictable_pages,
-            total_pages=pool.size,
             evicted_pages_total=self.kv_manager.evicted_pages_total,
-            phases=self._meter.phases,
         )
 
     # --- messages -------------------------------------------------------------------------------
@@ -186,12 +187,7 @@ class Scheduler:
         try:
             if message.uid in self._reqs:
                 raise InvalidRequest(f"uid {message.uid} is in use")
-            req = accept_request(
-                message,
-                vocab_size=self._vocab_size,
-                capacity_tokens=self._capacity_tokens,
-                arrival_index=self._arrivals,
-            )
+            req = accept_request(message, self._vocab_size, self._capacity_tokens, self._arrivals)
             req.logit_states = self._extensions.open_states(req.sampling)
         except RequestError as error:
             self._outputs.refuse(message, error)
@@ -203,7 +199,7 @@ class Scheduler:
         req.end_reason = reason
         if req.state is ReqState.WAITING:
             self.planner.waiting.remove(req)
-            self._finish(req, reason)
+            self._finish(req)
         else:
             self._end_when_resolved(req)
 
@@ -217,47 +213,25 @@ class Scheduler:
         elif req not in self._ending:
             self._ending.append(req)
 
-    def _release(self, req: Req) -> None:
+    def _release(self, req: Req, error: str | None = None) -> None:
+        """Take row and pages from `req`, which then waits again, or has ended with `error`."""
         known = int(self.table.known[req.row])
         # A prompt is cached only after its first token, which shows that its logits are finite. The
         # last token is never cached, because its KV may not be written yet.
-        has_output = known > int(self.table.prefill_end[req.row])
-        self.kv_manager.release(req, self.table, known - 1 if has_output else 0)
+        cacheable = error is None and known > self.table.prefill_end[req.row]
+        self.kv_manager.release(req, self.table, known - 1 if cacheable else 0)
         if req.end_reason is None:
             self.totals.preemptions_total += 1
             self.planner.enqueue(req)
         else:
-            self._finish(req, req.end_reason)
+            self._finish(req, error)
 
-    def _end_row(self, row: int, reason: FinishReason) -> None:
-        """End a request by the result of its step. A step in flight may still contain it (I2)."""
-        req = self.table.req_at(row)
-        self.planner.remove(req)
-        nonfinite = reason is FinishReason.ERROR
-        self.totals.nonfinite_rows_total += nonfinite
-        cached_tokens = 0 if nonfinite else int(self.table.known[row]) - 1
-        self.kv_manager.release(req, self.table, cached_tokens)
-        self._finish(req, reason, "the model produced non-finite logits" if nonfinite else None)
-
-    def _finish(self, req: Req, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(self, req: Req, error: str | None = None) -> None:
         req.state = ReqState.FINISHED
         del self._reqs[req.uid]
-        self._outputs.finish(req, reason, error)
+        self._outputs.finish(req, error)
 
     # --- steps ----------------------------------------------------------------------------------
-
-    def _launch_next(self) -> bool:
-        """Plan a step and launch it. Returns False when no request can run now."""
-        plan = self.planner.plan(self._launched_step + 1, in_flight=bool(self._in_flight))
-        if plan.batch is not None:
-            self._launch(plan.batch)
-        elif plan.victim is None and not self._in_flight and self.planner.waiting:
-            raise InvariantBroken(
-                "no request runs, yet none of the waiting ones can be admitted; this is a bug"
-            )
-        if plan.victim is not None:
-            self._end_when_resolved(plan.victim)
-        return plan.batch is not None
 
     def _launch(self, batch: Batch) -> None:
         self.totals.overlapped_steps_total += bool(self._in_flight)
@@ -284,24 +258,29 @@ class Scheduler:
         chunks = slice(batch.num_decode, None)
         completed_rows = batch.rows[chunks][batch.samples[chunks]].tolist()
         prefilled = [req for row in completed_rows if (req := self.table.reqs[row]) is not None]
-        outcome = read_result(batch, result, self.table, self._eos)
-        self.totals.output_tokens_total += len(outcome.rows)
+        rows, tokens, ended = read_result(batch, result, self.table, self._eos)
+        self.totals.output_tokens_total += len(rows)
         for req in prefilled:
-            if not req.prefill_done and outcome.ended.get(req.row) is not FinishReason.ERROR:
+            if not req.prefill_done and ended.get(req.row) is not FinishReason.ERROR:
                 self.totals.prompt_tokens_total += req.prompt_len
                 self.totals.cached_tokens_total += req.cached_tokens
                 self._outputs.open(req)
-        self._outputs.tokens(self.table.uid[outcome.rows], outcome.tokens)
-        self._outputs.logprobs(batch, result, self.table, outcome.rows)
-        for row, reason in outcome.ended.items():
-            self._end_row(row, reason)
+        self._outputs.tokens(self.table.uid[rows], tokens)
+        self._outputs.logprobs(batch, result, self.table, rows)
+        for row, reason in ended.items():
+            req = self.table.req_at(row)
+            req.end_reason = reason
+            nonfinite = reason is FinishReason.ERROR
+            self.totals.nonfinite_rows_total += nonfinite
+            self.planner.remove(req)
+            # A step in flight may still contain the request: the pages are fenced (I2).
+            self._release(req, "the model produced non-finite logits" if nonfinite else None)
         # Only now are the logits of these prompts known to be finite, so that other requests may
         # use their KV.
         for req in prefilled:
             self.planner.uncached.pop(req, None)
             if req.state is ReqState.DECODE:
-                prompt_end = int(self.table.prefill_end[req.row])
-                self.kv_manager.publish(req, self.table, prompt_end)
+                self.kv_manager.publish(req, self.table, int(self.table.prefill_end[req.row]))
         ending, self._ending = self._ending, []
         for req in ending:
             if req.state is not ReqState.FINISHED:  # this step's own token may have ended it

@@ -194,20 +194,17 @@ class Supervisor:
 
     def _reap(self) -> list[Child]:
         ended = []
-        while True:
-            try:
+        with contextlib.suppress(ChildProcessError):  # this process has no child at all
+            while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            child = next((c for c in self.running() if c.process.pid == pid), None)
-            if child is None:
-                continue  # PID 1 inherits orphans of other processes
-            child.process.returncode = os.waitstatus_to_exitcode(status)
-            if child.life_fd >= 0:
-                os.close(child.life_fd)
-            ended.append(child)
+                if pid == 0:
+                    break
+                child = next((c for c in self.running() if c.process.pid == pid), None)
+                if child is not None:  # PID 1 inherits orphans of other processes
+                    child.process.returncode = os.waitstatus_to_exitcode(status)
+                    if child.life_fd >= 0:
+                        os.close(child.life_fd)
+                    ended.append(child)
         return ended
 
     def stop(self, children: Sequence[Child], grace_s: float) -> None:

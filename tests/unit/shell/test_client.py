@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from minisgl.shell import ChatClient, ServerError
+from minisgl.shell.client import ChatClient, ServerError
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import io
 from collections.abc import Generator, Iterator
 
-from minisgl.shell import ServerError, Shell
+from minisgl.shell.client import ServerError
+from minisgl.shell.repl import Shell
 
 
 class FakeClient:
