@@ -1,8 +1,4 @@
-"""The attention backends by name, and which of them a configuration runs.
-
-This is a file of its own because the package has modules named torch and flashinfer, which hide the
-libraries of the same names inside __init__.py.
-"""
+"""The attention backends by name, and which of them a configuration runs."""
 
 import logging
 from collections.abc import Sequence

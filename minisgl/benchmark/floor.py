@@ -21,7 +21,7 @@ from minisgl.benchmark.flag_types import positive, whole
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError
-from minisgl.models import ModelConfig, load_model_config
+from minisgl.models.config import ModelConfig, load_model_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,3 @@
 `minisgl compile` fills a folder (kernels.py). A server that is started with --kernel-cache finds
 its kernels in that folder (minisgl.kernel.cache) and compiles nothing.
 """
-
-from minisgl.compile.kernels import compile_kernels
-
-__all__ = ["compile_kernels"]

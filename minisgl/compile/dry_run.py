@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minisgl.attention import (
+from minisgl.attention.base import (
     AttentionBackend,
     AttentionNeeds,
     AttentionStep,
     LayerKind,
     StepAttention,
-    resolve_phases,
 )
 from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.flashinfer import (
@@ -30,14 +29,14 @@ from minisgl.attention.flashinfer import (
     pages_of,
     scratch_for,
 )
-from minisgl.attention.registry import PhasedAttention
+from minisgl.attention.registry import PhasedAttention, resolve_phases
 from minisgl.core import EngineConfig
-from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
 from minisgl.engine import Engine
 from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import KVPool
-from minisgl.models import build_model
+from minisgl.models.build import build_model
 
 _META = torch.device("meta")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minisgl.attention import attention_kernels, create_attention_backend
+from minisgl.attention.registry import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.engine import step_timing, warmup
 from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, graph_sizes
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
@@ -42,7 +42,9 @@ from minisgl.kernel import (
 )
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.rotary import rope_table
-from minisgl.models import build_model, load_model_config, local_kv_spec
+from minisgl.models.build import build_model
+from minisgl.models.config import load_model_config
+from minisgl.models.decoder import local_kv_spec
 
 logger = logging.getLogger(__name__)
 

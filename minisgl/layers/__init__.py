@@ -2,5 +2,3 @@
 
 Import them from their modules.
 """
-
-__all__: list[str] = []

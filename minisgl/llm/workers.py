@@ -19,7 +19,7 @@ from minisgl.core import (
     SchedulerConfig,
     WorkerDied,
 )
-from minisgl.distributed import SingleCommunicator
+from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.message import (
     AbortReq,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from minisgl.attention import LayerKind
+from minisgl.attention.base import LayerKind
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.kvcache.pool import KVSpec

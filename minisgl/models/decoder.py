@@ -6,9 +6,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention import FusedAttention, StepAttention
+from minisgl.attention.base import FusedAttention, StepAttention
 from minisgl.core import ConfigError
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
@@ -22,7 +22,7 @@ from minisgl.layers.norm import BlockInput, ResidualNorm, ResidualStream, RMSNor
 from minisgl.layers.shards import split_evenly, split_heads
 from minisgl.models.config import ModelConfig
 from minisgl.models.moe import MoeBlock
-from minisgl.moe import MoeBackend
+from minisgl.moe.base import MoeBackend
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import Placement, split_evenly
 from minisgl.models.config import MoeConfig
-from minisgl.moe import ExpertWeights, MoeBackend
+from minisgl.moe.base import ExpertWeights, MoeBackend
 
 
 class MoeBlock(nn.Module):

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention import AttentionStep, FusedAttention, create_attention_backend
+from minisgl.attention.base import AttentionStep, FusedAttention
 from minisgl.attention.flashinfer import ContiguousAttention
+from minisgl.attention.registry import create_attention_backend
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 pytestmark = [

@@ -6,7 +6,7 @@ import torch
 from minisgl.compile.dry_run import DryRunEngine, HostCopies, MetaAttention, MetaCommunicator
 from minisgl.core import EngineConfig
 from minisgl.demo import model_path
-from minisgl.distributed import TPInfo
+from minisgl.distributed.comm import TPInfo
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 META = torch.device("meta")

@@ -11,7 +11,7 @@ import transformers
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.engine.memory import resolve_max_seq_len
 from minisgl.layers.rotary import LinearRope, Llama3Rope, YarnRope, rope_table
-from minisgl.models import ModelConfig, load_model_config, model_config_from
+from minisgl.models.config import ModelConfig, load_model_config, model_config_from
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
