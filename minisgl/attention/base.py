@@ -36,14 +36,12 @@ class Capabilities(NamedTuple):
     dtypes     of keys and values. A backend for an FP8 KV cache lists the FP8 dtype.
     head_dims  sizes of a head.
     kinds      kinds of layers. Windows and sinks become kinds when a model needs them.
-    graphs     whether decode steps can run inside a CUDA graph (AttentionBackend.decode_graph).
     """
 
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
-    graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,20 +96,24 @@ class DecodeGraphAttention(StepAttention, Protocol):
         """Compute the metadata on the device. It is the first operation of the captured graph."""
 
 
+class NormRope(NamedTuple):
+    """The norm and the rotation of query and key heads, between the qkv projection and attention.
+
+    q_weight, k_weight  [D], for an RMSNorm of each head with `eps`. Both None: no norm.
+    cos_sin             float32 [M, D], the rotary table.
+    """
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos_sin: Tensor
+
+
 @runtime_checkable
 class FusedAttention(Protocol):
     """A StepAttention that takes the output of the qkv projection directly."""
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos_sin: Tensor,
-        out: Tensor,
-    ) -> None:
+    def attend(self, layer: int, qkv: Tensor, heads: NormRope, out: Tensor) -> None:
         """Normalise and rotate the heads, store keys and values, and attend.
 
         For shapes and dtypes see kernel.decode.decode.
@@ -173,8 +175,8 @@ class AttentionBackend(ABC):
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         """Return attention for decode steps of `size` requests over the fixed tensors of `step`.
 
-        A backend with capabilities.graphs implements it. The engine asks for the largest size
-        first, so that all sizes can share buffers. None: no graph.
+        The engine asks for the largest size first, so that all sizes can share buffers. None: the
+        backend cannot run inside a CUDA graph.
         """
         return None
 

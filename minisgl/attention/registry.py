@@ -118,8 +118,7 @@ class PhasedAttention(AttentionBackend):
         return _Mixed(n, decode, self.prefill.prepare(step.part(n, reqs)))
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        graphs = self.decode.capabilities.graphs
-        return self.decode.decode_graph(size, step) if graphs else None
+        return self.decode.decode_graph(size, step)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.flashinfer import (
-    CopiedContexts,
+    ContiguousAttention,
     FlashInferAttention,
     pages_of,
     scratch_for,
@@ -105,20 +105,11 @@ class MetaAttention(AttentionBackend):
         pages_of(self._pool, step)
         if not step.num_decode:
             copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
-            return _GatherOnly(CopiedContexts(self._pool, step, copy))
+            # Copies the contexts, as before the ragged wrapper, which is left out.
+            return ContiguousAttention(self._pool, step, copy, lambda *args, **kwargs: None)
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
         decode.describe()
         return decode
-
-
-class _GatherOnly:
-    """Implements StepAttention: copies the contexts, as before the ragged wrapper, and no more."""
-
-    def __init__(self, contexts: CopiedContexts) -> None:
-        self._contexts = contexts
-
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        self._contexts.gather(layer)
 
 
 def _create_attention(

@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.base import FusedAttention, StepAttention
+from minisgl.attention.base import FusedAttention, NormRope, StepAttention
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
 from minisgl.kernel import qk_norm_rope_store
@@ -92,26 +92,24 @@ class Attention(nn.Module):
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
         self.qkv_proj = ColumnParallelLinear(size, qkv, config.qkv_bias, parts.linear)
         self.o_proj = RowParallelLinear(output, size, config.output_bias, parts.linear)
+        self.eps = eps
         self.q_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
         self.k_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
 
     def forward(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
         """Store keys and values of the T tokens, and attend. Returns [T, Hq * D]."""
-        attention, q_norm, k_norm = context.attention, self.q_norm, self.k_norm
-        norms = (
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-            context.cos_sin,
-        )
+        attention = context.attention
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        heads = NormRope(q_weight, k_weight, self.eps, context.cos_sin)
         qkv = self.qkv_proj.forward(block_input)
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
         if isinstance(attention, FusedAttention):
-            attention.attend(self.kv_layer, qkv, *norms, attended)
+            attention.attend(self.kv_layer, qkv, heads, attended)
         else:
             places = (context.positions, context.slots, *context.pool.layer(self.kv_layer))
             sizes = (self.q_heads, self.kv_heads, self.head_dim)
-            q = qk_norm_rope_store(qkv, *norms, *places, *sizes)
+            q = qk_norm_rope_store(qkv, *heads, *places, *sizes)
             attention.forward(self.kv_layer, q, attended)
         return attended.flatten(1)
 
