@@ -2,16 +2,21 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from torch import Tensor
+
+# The settings of a checkpoint, which are computed in float32.
+Positive = Annotated[float, Meta(gt=0, lt=2.0**128)]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
     """Positions divided by `factor` (Chen et al. 2023)."""
 
-    factor: float
+    factor: Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +26,9 @@ class Llama3Rope:
     Between the two, a ramp interpolates.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
     original_max_position: int
 
 
@@ -35,12 +40,12 @@ class YarnRope:
     truncate          whether the ends of the ramp are rounded to whole dimensions.
     """
 
-    factor: float
-    attention_factor: float
+    factor: Positive
+    attention_factor: Positive
     original_max_position: int
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
 
 
 RopeScaling = LinearRope | Llama3Rope | YarnRope

@@ -141,7 +141,7 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' .* supported: default, linear"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope settings has no factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope settings: .* missing .* `factor`"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "disagree"),
         ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}}, "disagree"),
