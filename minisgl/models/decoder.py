@@ -185,7 +185,8 @@ class Decoder(nn.Module):
         super().__init__()
         config, comm = parts.config, parts.comm
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm)
-        self.layers = nn.ModuleList(DecoderLayer(parts, i) for i in range(config.num_layers))
+        layers = nn.ModuleList(DecoderLayer(parts, i) for i in range(config.num_layers))
+        self.layers = cast("list[DecoderLayer]", layers)
         self.norm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
 
     def forward(self, ids: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
@@ -193,37 +194,32 @@ class Decoder(nn.Module):
 
         ids: integers [T]. rows: integers [B]. Keys and values of all T tokens are stored.
         """
-        *layers, last = self._layers
+        stream = self.layers[-1](self._before_last_layer(ids, context), context, rows)
+        return self.norm.forward(stream)[0].x
+
+    def _before_last_layer(self, ids: Tensor, context: ForwardContext) -> ResidualStream:
+        *layers, _ = self.layers
         stream = ResidualStream(self.embed_tokens(ids))
         for layer in layers:
             stream = layer(stream, context)
-        stream = last(stream, context, rows)
-        return self.norm.forward(stream)[0].x
+        return stream
 
     # The parts of forward, for CUDA graphs.
 
     def forward_to_last_attention(self, ids: Tensor, context: ForwardContext) -> Attended:
         """Compute the forward up to the attention of the last layer. ids: integers [T]."""
-        *layers, last = self._layers
-        stream = ResidualStream(self.embed_tokens(ids))
-        for layer in layers:
-            stream = layer(stream, context)
-        return last.attend(stream, context)
+        return self.layers[-1].attend(self._before_last_layer(ids, context), context)
 
     def finish_last_layer(self, attended: Attended) -> Tensor:
         """Return the hidden states [T, H] after the final norm. Overwrites attended.residual."""
-        return self.norm.forward(self._layers[-1].project(attended))[0].x
+        return self.norm.forward(self.layers[-1].project(attended))[0].x
 
     def empty_attended(self, rows: int) -> Attended:
         """Return zeros for `rows` tokens: the fixed input of a graph of finish_last_layer."""
-        shards = self._layers[-1].self_attn.o_proj.method.shards
+        shards = self.layers[-1].self_attn.o_proj.method.shards
         weight = self.norm.weight
         heads, residual = (rows, shards.inputs.local), (rows, shards.rows)
         return Attended(weight.new_zeros(heads), weight.new_zeros(residual))
-
-    @property
-    def _layers(self) -> list[DecoderLayer]:
-        return cast("list[DecoderLayer]", list(self.layers))
 
 
 class CausalLM(nn.Module):
@@ -250,9 +246,8 @@ class CausalLM(nn.Module):
 
     def fold_norms(self) -> None:
         """Let the linears of one rank apply the norms in front. Changes rounding only."""
-        for module in self.modules():
-            if isinstance(module, DecoderLayer):
-                module.fold_norms()
+        for layer in self.model.layers:
+            layer.fold_norms()
 
 
 def local_kv_spec(config: ModelConfig, comm: Communicator, dtype: torch.dtype) -> KVSpec:

@@ -81,7 +81,7 @@ def test_moe_fields(experts_key: str) -> None:
         **{experts_key: 8},
     )
     assert model.moe is not None
-    assert (model.moe.num_experts, model.moe.experts_per_token) == (8, 2)
+    assert (model.moe.num_experts, model.moe.num_experts_per_tok) == (8, 2)
     assert [i for i in range(6) if model.moe.has_experts(i)] == [1, 5]
 
 
