@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,8 +121,7 @@ class PhasedAttention(AttentionBackend):
         return self.decode.decode_graph(size, step)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Mixed:
+class _Mixed(NamedTuple):
     """Implements StepAttention for a step with decode requests and prefill chunks."""
 
     num_decode: int
