@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -44,8 +43,7 @@ class Capabilities(NamedTuple):
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionStep:
+class AttentionStep(NamedTuple):
     """The metadata from which a backend plans one step of B requests. Decode requests come first.
 
     num_decode       the number of decode requests.
@@ -67,14 +65,13 @@ class AttentionStep:
 
     def part(self, first: int, end: int) -> "AttentionStep":
         """The step of the requests first..end-1 alone."""
-        return AttentionStep(
+        return self._replace(
             num_decode=min(self.num_decode, end) - min(self.num_decode, first),
             start=self.start[first:end],
             lengths=self.lengths[first:end],
             device_rows=self.device_rows[first:end],
             device_start=self.device_start[first:end],
             device_lengths=self.device_lengths[first:end],
-            page_table=self.page_table,
         )
 
 

@@ -1,13 +1,12 @@
 """The tensors that hold keys and values. The pool does not know which request owns a page."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class KVSpec:
+class KVSpec(NamedTuple):
     """The state that one attention layer keeps for each token: a key and a value.
 
     kv_heads   the number of KV heads: of the whole model, or of one rank.

@@ -1,6 +1,5 @@
 """The decoder of every supported family. Module names follow the checkpoints' tensor names."""
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -25,8 +24,7 @@ from minisgl.models.moe import MoeBlock
 from minisgl.moe.base import MoeBackend
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelParts:
+class ModelParts(NamedTuple):
     """The values from which all modules of a model are built.
 
     comm         to the other tensor-parallel ranks.
@@ -40,8 +38,7 @@ class ModelParts:
     moe_backend: MoeBackend
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardContext:
+class ForwardContext(NamedTuple):
     """The inputs that all layers of one forward share.
 
     positions  int32 [T], the position of each token in its request.
@@ -256,4 +253,4 @@ def local_kv_spec(config: ModelConfig, comm: Communicator, dtype: torch.dtype) -
     All layers have the same spec, because all share one page table.
     """
     (spec,) = {layer.kv for layer in config.layers}
-    return replace(spec, kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype)
+    return spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype)
