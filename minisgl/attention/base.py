@@ -120,9 +120,9 @@ class FusedAttention(Protocol):
 class AttentionBackend(ABC):
     """One way to compute attention over the KV pool.
 
-    A subclass sets `name` and `capabilities`, is created from the pool and the number of query
-    heads of this rank, and implements `prepare`. A class of our own stands in
-    registry.ATTENTION_BACKENDS; a class from outside is passed in engine.Extensions.
+    A subclass sets `name` and, unless it supports every model, `capabilities`. It is created from
+    the pool and the number of query heads of this rank, and implements `prepare`. A class of our
+    own stands in registry.ATTENTION_BACKENDS; a class from outside is passed in engine.Extensions.
 
     name          the name that users give to --attention-backend.
     decode_with   None, or the name of the backend for decode requests when users name this one
@@ -130,7 +130,7 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
+    capabilities: ClassVar[Capabilities] = Capabilities()
     decode_with: ClassVar[str | None] = None
 
     @abstractmethod

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from minisgl.attention.base import AttentionBackend, AttentionStep, Capabilities, StepAttention
+from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
 from minisgl.kvcache.pool import KVPool
 
 # Queries of one call. It bounds the memory of the mask, and of the scores if torch has no fused
@@ -25,7 +25,6 @@ class TorchAttention(AttentionBackend):
     """
 
     name = "torch"
-    capabilities = Capabilities()
 
     def __init__(self, pool: KVPool, q_heads: int) -> None:
         self._pool = pool

@@ -72,7 +72,6 @@ class Engine:
     # A subclass replaces these to run on a device that they do not know (minisgl.compile.dry_run).
     _resolve_device = staticmethod(resolve_device)
     _build_model = staticmethod(build_model)
-    _create_attention = staticmethod(create_attention_backend)
 
     def __init__(
         self,
@@ -349,7 +348,7 @@ class Engine:
         return ModelRunner(
             model=self._model,
             pool=pool,
-            attention=self._create_attention(
+            attention=create_attention_backend(
                 config.attention_backend,
                 pool,
                 model.q_heads // self._comm.tp.size,
