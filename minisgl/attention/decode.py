@@ -39,7 +39,7 @@ class BalancedDecode:
         self.attend(layer, q.flatten(1), None, out)
 
     def attend(self, layer: int, qkv: Tensor, heads: NormRope | None, out: Tensor) -> None:
-        """As FusedAttention.attend. heads: None if qkv holds queries that are ready alone."""
+        """As FusedAttention.attend. heads: None if `qkv` holds only queries, already rotated."""
         q_weight, k_weight, eps, cos_sin = heads or (None, None, 0.0, None)
         norms, pools = (q_weight, k_weight, eps, cos_sin), self._pool.layer(layer)
         balanced_decode(qkv, *norms, *pools, out, self._table, *self._reqs, self._scratch)
@@ -65,7 +65,6 @@ class UnsplitDecode(PlannedAttention):
 
     def __init__(
         self,
-        flashinfer: Any,
         pool: KVPool,
         workspace: Tensor,
         indices: Tensor,
@@ -74,9 +73,9 @@ class UnsplitDecode(PlannedAttention):
         types: dict[str, torch.dtype],
     ) -> None:
         """Plan once for all steps. Blocks the host."""
-        wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True
-        )
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper as Wrapper
+
+        wrapper: Any = Wrapper(workspace, "NHD", use_tensor_cores=True)
         super().__init__(pool, wrapper)
         self._step = step
         size = len(step.device_rows)

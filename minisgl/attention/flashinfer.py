@@ -2,7 +2,7 @@
 
 Prefill runs FlashInfer's fa3 kernels on Hopper, over a contiguous copy of contexts that many
 queries read. It runs the fa2 kernels on other GPUs and for few tokens. Decode runs minisgl's own
-kernel or fa2. Only this module imports flashinfer, when it creates a backend.
+kernel or fa2. flashinfer is imported when a backend is created.
 """
 
 import importlib.util
@@ -91,7 +91,6 @@ class FlashInferAttention(AttentionBackend):
     def __init__(self, pool: KVPool, q_heads: int) -> None:
         import flashinfer
 
-        self._flashinfer: Any = flashinfer
         self._pool = pool
         spec = pool.spec
         self._shape = (q_heads, spec.kv_heads, spec.head_dim, pool.page_size)
@@ -147,8 +146,8 @@ class FlashInferAttention(AttentionBackend):
         if self._graph_indices is None:
             entries = size * step.page_table.shape[1]
             self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=pool.device)
-        arguments = (self._flashinfer, pool, self._workspace, self._graph_indices)
-        return UnsplitDecode(*arguments, step, self._shape, self._types)
+        memory = (self._workspace, self._graph_indices)
+        return UnsplitDecode(pool, *memory, step, self._shape, self._types)
 
     def _scratch_of(self, step: AttentionStep) -> DecodeScratch:
         if self._scratch is None:
@@ -175,9 +174,10 @@ class FlashInferFa3(FlashInferAttention):
 class ContiguousAttention:
     """Implements StepAttention of a prefill step over a contiguous copy of its contexts.
 
-    Each layer copies its keys and values to the same memory. run: the method `run` of a ragged
-    wrapper, which is planned for the step.
-    indptrs: where each request's queries and keys begin, as the ragged wrapper plans with them.
+    All layers copy their keys and values to the same memory.
+
+    run      the method `run` of a ragged wrapper, which the caller plans with `indptrs`.
+    indptrs  the numbers of queries and of keys in front of each request.
     """
 
     def __init__(

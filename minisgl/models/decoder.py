@@ -195,6 +195,7 @@ class Decoder(nn.Module):
         return self.norm.forward(stream)[0].x
 
     def _before_last_layer(self, ids: Tensor, context: ForwardContext) -> ResidualStream:
+        """Return the stream in front of the last layer."""
         *layers, _ = self.layers
         stream = ResidualStream(self.embed_tokens(ids))
         for layer in layers:
