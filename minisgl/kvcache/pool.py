@@ -53,9 +53,7 @@ class KVPool:
         shape = (num_layers, 2, num_pages + 1, page_size, spec.kv_heads, spec.head_dim)
         self._storage = torch.zeros(shape, dtype=spec.dtype, device=device)
         self.num_bytes = self._storage.nbytes
-        self._layers: list[tuple[Tensor, Tensor]] = [
-            (self._storage[layer, 0], self._storage[layer, 1]) for layer in range(num_layers)
-        ]
+        self._layers = [(keys, values) for keys, values in self._storage]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values, each [P + 1, S, Hkv, D] and contiguous.
