@@ -1,1 +1,6 @@
-"""Tensor-parallel ranks and the collectives between them."""
+"""Tensor-parallel ranks and the collectives between them.
+
+Import the names from their modules.
+"""
+
+__all__: list[str] = []

@@ -2,3 +2,5 @@
 
 Import them from their modules.
 """
+
+__all__: list[str] = []

@@ -1,1 +1,6 @@
-"""Models: configuration, the registry of architectures, the decoder, weight loading."""
+"""Models: configuration, the registry of architectures, the decoder, weight loading.
+
+Import the names from their modules.
+"""
+
+__all__: list[str] = []

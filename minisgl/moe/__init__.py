@@ -1,1 +1,6 @@
-"""Mixture-of-experts computation: the interface, the backends and the choice between them."""
+"""Mixture-of-experts computation: the interface, the backends and the choice between them.
+
+Import the names from their modules.
+"""
+
+__all__: list[str] = []
