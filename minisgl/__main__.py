@@ -66,7 +66,7 @@ def _compile(arguments: Sequence[str]) -> int:
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")
     config = resolve(flags, os.environ, resolve_model, _demo_path, weights=False)
-    from minisgl.compile import compile_kernels
+    from minisgl.compile.kernels import compile_kernels
 
     compile_kernels(config.engine, config.scheduler.prefill_budget_tokens, options.arch)
     return 0

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -36,18 +35,15 @@ class Capabilities(NamedTuple):
     dtypes     of keys and values. A backend for an FP8 KV cache lists the FP8 dtype.
     head_dims  sizes of a head.
     kinds      kinds of layers. Windows and sinks become kinds when a model needs them.
-    graphs     whether decode steps can run inside a CUDA graph (AttentionBackend.decode_graph).
     """
 
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
-    graphs: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionStep:
+class AttentionStep(NamedTuple):
     """The metadata from which a backend plans one step of B requests. Decode requests come first.
 
     num_decode       the number of decode requests.
@@ -69,14 +65,13 @@ class AttentionStep:
 
     def part(self, first: int, end: int) -> "AttentionStep":
         """The step of the requests first..end-1 alone."""
-        return AttentionStep(
+        return self._replace(
             num_decode=min(self.num_decode, end) - min(self.num_decode, first),
             start=self.start[first:end],
             lengths=self.lengths[first:end],
             device_rows=self.device_rows[first:end],
             device_start=self.device_start[first:end],
             device_lengths=self.device_lengths[first:end],
-            page_table=self.page_table,
         )
 
 
@@ -98,20 +93,24 @@ class DecodeGraphAttention(StepAttention, Protocol):
         """Compute the metadata on the device. It is the first operation of the captured graph."""
 
 
+class NormRope(NamedTuple):
+    """The norm and the rotation of query and key heads, between the qkv projection and attention.
+
+    q_weight, k_weight  [D], for an RMSNorm of each head with `eps`. Both None: no norm.
+    cos_sin             float32 [M, D], the rotary table.
+    """
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos_sin: Tensor
+
+
 @runtime_checkable
 class FusedAttention(Protocol):
     """A StepAttention that takes the output of the qkv projection directly."""
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos_sin: Tensor,
-        out: Tensor,
-    ) -> None:
+    def attend(self, layer: int, qkv: Tensor, heads: NormRope, out: Tensor) -> None:
         """Normalise and rotate the heads, store keys and values, and attend.
 
         For shapes and dtypes see kernel.decode.decode.
@@ -121,9 +120,9 @@ class FusedAttention(Protocol):
 class AttentionBackend(ABC):
     """One way to compute attention over the KV pool.
 
-    A subclass sets `name` and `capabilities`, is created from the pool and the number of query
-    heads of this rank, and implements `prepare`. A class of our own stands in
-    registry.ATTENTION_BACKENDS; a class from outside is passed in engine.Extensions.
+    A subclass sets `name` and, unless it supports every model, `capabilities`. It is created from
+    the pool and the number of query heads of this rank, and implements `prepare`. A class of our
+    own stands in registry.ATTENTION_BACKENDS; a class from outside is passed in engine.Extensions.
 
     name          the name that users give to --attention-backend.
     decode_with   None, or the name of the backend for decode requests when users name this one
@@ -131,7 +130,7 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
+    capabilities: ClassVar[Capabilities] = Capabilities()
     decode_with: ClassVar[str | None] = None
 
     @abstractmethod
@@ -173,8 +172,8 @@ class AttentionBackend(ABC):
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         """Return attention for decode steps of `size` requests over the fixed tensors of `step`.
 
-        A backend with capabilities.graphs implements it. The engine asks for the largest size
-        first, so that all sizes can share buffers. None: no graph.
+        The engine asks for the largest size first, so that all sizes can share buffers. None: the
+        backend cannot run inside a CUDA graph.
         """
         return None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionStep
+from minisgl.attention.base import AttentionStep, NormRope
 from minisgl.kernel import DecodeScratch, balanced_decode, count_blocks, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
@@ -36,23 +36,27 @@ class BalancedDecode:
         count_blocks(*self._reqs, len(self._table) - 1, self._scratch)
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        self.attend(layer, q.flatten(1), None, None, 0.0, None, out)
+        self.attend(layer, q.flatten(1), None, out)
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos_sin: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def attend(self, layer: int, qkv: Tensor, heads: NormRope | None, out: Tensor) -> None:
+        """As FusedAttention.attend. heads: None if `qkv` holds only queries, already rotated."""
+        q_weight, k_weight, eps, cos_sin = heads or (None, None, 0.0, None)
         norms, pools = (q_weight, k_weight, eps, cos_sin), self._pool.layer(layer)
         balanced_decode(qkv, *norms, *pools, out, self._table, *self._reqs, self._scratch)
 
 
-class UnsplitDecode:
+class PlannedAttention:
+    """Implements StepAttention by a FlashInfer wrapper over pages that is planned for the step."""
+
+    def __init__(self, pool: KVPool, wrapper: Any) -> None:
+        self._pool = pool
+        self._wrapper = wrapper
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        self._wrapper.run(q, self._pool.layer(layer), out=out)
+
+
+class UnsplitDecode(PlannedAttention):
     """Implements DecodeGraphAttention for many requests, by FlashInfer without split contexts.
 
     indices: int32, room for the page ids of all requests. Graphs of all sizes share it.
@@ -61,7 +65,6 @@ class UnsplitDecode:
 
     def __init__(
         self,
-        flashinfer: Any,
         pool: KVPool,
         workspace: Tensor,
         indices: Tensor,
@@ -70,25 +73,22 @@ class UnsplitDecode:
         types: dict[str, torch.dtype],
     ) -> None:
         """Plan once for all steps. Blocks the host."""
-        self._pool = pool
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper as Wrapper
+
+        wrapper: Any = Wrapper(workspace, "NHD", use_tensor_cores=True)
+        super().__init__(pool, wrapper)
         self._step = step
         size = len(step.device_rows)
         self._indptr = torch.arange(size + 1, dtype=torch.int32, device=pool.device)
         self._last = torch.ones(size, dtype=torch.int32, device=pool.device)
         self._indices = indices
-        self._wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True
-        )
         own = torch.zeros(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        self._wrapper.reset_workspace_buffer(workspace, own)
+        wrapper.reset_workspace_buffer(workspace, own)
         arguments = (self._indptr, self._indices, self._last, *shape)
-        self._wrapper.plan(*arguments, **types, disable_split_kv=True)
+        wrapper.plan(*arguments, **types, disable_split_kv=True)
 
     def describe(self) -> None:
         step = self._step
         reqs = (step.device_rows, step.device_start, step.device_lengths)
         outputs = (self._indptr, self._indices, self._last)
         kv_metadata(*reqs, step.page_table, self._pool.page_size, *outputs)
-
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        self._wrapper.run(q, self._pool.layer(layer), out=out)

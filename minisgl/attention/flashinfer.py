@@ -2,11 +2,11 @@
 
 Prefill runs FlashInfer's fa3 kernels on Hopper, over a contiguous copy of contexts that many
 queries read. It runs the fa2 kernels on other GPUs and for few tokens. Decode runs minisgl's own
-kernel or fa2. Only this module imports flashinfer, when it creates a backend.
+kernel or fa2. flashinfer is imported when a backend is created.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from minisgl.attention.base import (
     DecodeGraphAttention,
     StepAttention,
 )
-from minisgl.attention.decode import BalancedDecode, UnsplitDecode
+from minisgl.attention.decode import BalancedDecode, PlannedAttention, UnsplitDecode
 from minisgl.core import Int32Array
 from minisgl.kernel import ContextCopy, DecodeScratch, decode_scratch, gather_kv, kv_metadata
 from minisgl.kvcache.pool import KVPool
@@ -67,7 +67,6 @@ class FlashInferAttention(AttentionBackend):
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
         head_dims=(64, 128, 256),
-        graphs=True,
     )
     variant: ClassVar[str | None] = None
 
@@ -92,7 +91,6 @@ class FlashInferAttention(AttentionBackend):
     def __init__(self, pool: KVPool, q_heads: int) -> None:
         import flashinfer
 
-        self._flashinfer: Any = flashinfer
         self._pool = pool
         spec = pool.spec
         self._shape = (q_heads, spec.kv_heads, spec.head_dim, pool.page_size)
@@ -130,14 +128,15 @@ class FlashInferAttention(AttentionBackend):
             copy = self._copy = self._copy or ContextCopy(step.page_table, self._pool.layer(0)[0])
             pays = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
             if pays and copy.fits(*prompts):
-                contexts = CopiedContexts(self._pool, step, copy)
-                indptrs = contexts.indptrs
-                self._contiguous.plan(*indptrs, *self._shape[:3], causal=True, **self._types)
-                return ContiguousAttention(contexts, self._contiguous.wrapper)
+                run = self._contiguous.wrapper.run
+                attention = ContiguousAttention(self._pool, step, copy, run)
+                where = (*attention.indptrs, *self._shape[:3])
+                self._contiguous.plan(*where, causal=True, **self._types)
+                return attention
         planner = self._few if few else self._many
-        where = (_cumulated(step.lengths), *pages_of(self._pool, step))
-        planner.plan(*where, *self._shape, causal=True, **self._types)
-        return _Planned(self._pool, planner.wrapper)
+        pages = (_cumulated(step.lengths), *pages_of(self._pool, step))
+        planner.plan(*pages, *self._shape, causal=True, **self._types)
+        return PlannedAttention(self._pool, planner.wrapper)
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         pool, (q_heads, kv_heads) = self._pool, self._shape[:2]
@@ -147,8 +146,8 @@ class FlashInferAttention(AttentionBackend):
         if self._graph_indices is None:
             entries = size * step.page_table.shape[1]
             self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=pool.device)
-        arguments = (self._flashinfer, pool, self._workspace, self._graph_indices)
-        return UnsplitDecode(*arguments, step, self._shape, self._types)
+        memory = (self._workspace, self._graph_indices)
+        return UnsplitDecode(pool, *memory, step, self._shape, self._types)
 
     def _scratch_of(self, step: AttentionStep) -> DecodeScratch:
         if self._scratch is None:
@@ -172,46 +171,28 @@ class FlashInferFa3(FlashInferAttention):
     variant = "fa3"
 
 
-class _Planned:
-    """Implements StepAttention by a wrapper that is planned for the step."""
+class ContiguousAttention:
+    """Implements StepAttention of a prefill step over a contiguous copy of its contexts.
 
-    def __init__(self, pool: KVPool, wrapper: Any) -> None:
-        self._pool = pool
-        self._wrapper = wrapper
+    All layers copy their keys and values to the same memory.
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        self._wrapper.run(q, self._pool.layer(layer), out=out)
-
-
-class CopiedContexts:
-    """A contiguous copy of the keys and values of a prefill step's contexts, layer by layer.
-
-    indptrs  where each request's queries and keys begin, as the ragged wrapper plans with them.
+    run      the method `run` of a ragged wrapper, which the caller plans with `indptrs`.
+    indptrs  the numbers of queries and of keys in front of each request.
     """
 
-    def __init__(self, pool: KVPool, step: AttentionStep, copy: ContextCopy) -> None:
+    def __init__(
+        self, pool: KVPool, step: AttentionStep, copy: ContextCopy, run: Callable[..., object]
+    ) -> None:
         self._pool = pool
+        self._run = run
         self.indptrs = copy.layout(step.start, step.lengths)
         where = (step.device_rows, step.device_start, step.device_lengths, step.page_table)
         self._copy = copy.find(*where, pool.page_size, int(self.indptrs[1][-1]))
 
-    def gather(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Copy this layer's keys and values. The next call overwrites the tensors it returns."""
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         slots, keys, values = self._copy
         gather_kv(*self._pool.layer(layer), slots, keys, values)
-        return keys, values
-
-
-class ContiguousAttention:
-    """Implements StepAttention by a ragged wrapper that was planned for the contexts' indptrs."""
-
-    def __init__(self, contexts: CopiedContexts, wrapper: Any) -> None:
-        self._contexts = contexts
-        self._wrapper = wrapper
-
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        keys, values = self._contexts.gather(layer)
-        self._wrapper.run(q, keys, values, out=out)
+        self._run(q, keys, values, out=out)
 
 
 def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:

@@ -1,12 +1,8 @@
-"""The attention backends by name, and which of them a configuration runs.
-
-This is a file of its own because the package has modules named torch and flashinfer, which hide the
-libraries of the same names inside __init__.py.
-"""
+"""The attention backends by name, and which of them a configuration runs."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,12 +118,10 @@ class PhasedAttention(AttentionBackend):
         return _Mixed(n, decode, self.prefill.prepare(step.part(n, reqs)))
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        graphs = self.decode.capabilities.graphs
-        return self.decode.decode_graph(size, step) if graphs else None
+        return self.decode.decode_graph(size, step)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Mixed:
+class _Mixed(NamedTuple):
     """Implements StepAttention for a step with decode requests and prefill chunks."""
 
     num_decode: int

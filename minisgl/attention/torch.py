@@ -4,15 +4,13 @@ Tests of the GPU kernels compare with it. Decode requests run as one padded batc
 run one after the other, in blocks of queries.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from minisgl.attention.base import AttentionBackend, AttentionStep, Capabilities, StepAttention
+from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
 from minisgl.kvcache.pool import KVPool
 
 # Queries of one call. It bounds the memory of the mask, and of the scores if torch has no fused
@@ -27,7 +25,6 @@ class TorchAttention(AttentionBackend):
     """
 
     name = "torch"
-    capabilities = Capabilities()
 
     def __init__(self, pool: KVPool, q_heads: int) -> None:
         self._pool = pool
@@ -36,14 +33,9 @@ class TorchAttention(AttentionBackend):
         contexts = step.start + step.lengths
         if step.num_decode:
             return self._prepare_decode(step, int(contexts.max()))
-        ends = np.cumsum(step.lengths)
-        chunks = []
-        for i in range(len(step.start)):
-            pages = step.page_table.index_select(0, step.device_rows[i : i + 1])[0]
-            slots = self._slots(pages, int(contexts[i]))
-            first = int(ends[i] - step.lengths[i])
-            chunks.append(_Chunk(first, int(ends[i]), int(step.start[i]), slots))
-        return _PrefillStep(self._pool, tuple(chunks))
+        pages = step.page_table[step.device_rows]
+        slots = [self._slots(row, int(end)) for row, end in zip(pages, contexts, strict=True)]
+        return _PrefillStep(self._pool, step.lengths.tolist(), slots)
 
     def _prepare_decode(self, step: AttentionStep, longest: int) -> StepAttention:
         ends = (step.device_start + step.device_lengths).unsqueeze(1)
@@ -62,8 +54,7 @@ class TorchAttention(AttentionBackend):
         return (used + offsets).flatten(-2)[..., :length]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DecodeStep:
+class _DecodeStep(NamedTuple):
     """Implements StepAttention for n decode requests with contexts of C tokens or less.
 
     slots: [n, C], padded with the dummy slot. mask: bool [n, 1, 1, C], False for padding.
@@ -82,36 +73,29 @@ class _DecodeStep:
         out[:] = attended.reshape(q.shape)
 
 
-class _Chunk(NamedTuple):
-    """One prefill chunk: the step's tokens first..last-1, which begin at position `start`.
+class _PrefillStep(NamedTuple):
+    """Implements StepAttention for prefill chunks.
 
-    slots: [start + last - first], the slots of the context.
+    lengths: the tokens of each chunk. slots: for each chunk, the slots of its whole context.
     """
 
-    first: int
-    last: int
-    start: int
-    slots: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PrefillStep:
-    """Implements StepAttention for prefill chunks."""
-
     pool: KVPool
-    chunks: tuple[_Chunk, ...]
+    lengths: list[int]
+    slots: list[Tensor]
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         keys, values = (part.flatten(0, 1) for part in self.pool.layer(layer))
-        for first, last, start, slots in self.chunks:
-            out[first:last] = _attend_chunk(q[first:last], keys[slots], values[slots], start)
+        chunks, results = torch.split(q, self.lengths), torch.split(out, self.lengths)
+        for chunk, result, slots in zip(chunks, results, self.slots, strict=True):
+            result[:] = _attend_chunk(chunk, keys[slots], values[slots])
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Causal attention of one chunk. q: [n, Hq, D], at positions from `start`; returns [n, Hq, D].
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one chunk: q [n, Hq, D], the last n tokens of the context k, v.
 
-    k, v: [start + n, Hkv, D], the whole context.
+    k, v: [C, Hkv, D]. Returns [n, Hq, D].
     """
+    start = len(k) - len(q)
     queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     blocks = []
     for first in range(0, q.shape[0], _QUERY_BLOCK):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.benchmark.flag_types import whole
-from minisgl.distributed import GroupCommunicator, TPInfo, connect
+from minisgl.distributed.comm import GroupCommunicator, TPInfo, connect
 
 _CALLS = 20  # captured in one CUDA graph
 _REPLAYS = 30

@@ -21,7 +21,7 @@ from minisgl.benchmark.flag_types import positive, whole
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError
-from minisgl.models import ModelConfig, load_model_config
+from minisgl.models.config import ModelConfig, load_model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ def _single_gpu_cost(model: ModelConfig) -> Cost:
     if moe is None:
         return Cost(2 * parameters, 2 * parameters, 2 * kv)
     parameters += sparse * hidden * moe.num_experts  # routers
-    experts = sparse * 3 * hidden * moe.intermediate_size * moe.num_experts
-    expert_share = moe.experts_per_token / moe.num_experts
+    experts = sparse * 3 * hidden * moe.moe_intermediate_size * moe.num_experts
+    expert_share = moe.num_experts_per_tok / moe.num_experts
     operations = 2 * parameters + int(2 * experts * expert_share)
     return Cost(2 * parameters, operations, 2 * kv, 2 * experts, expert_share)
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from minisgl.kernel import silu_and_mul
-from minisgl.moe import ExpertWeights, MoeBackend, create_moe_backend, route
+from minisgl.moe.base import ExpertWeights, MoeBackend, route
+from minisgl.moe.registry import create_moe_backend
 
 _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
 

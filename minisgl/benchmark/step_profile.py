@@ -26,9 +26,9 @@ from minisgl.core import (
     SamplingParams,
     sampling_arrays,
 )
-from minisgl.distributed import Communicator, SingleCommunicator
+from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import Engine
-from minisgl.models import ModelConfig
+from minisgl.models.config import ModelConfig
 
 _WARM_UP, _STEPS, _PROFILED = 5, 50, 4
 _LARGEST_GRAPH = 256

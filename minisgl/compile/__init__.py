@@ -2,8 +2,8 @@
 
 `minisgl compile` fills a folder (kernels.py). A server that is started with --kernel-cache finds
 its kernels in that folder (minisgl.kernel.cache) and compiles nothing.
+
+Import the names from their modules.
 """
 
-from minisgl.compile.kernels import compile_kernels
-
-__all__ = ["compile_kernels"]
+__all__: list[str] = []

@@ -6,7 +6,6 @@ are replaced here, at the engine's seams: the weights stay unfilled, FlashInfer'
 out, and a copy to the host gives zeros.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,29 +14,29 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minisgl.attention import (
+from minisgl.attention.base import (
     AttentionBackend,
     AttentionNeeds,
     AttentionStep,
-    LayerKind,
     StepAttention,
-    resolve_phases,
 )
 from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.flashinfer import (
-    CopiedContexts,
+    ContiguousAttention,
     FlashInferAttention,
     pages_of,
     scratch_for,
 )
-from minisgl.attention.registry import PhasedAttention
+from minisgl.attention.registry import resolve_phases
 from minisgl.core import EngineConfig
-from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
-from minisgl.engine import Engine
+from minisgl.engine import Engine, Extensions
+from minisgl.engine.memory import resolve_dtype
 from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import KVPool
-from minisgl.models import build_model
+from minisgl.models.build import build_model
+from minisgl.models.config import load_model_config
 
 _META = torch.device("meta")
 
@@ -47,9 +46,15 @@ def dry_run(config: EngineConfig, tp: TPInfo, max_chunk_tokens: int) -> None:
 
     tp: the rank. Reads the model's config and no weights. Raises ConfigError as Engine does.
     """
-    config = msgspec.structs.replace(config, num_pages=1, dummy_weight=True, kernel_cache=None)
+    gpu, model = torch.device("cuda"), load_model_config(config.model_path)
+    needs = AttentionNeeds(gpu, resolve_dtype(config, model, gpu), model.head_dim)
+    attention = without_flashinfer(config.attention_backend, needs)
+    config = msgspec.structs.replace(
+        config, attention_backend=attention, num_pages=1, dummy_weight=True, kernel_cache=None
+    )
+    added = Extensions(attention_backends=(MetaAttention,))
     with HostCopies():
-        DryRunEngine(config, MetaCommunicator(tp), max_chunk_tokens).warm_up()
+        DryRunEngine(config, MetaCommunicator(tp), max_chunk_tokens, added).warm_up()
 
 
 class HostCopies(TorchFunctionMode):
@@ -97,6 +102,8 @@ class MetaAttention(AttentionBackend):
     tensors.
     """
 
+    name = "meta"
+
     def __init__(self, pool: KVPool, q_heads: int) -> None:
         self._pool = pool
         self._heads = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
@@ -106,38 +113,19 @@ class MetaAttention(AttentionBackend):
         pages_of(self._pool, step)
         if not step.num_decode:
             copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
-            return _GatherOnly(CopiedContexts(self._pool, step, copy))
+            # Copies the contexts, as before the ragged wrapper, which is left out.
+            return ContiguousAttention(self._pool, step, copy, lambda *args, **kwargs: None)
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
         decode.describe()
         return decode
 
 
-class _GatherOnly:
-    """Implements StepAttention: copies the contexts, as before the ragged wrapper, and no more."""
-
-    def __init__(self, contexts: CopiedContexts) -> None:
-        self._contexts = contexts
-
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        self._contexts.gather(layer)
-
-
-def _create_attention(
-    name: str,
-    pool: KVPool,
-    q_heads: int,
-    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL}),
-    added: Sequence[type[AttentionBackend]] = (),
-) -> AttentionBackend:
-    """The backends that create_attention_backend makes on a GPU, with MetaAttention for
-    FlashInfer."""
-    spec = pool.spec
-    needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim, kinds)
-    prefill, decode = (
-        (MetaAttention if issubclass(phase, FlashInferAttention) else phase)(pool, q_heads)
-        for phase in resolve_phases(name, needs, added)
-    )
-    return PhasedAttention(prefill, decode)
+def without_flashinfer(name: str, needs: AttentionNeeds) -> str:
+    """The backends of prefill and decode called `name`, with MetaAttention for FlashInfer."""
+    names = []
+    for phase in resolve_phases(name, needs):
+        names.append(MetaAttention.name if issubclass(phase, FlashInferAttention) else phase.name)
+    return ",".join(names)
 
 
 class DryRunEngine(Engine):
@@ -145,4 +133,3 @@ class DryRunEngine(Engine):
 
     _resolve_device = staticmethod(lambda config, tp: _META)
     _build_model = staticmethod(partial(build_model, fill=False))
-    _create_attention = staticmethod(_create_attention)

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention import attention_kernels
+from minisgl.attention.registry import attention_kernels
 from minisgl.compile.dry_run import dry_run
 from minisgl.compile.flashinfer import compile_attention_kernels
 from minisgl.compile.manifest import filling
 from minisgl.compile.triton_driver import compiling, require_triton
 from minisgl.core import ConfigError, EngineConfig
-from minisgl.distributed import TPInfo
+from minisgl.distributed.comm import TPInfo
 from minisgl.engine.memory import resolve_dtype
 from minisgl.kernel import CompileLog
 from minisgl.kernel.cache import TRITON_FOLDER
-from minisgl.models import load_model_config
+from minisgl.models.config import load_model_config
 
 logger = logging.getLogger(__name__)
 

@@ -61,27 +61,13 @@ def _compiling_driver(arch: int) -> Any:
         return lambda *args: None
 
     driver.launcher_cls = launcher_that_does_nothing
-    driver.utils = _DeviceUtils(driver.utils)
+    # Enough shared memory for every kernel.
+    properties = {"max_shared_mem": 2**31 - 1, "multiprocessor_count": 132}
+    driver.utils.get_device_properties = lambda device: properties
+    # Loads nothing: module, function, registers, spills, and 1,024 threads per block.
+    driver.utils.load_binary = lambda *args: (0, 0, 0, 0, 1024)
     driver.get_current_target = lambda: GPUTarget("cuda", arch, 32)
     # Triton keeps compiled kernels by device, so each architecture is a device of its own.
     driver.get_current_device = lambda: arch
     driver.get_current_stream = lambda device: 0
     return driver
-
-
-class _DeviceUtils:
-    """Triton's questions to a device, answered without one."""
-
-    def __init__(self, utils: Any) -> None:
-        self._utils = utils
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._utils, name)
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        """Enough shared memory for every kernel."""
-        return {"max_shared_mem": 2**31 - 1, "multiprocessor_count": 132}
-
-    def load_binary(self, *args: object) -> tuple[int, int, int, int, int]:
-        """Loads nothing: module, function, registers, spills, and 1,024 threads per block."""
-        return 0, 0, 0, 0, 1024

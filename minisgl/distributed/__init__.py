@@ -1,17 +1,6 @@
-"""Tensor-parallel ranks and the collectives between them."""
+"""Tensor-parallel ranks and the collectives between them.
 
-from minisgl.distributed.comm import (
-    Communicator,
-    GroupCommunicator,
-    SingleCommunicator,
-    TPInfo,
-    connect,
-)
+Import the names from their modules.
+"""
 
-__all__ = [
-    "Communicator",
-    "GroupCommunicator",
-    "SingleCommunicator",
-    "TPInfo",
-    "connect",
-]
+__all__: list[str] = []

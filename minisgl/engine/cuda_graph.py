@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minisgl.attention import DecodeGraphAttention
+from minisgl.attention.base import DecodeGraphAttention
 from minisgl.core import Batch
 from minisgl.engine.model_runner import ModelRunner, pad
 from minisgl.engine.sampler import SamplingKind, sample_tokens
 from minisgl.kernel import StepLayout
-from minisgl.models import Attended
+from minisgl.models.decoder import Attended
 
 _STEP = 16  # distance of two sizes; matrix kernels compute tiles of 16 rows or more
 _MAX_PAGE_UPDATES = 4096  # of one decode step that runs as a graph; usual is at most one a request

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention import attention_kernels, create_attention_backend
+from minisgl.attention.registry import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.engine import step_timing, warmup
 from minisgl.engine.cuda_graph import graph_sizes
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
@@ -37,7 +37,9 @@ from minisgl.kernel import (
 )
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.rotary import rope_table
-from minisgl.models import build_model, load_model_config, local_kv_spec
+from minisgl.models.build import build_model
+from minisgl.models.config import load_model_config
+from minisgl.models.decoder import local_kv_spec
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,6 @@ class Engine:
     # A subclass replaces these to run on a device that they do not know (minisgl.compile.dry_run).
     _resolve_device = staticmethod(resolve_device)
     _build_model = staticmethod(build_model)
-    _create_attention = staticmethod(create_attention_backend)
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class Engine:
             model=self._model,
             comm=self._comm,
             pool=pool,
-            attention=self._create_attention(
+            attention=create_attention_backend(
                 config.attention_backend,
                 pool,
                 model.q_heads // self._comm.tp.size,

@@ -5,7 +5,7 @@ from typing import Any
 
 from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
 from minisgl.engine.logits_processing import LogitBias, LogitsProcessor, MinTokens, Penalties
-from minisgl.models import ModelExtensions
+from minisgl.models.build import ModelExtensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

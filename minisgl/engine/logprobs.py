@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.core import Batch, HostLogprobs, Logprobs, LogprobsRequest
 from minisgl.engine.logits_processing import upload
 from minisgl.kernel import top_logprobs
-from minisgl.models import CausalLM
+from minisgl.models.decoder import CausalLM
 
 _PROMPT_ROWS = 256  # prompt positions at a time: their logits take 150 MB at 150,000 ids
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
-from minisgl.distributed import Communicator, TPInfo
+from minisgl.distributed.comm import Communicator, TPInfo
 from minisgl.kvcache.pool import kv_page_bytes
-from minisgl.models import ModelConfig, local_kv_spec
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import local_kv_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DRIVER_BLOCK_BYTES = 2 * 2**20  # the driver's unit: a measured difference is off by one at most

@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.attention import AttentionBackend, AttentionStep, StepAttention
+from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
 from minisgl.core import Batch, Column, Int32Array, StepResult
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.engine.logprobs import PendingLogprobs
 from minisgl.kernel import StepLayout, StepViews, stage_tokens
 from minisgl.kvcache.pool import KVPool
-from minisgl.models import Attended, CausalLM, ForwardContext
+from minisgl.models.decoder import Attended, CausalLM, ForwardContext
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minisgl.attention import StepAttention
+from minisgl.attention.base import StepAttention
 from minisgl.core import step_sizes
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.kernel import StepViews
-from minisgl.models import Attended
+from minisgl.models.decoder import Attended
 
 
 def piece_sizes(largest: int) -> list[int]:

@@ -1,13 +1,12 @@
 """The tensors that hold keys and values. The pool does not know which request owns a page."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class KVSpec:
+class KVSpec(NamedTuple):
     """The state that one attention layer keeps for each token: a key and a value.
 
     kv_heads   the number of KV heads: of the whole model, or of one rank.
@@ -54,9 +53,7 @@ class KVPool:
         shape = (num_layers, 2, num_pages + 1, page_size, spec.kv_heads, spec.head_dim)
         self._storage = torch.zeros(shape, dtype=spec.dtype, device=device)
         self.num_bytes = self._storage.nbytes
-        self._layers: list[tuple[Tensor, Tensor]] = [
-            (self._storage[layer, 0], self._storage[layer, 1]) for layer in range(num_layers)
-        ]
+        self._layers = [(keys, values) for keys, values in self._storage]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values, each [P + 1, S, Hkv, D] and contiguous.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.core import ConfigError
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.kernel import (
     SampledTokens,
     SamplingTensors,

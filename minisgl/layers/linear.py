@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minisgl.distributed import TPInfo
+from minisgl.distributed.comm import TPInfo
 from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, silu_and_mul
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import LinearShards, Placement, Shard

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.kernel import PendingNorm
 from minisgl.layers.shards import Placement
 

@@ -1,17 +1,29 @@
-"""Rotary position embedding: the table of cosines and sines, for each method of scaling."""
+"""Rotary position embedding: the table of cosines and sines, for each method of scaling.
+
+A method of scaling extends the context: `scale` changes the D/2 frequencies of a head, which are
+float32 on the CPU.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from torch import Tensor
+
+# The settings of a checkpoint, which are computed in float32.
+Positive = Annotated[float, Meta(gt=0, lt=2.0**128)]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
     """Positions divided by `factor` (Chen et al. 2023)."""
 
-    factor: float
+    factor: Positive
+
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+        return frequencies / self.factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +33,20 @@ class Llama3Rope:
     Between the two, a ramp interpolates.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
     original_max_position: int
+
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Keep the frequencies that turn more than high_freq_factor times in the original context.
+
+        Divide those that turn less than low_freq_factor times, and interpolate between.
+        """
+        turns = self.original_max_position * frequencies / (2 * math.pi)
+        span = self.high_freq_factor - self.low_freq_factor
+        kept = ((turns - self.low_freq_factor) / span).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +57,32 @@ class YarnRope:
     truncate          whether the ends of the ramp are rounded to whole dimensions.
     """
 
-    factor: float
-    attention_factor: float
+    factor: Positive
+    attention_factor: Positive
     original_max_position: int
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Keep the dimensions that turn more than beta_fast times in the original context.
+
+        Divide those that turn less than beta_slow times, and interpolate between.
+        """
+        half = len(frequencies)
+
+        def dimension(turns: float) -> float:
+            ratio = self.original_max_position / (turns * 2 * math.pi)
+            return half * math.log(ratio) / math.log(theta)
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
+        width = high - low or 0.001  # as in the paper's code, for a ramp whose ends coincide
+        index = torch.arange(half, dtype=torch.float32)
+        divided = ((index - low) / width).clamp(0, 1)
+        return frequencies * (1 - divided + divided / self.factor)
 
 
 RopeScaling = LinearRope | Llama3Rope | YarnRope
@@ -59,47 +101,8 @@ def rope_table(
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
-    magnitude = 1.0
-    match scaling:
-        case LinearRope():
-            frequencies = frequencies / scaling.factor
-        case Llama3Rope():
-            frequencies = _llama3(frequencies, scaling)
-        case YarnRope():
-            frequencies = _yarn(frequencies, theta, head_dim, scaling)
-            magnitude = scaling.attention_factor
-        case None:
-            pass
+    if scaling is not None:
+        frequencies = scaling.scale(frequencies, theta)
+    magnitude = scaling.attention_factor if isinstance(scaling, YarnRope) else 1.0
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1).to(device)
-
-
-def _llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    """Keep the frequencies that turn more than high_freq_factor times in the original context.
-
-    Divide those that turn less than low_freq_factor times, and interpolate between.
-    """
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
-
-
-def _yarn(frequencies: Tensor, theta: float, head_dim: int, scaling: YarnRope) -> Tensor:
-    """Keep the dimensions that turn more than beta_fast times in the original context.
-
-    Divide those that turn less than beta_slow times, and interpolate between.
-    """
-
-    def dimension(turns: float) -> float:
-        ratio = scaling.original_max_position / (turns * 2 * math.pi)
-        return head_dim * math.log(ratio) / (2 * math.log(theta))
-
-    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low or 0.001  # as in the paper's code, for a ramp whose ends coincide
-    index = torch.arange(head_dim // 2, dtype=torch.float32)
-    divided = ((index - low) / width).clamp(0, 1)
-    return frequencies * (1 - divided + divided / scaling.factor)

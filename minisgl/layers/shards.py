@@ -115,13 +115,10 @@ def split_heads(name: str, heads: int, head_dim: int, rank: int, size: int) -> S
     With fewer heads than ranks, neighbouring ranks each store a copy of the same head.
     Raises ConfigError when neither count divides the other.
     """
-    if heads % size == 0:
-        local, first = heads // size, rank * (heads // size)
-    elif size % heads == 0:
-        local, first = 1, rank // (size // heads)
-    else:
+    if heads % size and size % heads:
         raise ConfigError(
             f"{heads} heads of {name} cannot be split over tensor-parallel {size}: "
             "one of the two numbers must divide the other"
         )
+    local, first = max(heads // size, 1), rank * heads // size
     return Shard(name, heads * head_dim, first * head_dim, local * head_dim)

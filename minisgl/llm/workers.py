@@ -17,8 +17,8 @@ from minisgl.core import (
     SchedulerConfig,
     WorkerDied,
 )
-from minisgl.distributed import SingleCommunicator
-from minisgl.engine import Engine
+from minisgl.distributed.comm import SingleCommunicator
+from minisgl.engine import Engine, Extensions
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
@@ -62,8 +62,11 @@ def _uninterrupted() -> Iterator[None]:
 class LocalWorker:
     """A scheduler and an engine of one rank in the caller's process."""
 
-    def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
-        self._engine = Engine(engine, SingleCommunicator(), config.prefill_budget_tokens)
+    def __init__(
+        self, engine: EngineConfig, config: SchedulerConfig, extensions: Extensions
+    ) -> None:
+        budget = config.prefill_budget_tokens
+        self._engine = Engine(engine, SingleCommunicator(), budget, extensions)
         self._inbox = LocalInbox()
         self._outputs: list[StepOutput] = []
         try:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from minisgl.attention import AttentionBackend
+from minisgl.attention.base import AttentionBackend
 from minisgl.core import ConfigError
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.layers.linear import (
     LinearBuild,
     LinearMethodFactory,
@@ -19,7 +19,8 @@ from minisgl.layers.linear import (
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.loader import fill_random, load_weights, materialise
-from minisgl.moe import MoeBackend, create_moe_backend
+from minisgl.moe.base import MoeBackend
+from minisgl.moe.registry import create_moe_backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

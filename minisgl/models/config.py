@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from minisgl.attention import LayerKind
+from minisgl.attention.base import LayerKind
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.kvcache.pool import KVSpec
@@ -39,21 +39,16 @@ class LayerSpec(NamedTuple):
     kv_layer: int
 
 
-class MoeConfig(
-    msgspec.Struct,
-    frozen=True,
-    rename={
-        "experts_per_token": "num_experts_per_tok",
-        "intermediate_size": "moe_intermediate_size",
-        "renormalise": "norm_topk_prob",
-    },
-):
-    """Mixture of experts, as config.json describes it under the names in `rename`."""
+class MoeConfig(msgspec.Struct, frozen=True):
+    """Mixture of experts: these fields of config.json.
+
+    norm_topk_prob: whether the routing weights of a token sum to 1.
+    """
 
     num_experts: Count = 128
-    experts_per_token: Count = 8
-    intermediate_size: Count = 768
-    renormalise: bool = False
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 768
+    norm_topk_prob: bool = False
     decoder_sparse_step: Count = 1
     mlp_only_layers: int | list[int] = []
 
@@ -173,8 +168,6 @@ def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int 
     if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
         raise ConfigError(f"layer type {unknown[0]!r} is not supported; supported: full_attention")
     window = fields.sliding_window
-    if window is None:
-        return None
     if isinstance(fields.layer_types, list):
         slides = "sliding_attention" in kinds
     elif family.default_window is not None:
@@ -182,7 +175,7 @@ def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int 
     else:
         first = fields.max_window_layers if family.window_skips_layers else 0
         slides = fields.use_sliding_window and first < fields.num_hidden_layers
-    if not slides:
+    if window is None or not slides:
         return None
     if type(window) is not int or window < 1:
         raise ConfigError(f"config.json: sliding_window is {window!r}: expected an integer >= 1")
@@ -191,13 +184,11 @@ def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int 
 
 def _moe(config: Mapping[str, Any]) -> MoeConfig:
     # transformers 5 writes num_local_experts, earlier versions num_experts.
-    num_experts = config.get("num_experts")
-    if num_experts is None:
-        num_experts = config.get("num_local_experts")
-    moe = read_fields({**config, "num_experts": num_experts}, MoeConfig, "config.json")
-    if moe.experts_per_token > moe.num_experts:
+    key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    moe = read_fields({**config, "num_experts": config.get(key)}, MoeConfig, "config.json")
+    if moe.num_experts_per_tok > moe.num_experts:
         raise ConfigError(
-            f"num_experts_per_tok {moe.experts_per_token} exceeds {moe.num_experts} experts"
+            f"num_experts_per_tok {moe.num_experts_per_tok} exceeds {moe.num_experts} experts"
         )
     return moe
 

@@ -1,14 +1,13 @@
 """The decoder of every supported family. Module names follow the checkpoints' tensor names."""
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention import FusedAttention, StepAttention
+from minisgl.attention.base import FusedAttention, NormRope, StepAttention
 from minisgl.core import ConfigError
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
@@ -22,11 +21,10 @@ from minisgl.layers.norm import BlockInput, ResidualNorm, ResidualStream, RMSNor
 from minisgl.layers.shards import split_evenly, split_heads
 from minisgl.models.config import ModelConfig
 from minisgl.models.moe import MoeBlock
-from minisgl.moe import MoeBackend
+from minisgl.moe.base import MoeBackend
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelParts:
+class ModelParts(NamedTuple):
     """The values from which all modules of a model are built.
 
     comm         to the other tensor-parallel ranks.
@@ -40,8 +38,7 @@ class ModelParts:
     moe_backend: MoeBackend
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardContext:
+class ForwardContext(NamedTuple):
     """The inputs that all layers of one forward share.
 
     positions  int32 [T], the position of each token in its request.
@@ -92,26 +89,24 @@ class Attention(nn.Module):
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
         self.qkv_proj = ColumnParallelLinear(size, qkv, config.qkv_bias, parts.linear)
         self.o_proj = RowParallelLinear(output, size, config.output_bias, parts.linear)
+        self.eps = eps
         self.q_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
         self.k_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
 
     def forward(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
         """Store keys and values of the T tokens, and attend. Returns [T, Hq * D]."""
-        attention, q_norm, k_norm = context.attention, self.q_norm, self.k_norm
-        norms = (
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-            context.cos_sin,
-        )
+        attention = context.attention
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        heads = NormRope(q_weight, k_weight, self.eps, context.cos_sin)
         qkv = self.qkv_proj.forward(block_input)
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
         if isinstance(attention, FusedAttention):
-            attention.attend(self.kv_layer, qkv, *norms, attended)
+            attention.attend(self.kv_layer, qkv, heads, attended)
         else:
             places = (context.positions, context.slots, *context.pool.layer(self.kv_layer))
             sizes = (self.q_heads, self.kv_heads, self.head_dim)
-            q = qk_norm_rope_store(qkv, *norms, *places, *sizes)
+            q = qk_norm_rope_store(qkv, *heads, *places, *sizes)
             attention.forward(self.kv_layer, q, attended)
         return attended.flatten(1)
 
@@ -187,7 +182,8 @@ class Decoder(nn.Module):
         super().__init__()
         config, comm = parts.config, parts.comm
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm)
-        self.layers = nn.ModuleList(DecoderLayer(parts, i) for i in range(config.num_layers))
+        layers = nn.ModuleList(DecoderLayer(parts, i) for i in range(config.num_layers))
+        self.layers = cast("list[DecoderLayer]", layers)
         self.norm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
 
     def forward(self, ids: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
@@ -195,37 +191,33 @@ class Decoder(nn.Module):
 
         ids: integers [T]. rows: integers [B]. Keys and values of all T tokens are stored.
         """
-        *layers, last = self._layers
+        stream = self.layers[-1](self._before_last_layer(ids, context), context, rows)
+        return self.norm.forward(stream)[0].x
+
+    def _before_last_layer(self, ids: Tensor, context: ForwardContext) -> ResidualStream:
+        """Return the stream in front of the last layer."""
+        *layers, _ = self.layers
         stream = ResidualStream(self.embed_tokens(ids))
         for layer in layers:
             stream = layer(stream, context)
-        stream = last(stream, context, rows)
-        return self.norm.forward(stream)[0].x
+        return stream
 
     # The parts of forward, for CUDA graphs.
 
     def forward_to_last_attention(self, ids: Tensor, context: ForwardContext) -> Attended:
         """Compute the forward up to the attention of the last layer. ids: integers [T]."""
-        *layers, last = self._layers
-        stream = ResidualStream(self.embed_tokens(ids))
-        for layer in layers:
-            stream = layer(stream, context)
-        return last.attend(stream, context)
+        return self.layers[-1].attend(self._before_last_layer(ids, context), context)
 
     def finish_last_layer(self, attended: Attended) -> Tensor:
         """Return the hidden states [T, H] after the final norm. Overwrites attended.residual."""
-        return self.norm.forward(self._layers[-1].project(attended))[0].x
+        return self.norm.forward(self.layers[-1].project(attended))[0].x
 
     def empty_attended(self, rows: int) -> Attended:
         """Return zeros for `rows` tokens: the fixed input of a graph of finish_last_layer."""
-        shards = self._layers[-1].self_attn.o_proj.method.shards
+        shards = self.layers[-1].self_attn.o_proj.method.shards
         weight = self.norm.weight
         heads, residual = (rows, shards.inputs.local), (rows, shards.rows)
         return Attended(weight.new_zeros(heads), weight.new_zeros(residual))
-
-    @property
-    def _layers(self) -> list[DecoderLayer]:
-        return cast("list[DecoderLayer]", list(self.layers))
 
 
 class CausalLM(nn.Module):
@@ -252,9 +244,8 @@ class CausalLM(nn.Module):
 
     def fold_norms(self) -> None:
         """Let the linears of one rank apply the norms in front. Changes rounding only."""
-        for module in self.modules():
-            if isinstance(module, DecoderLayer):
-                module.fold_norms()
+        for layer in self.model.layers:
+            layer.fold_norms()
 
 
 def local_kv_spec(config: ModelConfig, comm: Communicator, dtype: torch.dtype) -> KVSpec:
@@ -263,4 +254,4 @@ def local_kv_spec(config: ModelConfig, comm: Communicator, dtype: torch.dtype) -
     All layers have the same spec, because all share one page table.
     """
     (spec,) = {layer.kv for layer in config.layers}
-    return replace(spec, kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype)
+    return spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype)

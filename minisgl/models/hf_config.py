@@ -13,13 +13,13 @@ import msgspec
 from msgspec import Meta
 
 from minisgl.core import ConfigError
+from minisgl.layers.rotary import Positive
 
 _Fields = TypeVar("_Fields")
 
 Count = Annotated[int, Meta(ge=1)]
 # Numbers are stored or computed in float32.
 Number = Annotated[float, Meta(gt=-(2.0**128), lt=2.0**128)]
-Positive = Annotated[float, Meta(gt=0, lt=2.0**128)]
 
 
 def read_fields(values: Mapping[str, Any], fields: type[_Fields], where: str) -> _Fields:
@@ -68,20 +68,14 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfRope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rope settings of all types. rope.py checks that each type has the fields that it needs."""
+    """Rope settings that have a default. The classes in layers/rotary.py name all others."""
 
     rope_theta: Number | None = None
     partial_rotary_factor: Number = 1.0
     original_max_position_embeddings: Count | None = None
     factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    attention_factor: Positive | None = None
     mscale: Number = 0.0
     mscale_all_dim: Number = 0.0
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    truncate: bool = True
 
 
 class HfGeneration(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import Placement, split_evenly
 from minisgl.models.config import MoeConfig
-from minisgl.moe import ExpertWeights, MoeBackend
+from minisgl.moe.base import ExpertWeights, MoeBackend
 
 
 class MoeBlock(nn.Module):
@@ -25,7 +25,7 @@ class MoeBlock(nn.Module):
         super().__init__()
         self.moe = moe
         self.backend = backend
-        self.shard = split_evenly("", moe.intermediate_size, comm.tp.rank, comm.tp.size)
+        self.shard = split_evenly("", moe.moe_intermediate_size, comm.tp.rank, comm.tp.size)
         experts, inner = moe.num_experts, self.shard.local
         self.router = nn.Parameter(torch.empty(experts, hidden_size))
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden_size))
@@ -37,8 +37,8 @@ class MoeBlock(nn.Module):
         block_input: already normalised, because no method folds the norm of a sparse layer.
         """
         weights = ExpertWeights(self.router, self.gate_up, self.down)
-        moe = self.moe
-        out = self.backend.forward(block_input.x, weights, moe.experts_per_token, moe.renormalise)
+        x, moe = block_input.x, self.moe
+        out = self.backend.forward(x, weights, moe.num_experts_per_tok, moe.norm_topk_prob)
         return ResidualStream(out, residual)
 
     def placements(self, name: str) -> Iterator[Placement]:

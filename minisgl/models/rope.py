@@ -6,10 +6,13 @@ rope_theta and rope_scaling {rope_type or type, ...}. Both spellings are read, a
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from minisgl.core import ConfigError
 from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope
 from minisgl.models.hf_config import HfConfig, HfRope, read_fields
+
+_WHERE = "rope settings"
 
 
 def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
@@ -26,62 +29,48 @@ def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
         )
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ConfigError("rope settings per layer type are not supported")
-    rope = read_fields(values, HfRope, "rope settings")
+    rope = read_fields(values, HfRope, _WHERE)
     if config.partial_rotary_factor != 1.0 or rope.partial_rotary_factor != 1.0:
         raise ConfigError("partial_rotary_factor other than 1 is not supported")
     theta = config.rope_theta if rope.rope_theta is None else rope.rope_theta
     if theta <= 1:
         raise ConfigError(f"rope_theta must be above 1, not {theta}")
     max_position = config.max_position_embeddings
-    scaling = _scaling(values.get("rope_type") or values["type"] or "default", rope, max_position)
+    scaling = _scaling(values, rope, max_position)
     if isinstance(scaling, YarnRope) and rope.original_max_position_embeddings is not None:
         max_position = max(max_position, int(scaling.original_max_position * scaling.factor))
     return theta, scaling, max_position
 
 
-def _scaling(kind: object, rope: HfRope, max_position: int) -> RopeScaling | None:
+def _scaling(values: dict[str, Any], rope: HfRope, max_position: int) -> RopeScaling | None:
+    """Convert the settings to the class of their rope type. values: the object that `rope` is."""
+    kind = values.get("rope_type") or values["type"] or "default"
     original = rope.original_max_position_embeddings or max_position
+    values = values | {"original_max_position": original}
     if kind == "default":
         return None
     if kind == "linear":
-        return LinearRope(_required(rope.factor, "factor"))
+        return read_fields(values, LinearRope, _WHERE)
     if kind == "llama3":
-        return Llama3Rope(
-            factor=_required(rope.factor, "factor"),
-            low_freq_factor=_required(rope.low_freq_factor, "low_freq_factor"),
-            high_freq_factor=_required(rope.high_freq_factor, "high_freq_factor"),
-            original_max_position=original,
-        )
+        return read_fields(values, Llama3Rope, _WHERE)
     if kind == "yarn":
-        return _yarn(rope, original, max_position)
+        factor = rope.factor or max_position / original
+        values = values | {"factor": factor}
+        if values.get("attention_factor") is None:
+            values["attention_factor"] = _attention_factor(factor, rope)
+        return read_fields(values, YarnRope, _WHERE)
     raise ConfigError(
         f"rope type {kind!r} is not supported; supported: default, linear, llama3, yarn"
     )
 
 
-def _yarn(rope: HfRope, original: int, max_position: int) -> YarnRope:
-    factor = rope.factor or max_position / original
+def _attention_factor(factor: float, rope: HfRope) -> float:
     attention_factor = _mscale(factor, 1.0)
     if rope.mscale and rope.mscale_all_dim:
         attention_factor = _mscale(factor, rope.mscale) / _mscale(factor, rope.mscale_all_dim)
-    if attention_factor <= 0:
-        raise ConfigError(f"rope settings: mscale gives attention_factor {attention_factor} <= 0")
-    return YarnRope(
-        factor=factor,
-        attention_factor=rope.attention_factor or attention_factor,
-        original_max_position=original,
-        beta_fast=rope.beta_fast,
-        beta_slow=rope.beta_slow,
-        truncate=rope.truncate,
-    )
+    return attention_factor
 
 
 def _mscale(factor: float, scale: float) -> float:
     """The factor on cosines and sines that sharpens attention: YaRN's 0.1 ln(s) + 1."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _required(value: float | None, name: str) -> float:
-    if value is None:
-        raise ConfigError(f"rope settings has no {name}")
-    return value

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minisgl.core import EngineConfig, SchedulerConfig
-from minisgl.distributed import TPInfo, connect
+from minisgl.distributed.comm import TPInfo, connect
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions, resolve_device
 from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutput, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention import AttentionStep, FusedAttention, create_attention_backend
+from minisgl.attention.base import AttentionStep, FusedAttention, NormRope
 from minisgl.attention.flashinfer import ContiguousAttention
+from minisgl.attention.registry import create_attention_backend
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 pytestmark = [
@@ -153,7 +154,7 @@ def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: in
     qkv = torch.randn(size, (heads + 2 * kv_heads) * DIM, device="cuda").bfloat16()
     out = torch.full((size, heads, DIM), torch.nan, device="cuda").bfloat16()
     unturned = torch.tensor([1.0, 0.0], device="cuda").repeat_interleave(DIM // 2)
-    norms = None, None, 0.0, unturned.expand(9000, DIM).contiguous()
+    norms = NormRope(None, None, 0.0, unturned.expand(9000, DIM).contiguous())
     q, k, v = qkv.view(size, -1, DIM).split((heads, kv_heads, kv_heads), dim=1)
     queries = torch.empty_like(out)
     torch.cuda.synchronize()
@@ -167,7 +168,7 @@ def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: in
         def run() -> None:
             captured.describe()
             if isinstance(captured, FusedAttention):
-                captured.attend(1, qkv, *norms, out)
+                captured.attend(1, qkv, norms, out)
             else:
                 captured.forward(1, queries, out)
 

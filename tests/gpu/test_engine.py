@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl.core import Batch, EngineConfig, OutOfMemory, SamplingParams
-from minisgl.distributed import SingleCommunicator
+from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.engine.model_runner import LaunchedStep
 from minisgl.kernel import gumbel_noise

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from minisgl.moe import ExpertWeights
-from minisgl.moe import route as reference_route
+from minisgl.moe.base import ExpertWeights
+from minisgl.moe.base import route as reference_route
 from tests.gpu import test_schedules as schedules
 from tests.parity.driver import Driver, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model, transformers_greedy

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
-from minisgl.distributed import SingleCommunicator
+from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq
-from minisgl.models import Attended, ForwardContext
+from minisgl.models.decoder import Attended, ForwardContext
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import Driver, Work
 from tests.unit.scheduler.integrity import check_scheduler

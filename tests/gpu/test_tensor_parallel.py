@@ -11,7 +11,7 @@ import torch
 
 from minisgl.benchmark.models import write_model
 from minisgl.core import EngineConfig, LogprobsRequest, SamplingParams, WorkerDied
-from minisgl.distributed import Communicator, GroupCommunicator
+from minisgl.distributed.comm import Communicator, GroupCommunicator
 from minisgl.engine import Engine
 from minisgl.engine.warmup import StepShape, warmup_batch
 from minisgl.llm import LLM, Completion

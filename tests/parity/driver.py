@@ -13,7 +13,7 @@ from minisgl.core import (
     StepResult,
     sampling_arrays,
 )
-from minisgl.distributed import Communicator, SingleCommunicator
+from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import Engine
 
 __all__ = ["GREEDY", "Driver", "Work", "logprobs_of", "make_engine"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
-from minisgl.distributed import Communicator
+from minisgl.distributed.comm import Communicator
 from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, Shutdown
 from minisgl.message.queues import Receiver, Sender, endpoint

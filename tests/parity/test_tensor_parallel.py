@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minisgl.core import StepCost
-from minisgl.distributed import Communicator, SingleCommunicator
+from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.kernel import SamplingTensors, sample
 from minisgl.layers.embedding import LMHead
 from tests.parity.driver import make_engine

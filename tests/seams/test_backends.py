@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention import AttentionBackend, AttentionStep, Capabilities, StepAttention
+from minisgl.attention.base import AttentionBackend, AttentionStep, Capabilities, StepAttention
 from minisgl.core import ConfigError, EngineConfig
-from minisgl.distributed import SingleCommunicator
+from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine, Extensions
 from minisgl.kvcache.pool import KVPool
-from minisgl.moe import ExpertWeights, MoeBackend, TorchMoe
+from minisgl.moe.base import ExpertWeights, MoeBackend
+from minisgl.moe.torch_backend import TorchMoe
 from tests.parity.driver import Driver
 from tests.parity.models import build_model, transformers_greedy
 

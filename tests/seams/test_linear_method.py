@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minisgl.core import ConfigError, EngineConfig
-from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.kernel import PendingNorm
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import LinearShards, Placement
-from minisgl.models import build_model as build
-from minisgl.models import load_model_config
+from minisgl.models.build import build_model as build
+from minisgl.models.config import load_model_config
 from tests.parity.driver import Driver
 from tests.parity.models import build_model
 

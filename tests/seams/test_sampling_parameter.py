@@ -24,7 +24,7 @@ from minisgl.core import (
     SamplingParams,
     SchedulerConfig,
 )
-from minisgl.distributed import SingleCommunicator
+from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.engine.logits_processing import Edit, ProcessingStep
 from minisgl.llm import LLM

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention import AttentionStep, create_attention_backend
+from minisgl.attention.base import AttentionStep
+from minisgl.attention.registry import create_attention_backend
 from minisgl.core import ConfigError
 from minisgl.kvcache.pool import KVPool, KVSpec, kv_page_bytes
 

@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-from minisgl.compile.dry_run import DryRunEngine, HostCopies, MetaAttention, MetaCommunicator
+from minisgl.attention.base import AttentionNeeds
+from minisgl.attention.registry import PhasedAttention, create_attention_backend
+from minisgl.compile.dry_run import (
+    DryRunEngine,
+    HostCopies,
+    MetaAttention,
+    MetaCommunicator,
+    without_flashinfer,
+)
 from minisgl.core import EngineConfig
 from minisgl.demo import model_path
-from minisgl.distributed import TPInfo
+from minisgl.distributed.comm import TPInfo
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 META = torch.device("meta")
@@ -48,7 +56,10 @@ def test_a_dry_run_replaces_flashinfer_alone(
     monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
     spec = KVSpec(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     pool = KVPool(spec, num_layers=1, num_pages=1, page_size=16, device=META)
-    backend = DryRunEngine._create_attention(name, pool, 4)
+    needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim)
+    resolved = without_flashinfer(name, needs)
+    backend = create_attention_backend(resolved, pool, 4, added=(MetaAttention,))
+    assert isinstance(backend, PhasedAttention)
     assert (type(backend.prefill).__name__, type(backend.decode).__name__) == kinds
     assert MetaAttention(pool, 4).decode_graph(1, step=None) is None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from minisgl.distributed import Communicator, TPInfo, connect
+from minisgl.distributed.comm import Communicator, TPInfo, connect
 
 __all__ = ["run_ranks"]
 

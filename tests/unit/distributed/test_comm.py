@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minisgl.core import ConfigError
-from minisgl.distributed import Communicator, SingleCommunicator, TPInfo, connect
+from minisgl.distributed.comm import Communicator, SingleCommunicator, TPInfo, connect
 from tests.unit.distributed.ranks import run_ranks
 
 

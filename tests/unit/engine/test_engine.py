@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, SamplingParams
-from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import Engine, resolve_device
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.memory import cpu_threads, memory_of

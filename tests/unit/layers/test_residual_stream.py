@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.distributed import SingleCommunicator, TPInfo
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.kernel import PendingNorm, gated_linear, rms_norm
 from minisgl.layers.linear import (
     ColumnParallelLinear,

@@ -11,7 +11,7 @@ import transformers
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.engine.memory import resolve_max_seq_len
 from minisgl.layers.rotary import LinearRope, Llama3Rope, YarnRope, rope_table
-from minisgl.models import ModelConfig, load_model_config, model_config_from
+from minisgl.models.config import ModelConfig, load_model_config, model_config_from
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -81,7 +81,7 @@ def test_moe_fields(experts_key: str) -> None:
         **{experts_key: 8},
     )
     assert model.moe is not None
-    assert (model.moe.num_experts, model.moe.experts_per_token) == (8, 2)
+    assert (model.moe.num_experts, model.moe.num_experts_per_tok) == (8, 2)
     assert [i for i in range(6) if model.moe.has_experts(i)] == [1, 5]
 
 
@@ -141,7 +141,7 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' .* supported: default, linear"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope settings has no factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope settings: .* missing .* `factor`"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "disagree"),
         ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}}, "disagree"),

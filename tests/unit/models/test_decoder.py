@@ -6,17 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention import AttentionStep, create_attention_backend
-from minisgl.distributed import SingleCommunicator
+from minisgl.attention.base import AttentionStep
+from minisgl.attention.registry import create_attention_backend
+from minisgl.distributed.comm import SingleCommunicator
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.rotary import rope_table
-from minisgl.models import (
-    CausalLM,
-    ForwardContext,
-    build_model,
-    load_model_config,
-    local_kv_spec,
-)
+from minisgl.models.build import build_model
+from minisgl.models.config import load_model_config
+from minisgl.models.decoder import CausalLM, ForwardContext, local_kv_spec
 from tests.parity.models import build_model as save_random_model
 from tests.parity.models import transformers_logits
 

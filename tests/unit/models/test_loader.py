@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl.core import ConfigError
-from minisgl.distributed import SingleCommunicator, TPInfo
-from minisgl.models import CausalLM, build_model, load_model_config
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
+from minisgl.models.build import build_model
+from minisgl.models.config import load_model_config
+from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import placements_of
 from tests.parity.models import build_model as save_random_model
 

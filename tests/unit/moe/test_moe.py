@@ -5,7 +5,8 @@ import torch
 from torch.nn.functional import silu
 
 from minisgl.core import ConfigError
-from minisgl.moe import ExpertWeights, create_moe_backend
+from minisgl.moe.base import ExpertWeights
+from minisgl.moe.registry import create_moe_backend
 
 CPU = torch.device("cpu")
 
