@@ -2,7 +2,7 @@
 
 The load is a fixed number of open requests (--concurrency), arrivals at a rate (--rate), or the
 arrivals of a trace (--trace). Background streams can run during the load (--beside). All responses
-are streamed. With --model the benchmark starts the server itself.
+are streamed. With --model the benchmark starts the server itself. Defaults are in parentheses.
 """
 
 import argparse

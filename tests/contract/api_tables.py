@@ -37,10 +37,10 @@ ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
 FIXED_LIMITS = (
     "| `--max-choices` | | `max_n` | n of one request |",
     "| `--max-choices` | | `max_prompts` | prompts of one completions request |",
-    "| none | 16 N | `max_stop_strings` | stop strings of one request |",
-    "| none | 256 CHARS | `max_stop_chars` | characters of one stop string |",
-    "| none | 128 N | `max_stop_token_ids` | stop token ids of one request |",
-    "| none | 8,388,608 CHARS | `max_template_chars` | text that a chat may render to |",
+    "| none | 16 | `max_stop_strings` | stop strings of one request |",
+    "| none | 256 chars | `max_stop_chars` | characters of one stop string |",
+    "| none | 128 | `max_stop_token_ids` | stop token ids of one request |",
+    "| none | 8,388,608 chars | `max_template_chars` | text that a chat may render to |",
 )
 
 
@@ -137,11 +137,11 @@ def limits() -> str:
     flags = tomllib.loads((PACKAGE / "server" / "flags.toml").read_text())["limits"]
     for names, flag in flags.items():
         name = names.split()[0]
-        default, unit = actions[name].default, flag["unit"]
-        shown = "-" if default is None else f"{default:,} {unit}"
+        default, unit = actions[name].default, flag["unit"].lower()
+        shown = "-" if default is None else f"{default:,} {unit}".removesuffix(" n")
         rows.append(f"| `{name}` | {shown} | `{flag['to'].split('.')[1]}` | {flag['help']} |")
     text = "tokens of prompt and answer together"
-    rows.append(f"| `--max-seq-len-override` | the model's TOKENS | `max_seq_len` | {text} |")
+    rows.append(f"| `--max-seq-len-override` | the model's | `max_seq_len` | {text} |")
     rows += FIXED_LIMITS
     found = {name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[3])}
     assert found == set(LIMIT_NAMES), "each limit has a row"

@@ -57,11 +57,12 @@ Repetition = Annotated[
     float, _range("repetition_penalty", "Above 1, tokens of prompt and output become less likely.")
 ]
 ChatTokens = Annotated[
-    int, _range("max_tokens", "Most output tokens. The default is the rest of the context.")
+    int, _range("max_tokens", "Limit of output tokens. The default is the rest of the context.")
 ]
 TopLogprobs = Annotated[int, _range("logprobs", "Number of likely tokens to report for each.")]
 TextTokens = Annotated[
-    int, Meta(ge=0, le=_INT32, description="Most output tokens; 0 needs echo. The default is 16.")
+    int,
+    Meta(ge=0, le=_INT32, description="Limit of output tokens; 0 needs echo. The default is 16."),
 ]
 Stop = Annotated[StopString | StopStrings, _text("The text ends before a stop string.")]
 StopIds = Annotated[list[TokenId], Meta(max_length=128, description="Token ids that end the text.")]
