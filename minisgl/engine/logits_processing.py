@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, EditedReq, SamplingParams
+from minisgl.core import Batch, SamplingParams
+from minisgl.core.batch import EditedReq
 from minisgl.kernel import PenaltyTensors, StepViews, add_bias, apply_penalties
 
 State = TypeVar("State")

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, HostLogprobs, Logprobs, LogprobsRequest
+from minisgl.core.batch import Batch, HostLogprobs, Logprobs, LogprobsRequest
 from minisgl.engine.logits_processing import upload
 from minisgl.kernel import top_logprobs
 from minisgl.models import CausalLM

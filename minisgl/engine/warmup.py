@@ -9,14 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import (
-    Batch,
-    EngineLike,
-    LogprobsRequest,
-    PageUpdates,
-    SamplingParams,
-    sampling_arrays,
-)
+from minisgl.core.batch import Batch, EngineLike, LogprobsRequest, PageUpdates
+from minisgl.core.sampling import SamplingParams, sampling_arrays
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 FILTERED = SamplingParams(temperature=1.0, top_k=2, seed=0)

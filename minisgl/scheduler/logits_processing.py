@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import EditedReq, Int32Array, LogprobsRequest
+from minisgl.core.batch import EditedReq, Int32Array, LogprobsRequest
 from minisgl.scheduler.request_table import RequestTable
 
 

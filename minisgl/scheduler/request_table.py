@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.core import SAMPLING_COLUMNS, Column, Int32Array, InvariantBroken, SamplingArrays
+from minisgl.core import SAMPLING_COLUMNS, Column, Int32Array, InvariantBroken
+from minisgl.core.sampling import SamplingArrays
 from minisgl.kvcache import FencedPool
 from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.request import Req

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minisgl.benchmark.models import write_model
-from minisgl.core import EngineConfig, LogprobsRequest, SamplingParams, WorkerDied
+from minisgl.core import EngineConfig, SamplingParams, WorkerDied
+from minisgl.core.batch import LogprobsRequest
 from minisgl.distributed import Communicator, GroupCommunicator
 from minisgl.engine import Engine
 from minisgl.engine.warmup import StepShape, warmup_batch
