@@ -31,7 +31,6 @@ class Timing(NamedTuple):
 
 def calibrate(
     engine: EngineLike,
-    dummy_page: int,
     max_chunk_tokens: int,
     vocab_size: int,
     slowest_ns: Callable[[int], int],
@@ -53,7 +52,7 @@ def calibrate(
         known = len(timings) > 1
         if known and watch.expired:
             break
-        batch = warmup_batch(engine, dummy_page, shape, num_ids=vocab_size)
+        batch = warmup_batch(engine, shape, num_ids=vocab_size)
         if batch is None or shape.chunk > max_chunk_tokens:
             continue
         work = _work(batch)
