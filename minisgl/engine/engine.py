@@ -98,7 +98,7 @@ class Engine:
             )
             self.num_pages = config.num_pages or self._pages_that_fit(free_before)
             loaded_s = time.monotonic()
-            self._launcher = self._assemble(self.num_pages)
+            self._launcher = self._assemble()
             assembled_s = time.monotonic()
             assembled_free_bytes = memory.free_bytes(self._device)
             self._capture(*self._graph_sizes())
@@ -159,7 +159,6 @@ class Engine:
 
     def calibrate(self) -> StepCost:
         """Time steps on the dummy page and fit their cost; the result is the same on all ranks."""
-
         if self._stream is not None:  # the time of a CPU does not depend on the values
             with self._on_stream():
                 self._pool.fill_noise(_PROBED_TOKENS // self.page_size)
@@ -176,8 +175,7 @@ class Engine:
         """Free the device's memory. The communicator stays open, because the caller owns it."""
         self._synchronize()
         del self._model, self._launcher
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
     def _prepare_kernels(self) -> None:
         """Search the kernel cache first, and compile the attention kernels that no cache holds.
@@ -197,20 +195,19 @@ class Engine:
             self._compile_log.watch()
             compile_missing(needed)
 
-    def _assemble(self, num_pages: int) -> StepLauncher:
-        """Allocate everything on the device but the graphs, with a KV pool of num_pages pages."""
+    def _assemble(self) -> StepLauncher:
+        """Allocate everything on the device but the graphs, with a KV pool of self.num_pages pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
             self._kv_spec,
             num_layers=model.num_kv_layers,
-            num_pages=num_pages,
+            num_pages=self.num_pages,
             page_size=config.page_size,
             device=self._device,
         )
         rows, max_pages = config.max_running_reqs + 1, -(-self.max_seq_len // config.page_size)
         runner = ModelRunner(
             model=self._model,
-            comm=self._comm,
             pool=pool,
             attention=self._create_attention(
                 config.attention_backend,
@@ -270,7 +267,7 @@ class Engine:
         torch.cuda.synchronize(device)
         free_loaded = memory.free_bytes(device)
         self.num_pages = 1
-        self._launcher = self._assemble(self.num_pages)
+        self._launcher = self._assemble()
         warmup.run_largest(self, self._max_chunk_tokens)
         step_bytes = free_loaded - memory.free_bytes(device)
         graph_bytes = self._measure_graph_bytes()

@@ -37,10 +37,11 @@ class PendingLogprobs:
         sampled = None
         if self.sampled is not None:
             sampled = Logprobs(*(part.numpy()[places] for part in self.sampled))
-        return sampled, {
+        prompts = {
             index: Logprobs(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
             for index, parts in self.prompts.items()
         }
+        return sampled, prompts
 
 
 def start_logprobs(
@@ -56,9 +57,10 @@ def start_logprobs(
     logits, next_tokens: float32 [N, V] and int32 [2, N] as sampler.sample_tokens returns them for
     these rows; None when no request samples.
     """
-    wanted, reqs, sampled = batch.logprobs, batch.num_reqs, None
+    wanted, reqs = batch.logprobs, batch.num_reqs
     if wanted is None:
         return None
+    sampled = None
     count = int(wanted.sampled.max(initial=-1))
     if count >= 0 and logits is not None and next_tokens is not None:
         sampled = _to_host(top_logprobs(logits[:reqs], next_tokens[0, :reqs], count))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from minisgl.attention import AttentionBackend, AttentionStep, StepAttention
 from minisgl.core import Batch, Column, Int32Array, StepResult
-from minisgl.distributed import Communicator
 from minisgl.engine.logprobs import PendingLogprobs
 from minisgl.kernel import StepLayout, StepViews, stage_tokens
 from minisgl.kvcache.pool import KVPool
@@ -32,7 +31,6 @@ class ModelRunner:
     """
 
     model: CausalLM
-    comm: Communicator
     pool: KVPool
     attention: AttentionBackend
     columns: tuple[Column, ...]
@@ -164,9 +162,7 @@ class LaunchedStep:
         self._inputs = inputs
         self._logprobs = logprobs
         self._by_graph = by_graph
-        self._host: Tensor | None = None
-        if next_tokens is not None:
-            self._host = next_tokens.to("cpu", non_blocking=True)
+        self._host = None if next_tokens is None else next_tokens.to("cpu", non_blocking=True)
         self._done: torch.cuda.Event | None = None
         if inputs.packed.is_pinned():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]

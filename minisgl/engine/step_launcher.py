@@ -116,6 +116,6 @@ class StepLauncher:
         if of_prompts:
             hidden = model.model.finish_last_layer(attended)
             return hidden, model.lm_head.logits(hidden[last]) if samples else None
-        attended = attended.take_rows(last, runner.comm)
+        attended = attended.take_rows(last, model.lm_head.comm)
         logits = None if self.graphs is None else self.graphs.finish(attended)
         return None, model.logits(attended) if logits is None else logits
