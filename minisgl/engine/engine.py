@@ -196,7 +196,7 @@ class Engine:
             compile_missing(needed)
 
     def _assemble(self) -> StepLauncher:
-        """Allocate everything on the device but the graphs, with a KV pool of self.num_pages pages."""
+        """Allocate everything on the device but the graphs; the KV pool has num_pages pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
             self._kv_spec,
