@@ -175,15 +175,17 @@ class LaunchedStep:
         """Block until the step is done. A request that did not sample has token 0 and is finite."""
         if self._done is not None:
             self._done.synchronize()
-        samples, places = self._batch.samples, self._inputs.places
+        samples, order = self._batch.samples, self._inputs.order
         tokens = np.zeros((len(samples), 1), dtype=np.int32)
         finite: NDArray[np.bool_] = np.ones(len(samples), dtype=np.bool_)
         if self._host is not None:
-            sampled, usable = self._host.numpy()[:, places]
-            tokens[samples, 0] = sampled[samples]
-            finite[samples] = usable[samples] != 0
+            sampled, usable = self._host.numpy()[:, : len(samples)]
+            tokens[order, 0] = sampled
+            finite[order] = usable != 0
+            tokens[~samples] = 0
+            finite |= ~samples
         counts = samples.astype(np.int32)
         logprobs = prompts = None
         if self._logprobs is not None:
-            logprobs, prompts = self._logprobs.read(places)
+            logprobs, prompts = self._logprobs.read(self._inputs.places)
         return StepResult(tokens, counts, finite, logprobs, prompts, self._by_graph)

@@ -65,19 +65,19 @@ class StepLauncher:
             graph.forward.replay()
             hidden, logits = None, graph.logits
         next_tokens = logprobs = None
-        kind = sampling_kind(batch)
         if edits or batch.logprobs is not None:
             if logits is not None:
                 logits = runner.model.lm_head.all_gather_logits(logits).float()
                 edited = logits.clone() if edits else logits
                 for edit in edits:
                     edit(edited)
+                kind = sampling_kind(batch)
                 next_tokens = sample_tokens(runner, edited, views, kind, gathered=True)
             logprobs = start_logprobs(runner.model, batch, hidden, logits, next_tokens)
         elif graph is not None:
-            next_tokens = graph.sample(kind.filters)
+            next_tokens = graph.sample(sampling_kind(batch).filters)
         elif logits is not None:
-            next_tokens = sample_tokens(runner, logits, views, kind)
+            next_tokens = sample_tokens(runner, logits, views, sampling_kind(batch))
         return LaunchedStep(batch, inputs, next_tokens, logprobs, by_graph=graph is not None)
 
     def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews[Tensor]:
