@@ -24,8 +24,8 @@ from minisgl.core import (
     Int32Array,
     PageUpdates,
     SamplingParams,
-    sampling_arrays,
 )
+from minisgl.core.sampling import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.models.config import ModelConfig

@@ -1,20 +1,10 @@
 """Types that several packages share: sampling parameters, batches, settings, errors.
 
-Nothing here imports torch.
+The types of logit edits and log-probabilities are imported from core.batch, because few modules
+need them. Nothing here imports torch.
 """
 
-from minisgl.core.batch import (
-    Batch,
-    EditedReq,
-    EngineLike,
-    HostLogprobs,
-    Int32Array,
-    Logprobs,
-    LogprobsRequest,
-    PageUpdates,
-    PendingStep,
-    StepResult,
-)
+from minisgl.core.batch import Batch, EngineLike, Int32Array, PageUpdates, PendingStep, StepResult
 from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig
 from minisgl.core.errors import (
     Cancelled,
@@ -31,36 +21,23 @@ from minisgl.core.errors import (
     Unsupported,
     WorkerDied,
 )
-from minisgl.core.sampling import (
-    MAX_SEED,
-    SAMPLING_COLUMNS,
-    Column,
-    FinishReason,
-    SamplingArrays,
-    SamplingParams,
-    sampling_arrays,
-)
+from minisgl.core.sampling import SAMPLING_COLUMNS, Column, FinishReason, SamplingParams
 from minisgl.core.step_cost import StepCost, step_sizes
 
 __all__ = [
-    "MAX_SEED",
     "SAMPLING_COLUMNS",
     "Batch",
     "Cancelled",
     "Column",
     "ConfigError",
     "DeadlineExceeded",
-    "EditedReq",
     "EngineConfig",
     "EngineError",
     "EngineLike",
     "FinishReason",
-    "HostLogprobs",
     "Int32Array",
     "InvalidRequest",
     "InvariantBroken",
-    "Logprobs",
-    "LogprobsRequest",
     "MinisglError",
     "ModelFacts",
     "OutOfMemory",
@@ -69,13 +46,11 @@ __all__ = [
     "PendingStep",
     "PromptTooLong",
     "RequestError",
-    "SamplingArrays",
     "SamplingParams",
     "SchedulerConfig",
     "StepCost",
     "StepResult",
     "Unsupported",
     "WorkerDied",
-    "sampling_arrays",
     "step_sizes",
 ]

@@ -5,8 +5,7 @@ because cuBLAS takes 0.1 s to load kernels for a number of rows that it sees for
 graphs share one memory pool and run one after the other on the engine's stream.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,16 @@ def graph_sizes(largest: int) -> list[int]:
     """Return the batch sizes to capture, up to `largest`: 1, 2, 4, 8, then multiples of 16."""
     sizes = [size for size in (1, 2, 4, 8) if size < largest]
     return [*sizes, *range(_STEP, largest, _STEP), largest] if largest > 0 else []
+
+
+def largest_first(sizes: Sequence[int], title: str, show_progress: bool) -> Iterable[int]:
+    """Return the sizes in the order of their capture, with a progress bar if stderr is a terminal.
+
+    The tensors of smaller graphs then reuse the memory of larger ones.
+    """
+    disable = None if show_progress else True
+    bar: Iterable[int] = tqdm(sorted(sizes, reverse=True), desc=title, disable=disable)
+    return bar
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,23 +93,18 @@ class DecodeGraphs:
         self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[DecodeGraph] = []
-        bar = tqdm(
-            sorted(sizes, reverse=True),
-            desc="capturing graphs",
-            disable=None if show_progress else True,
-        )
-        for size in bar:
+        for size in largest_first(sizes, "capturing graphs", show_progress):
             graph = self._make(size)
             if graph is None:
                 break
             self.graphs.insert(0, graph)
 
-    def pick(self, batch: Batch, num_decode_tokens: int) -> DecodeGraph | None:
+    def pick(self, batch: Batch) -> DecodeGraph | None:
         """Return the smallest graph that can run this step; None if none can.
 
         A graph runs steps in which every request decodes one token.
         """
-        one_token_each = batch.num_decode == batch.num_reqs == num_decode_tokens
+        one_token_each = batch.num_decode == batch.num_reqs == batch.num_decode_tokens
         if not one_token_each or len(batch.page_updates.ids) > _MAX_PAGE_UPDATES:
             return None
         return self._at_least(batch.num_reqs)
@@ -119,14 +123,13 @@ class DecodeGraphs:
         return graph.logits[:rows]
 
     def _at_least(self, size: int) -> DecodeGraph | None:
-        index = bisect_left(self.graphs, size, key=lambda graph: graph.size)
-        return self.graphs[index] if index < len(self.graphs) else None
+        return next((graph for graph in self.graphs if graph.size >= size), None)
 
     def _make(self, size: int) -> DecodeGraph | None:
         runner = self._runner
         layout = StepLayout(size, 0, 0, runner.columns)
         host = torch.zeros(layout.size, dtype=torch.int32)
-        pad(layout.host_views(host.numpy()), 0, runner.dummy_row, runner.columns)
+        pad(layout.host_views(host.numpy()), 0, runner)
         views = layout.views(self.buffer[: layout.size].copy_(host))
         start = np.zeros(size, dtype=np.int32)
         step = runner.attention_step(views, size, start, start + np.int32(1))
@@ -139,7 +142,8 @@ class DecodeGraphs:
 
         def forward() -> None:
             attention.describe()
-            runner.model.logits(runner.forward(views, size, tokens, attention), out=logits)
+            runner.stage(views, size, tokens)
+            runner.model.logits(runner.run(tokens, attention), out=logits)
 
         def finish() -> None:
             heads, residual = (part[:size] for part in self.attended)

@@ -12,30 +12,16 @@ from pathlib import Path
 import torch
 
 from minisgl.attention.registry import attention_kernels, create_attention_backend
-from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
+from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost
 from minisgl.distributed.comm import Communicator
-from minisgl.engine import step_timing, warmup
+from minisgl.engine import memory, step_timing, warmup
 from minisgl.engine.cuda_graph import graph_sizes
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
-from minisgl.engine.memory import (
-    cpu_threads,
-    free_bytes,
-    measure_graph_bytes,
-    memory_of,
-    resolve_device,
-    resolve_dtype,
-    resolve_max_seq_len,
-    resolve_num_pages,
-)
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.piecewise_graph import piece_sizes
 from minisgl.engine.step_launcher import StepLauncher
-from minisgl.kernel import (
-    CompileLog,
-    compile_missing,
-    use_kernel_cache,
-)
-from minisgl.kvcache.pool import KVPool
+from minisgl.kernel import CompileLog, compile_missing, use_kernel_cache
+from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
@@ -44,6 +30,7 @@ from minisgl.models.decoder import local_kv_spec
 logger = logging.getLogger(__name__)
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph, unless the configuration says more
+_DRIVER_BLOCK_BYTES = 2 * 2**20  # the driver's unit: a measured difference is off by one at most
 _PROBED_TOKENS = 128 * 1024  # contexts of the largest step that is timed
 
 
@@ -62,7 +49,7 @@ class Engine:
     """
 
     # A subclass replaces these to run on a device that they do not know (minisgl.compile.dry_run).
-    _resolve_device = staticmethod(resolve_device)
+    _resolve_device = staticmethod(memory.resolve_device)
     _build_model = staticmethod(build_model)
 
     def __init__(
@@ -82,8 +69,9 @@ class Engine:
         self.extensions = extensions
         self._model_config = load_model_config(config.model_path)
         self._device = self._resolve_device(config, comm.tp)
-        self._dtype = resolve_dtype(config, self._model_config, self._device)
-        self.max_seq_len = resolve_max_seq_len(config, self._model_config)
+        self._dtype = memory.resolve_dtype(config, self._model_config, self._device)
+        self._kv_spec = local_kv_spec(self._model_config, comm, self._dtype)
+        self.max_seq_len = memory.resolve_max_seq_len(config, self._model_config)
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
         self._max_chunk_tokens = max_chunk_tokens
         self._show_progress = comm.tp.rank == 0
@@ -94,10 +82,10 @@ class Engine:
             torch.cuda.set_device(self._device)
             self._prepare_kernels()
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        elif (threads := cpu_threads(comm.tp.size)) is not None:
+        elif (threads := memory.cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
-        with memory_of(self._device), self._on_stream():
-            free_before = free_bytes(self._device)
+        with memory.memory_of(self._device), self._on_stream():
+            free_before = memory.free_bytes(self._device)
             self._model = self._build_model(
                 self._model_config,
                 config.model_path,
@@ -109,20 +97,13 @@ class Engine:
                 show_progress=self._show_progress,
                 extensions=extensions,
             )
-            self.num_pages = resolve_num_pages(
-                config,
-                self._model_config,
-                comm,
-                dtype=self._dtype,
-                max_seq_len=self.max_seq_len,
-                available_bytes=self._kv_bytes(free_before),
-            )
+            self.num_pages = config.num_pages or self._pages_that_fit(free_before)
             loaded_s = time.monotonic()
-            self._launcher = self._assemble(self.num_pages)
+            self._launcher = self._assemble()
             assembled_s = time.monotonic()
-            assembled_free_bytes = free_bytes(self._device)
+            assembled_free_bytes = memory.free_bytes(self._device)
             self._capture(*self._graph_sizes())
-            graph_bytes = assembled_free_bytes - free_bytes(self._device)
+            graph_bytes = assembled_free_bytes - memory.free_bytes(self._device)
         self.startup_s = {
             "load": loaded_s - began_s,
             "kv_alloc": assembled_s - loaded_s,
@@ -139,7 +120,7 @@ class Engine:
             self.max_seq_len,
             0 if self._launcher.graphs is None else len(self._launcher.graphs.graphs),
             graph_bytes,
-            free_bytes(self._device),
+            memory.free_bytes(self._device),
         )
 
     def launch(self, batch: Batch) -> LaunchedStep:
@@ -168,28 +149,25 @@ class Engine:
         from the configuration; otherwise it has run to find the memory for the KV pool. Raises
         OutOfMemory.
         """
-        dummy_page = self._pool.dummy_page
-        with memory_of(self._device):
-            warmup.warm_up(self, dummy_page)
+        with memory.memory_of(self._device):
+            warmup.warm_up(self)
             if self._device.type != "cpu" and self._launcher.pieces is None:
-                warmup.run_every_size(self, dummy_page, self._max_chunk_tokens)
+                warmup.run_every_size(self, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:
-                warmup.run_largest(self, dummy_page, self._max_chunk_tokens)
+                warmup.run_largest(self, self._max_chunk_tokens)
         self._compile_log.finish()
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:
         """Time steps on the dummy page and fit their cost; the result is the same on all ranks."""
-
-        def slowest_ns(own: int) -> int:
-            return -self._comm.agree_min(-own)
-
-        pool, num_ids = self._pool, self._model_config.vocab_size
         if self._stream is not None:  # the time of a CPU does not depend on the values
             with self._on_stream():
-                pool.fill_noise(_PROBED_TOKENS // pool.page_size)
+                self._pool.fill_noise(_PROBED_TOKENS // self.page_size)
         cost = step_timing.calibrate(
-            self, pool.dummy_page, self._max_chunk_tokens, num_ids, slowest_ns
+            self,
+            self._max_chunk_tokens,
+            self._model_config.vocab_size,
+            slowest_ns=lambda own_ns: -self._comm.agree_min(-own_ns),
         )
         self._clear_dummy()
         return cost
@@ -198,8 +176,7 @@ class Engine:
         """Free the device's memory. The communicator stays open, because the caller owns it."""
         self._synchronize()
         del self._model, self._launcher
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
     def _prepare_kernels(self) -> None:
         """Search the kernel cache first, and compile the attention kernels that no cache holds.
@@ -219,20 +196,19 @@ class Engine:
             self._compile_log.watch()
             compile_missing(needed)
 
-    def _assemble(self, num_pages: int) -> StepLauncher:
-        """Allocate everything on the device but the graphs, with a KV pool of num_pages pages."""
+    def _assemble(self) -> StepLauncher:
+        """Allocate everything on the device but the graphs; the KV pool has num_pages pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
-            local_kv_spec(model, self._comm, self._dtype),
+            self._kv_spec,
             num_layers=model.num_kv_layers,
-            num_pages=num_pages,
+            num_pages=self.num_pages,
             page_size=config.page_size,
             device=self._device,
         )
         rows, max_pages = config.max_running_reqs + 1, -(-self.max_seq_len // config.page_size)
         runner = ModelRunner(
             model=self._model,
-            comm=self._comm,
             pool=pool,
             attention=create_attention_backend(
                 config.attention_backend,
@@ -252,8 +228,7 @@ class Engine:
                 (rows, self.max_seq_len + 1), dtype=torch.int32, device=self._device
             ),
         )
-        processors, pinned = self.extensions.logits_processors, self._stream is not None
-        return StepLauncher(runner, processors, model.eos_token_ids, pinned)
+        return StepLauncher(runner, self.extensions.logits_processors, model.eos_token_ids)
 
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
         """Return the numbers of requests and the numbers of tokens to capture graphs for."""
@@ -268,30 +243,35 @@ class Engine:
             self._launcher.capture(sizes, token_sizes, self._show_progress)
             self._clear_dummy()
 
-    def _kv_bytes(self, free_before: int) -> int:
-        """Return the memory for KV pages in bytes.
+    def _pages_that_fit(self, free_before: int) -> int:
+        """Return the number of KV pages to allocate, the same on every rank. Raises OutOfMemory."""
+        config, size = self._config, self._config.page_size
+        on_cpu = self._device.type == "cpu"
+        available = config.cpu_kv_bytes if on_cpu else self._gpu_kv_bytes(free_before)
+        page_bytes = kv_page_bytes(self._kv_spec, self._model_config.num_kv_layers, size)
+        useful = config.max_running_reqs * -(-self.max_seq_len // size)
+        pages = self._comm.agree_min(min(available // page_bytes, useful))
+        if pages < 1:
+            raise OutOfMemory(
+                f"one KV page of {size} tokens takes {page_bytes} bytes, but only {available} "
+                "bytes are left; raise the memory limit or lower the number of running requests"
+            )
+        return pages
 
-        On a CPU it is a setting. On a GPU it is the rest of memory_ratio beside weights, steps and
-        graphs. To find these, the largest step runs and the largest graphs are captured.
+    def _gpu_kv_bytes(self, free_before: int) -> int:
+        """Return the memory for KV pages on a GPU, in bytes.
+
+        It is the rest of memory_ratio beside weights, steps and graphs. To find these, the largest
+        step runs and the largest graphs are captured.
         """
         device = self._device
-        if device.type == "cpu":
-            return self._config.cpu_kv_bytes
-        if self._config.num_pages is not None:
-            return 0
         torch.cuda.synchronize(device)
-        free_loaded = free_bytes(device)
+        free_loaded = memory.free_bytes(device)
         self.num_pages = 1
-        self._launcher = self._assemble(self.num_pages)
-        warmup.run_largest(self, self._pool.dummy_page, self._max_chunk_tokens)
-        step_bytes = free_loaded - free_bytes(device)
-        sizes, token_sizes = self._graph_sizes()
-        graph_bytes = measure_graph_bytes(
-            capture=lambda count: self._capture(sizes[-count:], token_sizes[-count:]),
-            release=self._launcher.release_graphs,
-            kinds=max(len(sizes), len(token_sizes)),
-            device=device,
-        )
+        self._launcher = self._assemble()
+        warmup.run_largest(self, self._max_chunk_tokens)
+        step_bytes = free_loaded - memory.free_bytes(device)
+        graph_bytes = self._measure_graph_bytes()
         del self._launcher
         torch.cuda.empty_cache()
         logger.info(
@@ -299,6 +279,26 @@ class Engine:
         )
         share = int(self._config.memory_ratio * free_before)
         return share - (free_before - free_loaded) - step_bytes - graph_bytes
+
+    def _measure_graph_bytes(self) -> int:
+        """Return the memory that all graphs take, from trial captures of the largest ones.
+
+        The tensors of smaller graphs reuse the memory of larger ones. Each further graph takes
+        memory of the driver, outside of torch's pool. That depends mostly on its number of kernels,
+        which is the same for every size. Both trials are compared with the same beginning, since
+        the driver may keep the memory of the first one.
+        """
+        sizes, token_sizes = self._graph_sizes()
+        torch.cuda.empty_cache()
+        before = memory.free_bytes(self._device)
+        taken: list[int] = []
+        for count in (1, 2):
+            self._capture(sizes[-count:], token_sizes[-count:])
+            taken.append(before - memory.free_bytes(self._device))
+            self._launcher.graphs = self._launcher.pieces = None
+            torch.cuda.empty_cache()
+        each = max(taken[1] - taken[0], 0) + _DRIVER_BLOCK_BYTES if taken[1] else 0
+        return taken[1] + each * max(len(sizes) - 2, len(token_sizes) - 2, 0)
 
     @property
     def _pool(self) -> KVPool:

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, EditedReq, SamplingParams
+from minisgl.core import Batch, SamplingParams
+from minisgl.core.batch import EditedReq
 from minisgl.kernel import PenaltyTensors, StepViews, add_bias, apply_penalties
 
 State = TypeVar("State")
@@ -157,15 +158,13 @@ def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, T
     On a GPU the copy is asynchronous, from pinned memory that torch keeps until the copy is done.
     """
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]
-    offsets = np.cumsum([0, *sizes]).tolist()
-    buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    view = buffer.numpy()
-    for array, offset in zip(arrays.values(), offsets, strict=False):
-        view[offset : offset + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
-    sent = buffer.to(device, non_blocking=True)
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for array, part in zip(arrays.values(), torch.split(buffer, sizes), strict=True):
+        part.numpy()[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
+    sent = torch.split(buffer.to(device, non_blocking=True), sizes)
     return {
-        name: sent[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
-        for (name, array), offset in zip(arrays.items(), offsets, strict=False)
+        name: part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        for (name, array), part in zip(arrays.items(), sent, strict=True)
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, HostLogprobs, Logprobs, LogprobsRequest
+from minisgl.core.batch import Batch, HostLogprobs, Logprobs, LogprobsRequest
 from minisgl.engine.logits_processing import upload
 from minisgl.kernel import top_logprobs
 from minisgl.models.decoder import CausalLM
@@ -22,51 +22,50 @@ _PROMPT_ROWS = 256  # prompt positions at a time: their logits take 150 MB at 15
 class PendingLogprobs:
     """Log-probabilities on their way to the host. They are valid once the step has completed.
 
-    order     intp [B]; order[i] is the index in the batch of row i of `sampled`.
-    sampled   of the sampled tokens; None if no request asks for them.
+    sampled   of the sampled tokens, in the order of StepInputs; None if no request asks for them.
     prompts   for each index in the batch that asks, the parts of its chunk.
     """
 
-    order: NDArray[np.intp]
     sampled: Logprobs[Tensor] | None
     prompts: dict[int, list[Logprobs[Tensor]]]
 
-    def read_sampled(self) -> HostLogprobs | None:
-        """Return the log-probabilities of the sampled tokens, in the order of the batch."""
-        if self.sampled is None:
-            return None
-        places = np.argsort(self.order)
-        return Logprobs(*(part.numpy()[places] for part in self.sampled))
+    def read(self, places: NDArray[np.intp]) -> tuple[HostLogprobs | None, dict[int, HostLogprobs]]:
+        """Return StepResult.logprobs and StepResult.prompt_logprobs.
 
-    def read_prompts(self) -> dict[int, HostLogprobs]:
-        """Return the log-probabilities of prompt tokens by index in the batch."""
-        return {
+        places: intp [B], the row of each request of the batch (StepInputs.places).
+        """
+        sampled = None
+        if self.sampled is not None:
+            sampled = Logprobs(*(part.numpy()[places] for part in self.sampled))
+        prompts = {
             index: Logprobs(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
             for index, parts in self.prompts.items()
         }
+        return sampled, prompts
 
 
 def start_logprobs(
     model: CausalLM,
-    wanted: LogprobsRequest,
     batch: Batch,
-    order: NDArray[np.intp],
     hidden: Tensor | None,
     logits: Tensor | None,
-    tokens: Tensor | None,
-) -> PendingLogprobs:
-    """Queue the computation of `wanted` and its copies to the host.
+    next_tokens: Tensor | None,
+) -> PendingLogprobs | None:
+    """Queue the computation of batch.logprobs and its copies to the host; None if it is None.
 
     hidden: [T or more, H] after the final norm, where a prompt's log-probabilities are wanted.
-    logits, tokens: float32 [B, V] and the tokens sampled for the same rows, in the order `order`;
-    None when no request samples.
+    logits, next_tokens: float32 [N, V] and int32 [2, N] as sampler.sample_tokens returns them for
+    these rows; None when no request samples.
     """
+    wanted, reqs = batch.logprobs, batch.num_reqs
+    if wanted is None:
+        return None
     sampled = None
     count = int(wanted.sampled.max(initial=-1))
-    if count >= 0 and logits is not None and tokens is not None:
-        sampled = _to_host(top_logprobs(logits, tokens, count))
+    if count >= 0 and logits is not None and next_tokens is not None:
+        sampled = _to_host(top_logprobs(logits[:reqs], next_tokens[0, :reqs], count))
     prompts = {} if hidden is None else _start_prompts(model, hidden, batch, wanted)
-    return PendingLogprobs(order, sampled, prompts)
+    return PendingLogprobs(sampled, prompts)
 
 
 def _start_prompts(

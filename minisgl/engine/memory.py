@@ -5,19 +5,16 @@ They follow from the model and the machine.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
-from minisgl.distributed.comm import Communicator, TPInfo
-from minisgl.kvcache.pool import kv_page_bytes
+from minisgl.distributed.comm import TPInfo
 from minisgl.models.config import ModelConfig
-from minisgl.models.decoder import local_kv_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DRIVER_BLOCK_BYTES = 2 * 2**20  # the driver's unit: a measured difference is off by one at most
 
 
 def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
@@ -72,65 +69,12 @@ def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
-def resolve_num_pages(
-    config: EngineConfig,
-    model: ModelConfig,
-    comm: Communicator,
-    *,
-    dtype: torch.dtype,
-    max_seq_len: int,
-    available_bytes: int,
-) -> int:
-    """Return the number of KV pages to allocate, the same on every rank.
-
-    available_bytes: memory that this rank has for KV pages. The result is at most the number of
-    pages that all rows can fill. Raises OutOfMemory when not one page fits.
-    """
-    if config.num_pages is not None:
-        return config.num_pages
-    size = config.page_size
-    page_bytes = kv_page_bytes(local_kv_spec(model, comm, dtype), model.num_kv_layers, size)
-    useful = config.max_running_reqs * -(-max_seq_len // size)
-    pages = comm.agree_min(min(available_bytes // page_bytes, useful))
-    if pages < 1:
-        raise OutOfMemory(
-            f"one KV page of {size} tokens takes {page_bytes} bytes, but only {available_bytes} "
-            "bytes are left; raise the memory limit or lower the number of running requests"
-        )
-    return pages
-
-
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU; 0 for other devices."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     return int(free)
-
-
-def measure_graph_bytes(
-    capture: Callable[[int], None], release: Callable[[], None], kinds: int, device: torch.device
-) -> int:
-    """Return the memory that all graphs take, from trial captures of the largest ones.
-
-    capture(n) captures the n largest sizes of each kind of graph, release() frees them; kinds: the
-    larger number of sizes of the two kinds.
-
-    The tensors of smaller graphs reuse the memory of larger ones. Each further graph takes memory
-    of the driver, outside of torch's pool. That depends mostly on its number of kernels, which is
-    the same for every size. Both trials are compared with the same beginning, since the driver may
-    keep the memory of the first one.
-    """
-    torch.cuda.empty_cache()
-    before = free_bytes(device)
-    taken: list[int] = []
-    for count in (1, 2):
-        capture(count)
-        taken.append(before - free_bytes(device))
-        release()
-        torch.cuda.empty_cache()
-    each = max(taken[1] - taken[0], 0) + _DRIVER_BLOCK_BYTES if taken[1] else 0
-    return taken[1] + each * max(kinds - 2, 0)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
 from minisgl.core import Batch, Column, Int32Array, StepResult
-from minisgl.distributed.comm import Communicator
 from minisgl.engine.logprobs import PendingLogprobs
 from minisgl.kernel import StepLayout, StepViews, stage_tokens
 from minisgl.kvcache.pool import KVPool
@@ -32,7 +31,6 @@ class ModelRunner:
     """
 
     model: CausalLM
-    comm: Communicator
     pool: KVPool
     attention: AttentionBackend
     columns: tuple[Column, ...]
@@ -52,32 +50,11 @@ class ModelRunner:
         self, views: StepViews[Tensor], num_decode: int, start: Int32Array, lengths: Int32Array
     ) -> AttentionStep:
         return AttentionStep(
-            num_decode=num_decode,
-            start=start,
-            lengths=lengths,
-            device_rows=views.rows,
-            device_start=views.start,
-            device_lengths=views.lengths,
-            page_table=self.page_table,
+            num_decode, start, lengths, views.rows, views.start, views.lengths, self.page_table
         )
 
-    def forward(
-        self,
-        views: StepViews[Tensor],
-        num_decode_tokens: int,
-        tokens: Tensor,
-        attention: StepAttention,
-    ) -> Attended:
-        """Run the T tokens of a step up to the last attention; their keys and values are stored.
-
-        tokens: int32 [3, T], overwritten with ids, positions and KV slots.
-        """
-        self.stage(views, num_decode_tokens, tokens)
-        return self.run(tokens, attention)
-
     def stage(self, views: StepViews[Tensor], num_decode_tokens: int, tokens: Tensor) -> None:
-        """Fill `tokens`: the first half of `forward`."""
-        ids, positions, slots = tokens.unbind(0)
+        """Fill `tokens`, int32 [3, T], with the ids, positions and KV slots of a step's tokens."""
         stage_tokens(
             views.rows,
             views.start,
@@ -87,13 +64,14 @@ class ModelRunner:
             self.page_table,
             self.token_pool,
             self.pool.page_size,
-            ids,
-            positions,
-            slots,
+            *tokens.unbind(0),
         )
 
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
-        """Run the model over `tokens` as `stage` fills them: the second half of `forward`."""
+        """Run the model up to the last attention over `tokens`, as `stage` fills them.
+
+        The keys and values of all T tokens are stored.
+        """
         ids, positions, slots = tokens.unbind(0)
         context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)
         return self.model.model.forward_to_last_attention(ids, context)
@@ -120,10 +98,8 @@ class StepInputs:
         return np.argsort(self.order)
 
 
-def pack(
-    batch: Batch, size: int, dummy_row: int, columns: tuple[Column, ...], pinned: bool
-) -> StepInputs:
-    """Write the batch to one buffer, padded to `size` requests.
+def pack(batch: Batch, size: int, runner: ModelRunner) -> StepInputs:
+    """Write the batch to one buffer for `runner`, padded to `size` requests.
 
     Decode requests are ordered by falling context. The blocks of attention that start last are then
     short, and all multiprocessors end at about the same time.
@@ -131,34 +107,33 @@ def pack(
     reqs, num_decode = batch.num_reqs, batch.num_decode
     order = np.arange(reqs)
     order[:num_decode] = np.argsort(-batch.start[:num_decode], kind="stable")
-    layout = StepLayout(size, len(batch.page_updates.ids), len(batch.chunk_ids), columns)
-    packed = torch.empty(layout.size, dtype=torch.int32, pin_memory=pinned)
+    layout = StepLayout(size, len(batch.page_updates.ids), len(batch.chunk_ids), runner.columns)
+    # A copy to a GPU is asynchronous only from pinned memory.
+    packed = torch.empty(layout.size, dtype=torch.int32, pin_memory=runner.device.type == "cuda")
     host = layout.host_views(packed.numpy())
     host.rows[:reqs] = batch.rows[order]
     host.start[:reqs] = batch.start[order]
     host.lengths[:reqs] = batch.lengths[order]
     host.samples[:reqs] = batch.samples[order]
-    for column in columns:
+    for column in runner.columns:
         values = batch.sampling.get(column.name)
         host.sampling[column.name][:reqs] = column.neutral if values is None else values[order]
-    pad(host, reqs, dummy_row, columns)
+    pad(host, reqs, runner)
     host.page_rows[:], host.page_cols[:], host.page_ids[:] = batch.page_updates
     host.chunk_ids[:] = batch.chunk_ids
     return StepInputs(order, host.start, host.lengths, layout, packed)
 
 
-def pad(
-    host: StepViews[NDArray[Any]], begin: int, dummy_row: int, columns: tuple[Column, ...]
-) -> None:
+def pad(host: StepViews[NDArray[Any]], begin: int, runner: ModelRunner) -> None:
     """Fill the rows from `begin` on with padding requests, and compute host.first.
 
     A padding request forwards one token to the dummy page and writes no sampled token.
     """
-    host.rows[begin:] = dummy_row
+    host.rows[begin:] = runner.dummy_row
     host.start[begin:] = 0
     host.lengths[begin:] = 1
     host.samples[begin:] = 0
-    for column in columns:
+    for column in runner.columns:
         host.sampling[column.name][begin:] = column.neutral
     host.first[0] = 0
     np.cumsum(host.lengths[:-1], out=host.first[1:])
@@ -187,9 +162,7 @@ class LaunchedStep:
         self._inputs = inputs
         self._logprobs = logprobs
         self._by_graph = by_graph
-        self._host: Tensor | None = None
-        if next_tokens is not None:
-            self._host = next_tokens.to("cpu", non_blocking=True)
+        self._host = None if next_tokens is None else next_tokens.to("cpu", non_blocking=True)
         self._done: torch.cuda.Event | None = None
         if inputs.packed.is_pinned():
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -202,18 +175,17 @@ class LaunchedStep:
         """Block until the step is done. A request that did not sample has token 0 and is finite."""
         if self._done is not None:
             self._done.synchronize()
-        samples = self._batch.samples
+        samples, order = self._batch.samples, self._inputs.order
         tokens = np.zeros((len(samples), 1), dtype=np.int32)
         finite: NDArray[np.bool_] = np.ones(len(samples), dtype=np.bool_)
         if self._host is not None:
             sampled, usable = self._host.numpy()[:, : len(samples)]
-            tokens[self._inputs.order, 0] = sampled
-            finite[self._inputs.order] = usable != 0
+            tokens[order, 0] = sampled
+            finite[order] = usable != 0
             tokens[~samples] = 0
             finite |= ~samples
         counts = samples.astype(np.int32)
-        if self._logprobs is None:
-            return StepResult(tokens, counts, finite, by_graph=self._by_graph)
-        sampled_logprobs = self._logprobs.read_sampled()
-        prompts = self._logprobs.read_prompts()
-        return StepResult(tokens, counts, finite, sampled_logprobs, prompts, self._by_graph)
+        logprobs = prompts = None
+        if self._logprobs is not None:
+            logprobs, prompts = self._logprobs.read(self._inputs.places)
+        return StepResult(tokens, counts, finite, logprobs, prompts, self._by_graph)

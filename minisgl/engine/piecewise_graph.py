@@ -7,18 +7,16 @@ and steps are padded to them. Without graphs, launching the kernels of such a st
 DecodeGraph.finish, or eager work.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minisgl.attention.base import StepAttention
 from minisgl.core import step_sizes
+from minisgl.engine.cuda_graph import largest_first
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.kernel import StepViews
 from minisgl.models.decoder import Attended
 
 
@@ -62,13 +60,27 @@ class _NoAttention:
         out.zero_()
 
 
-class _Forward(NamedTuple):
+class PieceForward(NamedTuple):
     """The graphs of one size. tokens: int32 [3, size], their input; attended: their result."""
 
     size: int
     tokens: Tensor
     pieces: list[_Piece]
     attended: Attended
+
+    def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
+        """Run the forward like ModelRunner.run, over `tokens` and the padding behind them.
+
+        tokens: int32 [3, T], the beginning of self.tokens, which ModelRunner.stage has filled. The
+        next graph that runs overwrites the result. The result keeps its padding: with tensor
+        parallelism the number of rows decides which rows of a sum this rank holds, so the next sum
+        must have as many rows, or Attended.take_rows gathers them.
+        """
+        num_tokens = tokens.shape[1]
+        for piece in self.pieces:
+            piece.graph.replay()
+            attention.forward(piece.layer, piece.q[:num_tokens], piece.out[:num_tokens])
+        return self.attended
 
 
 class PieceGraphs:
@@ -82,54 +94,31 @@ class PieceGraphs:
         self, runner: ModelRunner, sizes: Sequence[int], memory: Any, show_progress: bool
     ) -> None:
         """Capture graphs of these sizes; memory: the pool of the decode graphs. Blocks the host."""
-        self._runner = runner
         pool, largest = runner.pool, max(sizes, default=0)
         self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=runner.device)
         padding = [0, 0, pool.dummy_page * pool.page_size]  # id, position, slot
         self._padding = torch.tensor(padding, dtype=torch.int32, device=runner.device)[:, None]
-        bar = tqdm(
-            sorted(sizes, reverse=True),
-            desc="capturing pieces",
-            disable=None if show_progress else True,
-        )
-        self._forwards = [self._capture(size, memory) for size in bar][::-1]
+        order = largest_first(sizes, "capturing pieces", show_progress)
+        self._forwards = [self._capture(runner, size, memory) for size in order][::-1]
 
-    def forward(
-        self,
-        views: StepViews[Tensor],
-        num_decode_tokens: int,
-        num_tokens: int,
-        attention: StepAttention,
-    ) -> Attended | None:
-        """Run the forward like ModelRunner.forward, with padding tokens behind the T tokens.
+    def pick(self, num_tokens: int) -> PieceForward | None:
+        """Return the smallest forward for so many tokens, with padding in its other tokens.
 
-        Returns None if no size is large enough. The next graph that runs overwrites the result. The
-        result keeps its padding: with tensor parallelism the number of rows decides which rows of a
-        sum this rank holds, so the next sum must have as many rows, or Attended.take_rows gathers
-        them.
+        Returns None if no size is large enough.
         """
-        index = bisect_left(self._forwards, num_tokens, key=lambda forward: forward.size)
-        if index == len(self._forwards):
-            return None
-        picked = self._forwards[index]
-        tokens = picked.tokens[:, :num_tokens]
-        if num_tokens < picked.size:
+        picked = next((one for one in self._forwards if one.size >= num_tokens), None)
+        if picked is not None and num_tokens < picked.size:
             picked.tokens[:, num_tokens:] = self._padding
-        self._runner.stage(views, num_decode_tokens, tokens)
-        for piece in picked.pieces:
-            piece.graph.replay()
-            attention.forward(piece.layer, piece.q[:num_tokens], piece.out[:num_tokens])
-        return picked.attended
+        return picked
 
-    def _capture(self, size: int, memory: Any) -> _Forward:
-        runner = self._runner
+    def _capture(self, runner: ModelRunner, size: int, memory: Any) -> PieceForward:
         tokens = torch.as_strided(self._tokens, (3, size), (size, 1))
         tokens[:] = self._padding
         runner.run(tokens, _NoAttention())  # compiles kernels; libraries choose their algorithms
         torch.cuda.current_stream().synchronize()
         cutter = _Cutter(memory, runner.model.config.num_layers)
         attended = runner.run(tokens, cutter)
-        return _Forward(size, tokens, cutter.pieces, Attended(*map(_alias, attended)))
+        return PieceForward(size, tokens, cutter.pieces, Attended(*map(_alias, attended)))
 
 
 class _Memory:

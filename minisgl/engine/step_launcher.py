@@ -29,14 +29,12 @@ class StepLauncher:
     runner          the model and its memory.
     processors      logits processors, in the order in which they edit.
     eos_token_ids   of the model.
-    pinned          packed buffers are in pinned memory, as a GPU needs for copies without waiting.
     graphs, pieces  None where nothing is captured.
     """
 
     runner: ModelRunner
     processors: Sequence[LogitsProcessor[Any]]
     eos_token_ids: tuple[int, ...]
-    pinned: bool
     graphs: DecodeGraphs | None = None
     pieces: PieceGraphs | None = None
 
@@ -46,17 +44,13 @@ class StepLauncher:
         if graphs.graphs:
             self.pieces = PieceGraphs(self.runner, token_sizes, graphs.memory, show)
 
-    def release_graphs(self) -> None:
-        """Free the memory of all graphs."""
-        self.graphs = self.pieces = None
-
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On a CPU it is done on return."""
-        runner, num_decode_tokens = self.runner, batch.num_decode_tokens
-        graph = None if self.graphs is None else self.graphs.pick(batch, num_decode_tokens)
+        runner = self.runner
+        graph = None if self.graphs is None else self.graphs.pick(batch)
         size = batch.num_reqs if graph is None else graph.size
-        inputs = pack(batch, size, runner.dummy_row, runner.columns, self.pinned)
+        inputs = pack(batch, size, runner)
         views = self._send(inputs, graph)
         update_pages(runner.page_table, views.page_rows, views.page_cols, views.page_ids)
         edits: list[Edit] = []
@@ -66,18 +60,25 @@ class StepLauncher:
             )
             edits = prepare_edits(self.processors, batch.logit_edits, step)
         if graph is None:
-            hidden, logits = self._forward(batch, inputs, views, num_decode_tokens)
+            hidden, logits = self._forward(batch, inputs, views)
         else:
             graph.forward.replay()
             hidden, logits = None, graph.logits
+        next_tokens = logprobs = None
         if edits or batch.logprobs is not None:
-            return self._finish_eagerly(batch, inputs, views, edits, hidden, logits, graph)
-        if logits is None:
-            return LaunchedStep(batch, inputs, next_tokens=None)
-        kind = sampling_kind(batch)
-        if graph is None:
-            return LaunchedStep(batch, inputs, sample_tokens(runner, logits, views, kind))
-        return LaunchedStep(batch, inputs, graph.sample(kind.filters), by_graph=True)
+            if logits is not None:
+                logits = runner.model.lm_head.all_gather_logits(logits).float()
+                edited = logits.clone() if edits else logits
+                for edit in edits:
+                    edit(edited)
+                kind = sampling_kind(batch)
+                next_tokens = sample_tokens(runner, edited, views, kind, gathered=True)
+            logprobs = start_logprobs(runner.model, batch, hidden, logits, next_tokens)
+        elif graph is not None:
+            next_tokens = graph.sample(sampling_kind(batch).filters)
+        elif logits is not None:
+            next_tokens = sample_tokens(runner, logits, views, sampling_kind(batch))
+        return LaunchedStep(batch, inputs, next_tokens, logprobs, by_graph=graph is not None)
 
     def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews[Tensor]:
         """Copy the packed buffer to the device; for a graph, to the buffer that the graph reads."""
@@ -87,25 +88,26 @@ class StepLauncher:
         return inputs.layout.views(buffer.copy_(inputs.packed, non_blocking=True))
 
     def _forward(
-        self, batch: Batch, inputs: StepInputs, views: StepViews[Tensor], num_decode_tokens: int
+        self, batch: Batch, inputs: StepInputs, views: StepViews[Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run the forward without a decode graph.
 
         Returns the hidden states [T or more, H], if log-probabilities of prompts are wanted, and
         logits [N, n] of this rank's ids, if some request samples.
         """
-        runner = self.runner
+        runner, num_decode_tokens = self.runner, batch.num_decode_tokens
         num_tokens = num_decode_tokens + batch.num_prefill_tokens
         # Decode attention takes one token a request. With drafts, all requests attend as chunks.
         num_decode = batch.num_decode if num_decode_tokens == batch.num_decode else 0
         step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths)
         attention = runner.attention.prepare(step)
-        attended = None
-        if self.pieces is not None:
-            attended = self.pieces.forward(views, num_decode_tokens, num_tokens, attention)
-        if attended is None:
-            tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=self.runner.device)
-            attended = runner.forward(views, num_decode_tokens, tokens, attention)
+        piece = None if self.pieces is None else self.pieces.pick(num_tokens)
+        if piece is None:
+            tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=runner.device)
+        else:
+            tokens = piece.tokens[:, :num_tokens]
+        runner.stage(views, num_decode_tokens, tokens)
+        attended = (runner if piece is None else piece).run(tokens, attention)
         of_prompts = batch.logprobs is not None and (batch.logprobs.prompt >= 0).any()
         samples = batch.samples.any()
         if not (of_prompts or samples):
@@ -114,33 +116,6 @@ class StepLauncher:
         if of_prompts:
             hidden = model.model.finish_last_layer(attended)
             return hidden, model.lm_head.logits(hidden[last]) if samples else None
-        attended = attended.take_rows(last, runner.comm)
+        attended = attended.take_rows(last, model.lm_head.comm)
         logits = None if self.graphs is None else self.graphs.finish(attended)
         return None, model.logits(attended) if logits is None else logits
-
-    def _finish_eagerly(
-        self,
-        batch: Batch,
-        inputs: StepInputs,
-        views: StepViews[Tensor],
-        edits: Sequence[Edit],
-        hidden: Tensor | None,
-        logits: Tensor | None,
-        graph: DecodeGraph | None,
-    ) -> LaunchedStep:
-        """Sample from edited logits, and start the log-probabilities that the batch asks for."""
-        runner, reqs = self.runner, batch.num_reqs
-        next_tokens = tokens = logprobs = None
-        if logits is not None:
-            logits = runner.model.lm_head.all_gather_logits(logits).float()
-            edited = logits.clone() if edits else logits
-            for edit in edits:
-                edit(edited)
-            kind = sampling_kind(batch)
-            next_tokens = sample_tokens(runner, edited, views, kind, gathered=True)
-            logits, tokens = logits[:reqs], next_tokens[0, :reqs]
-        if batch.logprobs is not None:
-            logprobs = start_logprobs(
-                runner.model, batch.logprobs, batch, inputs.order, hidden, logits, tokens
-            )
-        return LaunchedStep(batch, inputs, next_tokens, logprobs, by_graph=graph is not None)

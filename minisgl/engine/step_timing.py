@@ -13,7 +13,7 @@ from minisgl.engine.warmup import StepShape, warmup_batch
 
 _TIME_LIMIT_NS = 3 * 10**9  # of a whole calibration; slow machines stop at smaller sizes
 _REPEATS = 3  # timings that are taken together
-_MAX_REPEATS = 9
+_MAX_ROUNDS = 3  # of _REPEATS timings, until they agree
 _SETTLED_NS = 60 * 10**6  # of a shape with prompt tokens, since a GPU's clock follows power slowly
 _HEAT_S = 0.3  # of steps with prompt tokens, before the larger ones are timed
 _SCATTER = 1.1  # two durations agree if the longer one is at most this many times the shorter one
@@ -31,7 +31,6 @@ class Timing(NamedTuple):
 
 def calibrate(
     engine: EngineLike,
-    dummy_page: int,
     max_chunk_tokens: int,
     vocab_size: int,
     slowest_ns: Callable[[int], int],
@@ -53,7 +52,7 @@ def calibrate(
         known = len(timings) > 1
         if known and watch.expired:
             break
-        batch = warmup_batch(engine, dummy_page, shape, num_ids=vocab_size)
+        batch = warmup_batch(engine, shape, num_ids=vocab_size)
         if batch is None or shape.chunk > max_chunk_tokens:
             continue
         work = _work(batch)
@@ -90,12 +89,10 @@ class _StopWatch:
         """
         durations_ns: list[int] = []
         median_ns = None
-        while len(durations_ns) < _MAX_REPEATS and (
-            median_ns is None or sum(durations_ns) < least_ns
-        ):
+        for _ in range(_MAX_ROUNDS):
             durations_ns += self.durations_ns(batch, _REPEATS)
             median_ns = _agreed_median(durations_ns)
-            if self.expired:
+            if self.expired or (median_ns is not None and sum(durations_ns) >= least_ns):
                 break
         return min(durations_ns) if required and median_ns is None else median_ns
 

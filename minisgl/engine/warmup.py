@@ -1,7 +1,7 @@
 """Steps without requests: they warm the engine up before it serves.
 
-Their tokens go to the dummy page. The contexts that they read are spread over the whole KV pool, as
-those of requests are later.
+Their tokens go to the dummy page of KVPool, number num_pages. The contexts that they read are
+spread over the whole KV pool, as those of requests are later.
 """
 
 import itertools
@@ -9,14 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import (
-    Batch,
-    EngineLike,
-    LogprobsRequest,
-    PageUpdates,
-    SamplingParams,
-    sampling_arrays,
-)
+from minisgl.core.batch import Batch, EngineLike, LogprobsRequest, PageUpdates
+from minisgl.core.sampling import SamplingParams, sampling_arrays
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 FILTERED = SamplingParams(temperature=1.0, top_k=2, seed=0)
@@ -35,40 +29,39 @@ class StepShape(NamedTuple):
     context: int
 
 
-def warm_up(engine: EngineLike, dummy_page: int) -> None:
+def warm_up(engine: EngineLike) -> None:
     """Run one decode, one prefill and one mixed step with every kind of sampling."""
     for shape in (StepShape(0, 4, 0), StepShape(1, 0, 4), StepShape(2, 3, 4)):
         for params, logprobs in itertools.product(_KINDS, (False, True)):
-            batch = warmup_batch(engine, dummy_page, shape, params, logprobs=logprobs)
+            batch = warmup_batch(engine, shape, params, logprobs=logprobs)
             if batch is not None:
                 engine.launch(batch).wait()
 
 
-def run_every_size(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
+def run_every_size(engine: EngineLike, max_chunk_tokens: int) -> None:
     """Run decode steps of every number of requests, and chunks of many lengths."""
     shapes = [StepShape(reqs, 0, 4) for reqs in range(1, engine.max_running_reqs + 1)]
     for size in (2**power for power in range(max_chunk_tokens.bit_length())):
         shapes += [StepShape(0, size, 0), StepShape(0, size + 1, 0), StepShape(1, size, 4)]
     for shape in shapes:
-        batch = warmup_batch(engine, dummy_page, shape, FILTERED)
+        batch = warmup_batch(engine, shape, FILTERED)
         if batch is not None and shape.chunk <= max_chunk_tokens:
             engine.launch(batch).wait()
 
 
-def run_largest(engine: EngineLike, dummy_page: int, max_chunk_tokens: int) -> None:
+def run_largest(engine: EngineLike, max_chunk_tokens: int) -> None:
     """Run the step that takes the most memory: all rows, the longest chunk, random sampling."""
     chunks = -(-max_chunk_tokens // engine.max_seq_len)
     num_decode = max(engine.max_running_reqs - chunks, 0)
     most = (engine.max_running_reqs - num_decode) * engine.max_seq_len
     shape = StepShape(num_decode, min(max_chunk_tokens, most), 0)
-    batch = warmup_batch(engine, dummy_page, shape, FILTERED)
+    batch = warmup_batch(engine, shape, FILTERED)
     assert batch is not None, "the largest step fits by construction: this is a bug"
     engine.launch(batch).wait()
 
 
 def warmup_batch(
     engine: EngineLike,
-    dummy_page: int,
     shape: StepShape,
     params: SamplingParams = GREEDY,
     *,
@@ -91,7 +84,7 @@ def warmup_batch(
         lengths[-1] = shape.chunk - (num_chunks - 1) * longest
     pages = -(-(shape.context + int(lengths.max())) // engine.page_size)
     read_only = shape.context // engine.page_size
-    page_ids = np.full((num_reqs, pages), dummy_page, dtype=np.int32)
+    page_ids = np.full((num_reqs, pages), engine.num_pages, dtype=np.int32)
     scattered = np.arange(num_reqs * read_only, dtype=np.int32) % engine.num_pages
     page_ids[:, :read_only] = scattered.reshape(num_reqs, read_only)
     rows = np.arange(num_reqs, dtype=np.int32)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl.core import Logprobs
+from minisgl.core.batch import Logprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

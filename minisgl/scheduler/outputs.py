@@ -4,7 +4,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Batch, FinishReason, HostLogprobs, Int32Array, RequestError, StepResult
+from minisgl.core import Batch, FinishReason, Int32Array, RequestError, StepResult
+from minisgl.core.batch import HostLogprobs
 from minisgl.message.messages import AddReq, Finished, PrefillDone, StepOutput, TokenLogprobs
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable

@@ -6,14 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import (
-    Column,
-    EditedReq,
-    Int32Array,
-    InvariantBroken,
-    LogprobsRequest,
-    SamplingArrays,
-)
+from minisgl.core import Column, Int32Array, InvariantBroken
+from minisgl.core.batch import EditedReq, LogprobsRequest
+from minisgl.core.sampling import SamplingArrays
 from minisgl.kvcache import FencedPool
 from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.request import Req

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minisgl.benchmark.models import write_model
-from minisgl.core import EngineConfig, LogprobsRequest, SamplingParams, WorkerDied
+from minisgl.core import EngineConfig, SamplingParams, WorkerDied
+from minisgl.core.batch import LogprobsRequest
 from minisgl.distributed.comm import Communicator, GroupCommunicator
 from minisgl.engine import Engine
 from minisgl.engine.warmup import StepShape, warmup_batch
@@ -183,7 +184,7 @@ def prompt_logprobs(comm: Communicator, path: str, tokens: int, device: str) -> 
             dummy_weight=True,
         )
         engine = Engine(config, comm, max_chunk_tokens=2048)
-        batch = warmup_batch(engine, 0, StepShape(0, tokens, 0))
+        batch = warmup_batch(engine, StepShape(0, tokens, 0))
         assert batch is not None
         ids = np.random.default_rng(0).integers(5, 1000, tokens + 1, dtype=np.int32)
         none, one = np.full(1, -1, dtype=np.int32), np.zeros(1, dtype=np.int32)

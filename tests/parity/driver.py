@@ -4,15 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl.core import (
-    Batch,
-    EngineConfig,
-    LogprobsRequest,
-    PageUpdates,
-    SamplingParams,
-    StepResult,
-    sampling_arrays,
-)
+from minisgl.core import Batch, EngineConfig, PageUpdates, SamplingParams, StepResult
+from minisgl.core.batch import LogprobsRequest
+from minisgl.core.sampling import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import Engine
 

@@ -17,13 +17,13 @@ from minisgl.core import (
     SAMPLING_COLUMNS,
     Column,
     ConfigError,
-    EditedReq,
     EngineConfig,
     FinishReason,
     InvalidRequest,
     SamplingParams,
     SchedulerConfig,
 )
+from minisgl.core.batch import EditedReq
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.engine.logits_processing import Edit, ProcessingStep

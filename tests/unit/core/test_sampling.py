@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from minisgl.core import MAX_SEED, InvalidRequest, SamplingParams
+from minisgl.core import InvalidRequest, SamplingParams
+from minisgl.core.sampling import MAX_SEED
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
 
 def test_warm_up_steps_read_distinct_pages_and_write_to_the_dummy_page(path: str) -> None:
     engine = make_engine(path)
-    batch = warmup_batch(engine, engine.num_pages, StepShape(2, 5, 10))
+    batch = warmup_batch(engine, StepShape(2, 5, 10))
     assert batch is not None
     pages = batch.page_updates.ids.reshape(3, -1)
     assert engine.page_size == 4

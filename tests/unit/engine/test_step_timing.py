@@ -51,7 +51,7 @@ class VirtualEngine:
 def calibrated(
     engine: VirtualEngine, slowest_ns: Callable[[int], int] = lambda own: own
 ) -> StepCost:
-    return calibrate(engine, 1000, 8192, 50_000, slowest_ns, lambda: engine.now_ns)
+    return calibrate(engine, 8192, 50_000, slowest_ns, lambda: engine.now_ns)
 
 
 SHAPES = [(1, 1, 0), (64, 64 * 1024, 0), (448, 64_000, 384 * 4000), (512, 64_000, 448 * 6000)]
