@@ -39,14 +39,7 @@ from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
-_ROUTERS = (
-    generation_router,
-    token_router,
-    model_router,
-    admin_router,
-    probe_router,
-    docs_router,
-)
+_ROUTERS = (generation_router, token_router, model_router, admin_router, probe_router, docs_router)
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -57,9 +50,7 @@ def build_app(service: Service) -> ASGIApp:
         metrics.on_refused(error, service.lifecycle.phase)
 
     app = _Application(
-        service,
-        RequestConverter(config),
-        exception_handlers=_error_handlers(on_refused),
+        service, RequestConverter(config), exception_handlers=_error_handlers(on_refused)
     )
     limited = LimitMiddleware(app, config.limits, on_refused)
     guarded: ASGIApp = Auth(limited, config.api_key_hashes, config.admin_key_hashes)

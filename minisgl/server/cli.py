@@ -189,9 +189,7 @@ def resolve(
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
         scheduler=SchedulerConfig(
-            **scheduler,
-            overlap=not env.disable_overlap_scheduling,
-            check_plans=env.check_plans,
+            **scheduler, overlap=not env.disable_overlap_scheduling, check_plans=env.check_plans
         ),
         limits=Limits(**limits),
         commit=env.commit or _commit(),

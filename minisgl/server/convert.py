@@ -143,10 +143,7 @@ class RequestConverter:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
     def chat_prompt(
-        self,
-        messages: list[requests.Message],
-        options: requests.TemplateOptions,
-        facts: ModelFacts,
+        self, messages: list[requests.Message], options: requests.TemplateOptions, facts: ModelFacts
     ) -> Prompt:
         """The messages in the form that chat templates expect, with the template's options."""
         chars = sum([_prepare_message(message, i) for i, message in enumerate(messages)])

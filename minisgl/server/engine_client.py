@@ -23,13 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from minisgl.core import (
-    DeadlineExceeded,
-    FinishReason,
-    InvalidRequest,
-    Overloaded,
-    RequestError,
-)
+from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
