@@ -28,18 +28,14 @@ import minisgl
 from minisgl.core import RequestError
 from minisgl.server.auth import Auth
 from minisgl.server.convert import RequestConverter
-from minisgl.server.docs_routes import docs_router
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
-from minisgl.server.inference_routes import generation_router, model_router, token_router
 from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_answer
 from minisgl.server.openapi import openapi_document
-from minisgl.server.operator_routes import admin_router, probe_router
+from minisgl.server.routes import router
 from minisgl.server.routing import Service
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
-
-_ROUTERS = (generation_router, token_router, model_router, admin_router, probe_router, docs_router)
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -72,7 +68,7 @@ class _Application(FastAPI):
         super().__init__(
             title="minisgl",
             version=minisgl.__version__,
-            # docs_router serves both pages without files from elsewhere.
+            # `routes` serves both pages without files from elsewhere.
             openapi_url=None,
             docs_url=None,
             redoc_url=None,
@@ -82,8 +78,7 @@ class _Application(FastAPI):
         )
         self.state.service = service
         self.state.converter = converter
-        for router in _ROUTERS:
-            self.include_router(router)
+        self.include_router(router)
 
     def openapi(self) -> dict[str, Any]:
         """FastAPI's document of the routes, with the bodies that msgspec decodes and encodes."""

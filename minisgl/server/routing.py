@@ -1,19 +1,19 @@
-"""Shared by all route files: exact matching of paths, and the dependencies of handlers.
+"""Used by all routes: exact matching of paths, and the dependency of the handlers.
 
-A handler asks for an object by an annotation, and FastAPI passes it in:
+A handler asks for the `CallContext` by an annotation, and FastAPI passes it in:
 
     @router.get("/server_info")
-    async def server_info(service: ServiceDep) -> Response: ...
+    async def server_info(call: CallDep) -> Response: ...
 
 Bodies are not declared in signatures: `CallContext` reads the raw bytes and msgspec decodes them.
-All dependencies are coroutines, because FastAPI runs plain functions in a thread.
+The dependency is a coroutine, because FastAPI runs plain functions in a thread.
 """
 
 import asyncio
 from collections.abc import Awaitable
 from typing import Annotated, Any, Protocol, TypeVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
@@ -50,11 +50,6 @@ class ExactRoute(APIRoute):
         return super().matches(scope)
 
 
-def new_router(tag: str) -> APIRouter:
-    """A router of exact routes. The tag is their heading in the OpenAPI document."""
-    return APIRouter(route_class=ExactRoute, tags=[tag], redirect_slashes=False)
-
-
 class Service(Protocol):
     """The process that the routes belong to: the API server, or a test double."""
 
@@ -71,14 +66,14 @@ class Service(Protocol):
 
 
 class CallContext:
-    """One HTTP call: its request, its id, and the part of the service that its handler uses."""
+    """One HTTP call: its request, its id, and the objects that its handler uses."""
 
-    def __init__(self, request: Request, service: Service) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
         self.request_id = str(request.scope["state"].get("request_id", ""))
-        self.client = service.client
-        self._lifecycle = service.lifecycle
-        self._max_wait_s = service.config.limits.max_wait_s
+        self.service: Service = request.app.state.service
+        self.converter: RequestConverter = request.app.state.converter
+        self.client = self.service.client
 
     async def read(self) -> tuple[bytes, ModelFacts]:
         """The body of a call of the model, and the model's facts.
@@ -86,13 +81,14 @@ class CallContext:
         Raises NotReady when the server accepts no calls, or stops to accept them meanwhile.
         """
         kept = self.request.scope["state"].get(KEPT, False)
-        self._lifecycle.require_accepting(kept)
-        return await self.read_body(), self._lifecycle.require_accepting(kept)
+        self.service.lifecycle.require_accepting(kept)
+        return await self.read_body(), self.service.lifecycle.require_accepting(kept)
 
     async def read_body(self) -> bytes:
         """The raw body. Raises DeadlineExceeded when it is incomplete after max_wait_s."""
+        max_wait_s = self.client.limits.max_wait_s
         try:
-            async with asyncio.timeout(self._max_wait_s):
+            async with asyncio.timeout(max_wait_s):
                 # request.body() would keep the bytes until the response has been sent.
                 return b"".join([part async for part in self.request.stream()])
         except ClientDisconnect:
@@ -101,7 +97,7 @@ class CallContext:
             # uvicorn cancels the handler at the end of a drain, and would answer in plain text.
             raise NotReady("the server is shutting down") from None
         except TimeoutError:
-            late = f"the body did not arrive within {self._max_wait_s:g} s"
+            late = f"the body did not arrive within {max_wait_s:g} s"
             raise DeadlineExceeded(late, limit="max_wait_s") from None
 
     async def unless_disconnected(self, work: Awaitable[T]) -> T:
@@ -109,20 +105,8 @@ class CallContext:
         return await unless_disconnected(self.request.receive, work)
 
 
-async def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-async def _converter(request: Request) -> RequestConverter:
-    converter: RequestConverter = request.app.state.converter
-    return converter
-
-
 async def _call(request: Request) -> CallContext:
-    return CallContext(request, request.app.state.service)
+    return CallContext(request)
 
 
-ServiceDep = Annotated[Service, Depends(_service)]
-ConverterDep = Annotated[RequestConverter, Depends(_converter)]
 CallDep = Annotated[CallContext, Depends(_call)]
