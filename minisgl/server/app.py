@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -45,9 +44,7 @@ def build_app(service: Service) -> ASGIApp:
     def on_refused(error: RequestError) -> None:
         metrics.on_refused(error, service.lifecycle.phase)
 
-    app = _Application(
-        service, RequestConverter(config), exception_handlers=_error_handlers(on_refused)
-    )
+    app = _routed_app(service, exception_handlers=_error_handlers(on_refused))
     limited = LimitMiddleware(app, config.limits, on_refused)
     guarded: ASGIApp = Auth(limited, config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # Outside of Auth, because a browser's preflight carries no key.
@@ -61,33 +58,27 @@ def build_app(service: Service) -> ASGIApp:
     return RequestContextMiddleware(guarded, metrics)
 
 
-class _Application(FastAPI):
-    """FastAPI with our routers. Request bodies are described by `minisgl.server.openapi`."""
-
-    def __init__(self, service: Service, converter: RequestConverter, **options: Any) -> None:
-        super().__init__(
-            title="minisgl",
-            version=minisgl.__version__,
-            # `routes` serves both pages without files from elsewhere.
-            openapi_url=None,
-            docs_url=None,
-            redoc_url=None,
-            redirect_slashes=False,
-            generate_unique_id_function=lambda route: route.name,
-            **options,
-        )
-        self.state.service = service
-        self.state.converter = converter
-        self.include_router(router)
-
-    def openapi(self) -> dict[str, Any]:
-        """FastAPI's document of the routes, with the bodies that msgspec decodes and encodes."""
-        if self.openapi_schema is None:
-            has_keys = bool(self.state.service.config.api_key_hashes)
-            with warnings.catch_warnings(action="ignore"):  # HEAD has the operation id of its GET.
-                found = get_openapi(title=self.title, version=self.version, routes=self.routes)
-            self.openapi_schema = openapi_document(found, self.state.converter, has_keys)
-        return self.openapi_schema
+def _routed_app(service: Service, **options: Any) -> FastAPI:
+    """FastAPI with our routes. Its document describes the bodies that msgspec decodes."""
+    app = FastAPI(
+        title="minisgl",
+        version=minisgl.__version__,
+        # `routes` serves both pages without files from elsewhere.
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
+        **options,
+    )
+    app.state.service = service
+    app.state.converter = converter = RequestConverter(service.config)
+    app.include_router(router)
+    with warnings.catch_warnings(action="ignore"):  # HEAD has the operation id of its GET.
+        document = app.openapi()
+    has_keys = bool(service.config.api_key_hashes)
+    app.openapi_schema = openapi_document(document, converter, has_keys)
+    return app
 
 
 def _error_handlers(

@@ -181,16 +181,14 @@ class RequestConverter:
         self, body: ChatBody | CompletionBody | GenerateBody, facts: ModelFacts
     ) -> list[tuple[str, Prompt]]:
         """Each prompt with its path in the body."""
-        named: list[tuple[str, Any]]
-        if isinstance(body, CompletionBody):
-            named = [("prompt", body.prompt)]
-            if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int):
-                named = [(f"prompt[{index}]", one) for index, one in enumerate(body.prompt)]
-        elif isinstance(body, GenerateBody):
-            named = [("input_ids", body.input_ids)]
-        else:
+        if isinstance(body, ChatBody):
             prompt = self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
             return [("messages", prompt)]
+        if isinstance(body, GenerateBody):
+            return [("input_ids", self.ids_prompt("input_ids", body.input_ids, facts))]
+        named: list[tuple[str, Any]] = [("prompt", body.prompt)]
+        if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int):
+            named = [(f"prompt[{index}]", one) for index, one in enumerate(body.prompt)]
         return [(param, self._prompt(param, prompt, facts)) for param, prompt in named]
 
     def _prompt(self, param: str, prompt: str | int | list[Any], facts: ModelFacts) -> Prompt:
@@ -294,15 +292,8 @@ def _prepare_message(message: requests.Message, index: int) -> int:
     # Without a loop over the names: a chat may have thousands of messages.
     message.refusal = message.annotations = message.audio = None
     message.function_call = message.reasoning = None
-    if message.content:
-        chars += len(message.content)
-    if message.name is not None:
-        chars += len(message.name)
-    if message.tool_call_id is not None:
-        chars += len(message.tool_call_id)
-    if message.reasoning_content is not None:
-        chars += len(message.reasoning_content)
-    return chars
+    chars += len(message.content or "") + len(message.name or "")
+    return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
 
 
 def _parse_arguments(message: requests.Message, index: int) -> int:

@@ -8,7 +8,7 @@ import msgspec
 
 from minisgl.core import Cancelled, InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
 from minisgl.core.sampling import MAX_SEED
-from minisgl.message.messages import AddReq, TextOptions, TokenizeText
+from minisgl.message.messages import AddReq, TokenizeText
 from minisgl.server.convert import GenerateRequest, TokenArray
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.generation import Generation
@@ -50,7 +50,11 @@ async def _submit_all(
         prompts.append((token_ids, fit_max_tokens(request, token_ids, facts, name)))
     client.require_room(sum(len(token_ids) for token_ids, _ in prompts))
     for index, (token_ids, sampling) in enumerate(prompts):
-        options = _text_options(request.text, token_ids, sampling)
+        options = msgspec.structs.replace(
+            request.text,
+            prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
+            prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
+        )
         for sibling in range(request.n):
             choice = generation.choices[index * request.n + sibling]
             add_req = AddReq(
@@ -103,17 +107,6 @@ def fit_max_tokens(
             param=param,
         )
     return msgspec.structs.replace(sampling, max_tokens=context - size)
-
-
-def _text_options(
-    options: TextOptions, token_ids: TokenArray, sampling: SamplingParams
-) -> TextOptions:
-    """The text options of the request, with the parts of the prompt that the detokenizer needs."""
-    return msgspec.structs.replace(
-        options,
-        prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
-        prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
-    )
 
 
 def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
