@@ -13,8 +13,7 @@ disconnect.
 
 import logging
 import warnings
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -44,8 +43,7 @@ def build_app(service: Service) -> ASGIApp:
     def on_refused(error: RequestError) -> None:
         metrics.on_refused(error, service.lifecycle.phase)
 
-    app = _routed_app(service, exception_handlers=_error_handlers(on_refused))
-    limited = LimitMiddleware(app, config.limits, on_refused)
+    limited = LimitMiddleware(_routed_app(service), config.limits, on_refused)
     guarded: ASGIApp = Auth(limited, config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # Outside of Auth, because a browser's preflight carries no key.
         guarded = CORSMiddleware(
@@ -58,7 +56,7 @@ def build_app(service: Service) -> ASGIApp:
     return RequestContextMiddleware(guarded, metrics)
 
 
-def _routed_app(service: Service, **options: Any) -> FastAPI:
+def _routed_app(service: Service) -> FastAPI:
     """FastAPI with our routes. Its document describes the bodies that msgspec decodes."""
     app = FastAPI(
         title="minisgl",
@@ -69,7 +67,7 @@ def _routed_app(service: Service, **options: Any) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
-        **options,
+        exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), _on_error),
     )
     app.state.service = service
     app.state.converter = converter = RequestConverter(service.config)
@@ -81,31 +79,26 @@ def _routed_app(service: Service, **options: Any) -> FastAPI:
     return app
 
 
-def _error_handlers(
-    on_refused: Callable[[RequestError], None],
-) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-    """One handler for every exception: it logs the error and writes the nested error body."""
-
-    async def on_error(request: Request, error: Exception) -> Response:
-        headers: Mapping[str, str] = {}
-        if isinstance(error, HTTPException):  # The router raises it for 404 and 405.
-            headers = error.headers or {}
-            if error.status_code == 405:
-                error = MethodNotAllowed(f"{request.method} is not allowed here")
-            else:
-                error = RouteNotFound("there is no such path")
-        elif isinstance(error, RequestError):
-            on_refused(error)
-        response = error_answer(error, **headers)
-        is_bug = not isinstance(error, RequestError)  # uvicorn logs its traceback.
-        log_event(
-            logger,
-            logging.ERROR if is_bug else logging.INFO,
-            "request failed" if is_bug else "call refused",
-            request_id=request.scope["state"].get("request_id"),
-            status=response.status_code,
-            reason=type(error).__name__,
-        )
-        return response
-
-    return dict.fromkeys((RequestError, HTTPException, Exception), on_error)
+async def _on_error(request: Request, error: Exception) -> Response:
+    """The handler of every exception: it logs the error and writes the nested error body."""
+    headers: Mapping[str, str] = {}
+    if isinstance(error, HTTPException):  # The router raises it for 404 and 405.
+        headers = error.headers or {}
+        if error.status_code == 405:
+            error = MethodNotAllowed(f"{request.method} is not allowed here")
+        else:
+            error = RouteNotFound("there is no such path")
+    elif isinstance(error, RequestError):
+        service = request.app.state.service
+        service.client.metrics.on_refused(error, service.lifecycle.phase)
+    response = error_answer(error, **headers)
+    is_bug = not isinstance(error, RequestError)  # uvicorn logs its traceback.
+    log_event(
+        logger,
+        logging.ERROR if is_bug else logging.INFO,
+        "request failed" if is_bug else "call refused",
+        request_id=request.scope["state"].get("request_id"),
+        status=response.status_code,
+        reason=type(error).__name__,
+    )
+    return response
