@@ -137,7 +137,7 @@ class Metrics:
             ).labels(model_name)
             for name, (text, bounds) in HISTOGRAMS.items()
         }
-        self._generated = self._counters["generation_tokens_total"].labels(model_name)
+        self._new_tokens = 0  # Generated since the last scrape; a counter costs 1 us per event.
         self._set("scheduler_last_step_timestamp_seconds", time.time())
         self._gauges["build_info"].labels(minisgl.__version__, commit).set(1)
         text = "Unix time of the start of the API process."
@@ -169,7 +169,7 @@ class Metrics:
         tokens = update.completion_tokens - choice.latest.completion_tokens
         if tokens <= 0:
             return
-        self._generated.inc(tokens)
+        self._new_tokens += tokens
         if choice.first_s:
             self._observe("inter_token_latency_seconds", now_s - choice.last_s)
         else:
@@ -253,6 +253,8 @@ class Metrics:
     def _refresh(self, phase: Phase, is_stalled: bool, open_choices: int) -> None:
         self._gauges["ready"].set(phase is Phase.READY and not is_stalled)
         self._gauges["draining"].set(phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
+        self._count("generation_tokens_total", self._new_tokens)
+        self._new_tokens = 0
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)
         self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)

@@ -94,19 +94,17 @@ class Detokenizer:
     def _fail(self, output: messages.StepOutput) -> list[messages.TextUpdate]:
         """End every request of a step that could not be applied with an error, so that I3 holds."""
         new = {done.uid for done in output.prefill_done}
-        updates = []
+        ended = []
         for uid in sorted(new.union(output.uids, (end.uid for end in output.finished))):
             self._options.pop(uid, None)
             text = self._open.pop(uid, None)
             if uid in new or (text is not None and not text.stream.stopped):
-                end = messages.TextUpdate(
-                    uid=uid,
-                    finish=FinishReason.ERROR,
-                    error="the text of this request could not be made",
-                    stopped=True,
-                )
-                updates.append(end)
-        return updates
+                ended.append(uid)
+        reason = "the text of this request could not be made"
+        return [
+            messages.TextUpdate(uid=uid, finish=FinishReason.ERROR, error=reason, stopped=True)
+            for uid in ended
+        ]
 
 
 class RequestText:
