@@ -27,10 +27,10 @@ from minisgl.core import RequestError
 from minisgl.server.auth import Auth
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
+from minisgl.server.handler import Service
 from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_answer
 from minisgl.server.openapi import openapi_document
 from minisgl.server.routes import router
-from minisgl.server.routing import Service
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)

@@ -9,25 +9,46 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
+from starlette.routing import Match
+from starlette.types import Scope
 
 import minisgl
 from minisgl.core import Cancelled
 from minisgl.server.errors import RETRY_AFTER
 from minisgl.server.generation import Generation
-from minisgl.server.handler import start
+from minisgl.server.handler import CallContext, CallDep, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
 from minisgl.server.middleware import DOCS_PATHS, answer
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.response import EventStream, ResponseWriter
-from minisgl.server.routing import CallContext, CallDep, ExactRoute
 
 T = TypeVar("T")
+
+
+class ExactRoute(APIRoute):
+    """A route that matches its path to the last character, and HEAD wherever it takes GET.
+
+    The `$` in Starlette's pattern also matches before a final newline, so that the path
+    "/abort\\n" would reach the admin route /abort without being an admin path to `Auth`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.methods is not None and "GET" in self.methods:
+            self.methods.add("HEAD")
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["path"].endswith("\n"):
+            return Match.NONE, {}
+        return super().matches(scope)
+
 
 router = APIRouter(route_class=ExactRoute, redirect_slashes=False)
 
@@ -70,12 +91,12 @@ async def _generate(route: str, call: CallContext) -> Response:
     writer = ResponseWriter(request)
     client = call.client
     started = start(client, request, facts, call.request_id)
-    generation = await call.unless_disconnected(started)
+    generation = await unless_disconnected(call.request.receive, started)
     if request.stream:
         return EventStream(client, writer, generation)
     try:
         ended = asyncio.ensure_future(generation.wait_until(generation.finished))
-        await call.unless_disconnected(ended)
+        await unless_disconnected(call.request.receive, ended)
         return Response(writer.whole(generation), media_type="application/json")
     finally:
         client.close(generation)
@@ -103,7 +124,7 @@ async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitabl
     """The result of `ask`, which waits in the same queue as the calls that generate."""
     generation = call.client.open(1, call.request_id)
     try:
-        return await call.unless_disconnected(ask(generation))
+        return await unless_disconnected(call.request.receive, ask(generation))
     finally:
         call.client.close(generation)
 
