@@ -81,7 +81,7 @@ class LLM:
                 policy[name] = settings.pop(name)
         engine_config = EngineConfig(model_path=path, tp_size=tp, **settings)
         scheduler_config = SchedulerConfig(**policy)
-        self.tokenizer = TextTokenizer.load(path)
+        self.tokenizer = TextTokenizer(path)
         self.worker: LocalWorker | RankWorkers
         if tp == 1:
             self.worker = LocalWorker(engine_config, scheduler_config, extensions)

@@ -210,21 +210,18 @@ class ApiServer:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             self.client.end_overdue(time.monotonic())
             if self.lifecycle.phase is not Phase.LOADING:
-                self._ping_workers()
-            role = self._hung_worker()
-            if role is not None:
+                # A worker that already owes an answer receives no second Ping.
+                for role, sender in self._workers.items():
+                    if self._watchdog.expect(role, time.monotonic()):
+                        sender.send(messages.Ping())
+            hung = self._hung_worker()
+            if hung is not None:
                 timeout_s = self.config.step_timeout_s
-                reason = f"the {role} made no progress for {timeout_s:g} s (--step-timeout)"
+                reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"
                 logger.error(reason)
                 await asyncio.sleep(_STUCK_NOTICE_S)
-                if self._hung_worker() == role:
+                if self._hung_worker() == hung:
                     raise WorkerDied(reason)
-
-    def _ping_workers(self) -> None:
-        """Send a Ping to every tokenizer and detokenizer that does not owe an answer already."""
-        for role, sender in self._workers.items():
-            if self._watchdog.expect(role, time.monotonic()):
-                sender.send(messages.Ping())
 
     async def _beat(self) -> None:
         """Keep proxies from closing streams whose request waits for its turn."""

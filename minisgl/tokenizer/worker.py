@@ -29,14 +29,14 @@ def run_tokenizer(
     """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used."""
     # One message at a time: the library's thread pool would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = TextTokenizer.load(model_path, MAX_TEMPLATE_CHARS)
+    tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS)
     handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
     _serve_queue(name, socket_dir, messages.ToTokenizer, handler)
 
 
 def run_detokenizer(model_path: str, socket_dir: str) -> NoReturn:
     """Serve the queue `detokenizer` for ever. Raises ConfigError as `run_tokenizer` does."""
-    detokenizer = Detokenizer(TextTokenizer.load(model_path).vocabulary)
+    detokenizer = Detokenizer(TextTokenizer(model_path).vocabulary)
     _serve_queue("detokenizer", socket_dir, messages.ToDetokenizer, detokenizer.handle)
 
 
