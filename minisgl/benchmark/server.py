@@ -8,6 +8,7 @@ process, `minisgl bench online`. The CPU time of each process is measured.
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import subprocess
@@ -146,6 +147,8 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     command = [sys.executable, "-m", "minisgl", "bench", "online", *flags]
     reader = subprocess.Popen(command, stdout=subprocess.PIPE)
     await _all_submitted(service, streams, reader)
+    gc.collect()
+    gc.freeze()  # As the server does once it is ready.
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     await _play_engine(service, tokens)
     while service.client.open_generations:

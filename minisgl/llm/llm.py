@@ -79,7 +79,7 @@ class LLM:
         policy = {"target_step_ms": None} | {name: settings.pop(name) for name in names}
         engine_config = EngineConfig(model_path=path, tp_size=tp, **settings)
         scheduler_config = SchedulerConfig(**policy)
-        self.tokenizer = TextTokenizer.load(path)
+        self.tokenizer = TextTokenizer(path)
         self.worker: LocalWorker | RankWorkers
         if tp == 1:
             self.worker = LocalWorker(engine_config, scheduler_config, extensions)

@@ -13,11 +13,9 @@ disconnect.
 
 import logging
 import warnings
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -28,25 +26,14 @@ import minisgl
 from minisgl.core import RequestError
 from minisgl.server.auth import Auth
 from minisgl.server.convert import RequestConverter
-from minisgl.server.docs_routes import docs_router
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
-from minisgl.server.inference_routes import generation_router, model_router, token_router
+from minisgl.server.handler import Service
 from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_answer
 from minisgl.server.openapi import openapi_document
-from minisgl.server.operator_routes import admin_router, probe_router
-from minisgl.server.routing import Service
+from minisgl.server.routes import router
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
-
-_ROUTERS = (
-    generation_router,
-    token_router,
-    model_router,
-    admin_router,
-    probe_router,
-    docs_router,
-)
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -56,12 +43,7 @@ def build_app(service: Service) -> ASGIApp:
     def on_refused(error: RequestError) -> None:
         metrics.on_refused(error, service.lifecycle.phase)
 
-    app = _Application(
-        service,
-        RequestConverter(config),
-        exception_handlers=_error_handlers(on_refused),
-    )
-    limited = LimitMiddleware(app, config.limits, on_refused)
+    limited = LimitMiddleware(_routed_app(service), config.limits, on_refused)
     guarded: ASGIApp = Auth(limited, config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # Outside of Auth, because a browser's preflight carries no key.
         guarded = CORSMiddleware(
@@ -74,61 +56,49 @@ def build_app(service: Service) -> ASGIApp:
     return RequestContextMiddleware(guarded, metrics)
 
 
-class _Application(FastAPI):
-    """FastAPI with our routers. Request bodies are described by `minisgl.server.openapi`."""
-
-    def __init__(self, service: Service, converter: RequestConverter, **options: Any) -> None:
-        super().__init__(
-            title="minisgl",
-            version=minisgl.__version__,
-            # docs_router serves both pages without files from elsewhere.
-            openapi_url=None,
-            docs_url=None,
-            redoc_url=None,
-            redirect_slashes=False,
-            generate_unique_id_function=lambda route: route.name,
-            **options,
-        )
-        self.state.service = service
-        self.state.converter = converter
-        for router in _ROUTERS:
-            self.include_router(router)
-
-    def openapi(self) -> dict[str, Any]:
-        """FastAPI's document of the routes, with the bodies that msgspec decodes and encodes."""
-        if self.openapi_schema is None:
-            has_keys = bool(self.state.service.config.api_key_hashes)
-            with warnings.catch_warnings(action="ignore"):  # HEAD has the operation id of its GET.
-                found = get_openapi(title=self.title, version=self.version, routes=self.routes)
-            self.openapi_schema = openapi_document(found, self.state.converter, has_keys)
-        return self.openapi_schema
+def _routed_app(service: Service) -> FastAPI:
+    """FastAPI with our routes. Its document describes the bodies that msgspec decodes."""
+    app = FastAPI(
+        title="minisgl",
+        version=minisgl.__version__,
+        # `routes` serves both pages without files from elsewhere.
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
+        exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), _on_error),
+    )
+    app.state.service = service
+    app.state.converter = converter = RequestConverter(service.config)
+    app.include_router(router)
+    with warnings.catch_warnings(action="ignore"):  # HEAD has the operation id of its GET.
+        document = app.openapi()
+    has_keys = bool(service.config.api_key_hashes)
+    app.openapi_schema = openapi_document(document, converter, has_keys)
+    return app
 
 
-def _error_handlers(
-    on_refused: Callable[[RequestError], None],
-) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-    """One handler for every exception: it logs the error and writes the nested error body."""
-
-    async def on_error(request: Request, error: Exception) -> Response:
-        headers: Mapping[str, str] = {}
-        if isinstance(error, HTTPException):  # The router raises it for 404 and 405.
-            headers = error.headers or {}
-            if error.status_code == 405:
-                error = MethodNotAllowed(f"{request.method} is not allowed here")
-            else:
-                error = RouteNotFound("there is no such path")
-        elif isinstance(error, RequestError):
-            on_refused(error)
-        response = error_answer(error, **headers)
-        is_bug = not isinstance(error, RequestError)  # uvicorn logs its traceback.
-        log_event(
-            logger,
-            logging.ERROR if is_bug else logging.INFO,
-            "request failed" if is_bug else "call refused",
-            request_id=request.scope["state"].get("request_id"),
-            status=response.status_code,
-            reason=type(error).__name__,
-        )
-        return response
-
-    return dict.fromkeys((RequestError, HTTPException, Exception), on_error)
+async def _on_error(request: Request, error: Exception) -> Response:
+    """The handler of every exception: it logs the error and writes the nested error body."""
+    headers: Mapping[str, str] = {}
+    if isinstance(error, HTTPException):  # The router raises it for 404 and 405.
+        headers = error.headers or {}
+        if error.status_code == 405:
+            error = MethodNotAllowed(f"{request.method} is not allowed here")
+        else:
+            error = RouteNotFound("there is no such path")
+    elif isinstance(error, RequestError):
+        service = request.app.state.service
+        service.client.metrics.on_refused(error, service.lifecycle.phase)
+    response = error_answer(error, **headers)
+    is_bug = not isinstance(error, RequestError)  # uvicorn logs its traceback.
+    log_event(
+        logger,
+        logging.ERROR if is_bug else logging.INFO,
+        "request failed" if is_bug else "call refused",
+        request_id=request.scope["state"].get("request_id"),
+        status=response.status_code,
+        reason=type(error).__name__,
+    )
+    return response

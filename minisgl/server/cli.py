@@ -33,7 +33,6 @@ _SECTIONS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
 # The largest value of a flag without `high`. Floats are times: 1e6 s are 12 days, and the kernel
 # has 31 bits for the milliseconds of --read-timeout.
 _HIGHEST: Mapping[type, float] = MappingProxyType({int: math.inf, float: 1e6})
-_ENV_PREFIX = "MINISGL_"
 _INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
 
 
@@ -53,7 +52,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return options
 
 
-class EnvSettings(msgspec.Struct, frozen=True):
+class EnvSettings(msgspec.Struct, frozen=True, rename=lambda field: f"MINISGL_{field.upper()}"):
     """The settings of the environment. The variable of a field is MINISGL_ and its name.
 
     disable_overlap_scheduling  plan a step only after the result of the step before is read.
@@ -131,23 +130,21 @@ def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable
 
 def read_env(environ: Mapping[str, str]) -> EnvSettings:
     """Parse all MINISGL_* variables. Unknown ones warn; a bad value raises ConfigError."""
-    known = {f"{_ENV_PREFIX}{field.upper()}": field for field in EnvSettings.__struct_fields__}
+    known = {field.encode_name: field for field in msgspec.structs.fields(EnvSettings)}
     values: dict[str, str] = {}
     for name, text in environ.items():
         if name in known:
             # An empty switch is off. An empty key stays, since `key_hashes` must refuse it.
-            is_switch = getattr(EnvSettings(), known[name]) is False
-            values[known[name]] = "0" if is_switch and not text.strip() else text.strip()
-        elif name.startswith(_ENV_PREFIX) and not name.startswith(_INJECTED):
+            values[name] = text.strip() or ("0" if known[name].default is False else "")
+        elif name.startswith("MINISGL_") and not name.startswith(_INJECTED):
             logger.warning(
                 "unknown environment variable ignored name=%s known=%s", name, ",".join(known)
             )
     try:
         return msgspec.convert(values, EnvSettings, strict=False)
     except msgspec.ValidationError as error:
-        field = str(error).rpartition("$.")[2].rstrip("`")
-        shown = values[field][:40]
-        raise ConfigError(f"{_ENV_PREFIX}{field.upper()} must be 1 or 0, not {shown!r}") from None
+        name = str(error).rpartition("$.")[2].rstrip("`")
+        raise ConfigError(f"{name} must be 1 or 0, not {values[name][:40]!r}") from None
 
 
 def resolve(
@@ -189,9 +186,7 @@ def resolve(
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
         scheduler=SchedulerConfig(
-            **scheduler,
-            overlap=not env.disable_overlap_scheduling,
-            check_plans=env.check_plans,
+            **scheduler, overlap=not env.disable_overlap_scheduling, check_plans=env.check_plans
         ),
         limits=Limits(**limits),
         commit=env.commit or _commit(),

@@ -17,13 +17,6 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.decode import decode, reject
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.protocol import requests
-from minisgl.server.protocol.requests import (
-    BODIES,
-    GENERATE,
-    ChatBody,
-    CompletionBody,
-    GenerateBody,
-)
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11
 # A chat or text for a tokenizer worker, or token ids.
@@ -77,13 +70,13 @@ class RequestConverter:
 
         Raises a RequestError; its class, `param` and `limit` name the fault.
         """
-        body = decode(raw, BODIES[route], self._check_sizes, self._allow_unknown)
+        body = decode(raw, requests.BODIES[route], self._check_sizes, self._allow_unknown)
         self.check_model(body.model)
         options = body.stream_options
         if options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
         max_tokens = body.max_tokens
-        if isinstance(body, ChatBody):
+        if isinstance(body, requests.ChatBody):
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
@@ -105,7 +98,7 @@ class RequestConverter:
                 skip_special_tokens=body.skip_special_tokens,
                 include_stop=body.include_stop_str_in_output,
                 min_tokens=body.min_tokens,
-                token_ids=route == GENERATE or body.return_token_ids,
+                token_ids=route == requests.GENERATE or body.return_token_ids,
                 reasoning=reasoning,
                 silent=silent,
             ),
@@ -143,10 +136,7 @@ class RequestConverter:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
     def chat_prompt(
-        self,
-        messages: list[requests.Message],
-        options: requests.TemplateOptions,
-        facts: ModelFacts,
+        self, messages: list[requests.Message], options: requests.TemplateOptions, facts: ModelFacts
     ) -> Prompt:
         """The messages in the form that chat templates expect, with the template's options."""
         chars = sum([_prepare_message(message, i) for i, message in enumerate(messages)])
@@ -180,20 +170,16 @@ class RequestConverter:
             raise reject(f"{param}[{index}]", rule)
         return token_ids
 
-    def _prompts(
-        self, body: ChatBody | CompletionBody | GenerateBody, facts: ModelFacts
-    ) -> list[tuple[str, Prompt]]:
+    def _prompts(self, body: requests.AnyBody, facts: ModelFacts) -> list[tuple[str, Prompt]]:
         """Each prompt with its path in the body."""
-        named: list[tuple[str, Any]]
-        if isinstance(body, CompletionBody):
-            named = [("prompt", body.prompt)]
-            if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int):
-                named = [(f"prompt[{index}]", one) for index, one in enumerate(body.prompt)]
-        elif isinstance(body, GenerateBody):
-            named = [("input_ids", body.input_ids)]
-        else:
+        if isinstance(body, requests.ChatBody):
             prompt = self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
             return [("messages", prompt)]
+        if isinstance(body, requests.GenerateBody):
+            return [("input_ids", self.ids_prompt("input_ids", body.input_ids, facts))]
+        named: list[tuple[str, Any]] = [("prompt", body.prompt)]
+        if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int):
+            named = [(f"prompt[{index}]", one) for index, one in enumerate(body.prompt)]
         return [(param, self._prompt(param, prompt, facts)) for param, prompt in named]
 
     def _prompt(self, param: str, prompt: str | int | list[Any], facts: ModelFacts) -> Prompt:
@@ -249,7 +235,7 @@ class RequestConverter:
 
     def _sampling(
         self,
-        body: ChatBody | CompletionBody | GenerateBody,
+        body: requests.AnyBody,
         max_tokens: int | None,
         logprobs: int | None,
         echo: bool,
@@ -259,7 +245,7 @@ class RequestConverter:
         for name in _SAME_IN_SAMPLING:
             if (value := getattr(body, name)) is not None:
                 values[name] = value
-        if max_tokens is None and not isinstance(body, ChatBody):
+        if max_tokens is None and not isinstance(body, requests.ChatBody):
             max_tokens = COMPLETIONS_MAX_TOKENS
         sampling = SamplingParams(
             **values,
@@ -297,15 +283,8 @@ def _prepare_message(message: requests.Message, index: int) -> int:
     # Without a loop over the names: a chat may have thousands of messages.
     message.refusal = message.annotations = message.audio = None
     message.function_call = message.reasoning = None
-    if message.content:
-        chars += len(message.content)
-    if message.name is not None:
-        chars += len(message.name)
-    if message.tool_call_id is not None:
-        chars += len(message.tool_call_id)
-    if message.reasoning_content is not None:
-        chars += len(message.reasoning_content)
-    return chars
+    chars += len(message.content or "") + len(message.name or "")
+    return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
 
 
 def _parse_arguments(message: requests.Message, index: int) -> int:

@@ -23,27 +23,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from minisgl.core import (
-    DeadlineExceeded,
-    FinishReason,
-    InvalidRequest,
-    Overloaded,
-    RequestError,
-)
-from minisgl.message.messages import (
-    AbortReq,
-    AddReq,
-    DecodeIds,
-    FlushCache,
-    StartText,
-    StepText,
-    TextOptions,
-    ToDetokenizer,
-    TokenizeRequest,
-    TokenizeResult,
-    ToScheduler,
-    ToTokenizer,
-)
+from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
+from minisgl.message import messages
 from minisgl.server.config import Limits
 from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
@@ -66,9 +47,9 @@ class EngineClient:
 
     def __init__(
         self,
-        to_tokenizers: Sequence[Callable[[ToTokenizer], int]],
-        to_detokenizer: Callable[[ToDetokenizer], object],
-        to_scheduler: Callable[[ToScheduler], object],
+        to_tokenizers: Sequence[Callable[[messages.ToTokenizer], int]],
+        to_detokenizer: Callable[[messages.ToDetokenizer], object],
+        to_scheduler: Callable[[messages.ToScheduler], object],
         limits: Limits,
         metrics: Metrics,
     ) -> None:
@@ -169,7 +150,9 @@ class EngineClient:
                 "too many prompt tokens are queued; try again later", limit="max_queued_tokens"
             )
 
-    def submit(self, choice: Choice, request: AddReq, options: TextOptions, tokens: int) -> None:
+    def submit(
+        self, choice: Choice, request: messages.AddReq, options: messages.TextOptions, tokens: int
+    ) -> None:
         """Send one choice to the engine, unless it has ended.
 
         tokens: the prompt tokens that it adds to the queue; 0 if a sibling counts them.
@@ -179,12 +162,12 @@ class EngineClient:
         choice.submitted = True
         choice.prompt_share = tokens
         self.queued_tokens += tokens
-        self._to_detokenizer(StartText(uid=choice.uid, options=options))
+        self._to_detokenizer(messages.StartText(uid=choice.uid, options=options))
         self._to_scheduler(request)
 
     def flush_cache(self) -> None:
         """Make the engine forget its cached prefixes, in order with all requests."""
-        self._to_scheduler(FlushCache())
+        self._to_scheduler(messages.FlushCache())
 
     async def tokenize(self, prompt: Prompt, param: str, call: Generation) -> TokenArray:
         """The token ids of a prompt. Raises InvalidRequest for `param` if it has none."""
@@ -195,12 +178,12 @@ class EngineClient:
 
     async def detokenize(self, token_ids: TokenArray, skip_special: bool, call: Generation) -> str:
         """The text of token ids."""
-        request = DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
+        request = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
         return (await self._ask_tokenizer(request, call, None)).text
 
     async def _ask_tokenizer(
-        self, request: TokenizeRequest, call: Generation, param: str | None
-    ) -> TokenizeResult:
+        self, request: messages.TokenizeRequest, call: Generation, param: str | None
+    ) -> messages.TokenizeResult:
         """Wait for the result. Raises its error, or the error that ends the call meanwhile."""
         call.tokenizing = self._tokenizers.submit(request)
         result = await call.tokenizing
@@ -211,16 +194,16 @@ class EngineClient:
             raise kind(result.error, param=param, limit=result.limit)
         return result
 
-    def receive_tokenize_result(self, message: TokenizeResult) -> int:
+    def receive_tokenize_result(self, message: messages.TokenizeResult) -> int:
         """Pass a result to its call, if that is still open. Returns the index of the tokenizer."""
         return self._tokenizers.receive(message)
 
-    def receive_text(self, message: StepText) -> None:
+    def receive_text(self, message: messages.StepText) -> None:
         """Apply the updates of one step. Updates of choices that have ended are dropped."""
         now_s = time.monotonic()
         for update in message.updates:
             if update.stopped:
-                self._to_scheduler(AbortReq(uid=update.uid, reason=FinishReason.STOP))
+                self._to_scheduler(messages.AbortReq(uid=update.uid, reason=FinishReason.STOP))
             choice = self._choices.get(update.uid)
             if choice is None or choice.error is not None:
                 continue
@@ -250,4 +233,4 @@ class EngineClient:
                 self._leave_queue(choice)
             if choice.submitted:
                 self.metrics.on_end(choice)
-                self._to_scheduler(AbortReq(uid=choice.uid))
+                self._to_scheduler(messages.AbortReq(uid=choice.uid))

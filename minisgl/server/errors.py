@@ -8,59 +8,50 @@ from typing import NamedTuple
 
 import msgspec
 
-from minisgl.core import (
-    Cancelled,
-    DeadlineExceeded,
-    EngineError,
-    InvalidRequest,
-    Overloaded,
-    PromptTooLong,
-    RequestError,
-    Unsupported,
-)
+from minisgl import core
 
 
-class ModelNotFound(RequestError):
+class ModelNotFound(core.RequestError):
     """`model` is not the name of a served model."""
 
 
-class RouteNotFound(RequestError):
+class RouteNotFound(core.RequestError):
     """The path does not exist."""
 
 
-class MethodNotAllowed(RequestError):
+class MethodNotAllowed(core.RequestError):
     """The path does not accept this method."""
 
 
-class NotAuthenticated(RequestError):
+class NotAuthenticated(core.RequestError):
     """The API key is missing or wrong."""
 
 
-class AdminOnly(RequestError):
+class AdminOnly(core.RequestError):
     """The path needs a server with an admin key."""
 
 
-class HeadTooLarge(RequestError):
+class HeadTooLarge(core.RequestError):
     """Request line and headers exceed max_head_bytes."""
 
     limit = "max_head_bytes"
 
 
-class RanTooLong(RequestError):
+class RanTooLong(core.RequestError):
     """The answer took longer than max_total_s. A stream has sent the text before that."""
 
 
-class BodyTooLarge(RequestError):
+class BodyTooLarge(core.RequestError):
     """The body exceeds max_body_bytes."""
 
     limit = "max_body_bytes"
 
 
-class NotReady(Overloaded):
+class NotReady(core.Overloaded):
     """The server is loading or draining."""
 
 
-class EngineFailure(RequestError):
+class EngineFailure(core.RequestError):
     """The server failed to serve the request. A retry would fail in the same way."""
 
 
@@ -76,9 +67,9 @@ _SERVER = "server_error"
 
 # The nearest base class counts, so that every error has a status.
 _TABLE: Mapping[type[BaseException], _Kind] = {
-    InvalidRequest: _Kind(400, _INVALID),
-    PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),
-    Unsupported: _Kind(400, _INVALID, "unsupported_parameter"),
+    core.InvalidRequest: _Kind(400, _INVALID),
+    core.PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),
+    core.Unsupported: _Kind(400, _INVALID, "unsupported_parameter"),
     ModelNotFound: _Kind(404, _INVALID, "model_not_found"),
     RouteNotFound: _Kind(404, _INVALID, "not_found"),
     MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),
@@ -87,19 +78,19 @@ _TABLE: Mapping[type[BaseException], _Kind] = {
     NotAuthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
     AdminOnly: _Kind(403, "permission_error", "admin_only"),
     RanTooLong: _Kind(504, _SERVER, "ran_too_long"),
-    Overloaded: _Kind(503, _SERVER, "overloaded"),
+    core.Overloaded: _Kind(503, _SERVER, "overloaded"),
     NotReady: _Kind(503, _SERVER, "not_ready"),
-    DeadlineExceeded: _Kind(503, _SERVER, "deadline_exceeded"),
-    Cancelled: _Kind(499, _INVALID, "cancelled"),
+    core.DeadlineExceeded: _Kind(503, _SERVER, "deadline_exceeded"),
+    core.Cancelled: _Kind(499, _INVALID, "cancelled"),
     EngineFailure: _Kind(500, _SERVER, "engine_error"),
-    EngineError: _Kind(500, _SERVER, "engine_error"),
+    core.EngineError: _Kind(500, _SERVER, "engine_error"),
     BaseException: _Kind(500, _SERVER, "internal_error"),
 }
 
 
 def status_table() -> list[tuple[int, str, str]]:
     """Status, code and docstring of each error that a client may receive."""
-    kinds = [(cls, kind) for cls, kind in _TABLE.items() if issubclass(cls, RequestError)]
+    kinds = [(cls, kind) for cls, kind in _TABLE.items() if issubclass(cls, core.RequestError)]
     return sorted((k.status, k.code or "", (cls.__doc__ or "").split("\n")[0]) for cls, k in kinds)
 
 
@@ -119,7 +110,7 @@ def error_reply(error: BaseException) -> ErrorReply:
     kind = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
     body: dict[str, str | None] = {"message": "internal error; see the server's log"}
     body |= {"type": kind.type, "param": None, "code": kind.code}
-    if isinstance(error, RequestError):
+    if isinstance(error, core.RequestError):
         body |= {"message": error.message, "param": error.param, "code": error.code or kind.code}
     headers: dict[str, str] = {}
     if kind.status == 401:

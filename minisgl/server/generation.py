@@ -17,21 +17,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from minisgl.core import (
-    Cancelled,
-    DeadlineExceeded,
-    FinishReason,
-    InvalidRequest,
-    Overloaded,
-    PromptTooLong,
-    RequestError,
-)
+from minisgl import core
+from minisgl.core import FinishReason
 from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob
 from minisgl.server.errors import EngineFailure
 
 # The errors with which a scheduler refuses a request, by the name in its Finished.
-_REFUSALS: Mapping[str, type[RequestError]] = MappingProxyType(
-    {c.__name__: c for c in (DeadlineExceeded, InvalidRequest, Overloaded, PromptTooLong)}
+_REFUSALS: Mapping[str, type[core.RequestError]] = MappingProxyType(
+    {
+        c.__name__: c
+        for c in (core.DeadlineExceeded, core.InvalidRequest, core.Overloaded, core.PromptTooLong)
+    }
 )
 
 
@@ -71,7 +67,7 @@ class Choice:
     delta: ChoiceDelta | None = None
     latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
     finish: FinishReason | None = None
-    error: RequestError | None = None
+    error: core.RequestError | None = None
     prefill_done: bool = False
     submitted: bool = False
     prompt_share: int = 0
@@ -139,17 +135,17 @@ class Generation:
         return any(choice.prefill_done for choice in self.choices)
 
     @property
-    def error(self) -> RequestError | None:
+    def error(self) -> core.RequestError | None:
         """The error of the first choice that has one."""
         return next((c.error for c in self.choices if c.error is not None), None)
 
-    def fail(self, error: RequestError) -> bool:
+    def fail(self, error: core.RequestError) -> bool:
         """End every choice that has not ended, and the wait for a tokenizer, with this error.
 
         Returns False if all choices had ended.
         """
         unfinished = [choice for choice in self.choices if choice.finish is None]
-        finish = FinishReason.ABORT if isinstance(error, Cancelled) else FinishReason.ERROR
+        finish = FinishReason.ABORT if isinstance(error, core.Cancelled) else FinishReason.ERROR
         for choice in unfinished:
             choice.finish, choice.error = finish, error
         self.changed.set()

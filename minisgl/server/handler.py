@@ -1,17 +1,33 @@
-"""One call from its validated request to its first output: admit, tokenize, submit, wait."""
+"""One call: its context, and the way from its validated request to its first output.
+
+A route asks for the `CallContext` by an annotation, and FastAPI passes it in:
+
+    @router.get("/server_info")
+    async def server_info(call: CallDep) -> Response: ...
+
+Bodies are not declared in signatures: `CallContext` reads the raw bytes and msgspec decodes them.
+`start` then admits the call, tokenizes its prompts, submits its choices and waits for output.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
+from fastapi import Depends, Request
+from starlette.requests import ClientDisconnect
 
-from minisgl.core import Cancelled, InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
+from minisgl import core
+from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
 from minisgl.core.sampling import MAX_SEED
-from minisgl.message.messages import AddReq, TextOptions, TokenizeText
-from minisgl.server.convert import GenerateRequest, TokenArray
+from minisgl.message.messages import AddReq, SchedulerStats, TokenizeText
+from minisgl.server.config import ServerConfig
+from minisgl.server.connection import KEPT
+from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
 from minisgl.server.engine_client import EngineClient
+from minisgl.server.errors import NotReady
 from minisgl.server.generation import Generation
+from minisgl.server.lifecycle import Lifecycle
 
 # A character has at most four bytes, so the prompt ends with at most three tokens of an incomplete
 # one.
@@ -19,6 +35,64 @@ PROMPT_TAIL_TOKENS = 4
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
+
+
+class Service(Protocol):
+    """The process that the routes belong to: the API server, or a test double."""
+
+    config: ServerConfig
+    client: EngineClient
+    lifecycle: Lifecycle
+    stats: SchedulerStats | None
+
+    def stuck(self) -> bool:
+        """True while a worker process is hung."""
+
+    def stalled(self) -> bool:
+        """True while a process is hung or the scheduler makes no progress."""
+
+
+class CallContext:
+    """One HTTP call: its request, its id, and the objects that its handler uses."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.request_id = str(request.scope["state"].get("request_id", ""))
+        self.service: Service = request.app.state.service
+        self.converter: RequestConverter = request.app.state.converter
+        self.client = self.service.client
+
+    async def read(self) -> tuple[bytes, ModelFacts]:
+        """The body of a call of the model, and the model's facts.
+
+        Raises NotReady when the server accepts no calls, or stops to accept them meanwhile.
+        """
+        kept = self.request.scope["state"].get(KEPT, False)
+        self.service.lifecycle.require_accepting(kept)
+        return await self.read_body(), self.service.lifecycle.require_accepting(kept)
+
+    async def read_body(self) -> bytes:
+        """The raw body. Raises DeadlineExceeded when it is incomplete after max_wait_s."""
+        max_wait_s = self.client.limits.max_wait_s
+        try:
+            async with asyncio.timeout(max_wait_s):
+                # request.body() would keep the bytes until the response has been sent.
+                return b"".join([part async for part in self.request.stream()])
+        except ClientDisconnect:
+            raise core.Cancelled("the client closed the connection") from None
+        except asyncio.CancelledError:
+            # uvicorn cancels the handler at the end of a drain, and would answer in plain text.
+            raise NotReady("the server is shutting down") from None
+        except TimeoutError:
+            late = f"the body did not arrive within {max_wait_s:g} s"
+            raise core.DeadlineExceeded(late, limit="max_wait_s") from None
+
+
+async def _call(request: Request) -> CallContext:  # FastAPI runs plain functions in a thread.
+    return CallContext(request)
+
+
+CallDep = Annotated[CallContext, Depends(_call)]
 
 
 async def start(
@@ -50,7 +124,11 @@ async def _submit_all(
         prompts.append((token_ids, fit_max_tokens(request, token_ids, facts, name)))
     client.require_room(sum(len(token_ids) for token_ids, _ in prompts))
     for index, (token_ids, sampling) in enumerate(prompts):
-        options = _text_options(request.text, token_ids, sampling)
+        options = msgspec.structs.replace(
+            request.text,
+            prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
+            prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
+        )
         for sibling in range(request.n):
             choice = generation.choices[index * request.n + sibling]
             add_req = AddReq(
@@ -83,9 +161,9 @@ def fit_max_tokens(
     size = len(token_ids)
     context = min(facts.max_seq_len, facts.kv_capacity_tokens)
     if size == 0:
-        raise InvalidRequest(f"{param} has no tokens", param=param)
+        raise core.InvalidRequest(f"{param} has no tokens", param=param)
     if max(token_ids) >= facts.vocab_size:
-        raise InvalidRequest(f"{param} has a token that the model does not know", param=param)
+        raise core.InvalidRequest(f"{param} has a token that the model does not know", param=param)
     sampling = request.sampling
     wanted = sampling.max_tokens
     if size >= context:
@@ -103,17 +181,6 @@ def fit_max_tokens(
             param=param,
         )
     return msgspec.structs.replace(sampling, max_tokens=context - size)
-
-
-def _text_options(
-    options: TextOptions, token_ids: TokenArray, sampling: SamplingParams
-) -> TextOptions:
-    """The text options of the request, with the parts of the prompt that the detokenizer needs."""
-    return msgspec.structs.replace(
-        options,
-        prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
-        prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
-    )
 
 
 def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
@@ -152,7 +219,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     except TimeoutError:
         if not disconnected.expired():
             raise
-        raise Cancelled("the client closed the connection") from None
+        raise core.Cancelled("the client closed the connection") from None
     finally:
         is_working = False
         watcher.cancel()

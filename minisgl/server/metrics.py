@@ -21,15 +21,7 @@ from prometheus_client.registry import Collector
 
 import minisgl
 from minisgl.core import FinishReason, Overloaded, RequestError
-from minisgl.message.messages import (
-    BATCH_SIZE_BOUNDS,
-    BATCH_TOKENS_BOUNDS,
-    STEP_PHASES,
-    PhaseStats,
-    Ready,
-    SchedulerStats,
-    TextUpdate,
-)
+from minisgl.message import messages
 from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.generation import Choice
@@ -145,13 +137,13 @@ class Metrics:
             ).labels(model_name)
             for name, (text, bounds) in HISTOGRAMS.items()
         }
-        self._generated = self._counters["generation_tokens_total"].labels(model_name)
+        self._new_tokens = 0  # Generated since the last scrape; a counter costs 1 us per event.
         self._set("scheduler_last_step_timestamp_seconds", time.time())
         self._gauges["build_info"].labels(minisgl.__version__, commit).set(1)
         text = "Unix time of the start of the API process."
         Gauge("process_start_time_seconds", text, registry=registry).set_to_current_time()
 
-    def on_ready(self, message: Ready, tp_size: int) -> None:
+    def on_ready(self, message: messages.Ready, tp_size: int) -> None:
         """A process has loaded; the scheduler's message has the facts of the model."""
         if message.facts is not None:
             facts = message.facts
@@ -163,12 +155,12 @@ class Metrics:
     def on_started(self, phase: str, seconds: float) -> None:
         self._gauges["startup_seconds"].labels(phase).set(seconds)
 
-    def on_stats(self, stats: SchedulerStats) -> None:
+    def on_stats(self, stats: messages.SchedulerStats) -> None:
         if stats.step_id != self._stats.latest.step_id:
             self._set("scheduler_last_step_timestamp_seconds", time.time())
         self._stats.latest = stats
 
-    def on_update(self, choice: Choice, update: TextUpdate, now_s: float) -> None:
+    def on_update(self, choice: Choice, update: messages.TextUpdate, now_s: float) -> None:
         """The engine has sent an update, which the choice does not hold yet."""
         if not choice.prefill_done and update.admitted_s:
             self._count("prompt_tokens_total", choice.prompt_share)
@@ -177,7 +169,7 @@ class Metrics:
         tokens = update.completion_tokens - choice.latest.completion_tokens
         if tokens <= 0:
             return
-        self._generated.inc(tokens)
+        self._new_tokens += tokens
         if choice.first_s:
             self._observe("inter_token_latency_seconds", now_s - choice.last_s)
         else:
@@ -261,6 +253,8 @@ class Metrics:
     def _refresh(self, phase: Phase, is_stalled: bool, open_choices: int) -> None:
         self._gauges["ready"].set(phase is Phase.READY and not is_stalled)
         self._gauges["draining"].set(phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
+        self._count("generation_tokens_total", self._new_tokens)
+        self._new_tokens = 0
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)
         self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
@@ -285,7 +279,7 @@ class StatsCollector(Collector):
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.page_size = 0
-        self.latest = SchedulerStats()
+        self.latest = messages.SchedulerStats()
 
     def collect(self) -> Iterator[Metric]:
         stats, size = self.latest, self.page_size
@@ -305,16 +299,17 @@ class StatsCollector(Collector):
         states = {"used": used, "evictable": stats.evictable_pages, "free": stats.free_pages}
         tokens: _Series = {(state,): count * size for state, count in states.items()}
         yield self._family("kv_cache_tokens", tokens, "state")
-        phases = {name: stats.phases.get(name, PhaseStats()) for name in STEP_PHASES}
+        names, unused = messages.STEP_PHASES, messages.PhaseStats()
+        phases = {name: stats.phases.get(name, unused) for name in names}
         passes: _Series = {(name, "true"): phase.graph_steps for name, phase in phases.items()}
         passes |= {(name, "false"): phase.eager_steps for name, phase in phases.items()}
         yield self._family("forward_passes_total", passes, "phase", "cuda_graph")
         seconds: _Series = {(name,): phase.seconds for name, phase in phases.items()}
         yield self._family("forward_seconds_total", seconds, "phase")
         reqs = {name: (phase.reqs_counts, phase.reqs) for name, phase in phases.items()}
-        yield self._histogram("batch_size", BATCH_SIZE_BOUNDS, reqs)
+        yield self._histogram("batch_size", messages.BATCH_SIZE_BOUNDS, reqs)
         batch_tokens = {name: (phase.tokens_counts, phase.tokens) for name, phase in phases.items()}
-        yield self._histogram("batch_tokens", BATCH_TOKENS_BOUNDS, batch_tokens)
+        yield self._histogram("batch_tokens", messages.BATCH_TOKENS_BOUNDS, batch_tokens)
 
     def _family(
         self, name: str, series: _Series, *labels: str

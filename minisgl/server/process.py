@@ -21,19 +21,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
-from minisgl.message.messages import (
-    Alive,
-    Ping,
-    Ready,
-    SchedulerStats,
-    Shutdown,
-    StepText,
-    ToApi,
-    ToDetokenizer,
-    TokenizeResult,
-    ToScheduler,
-    ToTokenizer,
-)
+from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.config import ChildSpec, ServerConfig
@@ -75,9 +63,9 @@ class ApiServer:
         config = spec.config
         self.config: ServerConfig = config
         directory = spec.socket_dir
-        self._scheduler: Sender[ToScheduler] = Sender(endpoint(directory, "scheduler"))
+        self._scheduler: Sender[messages.ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
-        self._workers: dict[str, Sender[ToTokenizer | ToDetokenizer]] = {
+        self._workers: dict[str, Sender[messages.ToTokenizer | messages.ToDetokenizer]] = {
             name: Sender(endpoint(directory, name)) for name in (*names, "detokenizer")
         }
         self.client = EngineClient(
@@ -89,11 +77,13 @@ class ApiServer:
         )
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
-        self.stats: SchedulerStats | None = None
+        self.stats: messages.SchedulerStats | None = None
         self._watchdog = Watchdog(config.step_timeout_s)
         self._url = spec.url
         self._reason_fd = spec.reason_fd
-        self._messages: AsyncReceiver[ToApi] = AsyncReceiver(endpoint(directory, "api"), ToApi)
+        self._messages: AsyncReceiver[messages.ToApi] = AsyncReceiver(
+            endpoint(directory, "api"), messages.ToApi
+        )
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
 
@@ -154,7 +144,7 @@ class ApiServer:
                 self._fail(failure)
                 await self._settle(_ERROR_CHUNKS_S)
                 raise failure
-            self._scheduler.send(Shutdown())
+            self._scheduler.send(messages.Shutdown())
         finally:
             loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # The process ends already.
             server.should_exit = True
@@ -170,16 +160,16 @@ class ApiServer:
         while True:
             message = await self._messages.recv()
             now_s = time.monotonic()
-            if isinstance(message, StepText):
+            if isinstance(message, messages.StepText):
                 self._watchdog.heard("scheduler", now_s)
                 self._watchdog.heard("detokenizer", now_s)
                 self.client.receive_text(message)
-            elif isinstance(message, TokenizeResult):
+            elif isinstance(message, messages.TokenizeResult):
                 index = self.client.receive_tokenize_result(message)
                 self._watchdog.heard(f"tokenizer-{index}", now_s)
-            elif isinstance(message, Alive):
+            elif isinstance(message, messages.Alive):
                 self._watchdog.satisfied(message.role)
-            elif isinstance(message, SchedulerStats):
+            elif isinstance(message, messages.SchedulerStats):
                 if self.stats is None or message.step_id != self.stats.step_id:
                     self._watchdog.heard("scheduler", now_s)
                 self.stats = message
@@ -187,7 +177,7 @@ class ApiServer:
             else:
                 self._on_ready(message)
 
-    def _on_ready(self, message: Ready) -> None:
+    def _on_ready(self, message: messages.Ready) -> None:
         self.client.metrics.on_ready(message, self.config.engine.tp_size)
         facts = self.lifecycle.on_ready(message)
         still_loading = ",".join(sorted(self.lifecycle.missing)) or "none"
@@ -220,21 +210,18 @@ class ApiServer:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             self.client.end_overdue(time.monotonic())
             if self.lifecycle.phase is not Phase.LOADING:
-                self._ping_workers()
-            role = self._hung_worker()
-            if role is not None:
+                # A worker that already owes an answer receives no second Ping.
+                for role, sender in self._workers.items():
+                    if self._watchdog.expect(role, time.monotonic()):
+                        sender.send(messages.Ping())
+            hung = self._hung_worker()
+            if hung is not None:
                 timeout_s = self.config.step_timeout_s
-                reason = f"the {role} made no progress for {timeout_s:g} s (--step-timeout)"
+                reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"
                 logger.error(reason)
                 await asyncio.sleep(_STUCK_NOTICE_S)
-                if self._hung_worker() == role:
+                if self._hung_worker() == hung:
                     raise WorkerDied(reason)
-
-    def _ping_workers(self) -> None:
-        """Send a Ping to every tokenizer and detokenizer that does not owe an answer already."""
-        for role, sender in self._workers.items():
-            if self._watchdog.expect(role, time.monotonic()):
-                sender.send(Ping())
 
     async def _beat(self) -> None:
         """Keep proxies from closing streams whose request waits for its turn."""

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -279,19 +279,17 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
         generation.keep_alive = False
 
 
+@dataclass(eq=False)
 class EventStream(Response):
     """Sends the events of a generation, and closes the generation at the end of the stream.
 
     It is a Response by its type only: FastAPI does not encode a Response again.
     """
 
-    def __init__(
-        self, client: EngineClient, writer: ResponseWriter, generation: Generation
-    ) -> None:
-        self.client = client
-        self.writer = writer
-        self.generation = generation
-        self.background = None
+    client: EngineClient
+    writer: ResponseWriter
+    generation: Generation
+    background: None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

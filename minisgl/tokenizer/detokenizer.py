@@ -9,17 +9,7 @@ import logging
 from collections import deque
 
 from minisgl.core import FinishReason
-from minisgl.message.messages import (
-    Finished,
-    PrefillDone,
-    StartText,
-    StepOutput,
-    StepText,
-    TextOptions,
-    TextUpdate,
-    TokenLogprob,
-    TokenLogprobs,
-)
+from minisgl.message import messages
 from minisgl.tokenizer.text_stream import TextStream
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -43,20 +33,21 @@ class Detokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._options: dict[int, TextOptions] = {}  # Of requests without a PrefillDone yet.
+        # Of requests without a PrefillDone yet.
+        self._options: dict[int, messages.TextOptions] = {}
         self._open: dict[int, RequestText] = {}
-        self._waiting: deque[StepOutput] = deque()
+        self._waiting: deque[messages.StepOutput] = deque()
 
-    def handle(self, message: StartText | StepOutput) -> StepText | None:
+    def handle(self, message: messages.StartText | messages.StepOutput) -> messages.StepText | None:
         """Apply one message, and every step that waited for it. Returns None without new text.
 
         A step whose lists do not fit together ends the requests in it with an error, and no others.
         """
-        if isinstance(message, StartText):
+        if isinstance(message, messages.StartText):
             self._options[message.uid] = message.options
         else:
             self._waiting.append(message)
-        updates: list[TextUpdate] = []
+        updates: list[messages.TextUpdate] = []
         while self._waiting and self._has_options(self._waiting[0]):
             output = self._waiting.popleft()
             try:
@@ -64,12 +55,12 @@ class Detokenizer:
             except (LookupError, ValueError):
                 logger.exception("step failed step_id=%d", output.step_id)
                 updates += self._fail(output)
-        return StepText(updates=updates) if updates else None
+        return messages.StepText(updates=updates) if updates else None
 
-    def _has_options(self, output: StepOutput) -> bool:
+    def _has_options(self, output: messages.StepOutput) -> bool:
         return all(done.uid in self._options for done in output.prefill_done)
 
-    def _apply(self, output: StepOutput) -> list[TextUpdate]:
+    def _apply(self, output: messages.StepOutput) -> list[messages.TextUpdate]:
         """The text of one step: at most one update per request, in the order of the tokens."""
         for done in output.prefill_done:
             options = self._options.pop(done.uid)
@@ -80,7 +71,7 @@ class Detokenizer:
                 touched[prompt.uid] = self._open[prompt.uid]
                 touched[prompt.uid].push_prompt(prompt)
         ended = {finished.uid: finished for finished in output.finished}
-        logprobs: dict[int, list[TokenLogprobs]] = {}
+        logprobs: dict[int, list[messages.TokenLogprobs]] = {}
         for found in output.logprobs:
             logprobs.setdefault(found.uid, []).append(found)
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
@@ -100,22 +91,20 @@ class Detokenizer:
                 updates.append(left.take(finished))
         return [update for update in updates if update is not None]
 
-    def _fail(self, output: StepOutput) -> list[TextUpdate]:
+    def _fail(self, output: messages.StepOutput) -> list[messages.TextUpdate]:
         """End every request of a step that could not be applied with an error, so that I3 holds."""
         new = {done.uid for done in output.prefill_done}
-        updates = []
+        ended = []
         for uid in sorted(new.union(output.uids, (end.uid for end in output.finished))):
             self._options.pop(uid, None)
             text = self._open.pop(uid, None)
             if uid in new or (text is not None and not text.stream.stopped):
-                end = TextUpdate(
-                    uid=uid,
-                    finish=FinishReason.ERROR,
-                    error="the text of this request could not be made",
-                    stopped=True,
-                )
-                updates.append(end)
-        return updates
+                ended.append(uid)
+        reason = "the text of this request could not be made"
+        return [
+            messages.TextUpdate(uid=uid, finish=FinishReason.ERROR, error=reason, stopped=True)
+            for uid in ended
+        ]
 
 
 class RequestText:
@@ -126,7 +115,9 @@ class RequestText:
     off is never reported.
     """
 
-    def __init__(self, vocabulary: Vocabulary, options: TextOptions, done: PrefillDone) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, options: messages.TextOptions, done: messages.PrefillDone
+    ) -> None:
         self.stream = TextStream(vocabulary, options)
         self._vocabulary = vocabulary
         self._done = done
@@ -136,11 +127,11 @@ class RequestText:
         self._reasoning = ""
         self._reasoning_tokens = 0
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs: list[messages.TokenLogprob] = []
         self._prompt_ids = array.array("i", options.prompt_ids)
-        prompt_options = TextOptions(skip_special_tokens=options.skip_special_tokens)
+        prompt_options = messages.TextOptions(skip_special_tokens=options.skip_special_tokens)
         self._prompt = TextStream(vocabulary, prompt_options)
-        self._prompt_logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[messages.TokenLogprob] = []
         if self._prompt_ids:
             self._add_prompt_token(self._prompt_ids[0], None, [])
         think_ids = vocabulary.think_ids if options.reasoning else None
@@ -150,7 +141,7 @@ class RequestText:
         self._is_reasoning = bool(marks) and marks[-1] == self._think_ids[0]
         self._strip_newlines = self._is_reasoning
 
-    def push(self, token_id: int, is_text: bool, logprob: TokenLogprobs | None) -> None:
+    def push(self, token_id: int, is_text: bool, logprob: messages.TokenLogprobs | None) -> None:
         """Add one output token. is_text: False for a token that only ends the text."""
         if self._options.silent:
             return
@@ -171,14 +162,14 @@ class RequestText:
             self._logprobs.append(entry)
         self._add_text(stream.push(token_id, is_text))
 
-    def push_prompt(self, found: TokenLogprobs) -> None:
+    def push_prompt(self, found: messages.TokenLogprobs) -> None:
         """Add the log-probabilities of the next prompt tokens."""
         for index, logprob in enumerate(found.logprobs):
             top = zip(found.top_ids[index], found.top_logprobs[index], strict=True)
             token_id = self._prompt_ids[found.position + index]
             self._add_prompt_token(token_id, logprob, list(top))
 
-    def take(self, finished: Finished | None) -> TextUpdate | None:
+    def take(self, finished: messages.Finished | None) -> messages.TextUpdate | None:
         """Everything new since the last call, or None if nothing is.
 
         finished: the Finished of this request, when it has come.
@@ -194,7 +185,7 @@ class RequestText:
         if not is_new and self._has_update and not stopped and finished is None:
             return None
         self._has_update = True
-        update = TextUpdate(
+        update = messages.TextUpdate(
             uid=self._done.uid,
             text=self._text,
             completion_tokens=stream.tokens,
@@ -215,7 +206,7 @@ class RequestText:
         self._token_ids, self._prompt_logprobs = [], []
         return update
 
-    def _finish_reason(self, finished: Finished | None) -> FinishReason | None:
+    def _finish_reason(self, finished: messages.Finished | None) -> FinishReason | None:
         if self.stream.stopped:
             return FinishReason.STOP
         if finished is None:
@@ -234,7 +225,7 @@ class RequestText:
         else:
             self._text += text
 
-    def _take_logprobs(self, everything: bool) -> list[TokenLogprob]:
+    def _take_logprobs(self, everything: bool) -> list[messages.TokenLogprob]:
         """Entries of tokens whose text has been returned, at least its first character."""
         pending, count = self._logprobs, len(self._logprobs)
         if pending and not everything:
@@ -250,7 +241,7 @@ class RequestText:
 
     def _entry(
         self, token_id: int, logprob: float | None, offset: int, top: TopTokens, ends: bool = False
-    ) -> TokenLogprob:
+    ) -> messages.TokenLogprob:
         token_bytes = self._vocabulary.token_bytes
         top_bytes = [(token_bytes(top_id, False), value) for top_id, value in top]
-        return TokenLogprob(token_bytes(token_id, False), logprob, offset, top_bytes, ends)
+        return messages.TokenLogprob(token_bytes(token_id, False), logprob, offset, top_bytes, ends)

@@ -22,25 +22,10 @@ class TextTokenizer:
 
     The tokenizer adds BOS to plain text, and the template adds it to a chat.
 
-        TextTokenizer.load(folder).encode_chat([{"role": "user", "content": "Hello!"}])
+        TextTokenizer(folder).encode_chat([{"role": "user", "content": "Hello!"}])
     """
 
-    def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        template: ChatTemplate | None,
-        special_tokens: dict[str, str],
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
-        self._bos_token = special_tokens.get("bos_token", "")
-        self._prepends_bos = bool(self._bos_token) and (
-            tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(self._bos_token)]
-        )
-        self.vocabulary = Vocabulary.of(tokenizer)
-
-    @classmethod
-    def load(cls, folder: str | Path, max_template_chars: float = math.inf) -> "TextTokenizer":
+    def __init__(self, folder: str | Path, max_template_chars: float = math.inf) -> None:
         """Read the folder. Raises ConfigError, which names the file at fault."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -59,13 +44,18 @@ class TextTokenizer:
         said, config = (read_json(folder / n) if (folder / n).exists() else {} for n in names)
         special = _special_tokens(said, config)
         source = _template_source(folder, config)
-        template = None
+        self._template = None
         if source is not None:
             try:
-                template = ChatTemplate(source, special, max_template_chars)
+                self._template = ChatTemplate(source, special, max_template_chars)
             except jinja2.TemplateError as error:
                 raise ConfigError(f"{folder} has a broken chat template: {error}") from None
-        return cls(tokenizer, template, special)
+        self._tokenizer = tokenizer
+        self._bos_token = special.get("bos_token", "")
+        self._prepends_bos = bool(self._bos_token) and (
+            tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(self._bos_token)]
+        )
+        self.vocabulary = Vocabulary.of(tokenizer)
 
     def encode_text(self, text: str, add_special: bool = True) -> list[int]:
         """The ids of plain text. A BOS that is spelled out at its beginning is not doubled.

@@ -14,18 +14,7 @@ from functools import partial
 from types import UnionType
 from typing import Any, NoReturn
 
-from minisgl.message.messages import (
-    Alive,
-    DecodeIds,
-    Ping,
-    Ready,
-    ToApi,
-    ToDetokenizer,
-    TokenizeRequest,
-    TokenizeResult,
-    TokenizeText,
-    ToTokenizer,
-)
+from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS, TemplateError
@@ -40,61 +29,63 @@ def run_tokenizer(
     """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used."""
     # One message at a time: the library's thread pool would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = TextTokenizer.load(model_path, MAX_TEMPLATE_CHARS)
+    tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS)
     handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
-    _serve_queue(name, socket_dir, ToTokenizer, handler)
+    _serve_queue(name, socket_dir, messages.ToTokenizer, handler)
 
 
 def run_detokenizer(model_path: str, socket_dir: str) -> NoReturn:
     """Serve the queue `detokenizer` for ever. Raises ConfigError as `run_tokenizer` does."""
-    detokenizer = Detokenizer(TextTokenizer.load(model_path).vocabulary)
-    _serve_queue("detokenizer", socket_dir, ToDetokenizer, detokenizer.handle)
+    detokenizer = Detokenizer(TextTokenizer(model_path).vocabulary)
+    _serve_queue("detokenizer", socket_dir, messages.ToDetokenizer, detokenizer.handle)
 
 
 def tokenize(
-    tokenizer: TextTokenizer, message: TokenizeRequest, timeout_s: float | None
-) -> TokenizeResult:
+    tokenizer: TextTokenizer, message: messages.TokenizeRequest, timeout_s: float | None
+) -> messages.TokenizeResult:
     """The result of one message. A failure is described by its `error`.
 
     timeout_s limits the rendering of a chat template; None: no limit.
     """
     try:
-        if isinstance(message, DecodeIds):
+        if isinstance(message, messages.DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
             text = tokenizer.vocabulary.decode(ids, message.skip_special)
-            return TokenizeResult(uid=message.uid, text=text)
-        if isinstance(message, TokenizeText):
+            return messages.TokenizeResult(uid=message.uid, text=text)
+        if isinstance(message, messages.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
-            messages = json.loads(message.messages_json)
+            chat = json.loads(message.messages_json)
             options = json.loads(message.template_kwargs_json)
-            ids = tokenizer.encode_chat(messages, options, timeout_s)
-        return TokenizeResult(uid=message.uid, token_ids=array.array("i", ids).tobytes())
+            ids = tokenizer.encode_chat(chat, options, timeout_s)
+        return messages.TokenizeResult(uid=message.uid, token_ids=array.array("i", ids).tobytes())
     except TemplateError as error:
-        return TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
+        return messages.TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
-        return TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
+        return messages.TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
     # The tokenizers library raises Exception itself. This request needs a result, and the next
     # request needs a worker (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
         reason = "the prompt could not be tokenized"
-        return TokenizeResult(uid=message.uid, error=reason, internal=True)
+        return messages.TokenizeResult(uid=message.uid, error=reason, internal=True)
 
 
 def _serve_queue(
-    name: str, socket_dir: str, union: UnionType, handle: Callable[[Any], ToApi | None]
+    name: str, socket_dir: str, union: UnionType, handle: Callable[[Any], messages.ToApi | None]
 ) -> NoReturn:
     """Send Ready, then handle each message of the queue in turn and answer each Ping by Alive.
 
     `handle` returns the message for the API server, or None. It never raises.
     """
     receiver: Receiver[Any] = Receiver(endpoint(socket_dir, name), union)
-    api: Sender[ToApi] = Sender(endpoint(socket_dir, "api"))
-    api.send(Ready(role=name))
+    api: Sender[messages.ToApi] = Sender(endpoint(socket_dir, "api"))
+    api.send(messages.Ready(role=name))
     while True:
         receiver.poll(None)
         for message in receiver.drain():
-            result = Alive(role=name) if isinstance(message, Ping) else handle(message)
+            result = (
+                messages.Alive(role=name) if isinstance(message, messages.Ping) else handle(message)
+            )
             if result is not None:
                 api.send(result)

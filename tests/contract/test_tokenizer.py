@@ -12,7 +12,7 @@ from minisgl.tokenizer import TextStream, TextTokenizer
 
 @pytest.fixture(scope="module")
 def ours() -> TextTokenizer:
-    return TextTokenizer.load(model_path())
+    return TextTokenizer(model_path())
 
 
 @pytest.fixture(scope="module")

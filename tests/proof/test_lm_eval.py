@@ -40,7 +40,7 @@ doc_to_target: "{{target}}"
 
 
 def write_tasks(folder: Path) -> list[dict]:
-    tokenizer = TextTokenizer.load(model_path())
+    tokenizer = TextTokenizer(model_path())
     prompts = [p for p in load_evaluation() if p.task in ("arithmetic", "spelling")][:24]
     rows = []
     for index, prompt in enumerate(prompts):

@@ -3,7 +3,7 @@
 `decode` removes the null parameters of a body before it fills the struct, so null means absent.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -241,7 +241,8 @@ class AbortBody(RequestBody, kw_only=True):
     request_id: Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-BODIES: dict[str, type[ChatBody | CompletionBody | GenerateBody]] = {
+AnyBody: TypeAlias = ChatBody | CompletionBody | GenerateBody  # of the routes that generate
+BODIES: dict[str, type[AnyBody]] = {
     CHAT: ChatBody,
     COMPLETIONS: CompletionBody,
     GENERATE: GenerateBody,

@@ -41,36 +41,36 @@ def write_config(folder: Path, template: object) -> None:
 
 @pytest.mark.parametrize("spelled", ["", "<bos>"], ids=["plain", "spelled out"])
 def test_text_has_bos_exactly_once(folder: Path, spelled: str) -> None:
-    tokenizer = TextTokenizer.load(folder)
+    tokenizer = TextTokenizer(folder)
     ids = tokenizer.encode_text(spelled + "hello")
     assert tokenizer.vocabulary.decode(ids, skip_special=False) == "<bos>hello"
 
 
 def test_chat_has_bos_exactly_once(folder: Path) -> None:
     """W5: the template writes BOS, and encoding with special tokens wrote a second one."""
-    tokenizer = TextTokenizer.load(folder)
+    tokenizer = TextTokenizer(folder)
     assert tokenizer.vocabulary.decode(tokenizer.encode_chat(CHAT), False) == "<bos>[user]hello"
 
 
 def test_template_file_has_precedence_over_the_config(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("file")
-    assert TextTokenizer.load(folder).render_chat(CHAT) == "file"
+    assert TextTokenizer(folder).render_chat(CHAT) == "file"
 
 
 def test_named_templates_use_the_default_one(folder: Path) -> None:
     write_config(folder, [{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}])
-    assert TextTokenizer.load(folder).render_chat(CHAT) == "d"
+    assert TextTokenizer(folder).render_chat(CHAT) == "d"
 
 
 def test_folder_without_tokenizer_json_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
-        TextTokenizer.load(tmp_path)
+        TextTokenizer(tmp_path)
 
 
 def test_corrupt_tokenizer_json_is_one_line(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError) as caught:
-        TextTokenizer.load(folder)
+        TextTokenizer(folder)
     assert "\n" not in str(caught.value)
 
 
@@ -90,7 +90,7 @@ def test_corrupt_tokenizer_json_is_one_line(folder: Path) -> None:
 def test_failing_template_is_an_error_of_this_chat_alone(folder: Path, template: str) -> None:
     """W12: a template error killed the tokenizer process, and every later request hung."""
     write_config(folder, template)
-    tokenizer = TextTokenizer.load(folder)
+    tokenizer = TextTokenizer(folder)
     with pytest.raises(TemplateError):
         tokenizer.render_chat(CHAT)
     chat = TokenizeChat(uid=1, messages_json=json.dumps(CHAT).encode())
@@ -105,12 +105,12 @@ def test_endless_template_is_stopped_by_the_timer(folder: Path) -> None:
     loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     write_config(folder, loops)
     with pytest.raises(TemplateError, match="longer than"):
-        TextTokenizer.load(folder).render_chat(CHAT, timeout_s=0.05)
+        TextTokenizer(folder).render_chat(CHAT, timeout_s=0.05)
 
 
 def test_output_of_a_template_is_capped(folder: Path) -> None:
     write_config(folder, "{% for a in range(9999) %}xxxxxxxxxx{% endfor %}")
-    tokenizer = TextTokenizer.load(folder, max_template_chars=1000)
+    tokenizer = TextTokenizer(folder, max_template_chars=1000)
     with pytest.raises(TemplateError, match="more than 1000"):
         tokenizer.render_chat(CHAT)
 
@@ -118,16 +118,16 @@ def test_output_of_a_template_is_capped(folder: Path) -> None:
 def test_model_without_template_says_so(folder: Path) -> None:
     write_config(folder, None)
     with pytest.raises(TemplateError, match="no chat template"):
-        TextTokenizer.load(folder).encode_chat(CHAT)
+        TextTokenizer(folder).encode_chat(CHAT)
 
 
 def test_worker_survives_messages_that_are_no_chat(folder: Path) -> None:
-    answer = tokenize(TextTokenizer.load(folder), TokenizeChat(uid=1, messages_json=b"nope"), 1.0)
+    answer = tokenize(TextTokenizer(folder), TokenizeChat(uid=1, messages_json=b"nope"), 1.0)
     assert answer.internal
 
 
 def test_worker_decodes_ids(folder: Path) -> None:
-    tokenizer = TextTokenizer.load(folder)
+    tokenizer = TextTokenizer(folder)
     ids = array.array("i", tokenizer.encode_text("hello")).tobytes()
     answer = tokenize(tokenizer, DecodeIds(uid=1, token_ids=ids), 1.0)
     assert getattr(answer, "text", None) == "hello"
@@ -147,7 +147,7 @@ def test_rendering_and_ids_equal_transformers(folder: Path, template: str) -> No
     from transformers import PreTrainedTokenizerFast
 
     write_config(folder, template)
-    ours, theirs = TextTokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    ours, theirs = TextTokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     chat = [{"role": "user", "content": "<é> & 'quoted'"}]
     expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert ours.render_chat(chat) == expected

@@ -1,0 +1,236 @@
+"""Every route of the HTTP API: generation, tokens, models, probes, the admin paths, the docs page.
+
+/docs and its files need no key, because they hold no data. The script of the page asks the reader
+for a key where the server has keys, and reads /openapi.json with it. A content security policy
+keeps the browser from loading anything from another host.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, Response
+from starlette.routing import Match
+from starlette.types import Scope
+
+import minisgl
+from minisgl.core import Cancelled
+from minisgl.server.errors import RETRY_AFTER
+from minisgl.server.generation import Generation
+from minisgl.server.handler import CallContext, CallDep, start, unless_disconnected
+from minisgl.server.lifecycle import Phase
+from minisgl.server.middleware import DOCS_PATHS, answer
+from minisgl.server.protocol import responses
+from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
+from minisgl.server.response import EventStream, ResponseWriter
+
+T = TypeVar("T")
+
+
+class ExactRoute(APIRoute):
+    """A route that matches its path to the last character, and HEAD wherever it takes GET.
+
+    The `$` in Starlette's pattern also matches before a final newline, so that the path
+    "/abort\\n" would reach the admin route /abort without being an admin path to `Auth`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.methods is not None and "GET" in self.methods:
+            self.methods.add("HEAD")
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["path"].endswith("\n"):
+            return Match.NONE, {}
+        return super().matches(scope)
+
+
+router = APIRouter(route_class=ExactRoute, redirect_slashes=False)
+
+_STARTED_AT = int(time.time())
+_DOCS_FOLDER = Path(__file__).parent / "docs_page"
+_DOCS_HEADERS = (
+    ("cache-control", "no-cache"),
+    # Swagger UI sets style attributes, and draws its icons from data: URLs.
+    (
+        "content-security-policy",
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data:; connect-src 'self'; form-action 'none'; frame-ancestors 'none'",
+    ),
+)
+
+
+@router.post("/v1/chat/completions", tags=["generation"])
+async def chat_completions(call: CallDep) -> Response:
+    """Answer a chat, whole or as a stream of server-sent events."""
+    return await _generate(CHAT, call)
+
+
+@router.post("/v1/completions", tags=["generation"])
+async def completions(call: CallDep) -> Response:
+    """Complete a text, a list of token ids, or a list of either."""
+    return await _generate(COMPLETIONS, call)
+
+
+@router.post("/generate", tags=["generation"])
+async def generate(call: CallDep) -> Response:
+    """Complete a list of token ids; the answer holds the ids of the new tokens too."""
+    return await _generate(GENERATE, call)
+
+
+async def _generate(route: str, call: CallContext) -> Response:
+    """The common path of the three routes above, up to the choice of the response."""
+    raw, facts = await call.read()
+    request = call.converter.read(route, raw, facts)
+    del raw  # Otherwise the body stays in memory until the response is complete.
+    writer = ResponseWriter(request)
+    client = call.client
+    started = start(client, request, facts, call.request_id)
+    generation = await unless_disconnected(call.request.receive, started)
+    if request.stream:
+        return EventStream(client, writer, generation)
+    try:
+        ended = asyncio.ensure_future(generation.wait_until(generation.finished))
+        await unless_disconnected(call.request.receive, ended)
+        return Response(writer.whole(generation), media_type="application/json")
+    finally:
+        client.close(generation)
+
+
+@router.post("/tokenize", tags=["tokens"])
+async def tokenize(call: CallDep) -> Response:
+    """The token ids of a prompt or of a chat, in the format of vLLM."""
+    raw, facts = await call.read()
+    name, prompt = call.converter.read_tokenize(raw, facts)
+    ids = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
+    return answer(responses.TokenizeResponse(len(ids), facts.max_seq_len, ids.tolist()))
+
+
+@router.post("/detokenize", tags=["tokens"])
+async def detokenize(call: CallDep) -> Response:
+    """The text of token ids, in the format of vLLM."""
+    raw, facts = await call.read()
+    token_ids, skip_special = call.converter.read_detokenize(raw, facts)
+    text = await _ask_tokenizer(call, lambda g: call.client.detokenize(token_ids, skip_special, g))
+    return answer(responses.DetokenizeResponse(text))
+
+
+async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitable[T]]) -> T:
+    """The result of `ask`, which waits in the same queue as the calls that generate."""
+    generation = call.client.open(1, call.request_id)
+    try:
+        return await unless_disconnected(call.request.receive, ask(generation))
+    finally:
+        call.client.close(generation)
+
+
+@router.get("/v1/models", tags=["models"])
+async def list_models(call: CallDep) -> Response:
+    """Every name under which the model is served."""
+    cards = [_model_card(call, name) for name in call.service.config.served_names]
+    return answer(responses.ModelList(data=cards))
+
+
+@router.get("/v1/models/{model_id:path}", tags=["models"])
+async def get_model(call: CallDep) -> Response:
+    """One served name. Model ids may contain slashes."""
+    # Not a parameter of this function: FastAPI would validate it with pydantic.
+    model_id = call.request.path_params["model_id"]
+    call.converter.check_model(model_id)
+    return answer(_model_card(call, model_id))
+
+
+def _model_card(call: CallContext, name: str) -> responses.ModelCard:
+    facts = call.service.lifecycle.facts
+    length = facts.max_seq_len if facts else None
+    return responses.ModelCard(id=name, created=_STARTED_AT, max_model_len=length)
+
+
+# `Auth` lets only the admin keys pass to the three admin paths.
+@router.get("/server_info", tags=["admin"])
+async def server_info(call: CallDep) -> Response:
+    """Version, limits, the model's facts and the live state. It holds no paths and no secrets."""
+    service = call.service
+    return answer(
+        {
+            "version": minisgl.__version__,
+            "phase": service.lifecycle.phase,
+            "served_names": service.config.served_names,
+            "open_requests": service.client.open_generations,
+            "limits": service.config.limits,
+            "scheduler": service.config.scheduler,
+            "model": service.lifecycle.facts,
+            "stats": service.stats,
+        }
+    )
+
+
+@router.post("/abort", tags=["admin"])
+async def abort(call: CallDep) -> Response:
+    """End every open call whose x-request-id equals `request_id`."""
+    request_id = call.converter.read_abort(await call.read_body())
+    error = Cancelled("this request was aborted by an operator")
+    return answer(responses.AbortResponse(call.client.end_by_id(request_id, error)))
+
+
+@router.post("/flush_cache", tags=["admin"])
+async def flush_cache(call: CallDep) -> Response:
+    """Forget the cached prefixes that no running request uses.
+
+    Requests that arrive after the answer find none of them.
+    """
+    call.service.lifecycle.require_accepting()
+    call.client.flush_cache()
+    return answer(responses.StatusResponse("ok"))
+
+
+@router.get("/livez", tags=["probes"])
+async def livez(call: CallDep) -> Response:
+    """200 while every process runs and makes progress; otherwise 503."""
+    if call.service.stuck():
+        return answer(responses.StatusResponse("the scheduler makes no progress"), 503)
+    if call.service.lifecycle.phase is Phase.FAILED:
+        return answer(responses.StatusResponse("failed"), 503)
+    return answer(responses.StatusResponse("ok"))
+
+
+@router.get("/readyz", tags=["probes"])
+@router.get("/health", name="health", tags=["probes"])
+async def readyz(call: CallDep) -> Response:
+    """200 while the model is loaded and the server does not drain; otherwise 503."""
+    phase, stalled = call.service.lifecycle.phase, call.service.stalled()
+    if phase is Phase.READY and not stalled:
+        return answer(responses.StatusResponse("ok"))
+    status = "the scheduler makes no progress" if stalled else phase.value
+    return answer(responses.StatusResponse(status), 503, {"retry-after": RETRY_AFTER})
+
+
+@router.get("/metrics", tags=["probes"])
+async def metrics(call: CallDep) -> Response:
+    """All metrics in the text format of Prometheus, or in OpenMetrics if the client accepts it."""
+    client, accept = call.client, call.request.headers.get("accept", "")
+    phase, stalled = call.service.lifecycle.phase, call.service.stalled()
+    body, media_type = client.metrics.render(accept, phase, stalled, client.open_choices)
+    return Response(body, headers={"content-type": media_type})
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi_document(call: CallDep) -> Response:
+    """The OpenAPI document of this server."""
+    return answer(call.request.app.openapi())
+
+
+@router.get("/docs", include_in_schema=False)
+@router.get("/docs/{name}", include_in_schema=False)
+async def docs_page(call: CallDep) -> Response:
+    """The page, or a script or style sheet of it."""
+    if call.request.scope["path"] not in DOCS_PATHS:
+        raise HTTPException(404)
+    name = call.request.path_params.get("name", "index.html")
+    # FileResponse sends the file in parts, each when the client has read the one before.
+    return FileResponse(_DOCS_FOLDER / name, headers=dict(_DOCS_HEADERS))
