@@ -207,14 +207,14 @@ def test_wrong_parameters_are_refused_before_any_request_runs(llm: LLM) -> None:
 
 @pytest.mark.parametrize("prompt", [None, 5, {"a": 1}, [None], [1.5], [[1.5, 2]], [["1"]], [[[1]]]])
 def test_a_prompt_that_is_neither_text_nor_ids_is_refused(llm: LLM, prompt: Any) -> None:
-    with pytest.raises(InvalidRequest, match="a prompt is text or a sequence of token ids"):
+    with pytest.raises(InvalidRequest, match="a prompt must be text or a sequence of token ids"):
         llm.generate(prompt, GREEDY, progress=False)
     assert llm.worker.scheduler.idle
 
 
 @pytest.mark.parametrize("conversation", [None, 5, {"role": "user"}, [None]])
 def test_a_conversation_that_is_no_list_of_messages_is_refused(llm: LLM, conversation: Any) -> None:
-    with pytest.raises(InvalidRequest, match="a conversation is a list of messages"):
+    with pytest.raises(InvalidRequest, match="a conversation must be a list of messages"):
         llm.chat(conversation, GREEDY, progress=False)
 
 
