@@ -41,7 +41,7 @@ class Load(NamedTuple):
 
 
 def read_trace(path: Path, count: int | None = None) -> list[TraceRequest]:
-    """Read the first `count` requests. Raises ConfigError that names the wrong line."""
+    """Read the first `count` requests, ordered by time. Raises ConfigError with the bad line."""
     decoder = msgspec.json.Decoder(TraceRequest)
     requests: list[TraceRequest] = []
     try:
@@ -135,9 +135,9 @@ def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> fl
 
 
 def lru_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> float:
-    """Return the same for a cache that evicts the page which was used least recently.
+    """Return the share of prompt tokens that an LRU prefix cache with `pages` pages would hold.
 
-    Of the pages of one prompt, the last is evicted first.
+    The cache evicts the least recently used page; of the pages of one prompt, the last one first.
     """
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0
