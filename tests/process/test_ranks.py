@@ -158,7 +158,7 @@ def test_an_llm_with_ranks_generates_aborts_and_refuses() -> None:
 
 
 def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
-    """Before, the output that arrived with the interrupt was lost and waited for forever."""
+    """Regression: output that came with the interrupt was lost, and the LLM waited for it."""
     drain: Callable[[Receiver[Any]], Iterator[Any]] = Receiver.drain
 
     def interrupted(receiver: Receiver[Any]) -> Iterator[Any]:
@@ -184,7 +184,7 @@ def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
 def test_an_llm_that_is_not_closed_leaves_no_process_and_no_folder(
     delete: bool, tmp_path: Path
 ) -> None:
-    """Also while the caller's process goes on, once the LLM is garbage-collected."""
+    """They end when the LLM is garbage-collected, even if the caller's process continues."""
     lines = [
         "import os, psutil",
         "from minisgl.llm import LLM",
