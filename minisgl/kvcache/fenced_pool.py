@@ -6,7 +6,7 @@ from minisgl.core import Int32Array, InvariantBroken
 
 
 class FencedPool:
-    """A pool of the ids 0..size-1 that delays the reuse of an id until the GPU is done with it.
+    """A pool of the ids 0..size-1 that delays the reuse of an id until the GPU no longer uses it.
 
     The GPU runs behind the host, so a step in flight may still write to a page whose request has
     ended. `release` therefore takes a fence: the last step that touches the ids. They are in
@@ -37,7 +37,7 @@ class FencedPool:
         self._resolved_step = 0
 
     def allocate(self, count: int) -> Int32Array:
-        """Return `count` ids, int32 [count]. The caller has checked that so many are free."""
+        """Return `count` ids, int32 [count]. The caller has checked that `count` ids are free."""
         if count > self.num_free:
             raise InvariantBroken(f"{count} ids needed, {self.num_free} free; this is a bug")
         self.num_free -= count

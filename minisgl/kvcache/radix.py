@@ -1,15 +1,17 @@
 """`RadixCache`: the prefix cache, a radix tree over pages of token ids.
 
 The idea is RadixAttention (Zheng et al., SGLang, 2024, section 3). An edge holds whole pages of
-tokens. A node finds its child by the bytes of the child's first page, and compares the rest of the
-edge as arrays. Below the root, the bytes of the cache salt precede those of the page, so requests
-with different salts share no node. All pages have the same size, so the two cannot be confused.
+tokens. The key of a child in its parent is the bytes of the child's first page. The rest of the
+edge is compared as arrays. In the keys of the root's children, the cache salt precedes these bytes,
+so that requests with different salts share no node. Salt and page cannot be confused, because all
+pages have the same size.
 
 Eviction takes leaves that no request uses, least recently used first, from one of two classes: new
-leaves, which no request has matched since their insertion, and reused ones. New leaves go first, so
-that prompts which come once do not evict prefixes which many requests share. When more than half of
-all evictable pages are reused, reused leaves go first. This is a segmented LRU (Karedla, Love and
-Wherry, 1994). Each class has a heap, so an eviction takes O(log n).
+leaves, which no request has matched since their insertion, and reused leaves. New leaves are
+evicted first, so that prompts that come once do not evict prefixes that many requests share. When
+more than half of all evictable pages are reused, reused leaves are evicted first. This is a
+segmented LRU (Karedla, Love and Wherry, 1994). Each class has a heap, so an eviction takes
+O(log n).
 """
 
 import heapq
@@ -174,7 +176,7 @@ class RadixCache:
     def evict(self, count: int) -> list[Evicted]:
         """Give up min(count, evictable_pages) pages.
 
-        A leaf with more pages than are still needed loses only its last ones.
+        If a leaf has more pages than are still needed, only its last pages are evicted.
         """
         evicted: list[Evicted] = []
         while count > 0 and any(self._heaps):

@@ -15,8 +15,9 @@ class Completion:
     token_ids        the generated tokens, with the stop token.
     error            the error message if finish_reason is ERROR, for example that the prompt is too
                      long. The other prompts of the call are not affected.
-    logprobs         one for each of token_ids, if the sampling parameters ask for them.
-    prompt_logprobs  of all prompt tokens except the first, in parts, if asked for.
+    logprobs         one entry for each of token_ids, if the sampling parameters ask for them.
+    prompt_logprobs  log-probabilities of all prompt tokens except the first, in parts, if the
+                     sampling parameters ask for them.
     """
 
     text: str

@@ -76,7 +76,7 @@ class KVManager:
         return True
 
     def try_allocate(self, count: int) -> Int32Array | None:
-        """Allocate `count` pages, evicting cached ones where needed.
+        """Allocate `count` pages; evict cached pages if needed.
 
         Returns None when too few pages are free. Then either no page can be evicted, or a step in
         flight may still read the evicted pages.

@@ -38,7 +38,7 @@ class Planner:
        pages are left. The planner skips a request if an older request is computing its prefix,
        until that prefix is in the prefix cache (in-batch prefix sharing).
 
-    waiting      the queue: preempted requests first, then new ones in order of arrival.
+    waiting      the queue: preempted requests first, then new requests in order of arrival.
     prefilling   admitted requests with prompt tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
     cost         predicts step times; None when they are unknown.

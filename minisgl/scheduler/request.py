@@ -100,7 +100,7 @@ def accept_request(
     if needed > capacity_tokens:
         raise PromptTooLong(
             f"{len(tokens)} prompt tokens and {max_tokens or 1} output tokens exceed the "
-            f"{capacity_tokens} tokens that context and KV pool allow",
+            f"{capacity_tokens} tokens that the context length and the KV pool allow",
             param="prompt",
         )
     if sampling.seed is None:

@@ -189,7 +189,7 @@ class Scheduler:
         self._arrivals += 1
         try:
             if message.uid in self._reqs:
-                raise InvalidRequest(f"uid {message.uid} is in use")
+                raise InvalidRequest(f"uid {message.uid} is in use; send another uid")
             req = accept_request(message, self._vocab_size, self._capacity_tokens, self._arrivals)
             req.logit_states = self._extensions.open_states(req.sampling)
         except RequestError as error:

@@ -10,7 +10,7 @@ _FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s
 
 
 class _OneLine(logging.Formatter):
-    """Escapes line breaks in messages, which may hold client text. Not those of tracebacks."""
+    """Escapes line breaks in messages, which may hold client text, but not in tracebacks."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")

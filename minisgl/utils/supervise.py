@@ -3,8 +3,8 @@
 Parent side: `Supervisor`. It has one thread and no asyncio: signals and exits arrive through one
 wake-up pipe. It reaps every child and every orphan, so it works as PID 1 without an init.
 
-Child side: the main of a child calls `read_payload` and `bind_to_parent` first, and `write_reason`
-before it ends with an error.
+Child side: the main function of a child first calls `read_payload` and `bind_to_parent`. It calls
+`write_reason` before it ends with an error.
 """
 
 import contextlib

@@ -231,7 +231,9 @@ def test_front_end_processes_load_no_torch(real_server: ServerProcess) -> None:
     with open(f"/proc/{real_server.pid}/maps") as maps:
         assert "libtorch" not in maps.read(), "launcher"
     with open(f"/proc/{real_server.child_pid('scheduler')}/maps") as maps:
-        assert "libtorch" in maps.read(), "the scheduler should, or this test proves nothing"
+        assert "libtorch" in maps.read(), (
+            "the scheduler must load torch, otherwise this test checks nothing"
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

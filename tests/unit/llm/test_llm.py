@@ -285,7 +285,7 @@ def test_a_call_during_an_open_stream_is_refused(llm: LLM) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Handle SIGINT, which is ignored when the tests run in the background of a shell."""
+    """Handle SIGINT. A shell that runs the tests in the background has set it to ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
