@@ -107,7 +107,7 @@ def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> fl
 
     This is an upper bound for a real cache of this size. Prompts arrive one after the other, in
     this order. Each prompt is cached at once and as a whole. No outputs use pages. The cache evicts
-    the page whose next use is the latest (Belady, 1966). As in the engine, hits are whole pages, and
+    the page whose next use is the latest (Belady, 1966). As in the engine, hits are whole pages and
     at least one token of a prompt is computed.
     """
     chains = [_page_chain(prompt, page_size) for prompt in prompts]
