@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.flag_types import whole
+from minisgl.benchmark.flag_types import positive_int
 from minisgl.distributed.comm import GroupCommunicator, TPInfo, connect
 
 _CALLS = 20  # captured in one CUDA graph
@@ -96,13 +96,13 @@ def compare(comm: GroupCommunicator, widths: Sequence[int], rows: Sequence[int])
 def main(argv: Sequence[str]) -> int:
     """Print a table in microseconds and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench reduce", description=__doc__)
-    parser.add_argument("--tp", type=whole, default=2, help="number of GPUs (2)")
+    parser.add_argument("--tp", type=positive_int, default=2, help="number of GPUs (2)")
     parser.add_argument(
-        "--width", type=whole, nargs="+", default=[5120], help="hidden sizes (5120)"
+        "--width", type=positive_int, nargs="+", default=[5120], help="hidden sizes (5120)"
     )
     parser.add_argument(
         "--rows",
-        type=whole,
+        type=positive_int,
         nargs="+",
         default=[1, 8, 64, 256, 1024, 2048, 8192],
         help="numbers of tokens",

@@ -26,7 +26,7 @@ def background_load(options: argparse.Namespace) -> Load:
     count, prompt, output = options.beside or (0, 1, 1)
     if min(count + 1, prompt, output) < 1:
         raise ConfigError("--beside takes a number of streams and two positive numbers of tokens")
-    seed = options.seed + 1_000_003  # another seed than the load's, so that no prefix is shared
+    seed = options.seed + 1_000_003  # not the seed of the load, so that no prefix is shared
     workload = make_workload(count, (prompt, prompt), (output, output), 0, seed, options.largest_id)
     prompts = [np.array(ids, dtype=np.int32) for ids in workload.prompts]
     return Load(prompts, workload.max_tokens, [0.0] * count)
@@ -38,7 +38,8 @@ async def background_streams(
 ) -> AsyncIterator[list[Answer]]:
     """Run one stream for each body, until the `async with` block ends.
 
-    Yields the streams' answers, which go on growing. Each has its first output or an error.
+    Yields one answer for each stream. Each already has its first output or an error; later outputs
+    are added while the block runs.
     """
     answers = [Answer(0.0) for _ in bodies]
     tasks = [
@@ -60,10 +61,10 @@ def summarise_streams(
 ) -> dict[str, Any]:
     """Summarise the streams during the load: inter-token latencies, and mean contexts.
 
-    background: the requests of the streams. streams: their answers. load: the answers to the load.
-    context_tokens has the mean context at the start and at the end of the load. A gap between two
-    tokens counts when its second token arrives during the load. failed counts the streams that
-    have an error or ended before the load did: the load then ran beside fewer streams.
+    background: the requests of the streams. streams: the answers of the streams. load: the answers
+    of the load. context_tokens: the mean contexts at the start and at the end of the load. A gap
+    between two tokens counts if the second token arrives during the load. failed: the number of
+    streams that have an error or ended before the load, so that it ran with fewer streams.
     """
     begin_s = min(answer.sent_s for answer in load)
     end_s = max(at_s for answer in load for at_s in answer.outputs_s or [answer.sent_s])

@@ -90,7 +90,9 @@ class _Connection(asyncio.Protocol):
         self.silent = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is no subclass
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # the class of uvloop is not a subclass
 
     async def post(self, head: bytes, body: bytes, answer: Answer) -> None:
         """Send one request and read its response to the end."""
@@ -161,7 +163,7 @@ class _Connection(asyncio.Protocol):
 
 
 class StreamingClient:
-    """Sends streaming POST requests to one path of a server, each on a connection of its own."""
+    """Sends streaming POST requests to one path of a server. Open requests share no connection."""
 
     def __init__(self, url: str, path: str, api_key: str | None = None) -> None:
         """url: http or https URL of the server, without /v1. Raises ConfigError for other URLs."""
@@ -178,7 +180,7 @@ class StreamingClient:
         self._idle: list[_Connection] = []
 
     async def post(self, body: bytes, answer: Answer | None = None) -> Answer:
-        """Send one request and return its answer, whose `error` says what failed.
+        """Send one request and return its answer. A failure is in its `error`.
 
         answer: filled while the response arrives, so that the caller can read it earlier.
         Cancelling the task closes the connection.
@@ -200,7 +202,7 @@ class StreamingClient:
             answer.error = f"cannot connect: {error}"
             return answer
         await self._post_on(made, body, answer)
-        answer.sent_s = first_sent_s or answer.sent_s  # the lost attempt is part of the latency
+        answer.sent_s = first_sent_s or answer.sent_s  # the latency includes the failed attempt
         return answer
 
     def _kept_connection(self) -> _Connection | None:
@@ -211,7 +213,7 @@ class StreamingClient:
         return None
 
     async def _post_on(self, connection: _Connection, body: bytes, answer: Answer) -> bool:
-        """Return False when no byte came back: the server closed the kept connection meanwhile."""
+        """Post on `connection`. Returns False if the server closed it without sending a byte."""
         try:
             await connection.post(self._head, body, answer)
         finally:

@@ -6,17 +6,17 @@ import os
 from pathlib import Path
 
 
-def whole(text: str) -> int:
+def positive_int(text: str) -> int:
     """A whole number of at least 1."""
     return _at_least(1, int(text))
 
 
-def natural(text: str) -> int:
+def nonnegative_int(text: str) -> int:
     """A whole number of at least 0."""
     return _at_least(0, int(text))
 
 
-def amount(text: str) -> float:
+def nonnegative_float(text: str) -> float:
     """A finite number of at least 0."""
     value = float(text)
     if not 0 <= value < math.inf:  # NaN fails this comparison too
@@ -24,7 +24,7 @@ def amount(text: str) -> float:
     return value
 
 
-def positive(text: str) -> float:
+def positive_float(text: str) -> float:
     """A number above 0, or inf."""
     value = float(text)
     if not value > 0:
@@ -33,7 +33,7 @@ def positive(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """The path of a file that can be written. Checked first, not after a long measurement."""
+    """The path of a writable file. It is checked before, and not after, a long measurement."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.flag_types import positive, whole
+from minisgl.benchmark.flag_types import positive_float, positive_int
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError
@@ -36,12 +36,13 @@ class Ceilings:
 class Cost(NamedTuple):
     """Bytes and operations of a model in bf16 on one GPU.
 
-    weight_bytes  weights that every step reads.
+    weight_bytes  bytes of the weights that every step reads.
     operations    floating-point operations of the matrix products, for one token.
-    kv_bytes      KV of one token, all layers.
-    expert_bytes  weights of all experts of all layers.
-    expert_share  share of the experts to which one token is routed.
-    reduces       all-reduces of a step, each of reduce_bytes for each token.
+    kv_bytes      bytes of the KV of one token, all layers.
+    expert_bytes  bytes of the weights of all experts of all layers.
+    expert_share  fraction of the experts to which one token is routed.
+    reduces       number of all-reduces of a step.
+    reduce_bytes  bytes of one all-reduce for each token of the step.
     """
 
     weight_bytes: int
@@ -94,8 +95,8 @@ class Floor(NamedTuple):
 def cost_of(model: ModelConfig, tp: int = 1) -> Cost:
     """Return the cost of a model on each of tp GPUs.
 
-    A step reads the output head as a whole, but only a few rows of the embedding. When there are
-    fewer KV heads than GPUs, each GPU holds a copy of one head.
+    A step reads the whole output head, but only a few rows of the embedding. If there are fewer KV
+    heads than GPUs, each GPU holds a copy of one head.
     """
     total = _single_gpu_cost(model)
     return total._replace(
@@ -147,7 +148,7 @@ def floor_of(
     )
     prefill_s += chunks * cost.reduces * reduce_s(tp, prompt_tokens / chunks * cost.reduce_bytes)
     decode_s = 0.0
-    for step in range(1, int(outputs.max())):  # prefill gives the first token
+    for step in range(1, int(outputs.max())):  # prefill samples the first token
         running = outputs > step
         tokens = int(running.sum())
         weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
@@ -176,10 +177,16 @@ def main(argv: Sequence[str]) -> int:
         "--model", default="qwen3-0.6b", help=f"{', '.join(SHAPES)}, or a model folder"
     )
     add_workload_flags(parser)
-    parser.add_argument("--bandwidth", type=positive, default=4.25, help="TB/s (4.25: one H200)")
-    parser.add_argument("--matmul", type=positive, default=686, help="TFLOP/s (686: one H200)")
-    parser.add_argument("--budget", type=whole, default=8192, help="prompt tokens per step (8192)")
-    parser.add_argument("--tp", type=whole, default=1, help="tensor-parallel GPUs (1)")
+    parser.add_argument(
+        "--bandwidth", type=positive_float, default=4.25, help="TB/s (4.25: one H200)"
+    )
+    parser.add_argument(
+        "--matmul", type=positive_float, default=686, help="TFLOP/s (686: one H200)"
+    )
+    parser.add_argument(
+        "--budget", type=positive_int, default=8192, help="prompt tokens per step (8192)"
+    )
+    parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         _, model = load_shape(options.model, Path(folder))

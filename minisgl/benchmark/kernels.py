@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minisgl import kernel
-from minisgl.benchmark.flag_types import whole
+from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.moe import layer_cases
 
 _CALLS = 32  # captured in one graph
@@ -30,7 +30,7 @@ _HIDDEN_SIZES = {  # widths of hidden states, of queries, of queries with keys a
 
 
 class Case(NamedTuple):
-    """One kernel on one shape. `make` builds a set of inputs and returns a call with them."""
+    """One kernel on one shape. `make` builds inputs and returns a function that runs the kernel."""
 
     name: str
     bytes_moved: int
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """Seconds of a call: the time to move its bytes, and the measured median."""
+    """Times of one call. floor_s: the time to move its bytes. median_s: the measured median."""
 
     name: str
     bytes_moved: int
@@ -82,7 +82,7 @@ def copy_bandwidth() -> float:
 
 
 def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
-    """Yield layer kernels for each number of tokens; samplers and metadata for each of rows."""
+    """Yield layer kernels for each number of tokens, samplers and metadata for each of rows."""
     for model in _HIDDEN_SIZES:
         for count in (1, 16, 32, 64, 96, 128, 192, 256):
             yield from (_layer(model, count, ours) for ours in (False, True))
@@ -116,16 +116,16 @@ def _layer(model: str, rows: int, ours: bool) -> Case:
 
     def make() -> Callable[[], object]:
         qkv, o, gate_up, down = (_normal(*shape) / shape[1] ** 0.5 for shape in shapes)
-        arrived = _integers(1, inner) if ours else None
+        semaphores = _integers(1, inner) if ours else None
         stream, squares = _normal(rows, hidden), None
 
         def call() -> None:
             nonlocal squares
             norm = kernel.PendingNorm(1e-6, squares)
-            x = kernel.linear(stream, qkv, None, arrived, norm)[:, :queries]
-            norm = kernel.PendingNorm(1e-6, kernel.add_linear(stream, x, o, None, arrived)[1])
-            x = kernel.gated_linear(stream, gate_up, None, arrived, norm)
-            squares = kernel.add_linear(stream, x, down, None, arrived)[1]
+            x = kernel.linear(stream, qkv, None, semaphores, norm)[:, :queries]
+            norm = kernel.PendingNorm(1e-6, kernel.add_linear(stream, x, o, None, semaphores)[1])
+            x = kernel.gated_linear(stream, gate_up, None, semaphores, norm)
+            squares = kernel.add_linear(stream, x, down, None, semaphores)[1]
 
         return call
 
@@ -164,8 +164,8 @@ def _qk_norm_rope_store(tokens: int, q_heads: int, kv_heads: int) -> Case:
         positions = _integers(4096, tokens)
         slots = torch.randperm(pages * page_size, device="cuda")[:tokens].int()
         k_pool, v_pool = _normal(2, pages, page_size, kv_heads, dim)
-        given = qkv, q_weight, k_weight, 1e-6, cos_sin, positions, slots, k_pool, v_pool
-        return lambda: kernel.qk_norm_rope_store(*given, q_heads, kv_heads, dim)
+        tensors = qkv, q_weight, k_weight, 1e-6, cos_sin, positions, slots, k_pool, v_pool
+        return lambda: kernel.qk_norm_rope_store(*tensors, q_heads, kv_heads, dim)
 
     name = f"qk_norm_rope_store {tokens} x ({q_heads} + 2 * {kv_heads})"
     return Case(name, 4 * tokens * width + 4 * tokens * dim, make)
@@ -243,9 +243,11 @@ def measure(case: Case, bandwidth: float) -> Figure:
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench kernels", description=__doc__)
-    parser.add_argument("--tokens", type=whole, nargs="+", default=[1, 64, 256, 8192])
-    parser.add_argument("--rows", type=whole, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--only", default="", help="only kernels whose name starts with this text")
+    parser.add_argument("--tokens", type=positive_int, nargs="+", default=[1, 64, 256, 8192])
+    parser.add_argument("--rows", type=positive_int, nargs="+", default=[1, 64, 256])
+    parser.add_argument(
+        "--only", default="", help="time only kernels whose name starts with this text"
+    )
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")

@@ -89,7 +89,7 @@ def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
 def table(summary: dict[str, Any]) -> str:
     """Format the latencies in milliseconds, one line each.
 
-    The line BESIDE has the inter-token latency of the background streams.
+    The line BESIDE, if any, is the inter-token latency of the background streams.
     """
     columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
     lines = [f"{'ms':<6}" + "".join(f"{name:>11}" for name in columns)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minisgl.benchmark.flag_types import amount, positive, whole
+from minisgl.benchmark.flag_types import nonnegative_float, positive_float, positive_int
 from minisgl.benchmark.trace import Load, read_trace, replay
 from minisgl.benchmark.workload import add_workload_flags, check_workload, workload_from
 
@@ -49,14 +49,14 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument(
         "--concurrency",
-        type=whole,
+        type=positive_int,
         default=256,
-        help="open requests at a time, without --rate and --trace (256)",
+        help="number of open requests; not used with --rate or --trace (256)",
     )
     load.add_argument(
         "--rate",
-        type=positive,
-        help="arrivals per second, independent of open requests; inf: all at once",
+        type=positive_float,
+        help="requests per second, sent without waiting for others; inf: all at once",
     )
     load.add_argument(
         "--arrival",
@@ -66,13 +66,16 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--trace", type=Path, help="replay the first --requests lines of a file")
     load.add_argument(
-        "--time-scale", type=amount, default=1.0, help="factor for the trace's arrival times"
+        "--time-scale",
+        type=nonnegative_float,
+        default=1.0,
+        help="factor for the trace's arrival times",
     )
     load.add_argument(
-        "--length-scale", type=amount, default=1.0, help="factor for the trace's lengths"
+        "--length-scale", type=nonnegative_float, default=1.0, help="factor for the trace's lengths"
     )
     load.add_argument(
-        "--max-prompt", type=whole, help="cut the trace's prompts to this many tokens"
+        "--max-prompt", type=positive_int, help="cut the trace's prompts to this many tokens"
     )
     load.add_argument(
         "--beside",

@@ -63,9 +63,9 @@ SHAPES = {
 def write_model(name: str, folder: Path, full_vocabulary: bool = False) -> str:
     """Write the files of the model `name` to `folder`, and return the folder.
 
-    The checkpoint has no tensors; it exists because a folder without a checkpoint is refused.
-    full_vocabulary: every id has a text, so that a server sends an event for every token. Otherwise
-    the tokenizer knows single bytes only. Raises ConfigError for an unknown name.
+    The checkpoint has no tensors. The engine refuses a folder without a checkpoint.
+    full_vocabulary: True gives every id a text, so that a server sends an event for every token;
+    False builds a tokenizer of single bytes. Raises ConfigError for an unknown name.
     """
     if name not in SHAPES:
         raise ConfigError(f"benchmark model {name!r} is not known; known: {', '.join(SHAPES)}")

@@ -34,7 +34,7 @@ class GroupedMm(MoeBackend):
 def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
     """Yield the fields of a kernels.Case, for the engine's layer and for torch's.
 
-    The bytes are those of the experts to which at least one token is routed.
+    bytes_moved counts the experts to which at least one token is routed.
     """
     device = torch.device("cuda")
     backends = (("ours", create_moe_backend("triton", device)), (GroupedMm.name, GroupedMm(device)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minisgl.benchmark.flag_types import amount, natural, whole
+from minisgl.benchmark.flag_types import nonnegative_float, nonnegative_int, positive_int
 from minisgl.benchmark.floor import Ceilings, floor_of, load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
@@ -28,7 +28,9 @@ def run_workload(llm: LLM, workload: Workload, temperature: float, progress: boo
     except InvalidRequest as error:
         raise ConfigError(error.message) from None
     seconds = time.perf_counter() - begin
-    assert isinstance(completions, list), "many prompts give a list: this is a bug"
+    assert isinstance(completions, list), (
+        "a list of prompts gives a list of completions: this is a bug"
+    )
     refused = next((completion.error for completion in completions if completion.error), None)
     if refused is not None:
         raise ConfigError(f"this model cannot run the workload: {refused}")
@@ -47,18 +49,23 @@ def main(argv: Sequence[str]) -> int:
     )
     add_workload_flags(parser)
     group = parser.add_argument_group("engine")
-    group.add_argument("--temperature", type=amount, default=0.6, help="sampling temperature (0.6)")
-    group.add_argument("--page-size", type=whole, default=16, help="tokens per KV page (16)")
+    group.add_argument(
+        "--temperature", type=nonnegative_float, default=0.6, help="sampling temperature (0.6)"
+    )
+    group.add_argument("--page-size", type=positive_int, default=16, help="tokens per KV page (16)")
     group.add_argument("--attention-backend", default="auto", help="as in the server (auto)")
     group.add_argument(
-        "--max-prefill-length", type=whole, default=8192, help="prompt tokens per step (8192)"
+        "--max-prefill-length",
+        type=positive_int,
+        default=8192,
+        help="prompt tokens per step (8192)",
     )
-    group.add_argument("--max-running-requests", type=whole, default=256)
-    group.add_argument("--cuda-graph-max-bs", type=natural, default=None)
+    group.add_argument("--max-running-requests", type=positive_int, default=256)
+    group.add_argument("--cuda-graph-max-bs", type=nonnegative_int, default=None)
     group.add_argument(
-        "--repeat", type=whole, default=2, help="timed runs, after a warm-up run (2)"
+        "--repeat", type=positive_int, default=2, help="timed runs, after a warm-up run (2)"
     )
-    group.add_argument("--tp", type=whole, default=1, help="tensor-parallel GPUs (1)")
+    group.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             max_running_reqs=options.max_running_requests,
             cuda_graph_max_bs=options.cuda_graph_max_bs,
             prefill_budget_tokens=options.max_prefill_length,
-            # Every run computes all prompts, unless a shared prefix is to be measured.
+            # Without a prefix cache, every run computes all prompts.
             cache_type="radix" if options.shared_prefix else "naive",
         )
         ready_s = time.perf_counter() - begin

@@ -26,7 +26,7 @@ from minisgl.benchmark.background_streams import (
     summarise_streams,
 )
 from minisgl.benchmark.client import Answer, StreamingClient
-from minisgl.benchmark.flag_types import amount, output_file
+from minisgl.benchmark.flag_types import nonnegative_float, output_file
 from minisgl.benchmark.latency import error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.models import SHAPES
@@ -117,13 +117,13 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _bodies(load: Load, options: argparse.Namespace) -> list[bytes]:
     pairs = zip(load.prompts, load.max_tokens, strict=True)
-    return [body_of(index, prompt, most, options) for index, (prompt, most) in enumerate(pairs)]
+    return [body_of(index, prompt, count, options) for index, (prompt, count) in enumerate(pairs)]
 
 
 async def _run(
     url: str, load: Load, background: Load, options: argparse.Namespace
 ) -> tuple[list[Answer], list[Answer]]:
-    """Return the answers to the load, and the background streams as they were at its end."""
+    """Return the answers of the load and of the background streams, which end with the load."""
     path = "/v1/chat/completions" if options.chat else "/v1/completions"
     client = StreamingClient(url, path, options.api_key)
     bodies = _bodies(load, options)
@@ -179,17 +179,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key", help="API key of the server")
     parser.add_argument("--served-name", help="`model` of the requests (the first model served)")
     parser.add_argument(
-        "--chat", action="store_true", help="send chats of words instead of prompts of ids"
+        "--chat", action="store_true", help="send chats of words in place of prompts of token ids"
     )
     parser.add_argument(
-        "--temperature", type=amount, default=0.6, help="sampling temperature (0.6)"
+        "--temperature", type=nonnegative_float, default=0.6, help="sampling temperature (0.6)"
     )
     parser.add_argument("--obey-eos", action="store_true", help="let requests end at an EOS token")
     parser.add_argument(
         "--json", type=output_file, help="write settings, summary and requests to this file"
     )
     parser.add_argument(
-        "--samples", action="store_true", help="with --json: the time of each event too"
+        "--samples", action="store_true", help="with --json: write the time of each event too"
     )
     parser.add_argument(
         "--plot", type=output_file, help="write the latencies to this file, as an SVG"
@@ -205,7 +205,7 @@ def _server(options: argparse.Namespace) -> Iterator[RunningServer]:
         raise ConfigError("give either --url or --model")
     if options.url is not None:
         if options.server_flags:
-            raise ConfigError("flags after -- need --model: they are for the server that it starts")
+            raise ConfigError("flags after -- are for the server that --model starts; give --model")
         yield RunningServer(options.url.rstrip("/").removesuffix("/v1"), 0.0)
         return
     with start_server(options.model, options.server_flags, options.server_log) as server:

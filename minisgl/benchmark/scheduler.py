@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from minisgl.benchmark.flag_types import whole
+from minisgl.benchmark.flag_types import positive_int
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult
 from minisgl.kvcache import RadixCache
 from minisgl.message.messages import AddReq, StepOutput
@@ -27,7 +27,7 @@ PAGE_SIZE = 16
 
 
 class Figure(NamedTuple):
-    """CPU seconds of one operation. aim_s: the design's upper limit for the median."""
+    """CPU seconds of one operation. aim_s: the upper limit that the median should not exceed."""
 
     name: str
     samples: int
@@ -50,7 +50,7 @@ class _IdleEngine:
 
 
 class _Done:
-    """Implements core.PendingStep; its result is there at once."""
+    """Implements core.PendingStep; its result is available at once."""
 
     def __init__(self, num_reqs: int) -> None:
         ones = np.ones(num_reqs, dtype=np.int32)
@@ -78,7 +78,7 @@ def measure_decode(num_reqs: int, steps: int, show: bool = True) -> Figure:
 
 
 def measure_admission(num_prompts: int, show: bool = True) -> Figure:
-    """Measure requests with 8,192-token prompts, half cached, from admission to their one token."""
+    """Measure requests of one output token, whose prompts of 8,192 tokens are half cached."""
     length = 8192
     engine = _IdleEngine((num_prompts + 2) * length // PAGE_SIZE, 4, length + 64)
     scheduler, inbox, _ = _scheduler(engine)
@@ -159,11 +159,11 @@ def _figure(name: str, seconds: list[float], aim_s: float) -> Figure:
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench scheduler", description=__doc__)
-    parser.add_argument("--running", type=whole, default=256, help="decoding requests (256)")
-    parser.add_argument("--steps", type=whole, default=1000, help="decode steps (1000)")
-    parser.add_argument("--prompts", type=whole, default=200, help="admitted requests (200)")
-    parser.add_argument("--nodes", type=whole, default=100_000, help="radix nodes (100000)")
-    parser.add_argument("--evictions", type=whole, default=5000, help="evictions (5000)")
+    parser.add_argument("--running", type=positive_int, default=256, help="decoding requests (256)")
+    parser.add_argument("--steps", type=positive_int, default=1000, help="decode steps (1000)")
+    parser.add_argument("--prompts", type=positive_int, default=200, help="admitted requests (200)")
+    parser.add_argument("--nodes", type=positive_int, default=100_000, help="radix nodes (100000)")
+    parser.add_argument("--evictions", type=positive_int, default=5000, help="evictions (5000)")
     options = parser.parse_args(argv)
     figures = [
         measure_decode(options.running, options.steps),

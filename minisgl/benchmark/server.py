@@ -1,8 +1,9 @@
 """Stream events per second that one core of the API process sends.
 
-Application, uvicorn and sockets are real. A task replaces engine and tokenizer: it sends every
-request its next token, decoded from the bytes of a StepText message. The clients run in another
-process, `minisgl bench online`. The CPU time of each process is measured.
+The application, uvicorn and the sockets are those of the server. A task replaces the engine and the
+tokenizers: in each step it sends every request one token, in the bytes of a StepText message. The
+clients run in another process, `minisgl bench online`. The benchmark measures the CPU time of each
+process.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from minisgl.benchmark.flag_types import whole
+from minisgl.benchmark.flag_types import positive_int
 from minisgl.core import ConfigError, EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message.messages import (
     AddReq,
@@ -41,8 +42,8 @@ from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
 
 
-class _Box:
-    """An outbox that keeps its messages for the stub engine."""
+class _Outbox:
+    """A queue to a worker. It keeps the messages for the stub engine."""
 
     def __init__(self) -> None:
         self.sent: list[ToScheduler | ToTokenizer | ToDetokenizer] = []
@@ -53,14 +54,14 @@ class _Box:
 
 
 class _Service:
-    """The state that the application needs, with the stub instead of workers."""
+    """The state that the application needs, with the stub engine in place of workers."""
 
     def __init__(self) -> None:
         self.config = ServerConfig(
             engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=("m",)
         )
-        self.tokenizer, self.scheduler = _Box(), _Box()
-        self.detokenizer = _Box()
+        self.tokenizer, self.scheduler = _Outbox(), _Outbox()
+        self.detokenizer = _Outbox()
         self.client = EngineClient(
             [self.tokenizer.send],
             self.detokenizer.send,
@@ -99,11 +100,11 @@ async def _all_submitted(
 ) -> None:
     while len(service.scheduler.sent) < streams:
         if clients.poll() is not None:
-            raise ConfigError("the clients ended before all their requests had arrived")
+            raise ConfigError("the clients ended before all of their requests arrived")
         await asyncio.sleep(0.001)
 
 
-async def _play_engine(service: _Service, tokens: int) -> None:
+async def _run_stub_engine(service: _Service, tokens: int) -> None:
     """Send each request its tokens, one per step."""
     uids = [m.uid for m in service.scheduler.sent if isinstance(m, AddReq)]
     decoder = msgspec.msgpack.Decoder(StepText)
@@ -122,9 +123,8 @@ async def _play_engine(service: _Service, tokens: int) -> None:
         ]
         frame = msgspec.msgpack.encode(StepText(updates=updates))
         service.client.receive_text(decoder.decode(frame))
-        await asyncio.sleep(
-            0.002
-        )  # the step time of a fast engine; each stream wakes up once per step
+        # This is the step time of a fast engine. Each stream wakes up once per step.
+        await asyncio.sleep(0.002)
 
 
 async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, Any]]:
@@ -150,7 +150,7 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     gc.collect()
     gc.freeze()  # As the server does once it is ready.
     cpu_s, wall_s = time.process_time(), time.perf_counter()
-    await _play_engine(service, tokens)
+    await _run_stub_engine(service, tokens)
     while service.client.open_generations:
         await asyncio.sleep(0.001)
     cpu_s = time.process_time() - cpu_s
@@ -163,8 +163,8 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
 def main(argv: Sequence[str]) -> int:
     """Print events per second and core, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench server", description=__doc__)
-    parser.add_argument("--streams", type=whole, default=256)
-    parser.add_argument("--tokens", type=whole, default=400, help="tokens of each stream")
+    parser.add_argument("--streams", type=positive_int, default=256)
+    parser.add_argument("--tokens", type=positive_int, default=400, help="tokens of each stream")
     options = parser.parse_args(argv)
     cpu_s, wall_s, found = uvloop.run(_measure(options.streams, options.tokens))
     events = found["events"]

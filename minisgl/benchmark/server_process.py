@@ -1,4 +1,4 @@
-"""Starts a server for a benchmark, with the command that users run, and reads its metrics."""
+"""Starts a server for a benchmark with the command `minisgl`, and reads its metrics."""
 
 import contextlib
 import re
@@ -35,8 +35,8 @@ def start_server(
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, and stop it at the end of the `with` block.
 
-    model: a name in SHAPES, which gets random weights, or a model folder. flags: more flags of the
-    command. log_path: file for the server's log. Raises ConfigError with the end of the log when
+    model: a name in SHAPES (with random weights) or a model folder. flags: additional flags of the
+    command. log_path: file for the server's log. Raises ConfigError, with the end of the log, if
     the server does not start.
     """
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:

@@ -1,8 +1,9 @@
 """Runs the real scheduler and prefix cache under a load in simulated time, without a GPU.
 
-A clock replaces the engine: each step advances it by the time that StepCost predicts. A server logs
-the costs of its machine when it starts ("step cost calibrated"). The output has the latencies, the
-share of prompt tokens that the prefix cache held, and that share for an LRU and an ideal cache.
+A simulated clock replaces the engine: each step advances the clock by the time that StepCost
+predicts. At its start, a server logs the step costs of its machine ("step cost calibrated"). The
+output has the latencies and the share of cached prompt tokens: with the prefix cache, with an LRU
+cache and with an ideal cache.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import numpy as np
 
 from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
-from minisgl.benchmark.flag_types import amount, whole
+from minisgl.benchmark.flag_types import nonnegative_float, positive_int
 from minisgl.benchmark.latency import error_lines, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.trace import Load, hit_ratios
@@ -32,7 +33,7 @@ from minisgl.core import (
 from minisgl.message.messages import AddReq, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 
-_HOST_S = 0.0003  # host time from the end of a step to the launch of the step after the next
+_HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
 # Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
 DEFAULT_COST = (
     "35.88,1.3053,1:3.983,8:4.093,16:4.261,32:4.261,64:4.338,128:5.989,256:8.043,384:9.934,"
@@ -57,7 +58,9 @@ def read_cost(text: str) -> StepCost:
             per_prefill_pair_s=float(pair_ns) / 1e9,
         )
     except ValueError:
-        raise ConfigError(f"--cost {text!r} is not KEY_NS,PAIR_NS,TOKENS:MS,...") from None
+        raise ConfigError(
+            f"--cost {text!r} does not have the form KEY_NS,PAIR_NS,TOKENS:MS,..."
+        ) from None
 
 
 class _Pending:
@@ -102,7 +105,7 @@ class VirtualEngine:
 
 
 class _Arrivals:
-    """Implements Inbox: the requests of a load. Waiting for one advances the simulated time."""
+    """Implements Inbox with the requests of a load. A wait advances the simulated time."""
 
     def __init__(self, load: Load, engine: VirtualEngine, times_s: Sequence[float]) -> None:
         """times_s: arrival times of the first requests of `load`."""
@@ -183,17 +186,17 @@ def main(argv: Sequence[str]) -> int:
         help="costs of a step, as a server logs them (Qwen3-8B on one H200)",
     )
     parser.add_argument(
-        "--num-pages", type=whole, default=49_000, help="KV pages of 16 tokens (49000)"
+        "--num-pages", type=positive_int, default=49_000, help="KV pages of 16 tokens (49000)"
     )
     parser.add_argument(
-        "--max-running-requests", type=whole, default=256, help="requests in a batch (256)"
+        "--max-running-requests", type=positive_int, default=256, help="requests in a batch (256)"
     )
     parser.add_argument(
-        "--max-seq-len", type=whole, default=40_960, help="context length in tokens (40960)"
+        "--max-seq-len", type=positive_int, default=40_960, help="context length in tokens (40960)"
     )
     parser.add_argument(
         "--target-step-ms",
-        type=amount,
+        type=nonnegative_float,
         default=SchedulerConfig().target_step_ms,
         help="step-time target; 0: none, as in the offline LLM (that of the server)",
     )
@@ -213,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     both = load
     if background.prompts:
         if load.arrivals_s is None:
-            raise ConfigError("--beside is simulated with --rate or --trace only")
+            raise ConfigError("--beside is simulated only together with --rate or --trace")
         alone = simulate(background, VirtualEngine(cost, *sizes), cost, config, 1)
         if alone[0].error:
             raise ConfigError(f"--beside: {alone[0].error}")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from minisgl.benchmark.all_reduce import run_ranks
-from minisgl.benchmark.flag_types import natural, whole
+from minisgl.benchmark.flag_types import nonnegative_int, positive_int
 from minisgl.benchmark.floor import Ceilings, cost_of, load_shape, reduce_s
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import (
@@ -52,11 +52,11 @@ def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
     """Return decode step `step` of requests that started with `contexts` and share no page."""
     num_reqs, steps = len(contexts), _WARM_UP + _STEPS + _PROFILED
     if contexts.max() + steps > engine.max_seq_len:
-        most = engine.max_seq_len - steps
-        raise ConfigError(f"a context of {contexts.max()} tokens is too long; at most {most} fit")
+        limit = engine.max_seq_len - steps
+        raise ConfigError(f"a context of {contexts.max()} tokens is too long; the limit is {limit}")
     pages = -(-(contexts + (steps + 1)) // engine.page_size)
     if pages.sum() > engine.num_pages:
-        raise ConfigError(f"{pages.sum()} KV pages are needed, the pool has {engine.num_pages}")
+        raise ConfigError(f"{pages.sum()} KV pages are needed, but the pool has {engine.num_pages}")
     rows = np.arange(num_reqs, dtype=np.int32)
     order = np.random.default_rng(0).permutation(engine.num_pages)[: pages.sum()]
     empty = np.zeros(0, dtype=np.int32)
@@ -79,7 +79,7 @@ def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
 
 
 def run_steps(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
-    """Return the seconds of one step, with the next one queued, and the CPU seconds of a launch."""
+    """Return the mean seconds of a step, with the next one queued, and the median of a launch."""
     launches: list[float] = []
     begin = time.perf_counter()
     pending = None
@@ -116,17 +116,22 @@ def main(argv: Sequence[str]) -> int:
     """Print the step's times, its kernels and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench step", description=__doc__)
     parser.add_argument("--model", default="qwen3-0.6b", help=", ".join(SHAPES))
-    parser.add_argument("--batch", type=whole, default=256, help="decoding requests (256)")
+    parser.add_argument("--batch", type=positive_int, default=256, help="decoding requests (256)")
     parser.add_argument(
-        "--context", type=natural, default=1024, help="tokens of context of each request (1024)"
+        "--context",
+        type=nonnegative_int,
+        default=1024,
+        help="tokens of context of each request (1024)",
     )
     parser.add_argument(
         "--ragged", action="store_true", help="contexts from 0.5 to 1.5 times --context"
     )
-    parser.add_argument("--page-size", type=whole, default=16)
-    parser.add_argument("--kernels", type=natural, default=25, help="kernels in the table (25)")
+    parser.add_argument("--page-size", type=positive_int, default=16)
+    parser.add_argument(
+        "--kernels", type=nonnegative_int, default=25, help="kernels in the table (25)"
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--tp", type=whole, default=1, help="tensor-parallel GPUs (1)")
+    parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     options = parser.parse_args(argv)
     if options.tp > max(torch.cuda.device_count(), 1):
         parser.error(f"this benchmark needs {options.tp} CUDA devices")

@@ -1,6 +1,6 @@
 """Request traces with block hashes, and the hit ratios of an LRU and an ideal prefix cache on them.
 
-The format is that of the traces published with Mooncake (FAST '25): one JSON object per line, with
+The file format is the one of the Mooncake traces (FAST '25): one JSON object per line, with
 timestamp (ms), input_length, output_length (tokens) and hash_ids, one for each block of 512 tokens.
 Prompts that share their first k hash ids share their first 512 k tokens.
 """
@@ -41,7 +41,7 @@ class Load(NamedTuple):
 
 
 def read_trace(path: Path, count: int | None = None) -> list[TraceRequest]:
-    """Read the first `count` requests. Raises ConfigError that names the wrong line."""
+    """Read the first `count` requests, ordered by time. Raises ConfigError with the bad line."""
     decoder = msgspec.json.Decoder(TraceRequest)
     requests: list[TraceRequest] = []
     try:
@@ -106,9 +106,9 @@ def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> fl
     """Return the share of prompt tokens that an ideal prefix cache with `pages` pages would hold.
 
     This is an upper bound for a real cache of this size. Prompts arrive one after the other, in
-    this order. Each is cached as a whole at once, and nothing else uses pages. The page whose next
-    use is the latest is evicted (Belady, 1966). As in the engine, hits are whole pages, and at
-    least one token of a prompt is computed.
+    this order. Each prompt is cached at once and as a whole. No outputs use pages. The cache evicts
+    the page whose next use is the latest (Belady, 1966). As in the engine, hits are whole pages and
+    at least one token of a prompt is computed.
     """
     chains = [_page_chain(prompt, page_size) for prompt in prompts]
     uses: dict[int, list[int]] = {}
@@ -135,9 +135,9 @@ def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> fl
 
 
 def lru_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> float:
-    """Return the same for a cache that evicts the page which was used least recently.
+    """Return the share of prompt tokens that an LRU prefix cache with `pages` pages would hold.
 
-    Of the pages of one prompt, the last is evicted first.
+    The cache evicts the least recently used page; of the pages of one prompt, the last one first.
     """
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0

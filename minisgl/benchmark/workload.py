@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.benchmark.flag_types import natural, whole
+from minisgl.benchmark.flag_types import nonnegative_int, positive_int
 from minisgl.core import ConfigError
 
 LARGEST_ID = 10_000
@@ -15,7 +15,7 @@ LARGEST_ID = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """prompts: token ids. max_tokens: the exact number of tokens that each prompt generates."""
+    """Token ids of the prompts, and the exact number of tokens that each prompt generates."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
@@ -55,7 +55,7 @@ def make_workload(
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that workload_from reads."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--requests", type=whole, default=256, help="number of prompts (256)")
+    group.add_argument("--requests", type=positive_int, default=256, help="number of prompts (256)")
     for kind in ("prompt", "output"):
         group.add_argument(
             f"--{kind}-tokens",
@@ -66,12 +66,12 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
             help=f"range of {kind} lengths, uniform (100 1024)",
         )
     group.add_argument(
-        "--shared-prefix", type=natural, default=0, help="length of a prefix of all prompts"
+        "--shared-prefix", type=nonnegative_int, default=0, help="length of a prefix of all prompts"
     )
     group.add_argument("--seed", type=int, default=0, help="seed of lengths and token ids (0)")
     group.add_argument(
         "--largest-id",
-        type=natural,
+        type=nonnegative_int,
         default=LARGEST_ID,
         help=f"largest id in prompts ({LARGEST_ID})",
     )
@@ -82,7 +82,7 @@ def check_workload(options: argparse.Namespace) -> None:
     for kind in ("prompt", "output"):
         smallest, largest = getattr(options, f"{kind}_tokens")
         if not 1 <= smallest <= largest:
-            raise ConfigError(f"--{kind}-tokens takes a positive MIN and a MAX not below it")
+            raise ConfigError(f"--{kind}-tokens takes two numbers with 1 <= MIN <= MAX")
 
 
 def workload_from(options: argparse.Namespace, vocab_size: int | None = None) -> Workload:

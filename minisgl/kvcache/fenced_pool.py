@@ -6,7 +6,7 @@ from minisgl.core import Int32Array, InvariantBroken
 
 
 class FencedPool:
-    """A pool of the ids 0..size-1 that delays the reuse of an id until the GPU is done with it.
+    """A pool of the ids 0..size-1 that delays the reuse of an id until the GPU no longer uses it.
 
     The GPU runs behind the host, so a step in flight may still write to a page whose request has
     ended. `release` therefore takes a fence: the last step that touches the ids. They are in
@@ -19,7 +19,7 @@ class FencedPool:
 
     num_free         ids that can be allocated now.
     num_quarantined  released ids that wait for their fence.
-    allocated        bool [size]; True for each id that is allocated.
+    allocated        bool [size]; True at each allocated id.
 
     I1  An id that was released with fence step f is not allocated again before step f has been
         resolved.
@@ -37,9 +37,9 @@ class FencedPool:
         self._resolved_step = 0
 
     def allocate(self, count: int) -> Int32Array:
-        """Return `count` ids, int32 [count]. The caller has checked that so many are free."""
+        """Return `count` ids, int32 [count]. The caller has checked that `count` ids are free."""
         if count > self.num_free:
-            raise InvariantBroken(f"{count} asked, {self.num_free} free; this is a bug")
+            raise InvariantBroken(f"{count} ids needed, {self.num_free} free; this is a bug")
         self.num_free -= count
         ids = self._stack[self.num_free : self.num_free + count].copy()
         self.allocated[ids] = True
@@ -50,7 +50,7 @@ class FencedPool:
         if not len(ids):
             return
         if not self.allocated[ids].all():
-            raise InvariantBroken(f"released twice: {ids.tolist()}; this is a bug")
+            raise InvariantBroken(f"ids released twice: {ids.tolist()}; this is a bug")
         self.allocated[ids] = False
         if fence <= self._resolved_step:
             self._push(ids)
@@ -59,7 +59,7 @@ class FencedPool:
             self.num_quarantined += len(ids)
 
     def resolve(self, step: int) -> None:
-        """All steps up to and including `step` have completed on the device."""
+        """Free ids by their fence: all steps up to `step` have completed on the device."""
         self._resolved_step = step
         for fence in [fence for fence in self._quarantine if fence <= step]:
             for ids in self._quarantine.pop(fence):

@@ -11,7 +11,7 @@ class KVSpec(NamedTuple):
 
     kv_heads   the number of KV heads: of the whole model, or of one rank.
     head_dim   the elements of one head.
-    dtype      of the stored keys and values.
+    dtype      the dtype of the stored keys and values.
     """
 
     kv_heads: int
@@ -20,7 +20,7 @@ class KVSpec(NamedTuple):
 
 
 def kv_page_bytes(spec: KVSpec, num_layers: int, page_size: int) -> int:
-    """Bytes of one page of `page_size` tokens over all layers, keys and values together."""
+    """Return the bytes of one page of `page_size` tokens: keys and values of all layers."""
     return 2 * num_layers * page_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
 
 

@@ -1,15 +1,17 @@
 """`RadixCache`: the prefix cache, a radix tree over pages of token ids.
 
 The idea is RadixAttention (Zheng et al., SGLang, 2024, section 3). An edge holds whole pages of
-tokens. A node finds its child by the bytes of the child's first page, and compares the rest of the
-edge as arrays. Below the root, the bytes of the cache salt precede those of the page, so requests
-with different salts share no node. All pages have the same size, so the two cannot be confused.
+tokens. The key of a child in its parent is the bytes of the child's first page. The rest of the
+edge is compared as arrays. In the keys of the root's children, the cache salt precedes these bytes,
+so that requests with different salts share no node. Salt and page cannot be confused, because all
+pages have the same size.
 
 Eviction takes leaves that no request uses, least recently used first, from one of two classes: new
-leaves, which no request has matched since their insertion, and reused ones. New leaves go first, so
-that prompts which come once do not evict prefixes which many requests share. When more than half of
-all evictable pages are reused, reused leaves go first. This is a segmented LRU (Karedla, Love and
-Wherry, 1994). Each class has a heap, so an eviction takes O(log n).
+leaves, which no request has matched since their insertion, and reused leaves. New leaves are
+evicted first, so that prompts that come once do not evict prefixes that many requests share. When
+more than half of all evictable pages are reused, reused leaves are evicted first. This is a
+segmented LRU (Karedla, Love and Wherry, 1994). Each class has a heap, so an eviction takes
+O(log n).
 """
 
 import heapq
@@ -26,13 +28,13 @@ from minisgl.core import Int32Array, InvariantBroken
 class RadixNode:
     """A node of the tree, with the edge that leads to it from its parent.
 
-    tokens      int32 [n * page_size], the tokens of the edge; pages int32 [n], the pages with their
-                KV.
+    tokens      int32 [n * page_size]; the tokens of the edge.
+    pages       int32 [n]; the pages that hold the KV of these tokens.
     key         the node's key in parent.children.
     last_use    time of the last match or insertion, from the cache's operation counter.
     node_id     number of the node; it orders nodes of equal last_use in the heap.
     lock_count  number of running requests whose prefix ends at or below this node.
-    fence       the last step of the requests that have unlocked the node; the step may still read
+    fence       the last step of the requests that have unlocked the node. This step may still read
                 the pages.
     in_heap     the node has a valid entry in the heap of its class.
     reused      a request has matched the node since its insertion.
@@ -52,7 +54,7 @@ class RadixNode:
 
 
 class Match(NamedTuple):
-    """The cached prefix of a key: the node at its end; its pages, int32 [tokens / page_size]."""
+    """A cached prefix: the node at its end, and its pages, int32 [tokens / page_size]."""
 
     node: RadixNode
     pages: Int32Array
@@ -101,7 +103,7 @@ class RadixCache:
         self._page_size = page_size
         self._clock = 0
         self._num_nodes = 0
-        # (last_use, node_id, node); the index is node.reused: heap 0 has new leaves, heap 1 reused
+        # Entries are (last_use, node_id, node). Heap 0 has new leaves, heap 1 reused leaves.
         self._heaps: list[list[tuple[int, int, RadixNode]]] = [[], []]
         self._void_entries = 0  # in heap 0
         self._reused_pages = 0  # evictable pages of reused nodes
@@ -112,7 +114,7 @@ class RadixCache:
     def match(self, tokens: Int32Array, salt: str = "") -> Match:
         """Find the longest cached prefix of `tokens`, int32, and mark its nodes as used.
 
-        An edge of which only the first pages match is split.
+        If only the first pages of an edge match, the edge is split after them.
         """
         self._clock += 1
         end, pages, _ = self._walk(tokens, salt)
@@ -122,12 +124,12 @@ class RadixCache:
         return Match(end, np.concatenate(pages))
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
-        """Add `tokens`, whose KV is in `pages`, as far as they are not cached yet.
+        """Add the part of `tokens` that is not cached yet.
 
-        tokens: int32 [n * page_size]. pages: int32 [n].
-        Returns the cache's page for each of the n pages. The cache now owns them. Where the
-        returned page differs from the given one, the cache already had a page with these tokens:
-        the caller still owns the given page. It points its page table to the returned page, then
+        tokens: int32 [n * page_size]. pages: int32 [n], the pages with the KV of `tokens`.
+        Returns the last node and the cache's n pages for `tokens`. The cache owns these pages. A
+        returned page that differs from the given one was in the cache before, with the same tokens.
+        The caller still owns the given page: it points its page table to the returned page and then
         frees the given one.
         """
         if len(tokens) != len(pages) * self._page_size:
@@ -174,7 +176,7 @@ class RadixCache:
     def evict(self, count: int) -> list[Evicted]:
         """Give up min(count, evictable_pages) pages.
 
-        A leaf with more pages than are still needed loses only its last ones.
+        If a leaf has more pages than are still needed, only its last pages are evicted.
         """
         evicted: list[Evicted] = []
         while count > 0 and any(self._heaps):
@@ -198,8 +200,8 @@ class RadixCache:
     def _walk(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, list[Int32Array], int]:
         """Follow `tokens` from the root and mark the nodes on the way as used.
 
-        Returns the last node, the pages of each node on the way from the root, which has none, and
-        the number of tokens that they cover.
+        Returns the last node, the list of the nodes' pages, and the number of tokens that these
+        pages hold. The list begins with the empty array of the root.
         """
         node, position = self._root, 0
         pages = [node.pages]
@@ -235,7 +237,7 @@ class RadixCache:
         return upper
 
     def _cut(self, node: RadixNode, num_pages: int) -> Int32Array:
-        """Remove the last pages of an unlocked leaf, and the leaf itself when none is left."""
+        """Remove the last pages of an unlocked leaf, and the leaf itself when no page is left."""
         kept = len(node.pages) - num_pages
         taken = node.pages[kept:]
         self.evictable_pages -= num_pages
@@ -275,7 +277,7 @@ class RadixCache:
         heapq.heappush(self._heaps[node.reused], (node.last_use, node.node_id, node))
 
     def _path(self, end: RadixNode) -> Iterator[RadixNode]:
-        """The nodes from `end` up to the root, which is not included."""
+        """Yield the nodes from `end` up to the child of the root."""
         node: RadixNode | None = end
         while node is not None and node is not self._root:
             yield node

@@ -1,4 +1,4 @@
-"""The offline engine `LLM`: the scheduler and the caches of the server, without the server."""
+"""The offline engine `LLM`: the server's scheduler and engine in the caller's program."""
 
 from minisgl.llm.llm import LLM
 from minisgl.llm.results import Completion, Piece

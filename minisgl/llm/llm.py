@@ -31,7 +31,7 @@ Conversation = Sequence[dict[str, Any]]
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 Stop = str | Sequence[str]
 
-_NOT_A_PROMPT = "a prompt is text or a sequence of token ids"
+_NOT_A_PROMPT = "a prompt must be text or a sequence of token ids"
 
 
 class LLM:
@@ -64,11 +64,11 @@ class LLM:
         extensions: parts from outside this package. They need tp=1, because other ranks are started
         as processes of this package.
         settings: fields of EngineConfig and SchedulerConfig by name, such as num_pages, max_seq_len
-        or prefill_budget_tokens. There is no step-time target unless target_step_ms is given: only
-        the throughput counts.
+        or prefill_budget_tokens. By default there is no step-time target, which gives the
+        highest throughput; target_step_ms sets one.
 
-        Raises ConfigError for values that cannot work, TypeError for an unknown name. With tp > 1,
-        every method raises WorkerDied within seconds after a rank has ended; the LLM can then only
+        Raises ConfigError for invalid settings and TypeError for an unknown name. With tp > 1,
+        every method raises WorkerDied within seconds after a rank has ended. The LLM can then only
         be closed.
         """
         if model is None:
@@ -132,9 +132,9 @@ class LLM:
         """Answer one conversation, or a list of conversations, with the model's chat template.
 
         A conversation is a list of messages with `role` and `content`. template_options: variables
-        for the template. The rest is as for `generate`.
+        for the template. The other parameters, the result and the errors are as in `generate`.
         """
-        single, listed = _as_list(conversations, dict, "a conversation is a list of messages")
+        single, listed = _as_list(conversations, dict, "a conversation must be a list of messages")
         prompts = [self.tokenizer.encode_chat(list(each), template_options) for each in listed]
         completions = self._run(prompts, sampling, stop, progress)
         return completions[0] if single else completions
@@ -144,8 +144,8 @@ class LLM:
     ) -> Iterator[Piece]:
         """Complete prompts as `generate` does, and yield the text in pieces as it is generated.
 
-        Prompts with the highest max_tokens start first, so that all of them together end early.
-        Leaving the loop early aborts the prompts that are not complete.
+        Prompts with the highest max_tokens start first, so that no long prompt runs alone at the
+        end. If the caller leaves the loop early, the prompts that are not complete are aborted.
         """
         _, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
         return self._stream(listed, sampling, stop)
@@ -180,13 +180,14 @@ class LLM:
         """text_at_end: detokenise each generation once, when it ends."""
         self._check_open()
         if self._running:
-            raise InvalidRequest("one call at a time: a stream has not been read to its end")
+            raise InvalidRequest("one call at a time: read the open stream to its end or close it")
         stop_strings = _stop_strings(stop)
         params = self._params(sampling, len(prompts))
-        self.worker.settle(())  # a second Ctrl-C may have left requests of the last call running
+        # A second Ctrl-C may have left requests of the last call running.
+        self.worker.abort_and_wait(())
         running = self._running
         try:
-            # The longest first, so that none of them runs alone at the end.
+            # Submit the longest request first, so that no long request runs alone at the end.
             for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
                 self._submit(index, prompts[index], params[index], stop_strings, text_at_end)
             while running:
@@ -196,7 +197,7 @@ class LLM:
         finally:
             self._running = {}
             if not self._closed:
-                self.worker.settle(running)
+                self.worker.abort_and_wait(running)
 
     def _submit(
         self,
@@ -233,7 +234,7 @@ class LLM:
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
             piece = running[uid].push(token_id, is_stop_token=uid in stopped)
             if piece is not None:
-                if piece.completion is not None:  # by a stop string
+                if piece.completion is not None:  # a stop string ended the text
                     self.worker.send(AbortReq(uid=uid, reason=FinishReason.STOP))
                 yield piece
         for finished in output.finished:
@@ -253,7 +254,7 @@ def _as_list(given: Any, element: Any, expected: str) -> tuple[bool, list[Any]]:
     """Return whether `given` is a single input, and the list of inputs.
 
     A single input is a text, or a sequence that begins with an `element`. Raises InvalidRequest
-    with the text `expected` when `given` is neither an input nor a sequence of inputs.
+    with the message `expected` when `given` is neither an input nor a sequence of inputs.
     """
     sequences = (Sequence, np.ndarray)
     if not isinstance(given, sequences):
@@ -276,17 +277,17 @@ def _as_ids(prompt: Sequence[int]) -> "array[int]":
 
 
 def _stop_strings(stop: Any) -> list[str]:
-    """Return one string, or a sequence of strings, as a list. Raises InvalidRequest."""
+    """Return `stop`, one string or a sequence of strings, as a list. Raises InvalidRequest."""
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
-        raise InvalidRequest("stop must be strings that are not empty", param="stop")
+        raise InvalidRequest("stop must be one or more nonempty strings", param="stop")
     return list(strings)
 
 
 def _checked(sampling: Any) -> SamplingParams:
     """Return a copy with values of the declared types and ranges. Raises InvalidRequest."""
     if not isinstance(sampling, SamplingParams):
-        raise InvalidRequest("sampling parameters are SamplingParams", param="sampling")
+        raise InvalidRequest("sampling must consist of SamplingParams", param="sampling")
     try:
         checked = msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
     except msgspec.ValidationError as error:

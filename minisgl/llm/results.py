@@ -11,12 +11,13 @@ from minisgl.tokenizer import TextStream
 class Completion:
     """One finished generation.
 
-    text             without the stop token or the stop string that ended it.
-    token_ids        with the stop token.
-    error            the reason when finish_reason is ERROR. Only this prompt failed, for example
-                     because it is too long; the other prompts of the call are not affected.
-    logprobs         one for each of token_ids, if the sampling parameters ask for them.
-    prompt_logprobs  of all prompt tokens except the first, in parts, if asked for.
+    text             the generated text, without the stop token or stop string that ended it.
+    token_ids        the generated tokens, with the stop token.
+    error            the error message if finish_reason is ERROR, for example that the prompt is too
+                     long. The other prompts of the call are not affected.
+    logprobs         one entry for each of token_ids, if the sampling parameters ask for them.
+    prompt_logprobs  log-probabilities of all prompt tokens except the first, in parts, if the
+                     sampling parameters ask for them.
     """
 
     text: str
@@ -45,9 +46,9 @@ class Piece:
 class Generation:
     """A generation that is not complete yet.
 
-    index        position of its prompt in the call.
-    text_at_end  its tokens are detokenised once, when it ends, and not piece by piece.
-    prefill_done the scheduler's first message about it, which precedes its first token.
+    index         position of its prompt in the call.
+    text_at_end   True to detokenise all tokens once, when the generation ends.
+    prefill_done  the scheduler's first message about the generation. It precedes the first token.
     """
 
     index: int
@@ -61,9 +62,10 @@ class Generation:
     completion: Completion | None = None
 
     def push(self, token_id: int, is_stop_token: bool) -> Piece | None:
-        """Add a token and return its text. A stop token has none."""
+        """Add a token. Returns its text; None if there is no text to show yet."""
         if self.completion is not None:
-            return None  # ended by a stop string; the scheduler has not aborted it yet
+            # A stop string ended the text; the scheduler has not aborted the request yet.
+            return None
         self.token_ids.append(token_id)
         if self.text_at_end:
             return None
@@ -74,7 +76,7 @@ class Generation:
         return Piece(self.index, text, self.completion) if text or self.completion else None
 
     def finish(self, finished: Finished) -> Piece | None:
-        """End the generation and return the rest of its text."""
+        """End the generation. Returns the rest of its text; None if a stop string has ended it."""
         if self.completion is not None:
             return None
         if self.text_at_end:

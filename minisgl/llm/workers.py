@@ -34,20 +34,21 @@ from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.utils import make_socket_dir, supervise
 
 _POLL_S = 0.2  # the longest time between two checks that the ranks are alive
-_FIRST_STEP_REQS = 32  # the first step starts with so many requests, before all are submitted
-_SHUTDOWN_S = 5.0  # time for the ranks to end by themselves
+_FIRST_STEP_REQS = 32  # the first step starts as soon as this many requests are submitted
+_SHUTDOWN_S = 5.0  # time for the ranks to end after a Shutdown message
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Deliver a Ctrl-C after the block instead of inside it.
 
-    A scheduler that is interrupted in the middle of a step loses pages, or later waits forever for
-    a result that has been read already. The same holds for an output of the ranks.
+    An interrupt in the middle of a step would lose pages, or make the scheduler wait forever for a
+    result that it has already read. An interrupt while an output of the ranks is read would lose
+    that output.
     """
     handler = signal.getsignal(signal.SIGINT)
     if handler is None or threading.current_thread() is not threading.main_thread():
-        yield  # Python raises KeyboardInterrupt in the main thread only
+        yield  # no KeyboardInterrupt can come: not Python's handler, or not the main thread
         return
     received: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: received.append(number))
@@ -78,8 +79,11 @@ class LocalWorker:
         self.facts = self._engine.facts()
 
     def send(self, message: ToScheduler) -> None:
-        """Queue a message. The first step starts once _FIRST_STEP_REQS messages are queued, so that
-        the caller tokenises the other prompts while that step runs."""
+        """Queue a message.
+
+        The first step starts once _FIRST_STEP_REQS messages are queued. The caller tokenises the
+        other prompts while that step runs.
+        """
         self._inbox.messages.append(message)
         if self.scheduler.idle and len(self._inbox.messages) >= _FIRST_STEP_REQS:
             with _uninterrupted():
@@ -93,7 +97,7 @@ class LocalWorker:
         self._outputs.clear()
         return outputs
 
-    def settle(self, uids: Collection[int]) -> None:
+    def abort_and_wait(self, uids: Collection[int]) -> None:
         """Abort the requests `uids`, and return when every request has ended."""
         self._inbox.messages.extend(AbortReq(uid=uid) for uid in uids)
         with _uninterrupted():
@@ -110,13 +114,13 @@ class RankWorkers:
     """All tensor-parallel ranks as processes, with the interface of LocalWorker.
 
     The ranks are started as the server starts them. They end with the caller's process, and when
-    this object is garbage-collected. Linux also ends them with the thread that created the LLM.
+    this object is garbage-collected. On Linux they also end with the thread that created the LLM.
     """
 
     def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
         """Start the ranks and wait until all are ready.
 
-        Raises ConfigError or WorkerDied when a rank ends instead.
+        Raises ConfigError or WorkerDied when a rank ends before it is ready.
         """
         folder = make_socket_dir()
         self.children: list[supervise.Child] = []
@@ -158,14 +162,14 @@ class RankWorkers:
 
     @_uninterrupted()
     def step(self) -> list[StepOutput]:
-        """Return the outputs that have arrived, after at most _POLL_S. Raises WorkerDied."""
-        self._check()
+        """Wait at most _POLL_S for outputs and return all that have arrived. Raises WorkerDied."""
+        self._raise_if_lost()
         list(self._status.drain())  # statistics, which the LLM does not use
         outputs = list(self._outputs.drain()) if self._outputs.poll(_POLL_S) else []
         self._unfinished -= {finished.uid for output in outputs for finished in output.finished}
         return outputs
 
-    def settle(self, uids: Collection[int]) -> None:
+    def abort_and_wait(self, uids: Collection[int]) -> None:
         """Abort the requests `uids`, and return when every request has ended."""
         for uid in uids:
             self.send(AbortReq(uid=uid))
@@ -173,7 +177,7 @@ class RankWorkers:
             self.step()
 
     def close(self) -> None:
-        """End the ranks: by a Shutdown message, or after _SHUTDOWN_S by force."""
+        """Send Shutdown to the ranks, and kill those that still run after _SHUTDOWN_S."""
         self.send(Shutdown())
         end_s = time.monotonic() + (_SHUTDOWN_S if hasattr(self, "facts") else 0.0)
         while time.monotonic() < end_s and len(ended := self._ended()) < len(self.children):
@@ -191,7 +195,7 @@ class RankWorkers:
         facts: ModelFacts | None = None
         waiting = {child.role for child in self.children}
         while waiting or facts is None:
-            self._check()
+            self._raise_if_lost()
             self._status.poll(_POLL_S)
             for message in self._status.drain():
                 if isinstance(message, Ready):
@@ -199,16 +203,19 @@ class RankWorkers:
                     facts = message.facts or facts
         return facts
 
-    def _check(self) -> None:
-        """Raise the same error at each call after a rank has ended."""
+    def _raise_if_lost(self) -> None:
+        """Raise an error after a rank has ended, at each call the same one."""
         if self._lost is None and (ended := self._ended()):
             self._lost = self._cause(ended)
         if self._lost is not None:
             raise self._lost
 
     def _cause(self, ended: list[supervise.Child]) -> MinisglError:
-        """Return the error of the rank that failed first: a rank that was killed, else the first
-        that reported a reason. The other ranks fail because they have lost a peer."""
+        """Return the error of the rank that failed first.
+
+        This is a rank that was killed, or else the first one that reported a reason. The other
+        ranks fail because they have lost a peer.
+        """
         killed = [child for child in ended if (child.exit_code or 0) < 0]
         reasons = supervise.read_reasons(self._reasons)
         reported = [child for role in reasons for child in self.children if child.role == role]

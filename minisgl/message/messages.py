@@ -5,10 +5,10 @@
     API server  -> detokenizer  StartText      before the AddReq of the same uid
     leader      -> other ranks  LeaderStep
     scheduler   -> detokenizer  StepOutput     one per step, with one list per kind of output
-    everything  -> API server   ToApi
+    all others  -> API server   ToApi
 
-Both ends always have the same version, because they run in one pod from one image. So there are no
-rules for compatibility, except that each queue is decoded by the decoder of its own union.
+Both ends always have the same version, because they run in one pod from one image. So the messages
+need no compatibility rules. Each queue has a decoder for its own union only.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from minisgl.core import FinishReason, ModelFacts, SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable, tagged with its class name, without unknown fields."""
+    """Base of all messages: immutable, tagged with its class name, refusing unknown fields."""
 
 
 class TokenizeText(Message, frozen=True, kw_only=True):
-    """Encode plain text. The tokenizer turns spellings of special tokens into those tokens.
+    """Encode plain text. Text that spells a special token is encoded as that token.
 
-    uid          set by the engine client when it sends the message; the same holds below.
+    uid          set by the engine client when it sends the message, also in the other requests.
     add_special  also add the special tokens that the tokenizer adds by itself, such as BOS.
     """
 
@@ -38,7 +38,7 @@ class TokenizeChat(Message, frozen=True, kw_only=True):
     """Render a chat with the model's template and encode the result without a second BOS.
 
     messages_json and template_kwargs_json are JSON that the API server has validated. They stay
-    JSON until the template reads them, so that no client's data becomes one of our own types.
+    JSON until the template reads them, so that data of a client is never decoded into our types.
     """
 
     uid: int = 0
@@ -55,7 +55,7 @@ class DecodeIds(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """The receiver answers Alive after everything that was sent before the Ping."""
+    """The receiver answers with Alive after it has handled all messages before the Ping."""
 
 
 TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds
@@ -68,13 +68,13 @@ class TextOptions(Message, frozen=True, kw_only=True):
     prompt_tail          the last ids of the prompt. A character may begin in the prompt and end in
                          the output; with these ids it is decoded as a whole.
     stop                 stop strings, in the order in which the client gave them.
-    skip_special_tokens  special tokens have no text.
-    include_stop         the text includes the stop string that ended it.
-    min_tokens           stop strings count only after this many output tokens.
+    skip_special_tokens  leave special tokens out of the text.
+    include_stop         include the stop string that ended the text.
+    min_tokens           ignore stop strings in the first min_tokens output tokens.
     prompt_ids           int32 little-endian; the whole prompt if its log-probabilities are wanted.
-    token_ids            updates carry the output ids too.
-    reasoning            text between <think> and </think> is reported apart from the answer.
-    silent               the output tokens are dropped, because the client wants the prompt only.
+    token_ids            send the output ids in the updates too.
+    reasoning            report text between <think> and </think> apart from the answer.
+    silent               drop the output tokens, because the client wants the prompt only.
     """
 
     prompt_tail: list[int] = []
@@ -114,14 +114,14 @@ class AddReq(Message, frozen=True, kw_only=True):
 
 
 class AbortReq(Message, frozen=True, kw_only=True):
-    """End a request. The reason STOP means that a stop string ended it, so that it is complete."""
+    """End a request. Reason STOP: a stop string ended its text, so the request is complete."""
 
     uid: int
     reason: FinishReason = FinishReason.ABORT
 
 
 class FlushCache(Message, frozen=True, kw_only=True):
-    """Forget every cached prefix that no running request uses."""
+    """Evict every cached prefix that no running request uses."""
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
@@ -134,7 +134,8 @@ ToScheduler = AddReq | AbortReq | FlushCache | Shutdown
 class LeaderStep(Message, frozen=True, kw_only=True):
     """The messages that every rank applies before it plans iteration `iteration`.
 
-    plan_hash  of the step that the leader launched last; the other ranks compare it with theirs.
+    plan_hash  hash of the step that the leader launched last. Each other rank compares it with the
+               hash of its own last step.
     """
 
     iteration: int
@@ -143,10 +144,10 @@ class LeaderStep(Message, frozen=True, kw_only=True):
 
 
 class PrefillDone(Message, frozen=True, kw_only=True):
-    """The first output of a request follows, or its end if it has no output.
+    """The scheduler's first message about a request, before its outputs and its Finished message.
 
-    admitted_s  CLOCK_MONOTONIC in seconds of its first admission; all processes of a host share
-                this clock. 0: the request never ran.
+    admitted_s  time of the first admission, CLOCK_MONOTONIC in seconds, a clock that all processes
+                of a host share. 0: the request never ran.
     """
 
     uid: int
@@ -156,9 +157,10 @@ class PrefillDone(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """The last message about a request. With STOP, its last token is not part of the text.
+    """The last message about a request. If its reason is STOP, its last token is not in the text.
 
-    error_kind  class name of the RequestError that refused it; "" for an internal error.
+    error       the error message; None unless the reason is ERROR.
+    error_kind  class name of the RequestError that refused the request; "" for an internal error.
     """
 
     uid: int
@@ -168,11 +170,11 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(Message, frozen=True, kw_only=True):
-    """Log-probabilities of consecutive tokens of one request: some of its prompt, or one output.
+    """Log-probabilities of consecutive tokens of one request: prompt tokens, or one output token.
 
-    position      of the first of these tokens; the first token of the prompt is 0.
-    logprobs      one per token.
-    top_ids       per token the ids of the most likely tokens, the most likely first.
+    position      index of the first of these tokens; the first token of the prompt has index 0.
+    logprobs      one for each token.
+    top_ids       for each token, the ids of the most likely tokens, the most likely first.
     top_logprobs  their log-probabilities.
     """
 
@@ -184,10 +186,10 @@ class TokenLogprobs(Message, frozen=True, kw_only=True):
 
 
 class StepOutput(Message, frozen=True, kw_only=True):
-    """Everything that one step produced; token_ids[i] is the next token of request uids[i].
+    """All outputs of one step; token_ids[i] is the next token of request uids[i].
 
-    The order in which the detokenizer applies the lists: prefill_done, prompt_logprobs, tokens
-    with their logprobs, finished.
+    The detokenizer applies the lists in this order: prefill_done, prompt_logprobs, the tokens with
+    their logprobs, finished.
     """
 
     step_id: int
@@ -205,8 +207,8 @@ ToDetokenizer = StartText | StepOutput | Ping
 class TokenizeResult(Message, frozen=True, kw_only=True):
     """The result of a TokenizeRequest: token_ids (int32 little-endian), or the text of DecodeIds.
 
-    error     a sentence for the client; there is no other result then.
-    internal  the error is a fault of the server and not of the client.
+    error     a sentence for the client. The result is empty then.
+    internal  True if the error is a fault of the server and not of the client.
     limit     the name of the limit that the request exceeded.
     """
 
@@ -223,9 +225,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
     token_bytes  its bytes, which need not be whole characters.
     logprob      None for the first token of a prompt.
-    offset       characters of the text before this token.
+    offset       number of characters of the text before this token.
     top          bytes and log-probability of the most likely tokens, the most likely first.
-    ends         the token ended the text and is not part of it.
+    ends         True if the token ended the text. The text does not contain it.
     """
 
     token_bytes: bytes
@@ -236,15 +238,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """New text of one request. Its last update, and no other, has `finish` and possibly `error`.
+    """New text of one request. Only the last update has `finish`, and `error` after a failure.
 
-    completion_tokens  all output tokens so far, the stop token included.
+    completion_tokens  number of output tokens so far, with the stop token.
     reasoning          new text between <think> and </think>, which is not in `text`.
-    reasoning_tokens   output tokens so far between <think> and </think>.
+    reasoning_tokens   number of output tokens so far between <think> and </think>.
     prompt_logprobs, logprobs
-                       of new tokens, if the client asked for them.
-    stopped            a stop string or a failure of the detokenizer ended the request, so the
-                       scheduler does not know yet that it has ended.
+                       log-probabilities of new tokens, if the client asked for them.
+    stopped            True if a stop string or a failure of the detokenizer ended the request. The
+                       scheduler does not know yet that the request has ended.
     admitted_s         as in PrefillDone.
     """
 
@@ -272,10 +274,10 @@ class StepText(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """A process has loaded and warmed up.
+    """A process has completed its start and can serve requests.
 
-    facts      the model's; only rank 0 of the scheduler sends them.
-    startup_s  seconds by phase of the start.
+    facts      facts about the model; only rank 0 of the scheduler sends them.
+    startup_s  seconds of each phase of the start.
     """
 
     role: str
@@ -323,11 +325,12 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
 
     The scheduler counts in one object of this class and sends it.
 
-    step_id, busy         show progress; the API server detects a hung scheduler by them.
+    step_id, busy         the API server detects a hung scheduler by these two fields.
     prompt_tokens_total, cached_tokens_total
                           counted once per request, with its first output token.
-    prefill_tokens_total  counted as they are computed: again after a preemption.
-    phases                by STEP_PHASES; "mixed" steps prefill and decode.
+    prefill_tokens_total  computed prompt tokens. A preempted request computes its tokens again, and
+                          they count again.
+    phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     """
 
     step_id: int = 0

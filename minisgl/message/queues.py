@@ -1,8 +1,8 @@
 """Typed one-way ZMQ queues over ipc sockets. The only module that imports zmq.
 
-Sockets have no high-water mark, so that no sender ever blocks, above all not the scheduler. The
-admission of requests in the API server bounds the number of messages on their way. A receiver logs
-and drops a message that does not decode.
+Sockets have no high-water mark, so that no sender ever blocks; the scheduler must not. The API
+server bounds the number of queued messages, because it limits the number of admitted requests. A
+receiver logs and drops a message that does not decode.
 """
 
 import logging
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def endpoint(directory: str, name: str) -> str:
-    """The address of queue `name` in the private socket directory."""
+    """Return the address of queue `name` in the private socket directory."""
     return f"ipc://{directory}/{name}"
 
 
@@ -35,13 +35,13 @@ class Sender(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: T) -> int:
-        """Queue one message, also if the receiver is not there yet. Returns its size in bytes."""
+        """Queue one message, even if no receiver is bound yet. Returns its size in bytes."""
         frame = self._encoder.encode(message)
         self._socket.send(frame, zmq.DONTWAIT, copy=True)
         return len(frame)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket; for up to `linger_ms` it still delivers queued messages."""
+        """Close the socket. It still delivers queued messages for up to `linger_ms`."""
         self._socket.close(linger=linger_ms)
 
 
@@ -56,7 +56,7 @@ class _Reader(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def _decode(self, frame: bytes) -> T | None:
-        """The message, or None after logging that the frame cannot be decoded."""
+        """Return the message; None, after a log line, if the frame cannot be decoded."""
         try:
             message: T = self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -75,14 +75,14 @@ class Receiver(_Reader[T]):
         super().__init__(zmq.Context.instance(), address, union)
 
     def poll(self, timeout_s: float | None) -> bool:
-        """Wait for a message. Returns False after `timeout_s`, which counts in whole milliseconds.
+        """Wait for a message. Returns False if none arrives within `timeout_s`.
 
-        None: no timeout.
+        timeout_s: rounded down to whole milliseconds; None waits without a limit.
         """
         return bool(self._socket.poll(None if timeout_s is None else int(timeout_s * 1000)))
 
     def drain(self) -> Iterator[T]:
-        """All messages that have arrived, without waiting for more."""
+        """Yield all messages that have arrived, without waiting for more."""
         while True:
             try:
                 frame = self._socket.recv(zmq.DONTWAIT)

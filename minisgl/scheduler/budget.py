@@ -10,26 +10,30 @@ from minisgl.core import Int32Array, SchedulerConfig, StepCost, step_sizes
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
-MIN_CHUNK_TOKENS = 32  # prefill goes on, however long a step is predicted to take
+MIN_CHUNK_TOKENS = 32  # the smallest chunk; prefill continues even in steps above the time limit
 MAX_SLOWDOWN = 2.25  # a step with a chunk may take this many times the decode-only step
-LONG_QUEUE_S = 0.25  # a queue of n times this prefill time allows steps of n times the limit,
-MAX_QUEUE_FACTOR = 4.0  # but not more than this: streams still get some ten tokens a second
-EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token (8B)
+# A queue with n times LONG_QUEUE_S of prefill time multiplies the limit of the step time by n, but
+# at most by MAX_QUEUE_FACTOR. Even then, running streams get about ten tokens per second.
+LONG_QUEUE_S = 0.25
+MAX_QUEUE_FACTOR = 4.0
+EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B model
 
 
 @dataclass(slots=True)
 class PrefillBudget:
-    """Limits the prompt tokens of a step, so that decoding requests are not slowed down too much.
+    """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
     While no request decodes, or without known step costs, the limit is prefill_budget_tokens. Next
     to decoding requests it is lower:
 
-    - With a step-time target (a server), the predicted step time stays below a limit: `_timed`.
+    - With a step-time target (a server), the predicted step time stays below a limit:
+      `_timed_tokens`.
     - Without one (the offline LLM), only the total time counts. Prompts of requests with few
-      output tokens are then spread evenly over the decode steps: `_even`.
+      output tokens are then spread evenly over the decode steps: `_even_tokens`.
 
     _prefilling and _waiting are the planner's queues, in the order in which prompts are computed.
-    The budget reads them at each call, and the planner goes on changing them.
+    The budget reads them at each call; the planner keeps changing them. _sizes are the step sizes
+    in tokens, in rising order.
     """
 
     _config: SchedulerConfig
@@ -53,21 +57,23 @@ class PrefillBudget:
         if not len(decode_rows) or cost is None or not (self._prefilling or self._waiting):
             return budget
         if target_ms is None:
-            return min(self._even(decode_rows, cost), budget)
-        return min(self._timed(decode_rows, cost, target_ms / 1000), budget)
+            return min(self._even_tokens(decode_rows, cost), budget)
+        return min(self._timed_tokens(decode_rows, cost, target_ms / 1000), budget)
 
-    def _even(self, decode_rows: Int32Array, cost: StepCost) -> int:
+    def _even_tokens(self, decode_rows: Int32Array, cost: StepCost) -> int:
         """Spread prompts over the decode steps, in steps of even size.
 
         A decode step with few requests reads all weights for few tokens, so prompt tokens in the
-        same step cost little. They do not delay the end: the step size is the smallest at which no
-        request ends later than the one with the most tokens left, assuming that each request
-        generates all tokens that it may. For this, the prompts of a request and of all requests
-        before it are computed by the time that the request has to start decoding.
+        same step cost little. They must not delay the end of the whole run, which is the end of the
+        request with the most output tokens left. The method therefore computes the latest step at
+        which each other request has to start to decode. It returns the smallest number of prompt
+        tokens per step with which the prompts of this request and of all requests before it are
+        complete by then, rounded up to a step size. It assumes that each request generates all
+        tokens that it may.
 
-        All of prefill_budget_tokens is returned when more requests wait than rows are free, and
-        when prompt tokens next to decode tokens cost more than in a large step of their own (small
-        models).
+        The method returns all of prefill_budget_tokens in two cases: when more requests wait than
+        rows are free, and when prompt tokens next to decode tokens cost more than in a large step
+        of their own, as in small models.
         """
         budget = self._config.prefill_budget_tokens
         table = self._table
@@ -82,7 +88,8 @@ class PrefillBudget:
         decode_steps = (table.limit[decode_rows] - table.computed[decode_rows]).max()
         steps_until_start = np.maximum(max(decode_steps, *outputs) - np.array(outputs), 1)
         needed = min(int((np.cumsum(uncached) // steps_until_start).max()) + 1, budget)
-        needed = max(needed, EVEN_STEP_TOKENS // 2)  # prefill goes on, however many requests decode
+        # Prefill continues even if more requests decode than a step of even size has tokens.
+        needed = max(needed, EVEN_STEP_TOKENS // 2)
         num_decode = len(decode_rows)
         index = bisect_left(self._sizes, max(num_decode + needed, EVEN_STEP_TOKENS))
         size = self._sizes[index]
@@ -91,14 +98,15 @@ class PrefillBudget:
         separate_s = cost.predict_s(budget, 0, 0) * chunk / budget
         return chunk if mixed_s < separate_s else budget
 
-    def _timed(self, decode_rows: Int32Array, cost: StepCost, target_s: float) -> int:
+    def _timed_tokens(self, decode_rows: Int32Array, cost: StepCost, target_s: float) -> int:
         """Keep the predicted step time below a limit.
 
         The limit is the larger of the step-time target and MAX_SLOWDOWN times the predicted
         decode-only step. While a long queue waits, the limit grows with the queue, up to
-        MAX_QUEUE_FACTOR times: short gaps between tokens are of no use to clients that wait for
-        their first token. Small steps would also cost throughput: where arithmetic bounds a step, a
-        decode token costs 45 us next to a chunk and 27 us next to other decode tokens (8B, H200).
+        MAX_QUEUE_FACTOR times, for two reasons. The clients in the queue wait for their first
+        token, and small chunks make them wait longer. Small chunks also cost throughput: when a
+        step is compute-bound, a decode token takes 45 us next to a chunk and 27 us next to other
+        decode tokens (8B model, H200).
         """
         num_decode = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())

@@ -23,16 +23,16 @@ class Inbox(Protocol):
 
 
 class QueueInbox:
-    """Rank 0 of a server: the queue from the API server."""
+    """The input of rank 0 of a server: the queue from the API server."""
 
     def __init__(self, receiver: Receiver[ToScheduler]) -> None:
         self._receiver = receiver
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        """Return as soon as one message is there.
+        """Return as soon as one message has arrived, before wait_s is over.
 
-        Launching a step with a new prompt takes the host 5 to 8 ms. If that began at the end of the
-        wait, the GPU would be idle before the step is launched.
+        The host takes 5 to 8 ms to launch a step with a new prompt. A launch that began only at the
+        end of the wait would come too late, and the GPU would be idle meanwhile.
         """
         if wait_s != 0.0:
             self._receiver.poll(wait_s)
@@ -46,14 +46,14 @@ class LocalInbox:
         self.messages: deque[ToScheduler] = deque()
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        """Return at once: while this method waited, the caller could not add a message."""
+        """Return at once. The caller adds messages in this thread, so none can arrive in a wait."""
         messages = list(self.messages)
         self.messages.clear()
         return messages
 
 
 class LeaderInbox:
-    """Rank 0: sends each iteration's messages to the other ranks, if any, then uses them."""
+    """The input of rank 0. It also sends each iteration's messages to the other ranks."""
 
     def __init__(self, source: Inbox, followers: Sequence[Sender[LeaderStep]]) -> None:
         self._source = source
@@ -70,7 +70,7 @@ class LeaderInbox:
 
 
 class FollowerInbox:
-    """Ranks 1..n-1: one LeaderStep for each iteration, in order."""
+    """The input of ranks 1..n-1: one LeaderStep for each iteration, in order."""
 
     def __init__(self, receiver: Receiver[LeaderStep]) -> None:
         self._receiver = receiver
@@ -78,7 +78,7 @@ class FollowerInbox:
         self._iteration = 0
 
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        """Wait for the leader's next LeaderStep, whatever wait_s is.
+        """Wait for the leader's next LeaderStep without a limit. wait_s is not used.
 
         Raises InvariantBroken when the ranks are at different iterations or planned different
         steps.

@@ -17,9 +17,10 @@ class KVManager:
           +-------- release ---------+                          |
           +------------------------ evict ----------------------+
 
-    A waiting request asks `match` for its cached prefix; `try_admit` gives it a row, locks that
-    prefix and allocates pages for the rest of its tokens. `publish` gives computed pages to the
-    prefix cache while the request goes on using them. `release` takes row and pages back.
+    `match` finds the cached prefix of a waiting request. `try_admit` gives the request a row, locks
+    that prefix and allocates pages for the other tokens. `publish` gives computed pages to the
+    prefix cache while the request continues to use them. `release` takes the row and the pages
+    back.
 
     I1  free + quarantined + cached + owned by rows == all pages, at every moment between steps.
     I2  The first `shared_pages` pages of a row belong to the prefix cache and are locked. The other
@@ -37,7 +38,7 @@ class KVManager:
         self.evicted_pages_total = 0
 
     def pages_for(self, tokens: int) -> int:
-        """The number of whole pages that hold `tokens` tokens."""
+        """Return the number of whole pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def match(self, req: Req) -> Match:
@@ -52,10 +53,10 @@ class KVManager:
     def try_admit(self, req: Req, match: Match, table: RequestTable) -> bool:
         """Give a waiting request a row, its cached prefix and pages for all its tokens.
 
-        Returns False, and changes nothing, when pages are short. One more page must be available
-        for this request, and one for each running request, except for those that can never need
-        another page. Otherwise the first of them to need a page would preempt this request, and its
-        prefill would be wasted.
+        Returns False, and changes nothing, when pages are short. Admission leaves one spare page
+        for this request and one for each running request, if the request can still need a page.
+        Without the spare pages, the next request that needs a page would preempt this request, and
+        its prefill would be wasted.
         """
         self.cache.lock(match.node)
         pages_in_all = self.pages_for(len(req.tokens))
@@ -75,10 +76,10 @@ class KVManager:
         return True
 
     def try_allocate(self, count: int) -> Int32Array | None:
-        """Allocate `count` pages, evicting cached ones where needed.
+        """Allocate `count` pages; evict cached pages if needed.
 
-        Returns None when too few pages are free: there are none to evict, or a step in flight still
-        uses the evicted ones.
+        Returns None when too few pages are free. Then either no page can be evicted, or a step in
+        flight may still read the evicted pages.
         """
         self._evict(count - self.pool.num_free)
         if count > self.pool.num_free:
@@ -88,8 +89,8 @@ class KVManager:
     def publish(self, req: Req, table: RequestTable, tokens: int) -> None:
         """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
 
-        The request goes on using them. Where the cache already had a page with the same tokens, the
-        row points to the cache's page afterwards and the request's own copy is freed (I3).
+        The request continues to use them. If the cache already has a page with the same tokens, the
+        row then points to the cache's page and the request's own copy is freed (I3).
         """
         row = req.row
         num_pages = tokens // self.page_size

@@ -12,13 +12,13 @@ from minisgl.scheduler.request_table import RequestTable
 
 
 class OutputBuilder:
-    """Builds the next StepOutput: its lists grow until it is taken."""
+    """Collects messages in the next StepOutput until `take` returns it."""
 
     def __init__(self) -> None:
         self._next = StepOutput(step_id=0)
 
     def open(self, req: Req) -> None:
-        """Add the PrefillDone message of `req`, whose first output follows."""
+        """Add the PrefillDone message of `req`. It precedes the first output of `req`."""
         req.prefill_done = True
         self._next.prefill_done.append(
             PrefillDone(
@@ -56,12 +56,12 @@ class OutputBuilder:
         for index, prompt in (result.prompt_logprobs or {}).items():
             req = table.reqs[batch.rows[index]]
             if req is not None:
-                self._prompt(req, int(batch.start[index]) + 1, prompt, wanted.prompt[index])
+                self._add_prompt(req, int(batch.start[index]) + 1, prompt, wanted.prompt[index])
 
-    def _prompt(self, req: Req, position: int, found: HostLogprobs, count: int) -> None:
+    def _add_prompt(self, req: Req, position: int, found: HostLogprobs, count: int) -> None:
         """Add log-probabilities of prompt tokens from `position` on.
 
-        A request that was preempted computes its prompt again, and does not report a token twice.
+        A preempted request computes its prompt again. Its tokens are not reported a second time.
         """
         first = max(position, req.prompt_reported) - position
         last = min(len(found.chosen), req.prompt_len - position)
@@ -80,7 +80,7 @@ class OutputBuilder:
         self._next.finished.append(Finished(uid=req.uid, reason=req.end_reason, error=error))
 
     def refuse(self, message: AddReq, error: RequestError) -> None:
-        """Add both messages of a request that was not accepted."""
+        """Add the PrefillDone and the Finished message of a refused request."""
         prompt_tokens = len(message.token_ids) // 4
         done = PrefillDone(uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0)
         self._next.prefill_done.append(done)
@@ -105,7 +105,7 @@ class OutputBuilder:
 def _token_logprobs(
     uid: int, position: int, found: HostLogprobs, rows: slice, count: int
 ) -> TokenLogprobs:
-    """Return the message about `rows` of `found`, with `count` of the most likely tokens each."""
+    """Return the message for `rows` of `found`, each with its `count` most likely tokens."""
     return TokenLogprobs(
         uid=uid,
         position=position,

@@ -1,4 +1,4 @@
-"""The host's copy of the page table, and which of its entries the device does not have yet."""
+"""The host's copy of the page table. It tracks the entries that the device does not have yet."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ class PageTable:
 
     entries  int32 [R, max_pages]; the first counts[row] entries of a row are valid.
     counts   int32 [R]; number of valid entries.
-    sent     int32 [R]; leading entries that the device has.
+    sent     int32 [R]; the device has the first sent[row] entries of a row.
     """
 
     def __init__(self, num_rows: int, max_pages: int) -> None:
@@ -38,8 +38,8 @@ class PageTable:
         first, end = self.sent[rows], self.counts[rows]
         unsent = end - first
         if not unsent.any():
-            nothing = rows[:0]
-            return PageUpdates(nothing, nothing, nothing)
+            empty = rows[:0]
+            return PageUpdates(empty, empty, empty)
         offsets = np.arange(unsent.sum()) - np.repeat(np.cumsum(unsent) - unsent, unsent)
         update_rows = np.repeat(rows, unsent)
         cols = (np.repeat(first, unsent) + offsets).astype(np.int32)

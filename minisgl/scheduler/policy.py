@@ -17,12 +17,12 @@ from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
 
-MAX_DEFERRED = 64  # bounds the time of one plan: at most this many waiting requests are passed over
+MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, which bounds its time
 MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
 
 
 class Planner:
-    """Chooses the requests and the tokens of each step, and holds the queues for it.
+    """Chooses the requests and the tokens of each step, and owns the queues of the requests.
 
         waiting  --admit-->  prefilling  --last chunk launched-->  decoding
            ^                     |                                    |
@@ -30,15 +30,15 @@ class Planner:
 
     A plan has three parts:
 
-    1. Every decoding request gets its next token. When pages run short, the oldest requests get
-       them and the newest running request is preempted.
+    1. Every decoding request computes its next token. When pages run short, the oldest requests
+       get the free pages, and the planner preempts the newest running request.
     2. Admitted prompts get chunks, in order of admission, until the step's prompt tokens are used
        up (PrefillBudget).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
-       pages are left. A request whose prefix an older request is computing right now is passed
-       over until that prefix is in the prefix cache (in-batch prefix sharing).
+       pages are left. The planner skips a request if an older request is computing its prefix,
+       until that prefix is in the prefix cache (in-batch prefix sharing).
 
-    waiting      the queue: preempted requests first, then new ones in order of arrival.
+    waiting      the queue: preempted requests first, then new requests in order of arrival.
     prefilling   admitted requests with prompt tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
     cost         predicts step times; None when they are unknown.
@@ -70,10 +70,11 @@ class Planner:
         return 0.0 if self.cost is None else self.cost.predict_s(batch.num_reqs, keys, 0)
 
     def plan(self, step_id: int, in_flight: bool) -> tuple[Batch | None, Req | None]:
-        """Plan the next step. in_flight: a launched step has no result yet; it may free pages.
+        """Plan the next step.
 
-        Returns the batch, None when no request can run now, and a request to preempt, which the
-        planner has taken out of the running requests.
+        in_flight: True while a launched step has no result yet. Its result may free pages.
+        Returns the batch (None when no request can run now) and a request to preempt (None when
+        pages suffice). The planner has already removed that request from the running ones.
         """
         rows, victim = self._decode_rows_with_pages(in_flight)
         starved = victim is not None or len(rows) < len(self.decode_rows)
@@ -82,15 +83,15 @@ class Planner:
             return self._build(step_id, rows, chunks), victim
         if self.waiting and not in_flight and victim is None:
             raise InvariantBroken(
-                "no request runs, yet none of the waiting ones can be admitted; this is a bug"
+                "no request runs, but no waiting request can be admitted; this is a bug"
             )
         return None, victim
 
     def launched(self, batch: Batch) -> None:
         """Advance the lengths of a launched batch.
 
-        Requests whose last chunk it contains begin to decode. Requests whose last token it samples
-        need no further step and leave decode_rows.
+        Requests whose last chunk the batch contains begin to decode. Requests whose last token the
+        batch samples need no further step, so they leave decode_rows.
         """
         table = self._table
         table.computed[batch.rows] = batch.start + batch.lengths
@@ -142,9 +143,9 @@ class Planner:
         if pages is not None:
             table.pages.append(growing, pages)
             return rows, None
-        return self._share_out(rows, growing, in_flight)
+        return self._allocate_to_oldest(rows, growing, in_flight)
 
-    def _share_out(
+    def _allocate_to_oldest(
         self, rows: Int32Array, growing: Int32Array, in_flight: bool
     ) -> tuple[Int32Array, Req | None]:
         """When pages run short, give them to the oldest requests and preempt the newest one."""
@@ -155,11 +156,11 @@ class Planner:
         self._table.pages.append(served, pool.allocate(len(served)))
         kept = rows[~np.isin(rows, starved)]
         if pool.num_quarantined >= len(starved):
-            return kept, None  # a step in flight frees enough
+            return kept, None  # the step in flight frees enough pages when it is resolved
         running = [*self.prefilling, *map(req_at, rows.tolist())]
         if len(running) == 1:
             if not in_flight:
-                raise InvariantBroken("the only running request finds no page; this is a bug")
+                raise InvariantBroken("no page is left for the only running request; this is a bug")
             return kept, None
         victim = max(running, key=lambda req: req.arrival_index)
         self.remove(victim)
@@ -168,7 +169,7 @@ class Planner:
     # --- prefill --------------------------------------------------------------------------------
 
     def _choose_chunks(self, decode_rows: Int32Array, admit: bool) -> dict[int, int]:
-        """Return the prompt tokens of this step by row. admit: waiting requests may start."""
+        """Return the number of prompt tokens of each row. admit: waiting requests may start."""
         budget = self._budget.tokens(decode_rows, self.cost)
         chunks: dict[int, int] = {}
         for req in self.prefilling:
@@ -202,26 +203,27 @@ class Planner:
     def _shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
         """Return the number of leading tokens of `req` that an older one of `others` computes.
 
-        The result is 0 unless these are at least half of the tokens that are not cached: for less,
-        `req` does not wait. So the choices of one prompt, and a burst of requests behind one system
-        prompt, compute it once. A request waits for older ones only: newer requests that overtake
-        it and fail could make it wait forever.
+        The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
+        for so few. With this rule, the n choices of one prompt compute the prompt once, and a burst
+        of requests with the same system prompt computes that prompt once. A request waits for older
+        requests only. Otherwise newer requests that overtake it and fail could make it wait
+        forever.
         """
         if self._config.cache_type == "naive" or req.sampling.prompt_logprobs is not None:
             return 0
         page_size = self._kv_manager.page_size
         half = (len(req.tokens) - cached + 1) // 2
-        least = self._kv_manager.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
-        # A single token is compared first, because most prompts differ there. The slice is empty
-        # when the prompt is too short for any request to save it half.
-        last_needed = req.tokens[least - 1 : least].tobytes()
+        min_shared = self._kv_manager.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
+        # Compare one token first, the last one that has to be equal: most prompts differ there.
+        # The slice is empty if the prompt has fewer than min_shared tokens.
+        last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
         if not last_needed:
             return 0
         for other in others:
             older = other.arrival_index < req.arrival_index and other.cache_salt == req.cache_salt
-            if older and other.tokens[least - 1 : least].tobytes() == last_needed:
+            if older and other.tokens[min_shared - 1 : min_shared].tobytes() == last_needed:
                 shared = common_prefix(req.tokens[:-1], other.tokens)
-                if shared >= least:
+                if shared >= min_shared:
                     return shared // page_size * page_size
         return 0
 

@@ -46,7 +46,7 @@ def run_scheduler(
     constructed_s = time.monotonic()
     scheduler = build_scheduler(engine, scheduler_config, inbox, send)
     gc.collect()
-    gc.freeze()  # later collections skip all objects that exist now, and look at requests only
+    gc.freeze()  # later collections skip all objects that exist now
     name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
     startup_s = {**engine.startup_s, "warm_up": time.monotonic() - constructed_s}
     facts = engine.facts() if tp.rank == 0 else None
@@ -68,8 +68,8 @@ def build_scheduler(
 ) -> Scheduler:
     """Warm up `engine` and return a scheduler for it.
 
-    The engine's steps are timed for the scheduler's predictions when there is a step-time target,
-    and on GPUs always. A CPU takes 2 s for the timing and skips it without a target.
+    The function also times steps of the engine, from which the scheduler predicts step times. On a
+    CPU, timing takes 2 s and is skipped if there is no step-time target.
     """
     facts = engine.facts()
     scheduler = Scheduler(
@@ -89,7 +89,7 @@ def build_scheduler(
 
 
 def _discard(output: StepOutput) -> None:
-    """Drop the output of ranks 1..n-1. It equals that of rank 0, which sends it."""
+    """Drop the output of ranks 1..n-1, because rank 0 sends the same output."""
 
 
 def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:

@@ -18,7 +18,7 @@ class ReqState(StrEnum):
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
     DECODE = "decode"  # the whole prompt is launched; each step computes one token
-    ENDING = "ending"  # is to lose its row, but a step in flight may still contain it
+    ENDING = "ending"  # loses its row once the step in flight, which may contain it, is resolved
     FINISHED = "finished"  # owns neither row nor pages; its Finished message has been built
 
 
@@ -32,12 +32,13 @@ class Req:
                       running request has its tokens in RequestTable.tokens.
     prompt_len        tokens of the prompt that the client sent.
     max_total_tokens  the request ends at this number of prompt and output tokens.
-    uncached_tokens   tokens that the request itself has to compute, as estimated when it began to
-                      wait: not those in the prefix cache, nor those that an older request
-                      computes.
-    arrival_index     position in the order of arrival. The pages of the highest are preempted
-                      first.
-    row               index in page table, token pool and RequestTable; -1 while it owns none.
+    uncached_tokens   estimate of the tokens that the request itself has to compute, made when it
+                      begins to wait. It leaves out tokens in the prefix cache and tokens that an
+                      older request computes.
+    arrival_index     position in the order of arrival. The planner preempts the running request
+                      with the highest index first.
+    row               index in page table, token pool and RequestTable; -1 while the request owns no
+                      row.
     cache_node        end of the request's prefix in the prefix cache, which it holds locked.
     shared_pages      the first shared_pages pages of the row belong to the prefix cache; the others
                       belong to this request.
@@ -48,9 +49,9 @@ class Req:
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
     admitted_s        time of the first admission, as in PrefillDone; 0.0 before.
-    prefill_done      its PrefillDone message has been built.
+    prefill_done      True once its PrefillDone message has been built.
     prompt_reported   number of prompt tokens whose log-probabilities have been reported.
-    held_logprobs     log-probabilities of the prompt that are sent behind its PrefillDone message.
+    held_logprobs     log-probabilities of the prompt that wait for the PrefillDone message.
     """
 
     uid: int
@@ -80,8 +81,8 @@ def accept_request(
 ) -> Req:
     """Check `message` against the engine's limits and return a waiting request.
 
-    The API server has checked the same limits before. This check protects the ranks from a message
-    that none of them could survive.
+    The API server has already checked the same limits. This second check protects the ranks: an
+    invalid message would make all of them fail.
 
     vocab_size: width of the logits; each token id is below it.
     capacity_tokens: prompt and output tokens that context length and KV pool allow one request.
@@ -99,7 +100,7 @@ def accept_request(
     if needed > capacity_tokens:
         raise PromptTooLong(
             f"{len(tokens)} prompt tokens and {max_tokens or 1} output tokens exceed the "
-            f"{capacity_tokens} tokens that context and KV pool allow",
+            f"{capacity_tokens} tokens that the context length and the KV pool allow",
             param="prompt",
         )
     if sampling.seed is None:

@@ -11,13 +11,13 @@ def read_result(
 ) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
     """Append the sampled tokens to their rows and find the requests that end.
 
-    Returns the rows of the new tokens and the tokens, int32 [n], in the order in which they stand,
-    and the reason for each row that ends, in the order of the batch.
+    Returns three values: the row of each new token, int32 [n]; the new tokens, int32 [n], in the
+    same order; and the reason of each row that ends, errors first.
 
-    A row that belongs to no request any more gets no token: its request ended in the step before,
-    while this one was in flight. A row with non-finite logits ends with ERROR and gets no token.
-    Tokens behind the one that ends a request are dropped. Draft tokens that the step did not accept
-    are taken off table.computed, so that the row forwards these positions again.
+    A row gets no token if its request ended in the previous step, while this step was in flight. A
+    row with non-finite logits ends with ERROR and gets no token. Tokens after the one that ends a
+    request are dropped. Draft tokens that the step did not accept are subtracted from
+    table.computed, so that the row forwards these positions again.
     """
     sampled = batch.samples & table.rows.allocated[batch.rows]
     broken = batch.rows[sampled & ~result.finite]

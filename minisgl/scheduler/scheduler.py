@@ -1,4 +1,4 @@
-"""`Scheduler`: the loop around the engine of one tensor-parallel rank. It knows token ids only."""
+"""`Scheduler`: the loop around the engine of one tensor-parallel rank. It handles no text."""
 
 import time
 from collections import deque
@@ -36,11 +36,11 @@ from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import read_result
 from minisgl.scheduler.stats import StepMeter
 
-MIN_LAUNCH_LEAD_S = 0.002  # planning and launching take 0.3 to 0.8 ms, 5 ms without a CUDA graph
+MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
 
 
 class Scheduler:
-    """Runs requests on one engine, from the AddReq message to the one Finished message of each.
+    """Runs requests on one engine, each from its AddReq message to its Finished message.
 
     One iteration, with overlap (the engine computes step n meanwhile):
 
@@ -57,10 +57,12 @@ class Scheduler:
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()
 
-    I1  Every AddReq is answered by exactly one Finished, whatever happens.
-    I2  A request loses its row and pages when the last step that contains it has been resolved. A
-        request that ends by its own token loses them when that token's step has been resolved; the
-        step in flight may still contain it, so the pages are fenced (FencedPool I1).
+    I1  The scheduler answers every AddReq with exactly one Finished, also for a request that it
+        refuses, aborts or fails.
+    I2  A request keeps its row and pages until the last step that contains it is resolved, which
+        means that the scheduler has read its result. Exception: a request that ends by its own
+        token gives them up when that token's step is resolved. The step in flight may still
+        contain this request, so a fence delays the reuse of its pages (FencedPool I1).
     I3  The plan depends only on the sequence of messages and of sampled tokens.
     """
 
@@ -77,7 +79,7 @@ class Scheduler:
         extensions: Extensions = DEFAULT_EXTENSIONS,
     ) -> None:
         """vocab_size: width of the logits. send: takes the output of an iteration and must not
-        block. clock: returns seconds. extensions: those of the engine."""
+        block. clock: returns seconds. extensions: the engine's extensions."""
         self._engine = engine
         self._config = config
         self._vocab_size = vocab_size
@@ -97,7 +99,8 @@ class Scheduler:
         self._outputs = OutputBuilder()
         self._meter = StepMeter(clock)
         self._reqs: dict[int, Req] = {}
-        self._ending: list[Req] = []  # they wait for the step in flight that contains them
+        # Requests to end or preempt once the step in flight that contains them is resolved.
+        self._ending: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         self._launched_step = 0
         self._resolved_step = 0
@@ -108,11 +111,11 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """True when there is nothing to do until a message comes."""
+        """True when no request is open and no step is in flight."""
         return not self._reqs and not self._in_flight
 
     def iterate(self) -> None:
-        """Run one iteration. It waits for a message when idle, or when planning would be early."""
+        """Run one iteration. If idle, or too early to plan a step, first wait for a message."""
         for message in self._inbox.receive(self._message_wait_s(), self._plan_hash):
             self._apply(message)
         batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
@@ -157,14 +160,14 @@ class Scheduler:
         if self.idle:
             return None
         if self._config.target_step_ms is None:
-            return 0.0  # only the throughput counts
+            return 0.0  # without a target only throughput counts, so the scheduler never waits
         if self.planner.prefilling or self.planner.waiting or not self._in_flight:
             return 0.0
         batch, pending = self._in_flight[0]
         if pending.done():
             return 0.0
         remaining_s = self._meter.remaining_s(self.planner.predict_decode_s(batch))
-        # The next step must be launched before the device has nothing to do.
+        # The next step must be launched before the device runs out of work.
         return max(remaining_s - max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s), 0.0)
 
     def _apply(self, message: ToScheduler) -> None:
@@ -173,7 +176,7 @@ class Scheduler:
                 self._add(message)
             case AbortReq():
                 req = self._reqs.get(message.uid)
-                if req is not None:  # otherwise it has finished or was refused
+                if req is not None:  # None: the request has finished or was refused
                     self._abort(req, message.reason)
             case FlushCache():
                 self.kv_manager.flush()
@@ -186,7 +189,7 @@ class Scheduler:
         self._arrivals += 1
         try:
             if message.uid in self._reqs:
-                raise InvalidRequest(f"uid {message.uid} is in use")
+                raise InvalidRequest(f"uid {message.uid} is in use; send another uid")
             req = accept_request(message, self._vocab_size, self._capacity_tokens, self._arrivals)
             req.logit_states = self._extensions.open_states(req.sampling)
         except RequestError as error:
@@ -214,10 +217,14 @@ class Scheduler:
             self._ending.append(req)
 
     def _release(self, req: Req, error: str | None = None) -> None:
-        """Take row and pages from `req`, which then waits again, or has ended with `error`."""
+        """Take the row and the pages from `req`.
+
+        A preempted request then waits again; any other one has finished. error: the error message
+        of a request that failed.
+        """
         known = int(self.table.known[req.row])
-        # A prompt is cached only after its first token, which shows that its logits are finite. The
-        # last token is never cached, because its KV may not be written yet.
+        # The prompt is cached only if its first token is known, because only then are its logits
+        # known to be finite. The last token is not cached: its KV may not be written yet.
         cacheable = error is None and known > self.table.prefill_end[req.row]
         self.kv_manager.release(req, self.table, known - 1 if cacheable else 0)
         if req.end_reason is None:
@@ -275,8 +282,8 @@ class Scheduler:
             self.planner.remove(req)
             # A step in flight may still contain the request: the pages are fenced (I2).
             self._release(req, "the model produced non-finite logits" if nonfinite else None)
-        # Only now are the logits of these prompts known to be finite, so that other requests may
-        # use their KV.
+        # The logits of these prompts are finite: a prompt with other logits has ended above. So
+        # other requests may now use their KV.
         for req in prefilled:
             self.planner.uncached.pop(req, None)
             if req.state is ReqState.DECODE:

@@ -10,13 +10,15 @@ from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STE
 
 
 class StepMeter:
-    """Counts the steps. The scheduler reports each launch and each result, in the same order.
+    """Counts the steps and sums their times.
 
-    A step's time runs from its launch to its result, or from the end of the step before where the
-    two overlap. So the sum of all steps is the time in which the device had work. Metering a step
-    takes the host less than 1 us.
+    The scheduler calls `launched` at each launch and `resolved` at each result. Results come in the
+    order of the launches. The time of a step begins at its launch, or at the end of the previous
+    step if the two overlap, and ends at its result. So the sum over all steps is the time in which
+    the device had work. The meter takes less than 1 us of host time per step.
 
-    phases  the totals by phase (STEP_PHASES). They go on counting: encode them to keep the values.
+    phases  the totals by phase (STEP_PHASES). The meter keeps counting in these objects; encode
+            them to keep their values.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,7 +34,7 @@ class StepMeter:
         self._launched_s.append(self.clock())
 
     def resolved(self, batch: Batch, by_graph: bool) -> None:
-        """Count the oldest launched step: its result is there. by_graph: a CUDA graph ran it."""
+        """Count the oldest launched step, which has completed. by_graph: a CUDA graph ran it."""
         now_s = self.clock()
         duration_s = now_s - max(self._launched_s.popleft(), self._ended_s)
         self._ended_s = now_s
@@ -54,8 +56,8 @@ class StepMeter:
     def remaining_s(self, predicted_s: float) -> float:
         """Estimate the seconds until the oldest step in flight ends; negative when it is late.
 
-        predicted_s: predicted duration of the step. The shorter of the last two decode steps counts
-        instead where it is shorter than the prediction. Two steps are compared because a single
-        one may measure too long: the host may notice its end late.
+        predicted_s: predicted duration of the step. The estimate uses the shortest of the
+        prediction and the last two decode steps. It uses two steps because one measured time may be
+        too long: the host may notice the end of a step late.
         """
         return self._ended_s + min(predicted_s, *self._decode_s) - self.clock()

@@ -17,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", default="http://127.0.0.1:1919")
     parser.add_argument("--model", default="minisgl-demo", help="name of the served model")
     options = parser.parse_args(argv)
-    # Both signals raise exceptions, so that prompt_toolkit restores the mode of the terminal. A
-    # script that starts the shell in the background passes on a SIGINT that is ignored.
+    # Both signals raise exceptions, so that prompt_toolkit restores the mode of the terminal. The
+    # handler of SIGINT is set because a process that a script starts in the background ignores it.
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

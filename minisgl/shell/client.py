@@ -12,7 +12,7 @@ Message = dict[str, str]
 
 
 class ServerError(Exception):
-    """The server refused a request, failed, or is gone. The user reads the message."""
+    """The server refused a request, failed, or cannot be reached. The user sees the message."""
 
 
 class ChatClient:
@@ -32,7 +32,7 @@ class ChatClient:
             raise ServerError(f"{url} is not an address such as http://127.0.0.1:1919")
         key = os.environ.get("MINISGL_API_KEY", "").strip()
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        # trust_env: a proxy of the environment would not reach a server on this machine.
+        # trust_env=False: a proxy from the environment could not reach a server on this machine.
         self._http = httpx.Client(
             base_url=address, headers=headers, timeout=timeout_s, trust_env=False
         )
@@ -47,7 +47,7 @@ class ChatClient:
             raise ServerError(f"the server cannot be reached: {error}") from None
 
     def stream(self, messages: list[Message]) -> Generator[str, None, None]:
-        """Yield the parts of the answer as they arrive. Raises ServerError."""
+        """Yield the text of the answer, in parts, as it arrives. Raises ServerError."""
         body = {"model": self._model, "messages": messages, "stream": True}
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -84,4 +84,4 @@ def _parse(data: str | bytes) -> dict[str, Any]:
 
 def _message(body: dict[str, Any]) -> str:
     error = body.get("error")
-    return str(error.get("message")) if isinstance(error, dict) else "the server refused"
+    return str(error.get("message")) if isinstance(error, dict) else "the request was refused"

@@ -48,7 +48,7 @@ class Shell:
                 self._answer(line)
 
     def _command(self, line: str) -> bool:
-        """Run one command. False ends the shell."""
+        """Run one command. Returns False to end the shell."""
         name = line.split()[0]
         if name == "/exit":
             return False
@@ -59,8 +59,8 @@ class Shell:
             for message in self._messages:
                 self._say(f"{message['role']}: {message['content']}")
         elif name == "/help":
-            for command, what in COMMANDS.items():
-                self._say(f"{command:<10}{what}")
+            for command, description in COMMANDS.items():
+                self._say(f"{command:<10}{description}")
         else:
             self._say(f"unknown command {name}{near_names(name, COMMANDS)} (/help lists them)")
         return True

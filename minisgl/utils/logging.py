@@ -1,4 +1,4 @@
-"""Logging of one process: one line per record, on stderr. Only a process main sets it up."""
+"""Logging of one process: one line per record, on stderr. The process's main sets it up."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ _FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s
 
 
 class _OneLine(logging.Formatter):
-    """Escapes line breaks in messages, which may hold text of clients. Tracebacks keep theirs."""
+    """Escapes line breaks in messages, which may hold client text, but not in tracebacks."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")
@@ -46,13 +46,13 @@ def setup_logging(role: str, level: str, log_format: str = "text") -> None:
     log_format: "text", or "json" for one object per line.
     """
     handler = logging.StreamHandler(sys.stderr)
-    in_text = _OneLine(_FORMAT.format(role=role))
-    handler.setFormatter(_Json(role) if log_format == "json" else in_text)
+    text_formatter = _OneLine(_FORMAT.format(role=role))
+    handler.setFormatter(_Json(role) if log_format == "json" else text_formatter)
     logging.root.handlers[:] = [handler]
-    ours = logging.getLogger("minisgl")
-    ours.setLevel(level.upper())
-    # At INFO, libraries log each connection, lock file and request, with the keys in its URL.
-    logging.root.setLevel(max(logging.WARNING, ours.level))
+    package_logger = logging.getLogger("minisgl")
+    package_logger.setLevel(level.upper())
+    # At INFO, libraries log each connection, each lock file, and each URL with the keys in it.
+    logging.root.setLevel(max(logging.WARNING, package_logger.level))
 
 
 def log_event(logger: logging.Logger, level: int, event: str, **fields: object) -> None:

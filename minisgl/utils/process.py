@@ -18,7 +18,7 @@ def make_socket_dir() -> str:
 
 
 def process_age_s(pid: int) -> float:
-    """Seconds since the process started, in steps of 10 ms."""
+    """Return the seconds since the process started, in steps of 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

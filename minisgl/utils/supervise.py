@@ -3,8 +3,8 @@
 Parent side: `Supervisor`. It has one thread and no asyncio: signals and exits arrive through one
 wake-up pipe. It reaps every child and every orphan, so it works as PID 1 without an init.
 
-Child side: the main of a child calls `read_payload` and `bind_to_parent` first, and `write_reason`
-before it ends with an error.
+Child side: the main function of a child first calls `read_payload` and `bind_to_parent`. It calls
+`write_reason` before it ends with an error.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Self
 
 CONFIG_EXIT = 2  # a ConfigError has been reported; the same code as a wrong command line
 _PR_SET_PDEATHSIG = 1
-_MAX_REASON_BYTES = 1500  # below PIPE_BUF, so that one write is atomic; fits Kubernetes' 2,048
+_MAX_REASON_BYTES = 1500  # less than PIPE_BUF (one atomic write) and Kubernetes' limit of 2,048
 
 
 def read_payload(fd: int) -> bytes:
@@ -53,7 +53,7 @@ def bind_to_parent(parent_pid: int, death_fd: int) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, in words. A negative code is the number of a signal."""
+    """Describe an exit code in words. A negative code is the number of a signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -64,7 +64,7 @@ def describe_exit(code: int) -> str:
 
 
 def write_reason(fd: int, role: str, reason: str) -> None:
-    """Tell the parent in one line why this process is about to end."""
+    """Send the parent one line with the reason for the end of this process."""
     line = " ".join(reason.split()) or "no reason given"
     encoded = f"{role}\t{line}".encode("utf-8", "replace")[:_MAX_REASON_BYTES]
     with contextlib.suppress(OSError):  # the parent has ended, or its pipe is full
@@ -74,7 +74,7 @@ def write_reason(fd: int, role: str, reason: str) -> None:
 def read_reasons(fd: int) -> dict[str, str]:
     """Read the reasons that children have written to this non-blocking pipe, by role.
 
-    They come in the order of writing. The next call returns only later ones.
+    They are in the order in which they were written. Each call returns only new reasons.
     """
     lines: list[str] = []
     with contextlib.suppress(BlockingIOError):
@@ -95,11 +95,11 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None until the process has been reaped; negative if a signal ended it."""
+        """The exit code: None until the process has been reaped, negative if a signal ended it."""
         return self.process.returncode
 
     def explain(self, reasons: Mapping[str, str]) -> str:
-        """Why the process ended: the reason that it wrote, or else its exit code or signal."""
+        """Return the cause of the end: the reason that the process wrote, else its exit code."""
         assert self.exit_code is not None, f"{self.role} still runs; this is a bug"
         reason = reasons.get(self.role)
         if reason is None:
@@ -139,7 +139,8 @@ class Supervisor:
     """Turns exits of children, and signals to this process, into events.
 
     I1  A child in `children` with exit_code None has not been reaped.
-    I2  Every child of `spawn_child` holds the read end of a pipe whose only write end is here.
+    I2  Every child of `spawn_child` holds the read end of a pipe. Only this process holds the write
+        end.
     """
 
     def __init__(self) -> None:
@@ -171,15 +172,15 @@ class Supervisor:
         return [child for child in self.children if child.exit_code is None]
 
     def send_signal(self, child: Child, number: int) -> None:
-        """Signal a child unless it has been reaped, after which its pid may be reused (I1)."""
+        """Signal a child that has not been reaped. The pid of a reaped child may be reused (I1)."""
         if child.exit_code is None:
             os.kill(child.process.pid, number)
 
     def wait(self, until_s: float | None) -> list[signal.Signals | Child]:
         """Wait for signals and for ends of children.
 
-        until_s: CLOCK_MONOTONIC at which the result may be empty; None waits without limit. An
-        earlier SIGCHLD of an orphan, or of a child that is already reaped, does not end the wait.
+        until_s: end of the wait by CLOCK_MONOTONIC, with an empty result; None waits without a
+        limit. A SIGCHLD of an orphan, or of a child that is already reaped, does not end the wait.
         """
         events: list[signal.Signals | Child] = [*self._reap()]
         while not events:
@@ -208,7 +209,7 @@ class Supervisor:
         return ended
 
     def stop(self, children: Sequence[Child], grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL to the rest after `grace_s`. All are reaped on return."""
+        """Send SIGTERM, and after `grace_s` SIGKILL to children that still run. Reaps all."""
         for child in children:
             self.send_signal(child, signal.SIGTERM)
         self.join(children, grace_s)
@@ -231,4 +232,4 @@ class Supervisor:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The wake-up pipe carries the signal, which needs a handler that exists."""
+    """Do nothing. Python writes a signal to the wake-up pipe only if the signal has a handler."""

@@ -28,7 +28,10 @@ T = TypeVar("T")
 def wait_for(
     condition: Callable[[], T], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
 ) -> T:
-    """Wait for a true value of `condition`, and return it. Fails after `deadline_s` with `what`."""
+    """Wait for a true value of `condition` and return it. Fails after `deadline_s`.
+
+    what: names the expected state in the message of the failure; a function is called for it.
+    """
     end = time.monotonic() + deadline_s
     while True:
         value = condition()
@@ -73,7 +76,7 @@ class ServerProcess:
         return wait_for(find, "the URL")
 
     def status(self, path: str) -> int:
-        """The HTTP status of a probe; 0 if the server does not respond."""
+        """Return the HTTP status of a probe; 0 if the server does not respond."""
         try:
             return httpx.get(self.url + path, timeout=DEADLINE_S).status_code
         except httpx.TransportError:
@@ -118,7 +121,7 @@ class ServerProcess:
         return found
 
     def limits_exceeded(self) -> dict[str, float]:
-        """How often each limit was exceeded."""
+        """Return the number of times that each limit was exceeded."""
         start = "limits_exceeded_total{limit="
         found = {k: v for k, v in self.metrics().items() if k.startswith(start)}
         return {name[len(start) : -1]: count for name, count in found.items()}

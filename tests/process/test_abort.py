@@ -1,4 +1,4 @@
-"""A request is aborted in each of its states, by a disconnect or by /abort, and nothing is left."""
+"""A request aborted in any state, by a disconnect or /abort, leaves no page and no row behind."""
 
 import contextlib
 import json

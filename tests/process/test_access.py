@@ -123,7 +123,7 @@ def test_endless_head_is_a_431_or_invalid_http(keyed: ServerProcess, head: bytes
 
 
 def test_head_over_the_limit_in_one_packet_is_refused(keyed: ServerProcess) -> None:
-    """The limit applied only to incomplete heads, so that a single packet could exceed it."""
+    """Regression: the limit applied to incomplete heads only, so one packet could exceed it."""
     size, start = 4096, b"GET /livez HTTP/1.1\r\nconnection: close\r\nx: "
     for length, status in ((size, b"200"), (size + 1, b"431")):
         with connect(keyed) as connection:
@@ -152,7 +152,7 @@ def posted(head: bytes = b"", **body: object) -> bytes:
 
 
 def test_head_timeout_does_not_end_a_response(keyed: ServerProcess) -> None:
-    """The start of the next head started the timer, which closed the connection."""
+    """Regression: the start of the next head started the timer, which closed the connection."""
     with connect(keyed) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(posted(max_tokens=1900, stream=True))
         data = connection.recv(65536)
@@ -178,7 +178,7 @@ def test_disconnect_behind_a_pipelined_request_aborts_the_first(
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
 def test_upgrade_header_is_ignored(keyed: ServerProcess, name: bytes) -> None:
-    """Java's client offers h2c with each first request, and its body was taken for HTTP/2."""
+    """Regression: Java's client offers h2c first; the request body was then read as HTTP/2."""
     offer = name + b": h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\n"
     head, _, body = posted(offer, max_tokens=2).partition(b"\r\n\r\n")
     for parts in ((head + b"\r\n\r\n", body), (head + b"\r\n\r\n" + body,)):
@@ -189,7 +189,7 @@ def test_upgrade_header_is_ignored(keyed: ServerProcess, name: bytes) -> None:
 
 
 def test_body_keeps_text_like_an_upgrade_header(keyed: ServerProcess) -> None:
-    """It was removed from bodies too, and the server waited for the missing bytes."""
+    """Regression: the text was removed from bodies too; the server waited for missing bytes."""
     body = b"{}\r\nUpgrade: h2c"
     head = b"POST /tokenize HTTP/1.1\r\nhost: a\r\nauthorization: Bearer sesame\r\n"
     with connect(keyed) as connection:
@@ -226,7 +226,7 @@ def trickled(connection: socket.socket, path: str, key: str) -> int:
 def test_connection_with_an_incomplete_body_is_closed(
     tiny_model: Path, path: str, key: str, status: int, limits: set[str]
 ) -> None:
-    """It held one of --max-connections without end: before the response, or after it."""
+    """Regression: it held one of --max-connections forever, before or after the response."""
     flags = ("--head-timeout", "0.5", "--max-wait", "0.5", "--api-key", "sesame")
     with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
         server.wait_ready()
@@ -237,7 +237,7 @@ def test_connection_with_an_incomplete_body_is_closed(
 
 
 def test_idle_connection_after_a_late_body_is_closed(keyed: ServerProcess) -> None:
-    """The end of a rejected body also stopped the timer for the next request head."""
+    """Regression: the end of a rejected body stopped the timer of the next request head."""
     before = keyed.limits_exceeded()["head_timeout_s"]
     with connect(keyed) as connection:
         connection.sendall(b"POST /v1/nothing HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{")

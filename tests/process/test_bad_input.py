@@ -1,4 +1,4 @@
-"""What hostile and broken clients send, to the real server: a 4xx each, and nothing else is hurt.
+"""Input of hostile and broken clients gets a 4xx from the real server and harms nothing else.
 
 After every case livez is 200; after each family a good request succeeds and no page is lost.
 """

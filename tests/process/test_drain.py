@@ -83,7 +83,7 @@ def call(
 def test_signal_finishes_running_requests_and_exits_0(
     tiny_model: Path, number: signal.Signals
 ) -> None:
-    """SIGHUP of a closing terminal cut all answers and left the folder of the sockets behind."""
+    """Regression: SIGHUP of a closing terminal cut all answers; the socket folder remained."""
     with serving(tiny_model, "--drain-grace", "0") as server:
         pids = list(server.child_pids().values())
         folder = server.socket_folder()
@@ -98,7 +98,7 @@ def test_signal_finishes_running_requests_and_exits_0(
 
 
 def test_only_the_api_server_listens(tiny_model: Path) -> None:
-    """The launcher listened too, so that clients could connect after the API server had ended."""
+    """Regression: the launcher listened too; clients could connect after the API server ended."""
     with serving(tiny_model, "--drain-grace", "0") as server:
         port = httpx.URL(server.url).port
         hosts = [psutil.Process(pid) for pid in (server.pid, *server.child_pids().values())]
@@ -130,7 +130,7 @@ def test_grace_accepts_while_unready_and_then_refuses_with_retry_after(tiny_mode
 
 
 def test_operator_can_abort_a_request_during_a_drain(tiny_model: Path) -> None:
-    """/abort was refused after the grace period, like a call of the model."""
+    """Regression: /abort was refused after the grace period, like a call of the model."""
     with serving(tiny_model, "--drain-grace", "0", "--admin-api-key", "root") as server:
         caller = Caller(server, max_tokens=2000).wait_first()
         server.signal(signal.SIGTERM)
@@ -176,7 +176,7 @@ def test_deadline_ends_the_rest_with_an_error_chunk(tiny_model: Path) -> None:
 
 
 def test_drain_does_not_wait_for_a_client_that_does_not_read(tiny_model: Path) -> None:
-    """Its request ended after the queue to the scheduler was closed, with a ZMQError."""
+    """Regression: its request ended after the scheduler's queue was closed, with a ZMQError."""
     body = {"model": "tiny", "prompt": ["a"] * 128, "max_tokens": 1900, "stream": True}
     text = json.dumps(body).encode()
     flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
@@ -196,7 +196,7 @@ def test_drain_does_not_wait_for_a_client_that_does_not_read(tiny_model: Path) -
 def test_drain_does_not_wait_for_pipelined_requests_of_a_client_that_does_not_read(
     tiny_model: Path,
 ) -> None:
-    """Its cancelled response became a 500 that waited for the client again, and the exit code 1."""
+    """Regression: the cancelled response became a 500 that waited for the client; exit code 1."""
     flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
     with serving(tiny_model, *flags) as server, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -216,7 +216,7 @@ def test_drain_does_not_wait_for_pipelined_requests_of_a_client_that_does_not_re
 
 
 def test_process_that_dies_after_the_drain_leaves_no_traceback(tiny_model: Path) -> None:
-    """The API server received the signal after its end, and raised an InvalidStateError."""
+    """Regression: the API server got the signal after its end and raised InvalidStateError."""
     flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
     with serving(tiny_model, *flags) as server, socket.socket() as slow:
         tokenizer = psutil.Process(server.child_pid("tokenizer-0"))
@@ -241,7 +241,7 @@ def test_second_signal_ends_at_once(tiny_model: Path) -> None:
         def told() -> bool:
             return "stopping at once" in server.stderr
 
-        while not told():  # within 0.2 s it counts as the first signal
+        while not told():  # a signal within 0.2 s counts as the first one
             server.signal(signal.SIGTERM)
             with contextlib.suppress(AssertionError):
                 wait_for(told, "the second signal", deadline_s=1)

@@ -246,7 +246,7 @@ def test_valid_request_id_is_echoed_and_any_other_replaced(
 
 
 def test_disconnect_frees_the_pages(real_server: ServerProcess) -> None:
-    """Otherwise aborted requests would fill the pages and the rows of the batch."""
+    """Otherwise pages and rows of aborted requests would block later requests."""
     for _ in range(5):
         with streaming(real_server, max_tokens=1500, ignore_eos=True) as response:
             next(response.iter_lines())

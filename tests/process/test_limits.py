@@ -100,7 +100,7 @@ def test_answer_that_takes_too_long_is_ended_and_counted(
 
 
 def test_connections_are_not_limited_by_open_files(tiny_model: Path) -> None:
-    """Connections beyond some thousand were dropped without a response, probes included."""
+    """Regression: above some thousand, connections (also of probes) ended without a response."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
@@ -118,7 +118,7 @@ def test_connections_are_not_limited_by_open_files(tiny_model: Path) -> None:
 
 
 def test_incomplete_bodies_are_bounded_together(tiny_model: Path) -> None:
-    """4,096 connections could each leave 16 MiB behind: 30 of them took 440 MiB."""
+    """Regression: each of 4,096 connections could hold 16 MiB; 30 of them took 440 MiB."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
     body = b'{"model":"tiny","prompt":"a","user":"%s"}' % (b"u" * 100_000)
     first, rest = body[:90_000], body[90_000:]
@@ -167,7 +167,7 @@ def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
 
 
 def test_scheduler_refuses_a_request_that_can_never_fit(tiny_model: Path) -> None:
-    """The API server is told of more memory than there is, so that only the scheduler checks."""
+    """The API server gets a too high memory size, so that only the scheduler refuses."""
     flags = ("--num-pages", "8", "--admin-api-key", "root")
     with run_server("--model", str(tiny_model), *flags) as server:
         boast = msgspec.structs.replace(FACTS, kv_capacity_tokens=2000)

@@ -90,7 +90,7 @@ def test_logprobs_end_where_a_stop_string_cuts_the_text(real_server: ServerProce
 def test_echo_with_logprobs_scores_the_prompt(
     real_server: ServerProcess, max_tokens: int, stream: bool
 ) -> None:
-    """As lm-eval computes a loglikelihood; the prefix cache does not change the values."""
+    """lm-eval computes a loglikelihood like this. The prefix cache does not change the values."""
     for _ in range(2):
         usage = post(real_server, "/v1/completions", prompt=PROMPT, max_tokens=1)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0, "now it is"

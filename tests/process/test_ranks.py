@@ -95,7 +95,9 @@ def test_only_loopback_is_listened_on(server: ServerProcess) -> None:
     assert found.pop("api") == {"127.0.0.1"}
     ranks = set().union(*found.values())
     assert ranks <= {"127.0.0.1", "::1"}
-    assert found["scheduler"] or found["scheduler-1"], "gloo listens, or this test sees nothing"
+    assert found["scheduler"] or found["scheduler-1"], (
+        "gloo must listen, otherwise this test checks no socket"
+    )
     peers = {
         connection.raddr.ip
         for name in RANKS
@@ -158,7 +160,7 @@ def test_an_llm_with_ranks_generates_aborts_and_refuses() -> None:
 
 
 def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
-    """Before, the output that arrived with the interrupt was lost and waited for forever."""
+    """Regression: output that came with the interrupt was lost, and the LLM waited for it."""
     drain: Callable[[Receiver[Any]], Iterator[Any]] = Receiver.drain
 
     def interrupted(receiver: Receiver[Any]) -> Iterator[Any]:
@@ -184,7 +186,7 @@ def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
 def test_an_llm_that_is_not_closed_leaves_no_process_and_no_folder(
     delete: bool, tmp_path: Path
 ) -> None:
-    """Also while the caller's process goes on, once the LLM is garbage-collected."""
+    """They end when the LLM is garbage-collected, even if the caller's process continues."""
     lines = [
         "import os, psutil",
         "from minisgl.llm import LLM",

@@ -48,7 +48,7 @@ def request_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
 class Load:
     """Client threads that send requests until the end of the `with` block.
 
-    done: number of complete responses. bad: descriptions of wrong ones.
+    done: number of complete responses. bad: descriptions of wrong responses.
     """
 
     def __init__(self, server: ServerProcess) -> None:

@@ -189,7 +189,7 @@ def test_hung_scheduler_turns_livez_503_and_ends_the_service(tiny_model: Path) -
 def test_stalled_scheduler_is_unready_in_seconds_and_live_until_the_timeout(
     tiny_model: Path,
 ) -> None:
-    """For the whole step timeout of 60 s, a hung replica was sent new requests."""
+    """Regression: a hung replica received new requests for all of the step timeout of 60 s."""
     with run_server("--model", str(tiny_model), stub="hang") as server:
         url = server.wait_ready().url
         caller = threading.Thread(target=_complete, args=(url,))
@@ -231,12 +231,14 @@ def test_front_end_processes_load_no_torch(real_server: ServerProcess) -> None:
     with open(f"/proc/{real_server.pid}/maps") as maps:
         assert "libtorch" not in maps.read(), "launcher"
     with open(f"/proc/{real_server.child_pid('scheduler')}/maps") as maps:
-        assert "libtorch" in maps.read(), "the scheduler should, or this test proves nothing"
+        assert "libtorch" in maps.read(), (
+            "the scheduler must load torch, otherwise this test checks nothing"
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_loading_ends_at_once(tiny_model: Path, number: signal.Signals) -> None:
-    """A start that the startup probe had cut ended as "Completed 0" without a message."""
+    """Regression: a start that a startup probe ended was "Completed 0", without a message."""
     with run_server("--model", str(tiny_model), stub="loading") as server:
         _bring_into(server, "loading")
         wait_for(lambda: "still_loading=scheduler\n" in server.stderr, "the other processes")
@@ -253,7 +255,7 @@ def test_signal_while_loading_ends_at_once(tiny_model: Path, number: signal.Sign
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_before_the_children_have_handlers(tiny_model: Path, number: signal.Signals) -> None:
-    """Ctrl-C in the first half second ended in a traceback from the imports of the API server."""
+    """Regression: Ctrl-C in the first half second gave a traceback from the server's imports."""
     with run_server("--model", str(tiny_model), stub="loading") as server:
         wait_for(lambda: "listening on" in server.stderr, "the first lines")
         server.signal(number)
@@ -289,7 +291,7 @@ def test_killed_second_rank_ends_the_service(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("role", ["tokenizer-0", "detokenizer"])
 def test_stopped_worker_counts_as_hung(tiny_model: Path, role: str) -> None:
-    """The launcher takes a stopped process for alive; only its silence shows that it hangs."""
+    """The launcher sees a stopped process as alive. It detects the hang by missing messages."""
     flags = ("--model", str(tiny_model), "--step-timeout", "1")
     with run_server(*flags, stub="echo") as server:
         server.wait_ready()

@@ -25,10 +25,13 @@ def build_tiny_model(folder: Path) -> Path:
 
 
 def build_reciting_model(folder: Path, recital: list[str], new_tokens: list[str]) -> Path:
-    """As above, but each token of `recital` is followed by the next one; no token occurs twice.
+    """As build_tiny_model, but the model follows each token of `recital` with the next one.
 
-    The embeddings of these are orthogonal, the layers pass them on as they are, and the head's row
-    of a token is the embedding of the one before. new_tokens: added to the tokenizer.
+    No token occurs twice in `recital`.
+
+    The embeddings of the recital's tokens are orthogonal. The layers do not change them. The row of
+    a token in the output head is the embedding of the token before it in the recital. new_tokens:
+    tokens to add to the tokenizer.
     """
     tokenizer = json.loads((model_path() / "tokenizer.json").read_text())
     for content in new_tokens:

@@ -83,8 +83,9 @@ def test_connections_are_reused() -> None:
 def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
     """The server closes the kept connection while the second request is sent.
 
-    No byte came back, so the client sends it again, once, on a new connection. Its latency counts
-    from the first attempt. When a new connection gives no byte either, that is an error.
+    The server sends no byte, so the client sends the request once more, on a new connection. The
+    latency counts from the first attempt. If no byte comes on the new connection either, the
+    request has failed.
     """
     closed_s: list[float] = []
 

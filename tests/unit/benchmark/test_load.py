@@ -55,7 +55,7 @@ def test_empty_length_ranges_are_refused(
 def test_a_flag_out_of_range_is_refused_by_its_name(
     main: Callable[[Sequence[str]], int], flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before, they gave tracebacks, the last two after the run, and some ran forever."""
+    """Regression: such flags ended in tracebacks, the last two after the run, or never ended."""
     with pytest.raises(SystemExit):
         main(flags.split())
     assert f"argument {flags.split()[-2]}: " in capsys.readouterr().err
@@ -66,7 +66,10 @@ def test_a_flag_out_of_range_is_refused_by_its_name(
     [
         ("--url nonsense", "nonsense/v1/models cannot be read"),
         ("--url http://127.0.0.1:x", "cannot be read"),
-        ("--url http://127.0.0.1:1 -- --tp 2", "flags after -- need --model"),
+        (
+            "--url http://127.0.0.1:1 -- --tp 2",
+            "flags after -- are for the server that --model starts",
+        ),
     ],
 )
 def test_an_unreachable_server_gives_one_sentence(flags: str, reason: str) -> None:
@@ -75,7 +78,7 @@ def test_an_unreachable_server_gives_one_sentence(flags: str, reason: str) -> No
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
-    """Before, it was a successful run without requests."""
+    """Regression: an empty trace was a successful run without requests."""
     trace = tmp_path / "trace.jsonl"
     trace.touch()
     with pytest.raises(ConfigError, match=r"trace\.jsonl has no requests"):

@@ -15,7 +15,7 @@ DEMO = ("--model", str(model_path()), "--device", "cpu", "--requests", "3", "--r
 def test_prompt_ids_are_below_the_models_vocabulary_size(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The demo model has 1,280 ids. Before, prompts had ids up to 10,000 and were all refused."""
+    """Regression: all prompts were refused, with ids up to 10,000 for a demo model of 1,280."""
     assert main([*DEMO, "--prompt-tokens", "4", "9", "--output-tokens", "2", "4"]) == 0
     totals = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 12 <= totals["prompt_tokens"] <= 27

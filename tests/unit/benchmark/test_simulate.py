@@ -55,7 +55,7 @@ def test_long_prompts_hardly_slow_down_streams(
 def test_streams_that_end_before_the_load_make_the_run_fail(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Before, the number of such streams could not be written as JSON."""
+    """Regression: the number of such streams could not be written as JSON."""
     row = "--beside 2 100 50 --rate 2 --requests 4 --output-tokens 8 8"
     assert main(row.split()) == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -64,7 +64,7 @@ def test_streams_that_end_before_the_load_make_the_run_fail(
 
 def test_a_request_that_arrives_during_a_step_is_in_the_next_step() -> None:
     """On average it waits half a decode step and 2 ms. When the next step was launched earlier, it
-    waited one and a half."""
+    waited one and a half decode steps."""
     late = [(3.0 + 0.0937 * index, 128, 1) for index in range(20)]
     answers = run(load_of(*[(0.0, 800, 600)] * 64, *late))[64:]
     keys = 64 * 1200  # contexts of 1,090 to 1,340 at that time
@@ -82,7 +82,7 @@ class SlowHost(VirtualEngine):
 
 
 def test_the_device_does_not_wait_for_slow_launches() -> None:
-    """Before, each launch began 2 ms before the end of a step: 25 % more time for each token."""
+    """Regression: each launch began 2 ms before a step ended, so a token took 25 % more time."""
     engine = SlowHost(COST, num_pages=20_000, rows=512, max_seq_len=16_384)
     load = load_of(*[(0.0, 800, 100)] * 300)
     answers = simulate(load, engine, COST, SchedulerConfig(), concurrency=1)
@@ -93,8 +93,8 @@ def test_the_device_does_not_wait_for_slow_launches() -> None:
 def test_prompts_with_a_shared_prefix_hardly_slow_down_streams(cold: bool) -> None:
     """A shared prefix, cached or computed for the first prompt, is not part of the queue.
 
-    Before, it counted once for each of the 20 prompts, as a queue of 4 s, and the streams had gaps
-    of 86 ms.
+    Regression: the prefix counted once for each of the 20 prompts, as a queue of 4 s, and the
+    streams had gaps of 86 ms.
     """
     streams = load_of(*[(0.0, 820, 800)] * 64)
     [shared] = load_of((0.0, 8192, 1)).prompts
@@ -159,18 +159,18 @@ def test_a_logged_cost_can_be_read() -> None:
     wrong_order = "1,2,5:1,3:4", "1,2,3:4,5:1"
     no_times = "1,nan,1:1", "1,2,1:inf", "1,2,1:-1", "1,2,0:1"
     for text in ("1,2", "1,2,x:3", "1,2,3", "", *wrong_order, *no_times):
-        with pytest.raises(ConfigError, match="is not KEY_NS"):
+        with pytest.raises(ConfigError, match="does not have the form KEY_NS"):
             read_cost(text)
 
 
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ("--beside 2 8 8 --concurrency 4", "with --rate or --trace only"),
+        ("--beside 2 8 8 --concurrency 4", "together with --rate or --trace"),
         ("--beside 2 50000 8 --rate 1", "--beside: 50000 prompt tokens .* exceed the 40960"),
     ],
 )
 def test_background_streams_that_cannot_be_simulated_are_refused(row: str, text: str) -> None:
-    """Before, a load without arrival times came all at once and --concurrency was ignored."""
+    """Regression: --concurrency was ignored, and all requests of the load arrived at once."""
     with pytest.raises(ConfigError, match=text):
         main([*row.split(), "--requests", "4"])

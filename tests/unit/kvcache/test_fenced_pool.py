@@ -37,7 +37,7 @@ def test_a_second_release_is_a_bug() -> None:
 
 
 def test_allocating_more_than_is_free_is_a_bug() -> None:
-    with pytest.raises(InvariantBroken, match="2 asked, 1 free"):
+    with pytest.raises(InvariantBroken, match="2 ids needed, 1 free"):
         FencedPool(1).allocate(2)
 
 

@@ -86,7 +86,7 @@ def test_reused_leaves_keep_at_most_half_of_the_cache() -> None:
 
 
 def test_a_locked_prefix_does_not_count_in_the_reused_half() -> None:
-    """Before, a large locked prefix, which cannot be evicted, filled the half for reused pages."""
+    """Regression: a large locked prefix, which cannot be evicted, filled the reused half."""
     cache = RadixCache(1)
     fill(cache, ids(*range(20)), 0, 1)
     fill(cache, ids(100), 100, 1)
@@ -109,7 +109,7 @@ ACTS = st.tuples(st.sampled_from(["insert", "match", "match", "evict"]), KEYS)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ACTS, max_size=60))
 def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, int]]) -> None:
-    """Before, reused leaves were evicted in the order of their insertion and not of their use."""
+    """Regression: reused leaves were evicted in the order of insertion, not of their last use."""
     cache = RadixCache(1)
     new: dict[int, None] = {}  # both in the order of their last use
     reused: dict[int, None] = {}

@@ -97,7 +97,7 @@ def unequal(llm: LLM) -> tuple[list[list[int]], list[SamplingParams], list[list[
 
 
 def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
-    """Although prompts with the highest max_tokens are submitted first."""
+    """The LLM submits prompts with the highest max_tokens first, and sorts the results."""
     prompts, params, alone = unequal(llm)
     results = llm.generate(prompts, params, progress=False)
     assert isinstance(results, list)
@@ -153,7 +153,7 @@ def test_a_prompt_that_is_too_long_fails_alone(llm: LLM) -> None:
 
 
 def test_completions_have_the_log_probabilities(llm: LLM) -> None:
-    """They equal those of the same tokens in a prompt. Before, they were missing."""
+    """They equal the log-probabilities of the same tokens in a prompt. Regression: none came."""
     prompt = [*llm.tokenizer.encode_text("planet")]  # not a chat, so that the model is uncertain
     asked = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
     found = one(llm.generate(prompt, asked, progress=False))
@@ -207,14 +207,14 @@ def test_wrong_parameters_are_refused_before_any_request_runs(llm: LLM) -> None:
 
 @pytest.mark.parametrize("prompt", [None, 5, {"a": 1}, [None], [1.5], [[1.5, 2]], [["1"]], [[[1]]]])
 def test_a_prompt_that_is_neither_text_nor_ids_is_refused(llm: LLM, prompt: Any) -> None:
-    with pytest.raises(InvalidRequest, match="a prompt is text or a sequence of token ids"):
+    with pytest.raises(InvalidRequest, match="a prompt must be text or a sequence of token ids"):
         llm.generate(prompt, GREEDY, progress=False)
     assert llm.worker.scheduler.idle
 
 
 @pytest.mark.parametrize("conversation", [None, 5, {"role": "user"}, [None]])
 def test_a_conversation_that_is_no_list_of_messages_is_refused(llm: LLM, conversation: Any) -> None:
-    with pytest.raises(InvalidRequest, match="a conversation is a list of messages"):
+    with pytest.raises(InvalidRequest, match="a conversation must be a list of messages"):
         llm.chat(conversation, GREEDY, progress=False)
 
 
@@ -237,7 +237,7 @@ def test_stop_must_be_strings(llm: LLM, stop: Any) -> None:
 
 
 def test_stop_strings_do_not_count_before_min_tokens(llm: LLM) -> None:
-    """As in the server."""
+    """The server follows the same rule."""
     late = SamplingParams(temperature=0.0, max_tokens=24, min_tokens=20)
     assert one(llm.chat(SPELL, late, stop="a-n", progress=False)).text.startswith("p-l-a-n")
 
@@ -258,7 +258,7 @@ def test_a_single_stop_string_is_not_split_into_letters(llm: LLM) -> None:
 def test_parameters_of_a_wrong_type_are_refused(
     llm: LLM, given: dict[str, Any], words: str
 ) -> None:
-    """Before, 2.5 became 2, or ended the ranks when it was sent to them."""
+    """Regression: 2.5 became 2, or the ranks failed to decode it and ended."""
     with pytest.raises(InvalidRequest, match=words):
         llm.generate([5], SamplingParams(**given), progress=False)
     with pytest.raises(InvalidRequest, match="SamplingParams"):
@@ -266,14 +266,14 @@ def test_parameters_of_a_wrong_type_are_refused(
 
 
 def test_stop_token_ids_may_be_a_list(llm: LLM) -> None:
-    """Before, the scheduler failed to join a list of stop ids and a tuple of EOS ids."""
+    """Regression: the scheduler failed to join a list of stop ids and a tuple of EOS ids."""
     listed: Any = [5]
     sampling = SamplingParams(temperature=0.0, max_tokens=3, min_tokens=2, stop_token_ids=listed)
     assert one(llm.generate([5], sampling, progress=False)).error is None
 
 
 def test_a_call_during_an_open_stream_is_refused(llm: LLM) -> None:
-    """Before, it failed with a KeyError, and then the stream waited forever."""
+    """Regression: the call failed with a KeyError, and then the stream waited forever."""
     endless = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     stream = llm.stream([5, 6], endless)
     next(stream)
@@ -285,7 +285,7 @@ def test_a_call_during_an_open_stream_is_refused(llm: LLM) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Handle SIGINT, which is ignored when the tests run in the background of a shell."""
+    """Handle SIGINT. A shell that runs the tests in the background has set it to ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -299,8 +299,8 @@ def interruptible() -> Iterator[None]:
 def test_an_llm_is_usable_after_a_keyboard_interrupt(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], max_tokens: int
 ) -> None:
-    """Before, an interrupt while a result was read made the next call wait forever, and elsewhere
-    pages were lost."""
+    """Regression: an interrupt while the engine read a result made the next call wait forever, and
+    an interrupt at another point lost pages."""
     assert isinstance(llm.worker, LocalWorker)
     scheduler = llm.worker.scheduler
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -326,7 +326,7 @@ def test_an_llm_is_usable_after_a_keyboard_interrupt(
 
 
 def test_a_stream_of_a_closed_llm_raises_config_error() -> None:
-    """Before, it failed in the engine, or at a closed socket."""
+    """Regression: the stream failed in the engine, or at a closed socket."""
     with LLM(num_pages=64, max_seq_len=64) as llm:
         stream = llm.stream([5, 6], SamplingParams(max_tokens=40, ignore_eos=True))
         next(stream)

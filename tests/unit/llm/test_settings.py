@@ -31,7 +31,7 @@ def test_settings_reach_the_engine_and_the_scheduler() -> None:
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_its_name(settings: dict[str, Any]) -> None:
-    """Before, tp=0 hung, and others were reported as an internal error or ignored."""
+    """Regression: tp=0 hung; other wrong settings were ignored or became internal errors."""
     (name,) = settings
     with pytest.raises(ConfigError, match=name):
         LLM(num_pages=64, **settings)

@@ -1,4 +1,4 @@
-"""Messages survive encoding and decoding, and frames that are no message are refused."""
+"""Messages are equal after encoding and decoding, and other frames are refused."""
 
 from pathlib import Path
 

@@ -1,9 +1,10 @@
 """An engine without a model, whose tokens depend on every KV slot that a real engine would read.
 
 Each KV slot holds the hash of the token written there and its position. The next token is a hash
-over all slots from 0 to the last position, read through the engine's own page table: a page freed
-too early, a stale page-table entry, a lost chunk or a token written into a reused row changes it.
-Steps run as late as allowed, when their result is read, like on a GPU that is far behind.
+over all slots from 0 to the last position, read through the engine's own page table. So the token
+changes if a page is freed too early, if a page-table entry is stale, if a chunk is lost, or if a
+token is written into a reused row.
+A step runs when its result is read, which is as late as possible, as on a slow GPU.
 """
 
 import numpy as np
@@ -101,10 +102,10 @@ class FakeEngine:
             head.result = self._run(head.batch)
 
     def _run(self, batch: Batch) -> StepResult:
-        assert len(set(batch.rows.tolist())) == len(batch.rows), "a row twice in one step"
+        assert len(set(batch.rows.tolist())) == len(batch.rows), "the batch contains a row twice"
         updates = batch.page_updates
         pairs = list(zip(updates.rows.tolist(), updates.cols.tolist(), strict=True))
-        assert len(set(pairs)) == len(pairs), "a page-table entry twice in one step"
+        assert len(set(pairs)) == len(pairs), "the batch updates a page-table entry twice"
         self.page_table[updates.rows, updates.cols] = updates.ids
         finite = np.ones(batch.num_reqs, dtype=np.bool_)
         inputs, taken = [], 0
@@ -140,8 +141,10 @@ class FakeEngine:
         return StepResult(tokens, counts, finite)
 
     def _accept(self, where: np.ndarray, drafts: list[int]) -> list[int]:
-        """The tokens after the context in the slots `where`, whose last ones hold the drafts: as
-        many as agree with the drafts, and one more."""
+        """Return the sampled tokens: those that agree with the drafts, and one more.
+
+        where: slots of the context and of the drafts, which come last.
+        """
         sampled: list[int] = []
         for index in range(len(drafts) + 1):
             sampled.append(next_token(self.slots[where[: len(where) - len(drafts) + index]]))

@@ -24,7 +24,7 @@ def size_of(batch: Batch) -> Size:
 
 
 class Run(NamedTuple):
-    """Sizes of the steps, seconds of all steps, and generated tokens, longest request first."""
+    """Sizes of the steps, seconds of all steps, and tokens of each request, the longest first."""
 
     sizes: list[Size]
     seconds: float

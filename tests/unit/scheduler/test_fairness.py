@@ -1,4 +1,4 @@
-"""No request waits forever, whichever requests arrive later."""
+"""No request waits forever because of requests that arrive later."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SHARED = [token % 62 + 1 for token in prompt_of(150)]
 
 
 def test_a_request_does_not_wait_for_newer_ones_with_its_prefix_that_fail() -> None:
-    """Each of them was admitted before the previous one had failed, so the request never ran."""
+    """Regression: each newer one was admitted before the previous one failed; the old never ran."""
     engine = FakeEngine(4096, 4, max_seq_len=1024)
     engine.break_prompts_with = BROKEN
     harness = Harness(engine, config(prefill_budget_tokens=400))
@@ -36,7 +36,7 @@ def test_a_request_does_not_wait_for_newer_ones_with_its_prefix_that_fail() -> N
 
 @pytest.mark.parametrize("page_size", [64, 128])
 def test_siblings_wait_for_whole_pages_only(page_size: int) -> None:
-    """Before, with pages larger than the prompt, each waited for the previous one in vain."""
+    """Regression: with a page larger than the prompt, each request waited for the previous one."""
     engine = FakeEngine(64, page_size, max_running_reqs=16, max_seq_len=256)
     harness = Harness(engine, config())
     uids = [harness.add(prompt_of(120), max_tokens=2, ignore_eos=True) for _ in range(8)]
@@ -48,7 +48,7 @@ def test_siblings_wait_for_whole_pages_only(page_size: int) -> None:
 
 
 def test_a_prompt_is_admitted_when_the_running_requests_can_still_grow() -> None:
-    """Before, it took the page that a stream needed next, was preempted, and was computed again."""
+    """Regression: it took a page that a stream needed next, was preempted and computed again."""
     harness = Harness(FakeEngine(16, 4, max_seq_len=64), config(cache_type="naive"))
     streams = [harness.add(prompt_of(7, i), max_tokens=9, ignore_eos=True) for i in range(4)]
     harness.step()

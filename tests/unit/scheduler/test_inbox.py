@@ -83,14 +83,14 @@ class Arrivals:
 def test_the_first_message_ends_the_wait(
     wait_s: float | None, uids: list[int], now_s: float
 ) -> None:
-    """Launching a step with a prompt takes the host several ms, so it starts at once."""
+    """The host takes several ms to launch a step with a prompt, so it starts at once."""
     receiver = Arrivals(0.003, 0.003, 0.0064)
     assert [message.uid for message in QueueInbox(receiver).receive(wait_s)] == uids
     assert receiver.now_s == pytest.approx(now_s)
 
 
 class RecordingInbox(LocalInbox):
-    """Records the waits that the scheduler asks for."""
+    """Records wait_s of each call of the scheduler."""
 
     def __init__(self, harness: Harness) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ VALUES = {
 @settings(max_examples=200, deadline=None)
 @given(st.fixed_dictionaries({}, optional=VALUES), st.integers(1, 23))
 def test_valid_parameters_are_served_or_refused(given: dict[str, object], length: int) -> None:
-    """Before, one request with min_tokens 2147483647 ended the service."""
+    """Regression: one request with min_tokens 2147483647 ended the service."""
     sampling = {"max_tokens": None, **given}
     try:
         SamplingParams(**sampling).validate()  # type: ignore[arg-type]

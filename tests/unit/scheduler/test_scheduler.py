@@ -250,7 +250,7 @@ def test_stop_token_ids_and_min_tokens() -> None:
 
 
 def test_min_tokens_beyond_the_context_ends_at_the_context_length() -> None:
-    """Before, the position from which it may stop overflowed int32 and the server ended."""
+    """Regression: the position from which the request may stop overflowed int32."""
     harness = Harness(FakeEngine(32, 4, max_seq_len=24), config())
     uid = harness.add(prompt_of(6), max_tokens=None, min_tokens=2**31 - 1)
     harness.run()

@@ -89,7 +89,7 @@ def test_a_shared_prefix_counts_once_in_the_queue(cache_type: str) -> None:
 
 
 def test_prompts_too_short_to_share_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, each of a burst was compared with 64 others: 144 us for a prompt of 20 tokens."""
+    """Regression: each new request was compared with 64 others, which took 144 us."""
 
     def fail(*_: object) -> int:
         raise AssertionError("a prompt of 20 tokens never waits for another")
@@ -102,7 +102,7 @@ def test_prompts_too_short_to_share_are_not_compared(monkeypatch: pytest.MonkeyP
 
 
 def test_cached_keys_count_in_the_time_of_a_chunk() -> None:
-    """Before, 600 cached tokens were left out, and the first chunk was 127 tokens: 34 ms."""
+    """Regression: 600 cached tokens were left out, so a chunk of 127 tokens took 34 ms."""
     harness = Harness(
         FakeEngine(512, 4, max_seq_len=1024),
         config(prefill_budget_tokens=512, target_step_ms=20.0),

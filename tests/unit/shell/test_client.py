@@ -1,4 +1,4 @@
-"""The shell's client: addresses, keys, and streams that break off."""
+"""The shell's client: addresses, keys, and streams that end early."""
 
 import socket
 import threading
@@ -20,13 +20,13 @@ from minisgl.shell.client import ChatClient, ServerError
     ],
 )
 def test_wrong_address_is_a_message(url: str) -> None:
-    """An https address was taken for HTTP at port 80, and others ended in a traceback."""
+    """Regression: an https address was used as HTTP at port 80, and others gave a traceback."""
     with pytest.raises(ServerError, match="is not an address"):
         ChatClient(url, "m")
 
 
 def test_key_is_sent_without_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key with a newline at its end made every message end in a traceback."""
+    """Regression: a key with a newline at its end made every message end in a traceback."""
     monkeypatch.setenv("MINISGL_API_KEY", " key\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         heads: list[bytes] = []

@@ -61,7 +61,7 @@ def test_idle_threads_of_a_child_sleep_unless_the_user_sets_a_policy(
 
 
 def test_exit_of_an_orphan_does_not_end_a_wait() -> None:
-    """PID 1 receives SIGCHLD for every orphan; one was taken for the deadline of a drain."""
+    """Regression: as PID 1, SIGCHLD of an orphan was taken for the deadline of a drain."""
     with Supervisor() as supervisor:
         end_s = time.monotonic() + 0.1
         os.kill(os.getpid(), signal.SIGCHLD)
