@@ -52,7 +52,7 @@ class ParallelEmbedding(nn.Module):
 class LMHead(ParallelEmbedding):
     """The language-model head: logits of this rank's token ids, and sampling over all ranks.
 
-    A matrix of the embedding's form. With tied embeddings, the two share one weight.
+    Its weight has the shape of the embedding's. With tied embeddings, both share one weight.
     """
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -71,10 +71,11 @@ class LMHead(ParallelEmbedding):
         return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self.shard.full]
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> SampledTokens:
-        """Sample a token for each row of `logits` [N, n], equal on every rank. float32 on CPU.
+        """Sample a token for each row of `logits` [N, n], equal on every rank.
 
-        Without filters (top_k, top_p, min_p) each rank sends only its best candidate of each row.
-        Filters need the whole distribution, so that all logits are gathered.
+        On a CPU, logits must be float32. Without filters (top_k, top_p, min_p) each rank sends only
+        its best candidate of each row. Filters need the whole distribution, so the ranks gather all
+        logits.
         """
         if self.comm.tp.size == 1 or params.filters:
             return sample(self.all_gather_logits(logits), params)

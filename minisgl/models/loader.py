@@ -1,7 +1,7 @@
 """Fill a model from safetensors files, or with seeded random values.
 
-Each rank reads only the parts that it keeps, one tensor at a time. The peak of memory is therefore
-one slice above the weights themselves.
+Each rank reads only the parts that it keeps, one tensor at a time. The peak memory use is therefore
+the size of the weights plus one slice.
 """
 
 import logging
@@ -30,8 +30,9 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Replace the parameters of a model built on the meta device by zeros on `device`.
 
-    Linear methods choose the dtypes of their parameters; all others get `dtype`. A parameter that
-    two modules share stays shared. Padding is never written, so that it relies on the zeros.
+    Linear methods choose the dtypes of their parameters. All other parameters get `dtype`. A
+    parameter that two modules share stays shared. The loader never writes padding, which therefore
+    stays zero.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
