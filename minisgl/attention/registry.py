@@ -1,4 +1,4 @@
-"""The attention backends by name, and which of them a configuration runs."""
+"""The attention backends by name, and the choice of the backends that a configuration runs."""
 
 import logging
 from collections.abc import Sequence
@@ -41,9 +41,9 @@ def create_attention_backend(
 ) -> AttentionBackend:
     """Make the backend called `name`: auto, one name for both phases, or PREFILL,DECODE.
 
-    q_heads: query heads of this rank. kinds: of the model's layers. added: backends from outside.
-    Raises ConfigError that lists the known names, or says why the named backend cannot be used. If
-    auto falls back on a GPU, a warning says why.
+    q_heads: query heads of this rank. kinds: the kinds of the model's layers. added: backends of
+    other packages. Raises ConfigError that lists the known names, or says why the named backend
+    cannot be used. If auto selects torch on a GPU, a warning says why.
     """
     needs = AttentionNeeds(pool.device, pool.spec.dtype, pool.spec.head_dim, kinds)
     prefill, decode = resolve_phases(name, needs, added)

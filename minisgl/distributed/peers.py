@@ -15,8 +15,9 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from minisgl.kernel.peers import BLOCKS, PeerLayout
 
 _MAX_BYTES = 8192 * 10240  # of one sum; NCCL does larger sums
-# The largest sum, in bytes by the number of ranks, for which one shot is as fast as two. Measured
-# on H200s of one host with rows of 10 KiB, in µs with one shot and with two:
+# The largest sum, in bytes by the number of ranks, for which one shot is as fast as two shots (see
+# minisgl.kernel.triton.reduce). Measured on H200s of one host with rows of 10 KiB, in µs with one
+# shot and with two:
 # 4 ranks: 16 rows 7.7 and 8.9, 32 rows 9.3 and 8.8. 2 ranks: 256 rows 15.3 and 17.3, 512 rows 24.8
 # and 23.2.
 _ONE_SHOT_BYTES = MappingProxyType({2: 384 * 10240, 4: 24 * 10240})
@@ -26,7 +27,7 @@ _ONE_SHOT_BYTES_OTHER = 8 * 10240  # for other numbers of ranks
 class PeerMemory:
     """This rank's memory for sums, and the addresses of the other ranks' memory.
 
-    Sums work after `allocate` and `meet`. Before, the memory has a size and no bytes.
+    Sums work after `allocate` and `meet`. Until then `memory` is a meta tensor, without storage.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.kernel import linear
 from minisgl.moe.base import ExpertWeights, MoeBackend
 
-# Up to so many tokens hardly share experts, so that sorting the tokens by expert gains nothing.
+# So few tokens rarely have an expert in common. Sorting them by expert would gain nothing.
 _FEW_TOKENS = 4
 
 
