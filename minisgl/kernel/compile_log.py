@@ -15,7 +15,7 @@ class CompileLog:
 
     The first compiled kernel logs a line, then at most one line follows every 10 s, and `finish`
     logs the total. No total is known beforehand: Triton compiles a kernel at its first launch with
-    new argument types. Kernels that Triton finds in a cache count for nothing.
+    new argument types. Kernels that Triton finds in a cache are not counted.
 
         log = CompileLog()
         log.watch()

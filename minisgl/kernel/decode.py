@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl.kernel.rotary import qk_norm_rope_store
 
-# A thread of the decode kernel uses 255 registers, so eight warps use all of a multiprocessor's.
+# A thread of the decode kernel uses 255 registers, so eight warps fill a multiprocessor.
 _WARPS_PER_MULTIPROCESSOR = 8
 
 
@@ -20,7 +20,7 @@ class DecodeScratch(NamedTuple):
 
     All layers of a step share one scratch. Two calls that may run at the same time need two.
 
-    first            int32 [N + 1]: the exclusive sum of the requests' blocks, by count_blocks.
+    first            int32 [N + 1]: the exclusive sum of the requests' blocks, from count_blocks.
     partial_outputs  float32 [2 G, Hq / Hkv, D]: outputs over parts of contexts, before they are
                      divided by the sum of their weights. A program leaves at most two parts.
     softmax_stats    float32 [2 G, 2, Hq / Hkv]: the largest score of each part, and the sum of its

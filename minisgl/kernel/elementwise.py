@@ -50,7 +50,7 @@ def add_linear(
     """Add x @ weight.T + bias to residual, in place. Without a bias the result is rounded once.
 
     residual: [T, N]; x: [T, K]; weight: [N, K]; bias: [N]. Returns residual and its squares, as in
-    PendingNorm; None for the squares if the product did not compute them, as this reference.
+    PendingNorm. The squares are None if the product did not compute them. This reference does not.
     """
     residual.addmm_(x, weight.t())
     return (residual if bias is None else residual.add_(bias)), None

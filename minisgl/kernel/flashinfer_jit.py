@@ -40,8 +40,8 @@ class AttentionKernel(NamedTuple):
 def jit_spec(kernel: AttentionKernel) -> Any:
     """FlashInfer's JitSpec of the module: its sources, its compiler flags and its cache folder.
 
-    The arguments are those that the wrappers use for causal attention without soft cap, sliding
-    window and positional encoding, so that both mean the same module.
+    The arguments are those that FlashInfer's wrappers use for causal attention without soft cap,
+    sliding window and positional encoding. The wrappers therefore find this module.
     """
     from flashinfer.jit import gen_batch_prefill_module
 
@@ -71,7 +71,7 @@ def compile_missing(kernels: Iterable[AttentionKernel]) -> None:
 
 
 def compile_modules(kernels: Sequence[AttentionKernel]) -> list[Any]:
-    """Compile the modules one by one, and log each before and after; their JitSpecs.
+    """Compile the modules one by one, log a line before and after each, and return their JitSpecs.
 
     Raises RuntimeError when a compiler fails.
     """

@@ -43,7 +43,7 @@ _PARAMETERS = ["temperature", "top_ks", "top_ps", "min_ps"]
 
 @triton.jit
 def _widest(by_rank, by_mass, min_p):
-    """The largest level; if min_p is the only filter, exactly its gap."""
+    """The largest level. If min_p is the only filter, it is exactly the gap of min_p."""
     own = tl.abs(tl.log(tl.maximum(min_p, 1e-37)))
     return tl.where(by_rank | by_mass, _L3, tl.where(min_p > 0, own, 3.0e38))
 
@@ -187,7 +187,7 @@ def _gather(
         at = (split * tiles_per_split + tile) * 4 * BLOCK + lanes
         gap = gaps(source, at, vocab_size, largest, inverse)
         keep = ((gap <= cut) & (at < vocab_size)).to(tl.int32)
-        of_four = tl.sum(keep, axis=1)  # sums inside a thread; only these cross threads
+        of_four = tl.sum(keep, axis=1)  # summed inside a thread; later sums are over threads
         here = tl.sum(of_four, axis=0)
         if here > 0:
             before = found + tl.cumsum(of_four, axis=0) - of_four
