@@ -52,9 +52,10 @@ def params(n: int, **columns: Any) -> SamplingTensors:
 
 
 def lead(logits: Tensor, asked: SamplingTensors, row: int, ours: int, theirs: int) -> float:
-    """By how much the reference's score is better, in float64 after the float32 noise.
+    """Return the score of the reference's token minus the score of the kernel's token.
 
-    It is the score of its group of ids, or inside the group if both take the same one.
+    Scores are in float64, with float32 noise. If both tokens are in one group of ids, the scores
+    are those of the ids, otherwise those of the two groups.
     """
     scaled = logits[row].double() / asked.temperature[row].double()
     seed, position = asked.seed[row : row + 1], asked.position[row : row + 1]

@@ -44,7 +44,7 @@ def test_a_small_model_takes_the_kernel_for_all_its_products(rows: int) -> None:
 
 
 def test_torch_computes_the_products_of_8b_with_many_rows() -> None:
-    """Beyond 64 rows a program of some products would read too many bytes; at 256 rows of all."""
+    """Above 64 rows, a program would read too many bytes in some products; at 256 rows, in all."""
     few, some, many = ([tiling_for(rows, *s) for s in SHAPES[4:8]] for rows in (64, 128, 256))
     assert all(few)
     assert [tiling is None for tiling in some] == [True, False, True, False]
