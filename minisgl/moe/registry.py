@@ -28,6 +28,6 @@ def create_moe_backend(
             if obstacle is None:
                 return backend(device)
             if name == backend.name:
-                raise ConfigError(f"MoE backend {name!r} {obstacle}")
+                raise ConfigError(f"MoE backend {name!r} cannot be used: {obstacle}")
     names = ", ".join(backend.name for backend in known)
     raise ConfigError(f"MoE backend {name!r} is not known; known: auto, {names}")

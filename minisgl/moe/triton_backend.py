@@ -31,7 +31,7 @@ class TritonMoe(MoeBackend):
 
     @classmethod
     def obstacle(cls, device: torch.device) -> str | None:
-        return "needs a GPU" if device.type == "cpu" else None
+        return "it needs a GPU" if device.type == "cpu" else None
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         if len(x) <= _FEW_TOKENS:
