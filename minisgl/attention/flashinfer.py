@@ -123,7 +123,7 @@ class FlashInferAttention(AttentionBackend):
             return decode
         few, prompts = int(step.lengths.sum()) <= _FEW_TOKENS, (step.start, step.lengths)
         if self._contiguous is not None:
-            # The first step, in the warm-up, always makes the copy, which loads its kernels.
+            # The first step, in the warm-up, copies even if it does not pay, to load the kernels.
             first = self._copy is None
             copy = self._copy = self._copy or ContextCopy(step.page_table, self._pool.layer(0)[0])
             pays = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))

@@ -215,7 +215,7 @@ def connect(
     store.set_timeout(timeout)
     meet = _nccl if device.type == "cuda" else _gloo
     comm = GroupCommunicator(tp, meet(store, tp, device, timeout), device)
-    comm.agree_min(0)  # connects all pairs, so that a missing rank is found here
+    comm.agree_min(0)  # connects all pairs of ranks, and fails here if a rank is missing
     if device.type == "cuda":
         store.set_timeout(_EXCHANGE_TIMEOUT)
         comm.share_memory()

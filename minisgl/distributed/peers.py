@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from minisgl.kernel.peers import BLOCKS, PeerLayout
 
-_MAX_BYTES = 8192 * 10240  # of one sum; NCCL does larger sums
+_MAX_BYTES = 8192 * 10240  # the largest sum over peer memory; NCCL computes larger sums
 # The largest sum, in bytes by the number of ranks, for which one shot is as fast as two shots (see
 # minisgl.kernel.triton.reduce). Measured on H200s of one host with rows of 10 KiB, in µs with one
 # shot and with two:

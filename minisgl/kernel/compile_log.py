@@ -7,7 +7,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S = 10.0  # between two lines while kernels are being compiled
+_INTERVAL_S = 10.0  # the shortest time between two lines about progress
 
 
 class CompileLog:

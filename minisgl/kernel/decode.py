@@ -73,8 +73,9 @@ def decode(
     lengths: Tensor,
     scratch: DecodeScratch,
 ) -> None:
-    """Store the new keys and values in the pool, and attend over contexts of start + lengths
-    tokens, of which the new token is the last.
+    """Store the new keys and values in the pool, and attend over the whole contexts.
+
+    The context of a request has start + lengths tokens. Its last token is the new one.
 
     qkv, q_weight, k_weight, eps, cos_sin, k_pool, v_pool: as in rotary.qk_norm_rope_store, with
     T = N. The page size is a power of two.

@@ -61,8 +61,10 @@ def jit_spec(kernel: AttentionKernel) -> Any:
 
 
 def compile_missing(kernels: Iterable[AttentionKernel]) -> None:
-    """Compile the modules that are in no cache: neither in a package of compiled modules
-    (flashinfer_jit_cache) nor in FlashInfer's own cache folder.
+    """Compile the modules that FlashInfer does not find.
+
+    FlashInfer looks in a package of compiled modules (flashinfer_jit_cache) and in its own cache
+    folder.
 
     Needs nvcc, a C++ compiler and ninja when a module is missing; raises RuntimeError, as
     FlashInfer does, when one of them fails. Blocks while another process compiles the same module.

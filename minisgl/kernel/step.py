@@ -1,5 +1,6 @@
-"""Step metadata on the device: the packed buffer in which it arrives, and references of the kernels
-that compute more from it.
+"""Step metadata: the packed buffer that brings it to the device, and the kernels that extend it.
+
+This file has the torch references of these kernels.
 
 One int32 buffer goes to the device for each step. Padding needs no flags: a padding request is the
 dummy row with start 0 and length 1, and a padding page update writes the dummy page to the dummy

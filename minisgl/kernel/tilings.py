@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 
 class Tiling(NamedTuple):
-    """How a product x [M, K] @ weight [N, K].T is cut into programs.
+    """The division of a product x [M, K] @ weight [N, K].T into programs.
 
     rows     rows of x that a program multiplies.
     height   rows of the weight that a program multiplies.
@@ -79,8 +79,11 @@ def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
 
 
 def _few_rows(rows: int, height: int, width: int) -> Tiling:
-    """The tiling for up to FEW_ROWS rows: many stages for one program on a multiprocessor, fewer
-    where several programs share one."""
+    """The tiling for up to FEW_ROWS rows.
+
+    A program that has a multiprocessor for itself gets many stages. Programs that share one get
+    fewer.
+    """
     programs = height // 64
     splits, short = 1, False
     if programs <= _MULTIPROCESSORS:

@@ -22,9 +22,9 @@ from minisgl.layers.shards import Placement, split_evenly
 class ParallelEmbedding(nn.Module):
     """The token embedding. weight: [n, H], the rows of this rank's n token ids.
 
-    Rows past the vocabulary are padding and stay zero. Each rank holds whole groups of ids, because
-    the sampler draws random numbers for a group at a time.
-    Raises ConfigError if some rank would hold no token id.
+    Rows past the vocabulary are padding and stay zero. With several ranks, each rank holds whole
+    groups of ids, because the sampler draws a random number for a whole group.
+    Raises ConfigError if a rank would hold no token id.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, comm: Communicator) -> None:

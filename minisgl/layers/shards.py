@@ -1,4 +1,4 @@
-"""How the tensors of a checkpoint are divided over the tensor-parallel ranks, as data."""
+"""The division of a checkpoint's tensors over the tensor-parallel ranks, as data."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable

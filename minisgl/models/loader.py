@@ -70,9 +70,9 @@ def fill_random(model: nn.Module, seed: int = 0) -> None:
 
 
 def placements_of(model: nn.Module) -> list[Placement]:
-    """Return where the values of all parameters of the model come from.
+    """Return the placements of all parameters of the model.
 
-    A parameter that two modules share is placed once, by the first of them.
+    If two modules share a parameter, the first of the two modules places it.
     """
     parameters = dict(model.named_parameters())
     return [
@@ -118,9 +118,10 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
 
 
 def _harmless(name: str) -> bool:
-    """Whether a tensor may be left unread: a rotary table, or the head's copy of tied embeddings.
+    """Whether the loader may ignore an unexpected tensor of this name.
 
-    The model expects lm_head.weight unless the embeddings are tied.
+    It ignores rotary tables, and the head's copy of tied embeddings: lm_head.weight is unexpected
+    only if the embeddings are tied.
     """
     return name.endswith("rotary_emb.inv_freq") or name == _HEAD
 
@@ -146,7 +147,7 @@ def _part(parameter: Tensor, placement: Placement, value: Tensor) -> Tensor:
 
 
 def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, Tensor]]:
-    """Yield this rank's slices of one file, without those that are all padding."""
+    """Yield this rank's slices of one file. Placements that are all padding are left out."""
     with _open(path) as handle:
         for placement in placements:
             try:

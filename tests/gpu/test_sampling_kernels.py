@@ -1,7 +1,8 @@
 """The sampling kernels give the tokens of the torch reference for all sampling parameters.
 
-The two differ only in rounding. So a row may differ if two candidates nearly tie: each difference
-must be such a tie, and there may be few. With TRITON_INTERPRET=1 the tests run on a CPU.
+Kernel and reference round differently. The tokens of a row may therefore differ if two candidates
+nearly tie. The tests check that each difference is such a tie, and that there are few. With
+TRITON_INTERPRET=1 the tests run on a CPU.
 """
 
 import math

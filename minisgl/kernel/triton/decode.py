@@ -40,7 +40,7 @@ from minisgl.kernel.triton.overlap import overlaps
 _BLOCK = 16  # keys that one instruction of the matrix unit sums over
 _STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
 _LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurements.md)
-_LEAST = 4  # blocks of a program, at least
+_LEAST = 4  # the fewest blocks of a program
 _FEW_UNITS = 256  # up to this many units, programs have more warps
 _SMALL_GROUP = 4  # query heads per KV head; larger groups make a unit's start and end long
 _MOST_ELEMENTS = 2048  # the largest tile of queries, or of outputs, that fits into one warp

@@ -104,7 +104,7 @@ def _sum(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class Tile(NamedTuple):
-    """How a product is cut.
+    """The tile of the weight that a program multiplies.
 
     rows, columns  of the weight that a program loads at once.
     stages         loads in flight.

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minisgl.kernel.triton.moe_routing import Blocks
 
-_TOKENS = 128  # of a block
+_TOKENS = 128  # tokens of a block
 _K = 64  # columns that a program loads at once
 
 
@@ -40,7 +40,7 @@ def _gate_up(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of gate and up of a block: x holds tokens, out holds slots.
+    """One tile of silu(gate) * up of a block. x has a row per token, out has a row per slot.
 
     weight: a TMA descriptor of [E * 2N, K].
     """
@@ -82,9 +82,9 @@ def _down(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of down of a block: hidden holds slots, out holds assignments, multiplied by their
-    scales.
+    """One tile of down of a block, multiplied by the scales of the assignments.
 
+    hidden has a row per slot, out has a row per assignment.
     hidden, weight: TMA descriptors of [slots, K] and [E * N, K].
     """
     tile = tl.program_id(0)

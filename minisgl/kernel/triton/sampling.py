@@ -22,7 +22,7 @@ from minisgl.kernel.sampling import GROUP, GROUP_STREAM, SampledTokens, Sampling
 from minisgl.kernel.triton.filters import draw_filtered
 from minisgl.kernel.triton.race import LOG2E, arrivals, asks_filter, exp2, log2
 
-_GROUPS = 256  # that one program reads in one iteration
+_GROUPS = 256  # groups of ids that one program reads in one iteration
 _PROGRAMS = 800  # about six for each of an H200's 132 multiprocessors
 _NONE = tl.constexpr(2147483647)
 

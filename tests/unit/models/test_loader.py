@@ -121,7 +121,7 @@ def test_several_files_load_with_and_without_index(checkpoint: Path) -> None:
     assert all(torch.equal(with_index[name], without_index[name]) for name in with_index)
 
 
-def test_harmless_extras_are_tolerated(checkpoint: Path) -> None:
+def test_harmless_extra_tensors_are_ignored(checkpoint: Path) -> None:
     tensors = read(checkpoint)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
