@@ -50,7 +50,7 @@ def create_attention_backend(
     preferred = ATTENTION_BACKENDS[0]
     reason = preferred.obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
-        logger.warning("attention falls back to torch, which is slow: flashinfer: %s", reason)
+        logger.warning("attention runs on torch, which is slow: flashinfer is unusable: %s", reason)
     first = prefill(pool, q_heads)
     shared = issubclass(prefill, decode)
     return PhasedAttention(first, first if shared else decode(pool, q_heads))

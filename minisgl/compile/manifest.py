@@ -29,7 +29,7 @@ def filling(folder: Path, archs: Sequence[int], attention: Collection[str]) -> I
         folder.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be filled: {error.strerror}") from None
+        raise ConfigError(f"kernel cache {folder} is not writable: {error.strerror}") from None
     yield
     if before is None or before.versions != versions:
         before = Manifest(versions)

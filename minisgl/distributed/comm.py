@@ -197,7 +197,7 @@ def _finish(collective: Callable[[], Any]) -> None:
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise WorkerDied(f"a collective failed, another rank has ended: {error}") from error
+        raise WorkerDied(f"a collective failed because another rank ended: {error}") from error
 
 
 def connect(
