@@ -149,7 +149,7 @@ def test_long_chunks(
 @pytest.mark.parametrize("size", [1, 24, 280], ids=["one", "some", "many"])
 @pytest.mark.parametrize("group", [1, 2, 5, 8])
 def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: int) -> None:
-    """A graph that is captured for padded requests is replayed for real ones, and then for fewer.
+    """A graph captured for padded requests gives correct results for real ones, also for fewer.
 
     minisgl's kernel takes the new token's key and value from qkv. FlashInfer's kernel, which runs
     for many requests with large groups of query heads, reads them from the pool.

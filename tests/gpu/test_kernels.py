@@ -68,7 +68,7 @@ def test_add_rms_norm_updates_the_residual(dtype: torch.dtype, rows: int, width:
     out, carried = norm.add_rms_norm(x, residual, weight, 1e-5)
     assert carried is residual
     assert error(carried, total) < TOLERANCE[dtype]
-    if not INTERPRETED:  # the interpreter cuts bfloat16 off where hardware rounds
+    if not INTERPRETED:  # the interpreter truncates to bfloat16, the hardware rounds
         assert torch.equal(carried, total)
     assert error(out, expected) < TOLERANCE[dtype]
 

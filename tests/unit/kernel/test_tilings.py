@@ -31,7 +31,7 @@ def test_a_tiling_fits_the_shape_and_the_gpu(shape: tuple[int, int], rows: int) 
     pieces = max(32 * tiling.warps // tiling.height, 1)
     assert tiling.ahead % (8 * pieces) == 0  # a prefetch is whole units of 16 bytes
     tiles = height // tiling.height * -(-rows // tiling.rows)
-    assert tiles <= height // 8  # semaphores
+    assert tiles <= height // 8  # the number of semaphores
     assert tiles * tiling.splits >= 56
     held = 2 * tiling.columns * tiling.stages * (tiling.rows + tiling.height)
     assert held < SHARED_MEMORY_BYTES
