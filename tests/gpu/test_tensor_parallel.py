@@ -102,7 +102,7 @@ def one_sum(
             agreed &= bool((found == first).all())
         x.copy_(part)
         residual.copy_(start)
-        some = torch.tensor([rows - 1, 0, rows // 2])  # most of them on other ranks
+        some = torch.tensor([rows - 1, 0, rows // 2])  # after two shots, one rank has each row
         taken = comm.take_rows(comm.reduce_norm(x, residual, weight, 1e-6)[1], some.cuda())
         result = torch.cat((first, taken)).cpu()
     error = max(
@@ -215,7 +215,7 @@ def test_log_probabilities_of_a_padded_prompt(size: int, tmp_path: Path) -> None
 def without_room(comm: Communicator) -> tuple[bool, float]:
     """Fill the last rank's GPU, set up peer memory, and sum.
 
-    Returns whether the rank uses peer memory, and one element of the sum.
+    Returns whether the rank uses peer memory, and the mean of the sum.
     """
     assert isinstance(comm, GroupCommunicator)
     comm.peers = filled = None
