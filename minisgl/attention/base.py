@@ -20,7 +20,7 @@ class LayerKind(StrEnum):
 
 
 class AttentionNeeds(NamedTuple):
-    """The requirements of a model. dtype: of the keys and values in the pool."""
+    """The requirements of a model. dtype: the dtype of the keys and values in the pool."""
 
     device: torch.device
     dtype: torch.dtype
@@ -121,8 +121,9 @@ class AttentionBackend(ABC):
     """One way to compute attention over the KV pool.
 
     A subclass sets `name` and, unless it supports every model, `capabilities`. It is created from
-    the pool and the number of query heads of this rank, and implements `prepare`. A class of our
-    own stands in registry.ATTENTION_BACKENDS; a class from outside is passed in engine.Extensions.
+    the pool and the number of query heads of this rank, and implements `prepare`. The tuple
+    registry.ATTENTION_BACKENDS lists the backends of minisgl. An entry point passes the backends of
+    other packages in engine.Extensions.
 
     name          the name that users give to --attention-backend.
     decode_with   None, or the name of the backend for decode requests when users name this one

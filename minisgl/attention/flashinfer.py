@@ -29,10 +29,10 @@ from minisgl.kvcache.pool import KVPool
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # the size that FlashInfer's documentation recommends
 _MAX_QUERY_ROWS = 128  # query rows of one block of the fa2 kernels
 _BLOCKS_PER_MULTIPROCESSOR = 2  # the number for which FlashInfer plans
-# The own decode kernel is faster than FlashInfer's up to this many waves of blocks, with one block
-# for each request and KV head, and up to this many requests.
+# minisgl's decode kernel is faster than FlashInfer's up to this many waves of blocks, with one
+# block for each request and KV head, and up to this many requests.
 _MAX_WAVES, _MAX_REQS = 2, 176
-# It is always faster with at most this many query heads for each KV head.
+# minisgl's decode kernel is always faster with at most this many query heads for each KV head.
 _SMALL_GROUP = 2
 # fa3 runs this many tokens in one block; fa2 also splits their context over blocks.
 _FEW_TOKENS = 128
@@ -41,9 +41,9 @@ _FEW_TOKENS = 128
 class _Planner:
     """One FlashInfer wrapper, planned anew for each step.
 
-    I1  A plan writes into pinned host memory. The GPU copies it to the device after the steps that
-        were launched earlier, so that the next plan waits for that copy. It waits at most for the
-        step before the one that was planned last.
+    I1  A plan writes into pinned host memory. The GPU copies that memory to the device after the
+        steps that were launched before the plan. The next plan overwrites the memory, so it waits
+        for the copy first. The copy precedes the planned step, so no plan waits for that step.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -123,7 +123,7 @@ class FlashInferAttention(AttentionBackend):
             return decode
         few, prompts = int(step.lengths.sum()) <= _FEW_TOKENS, (step.start, step.lengths)
         if self._contiguous is not None:
-            # The first step, in the warm-up, takes this way so that its kernels are loaded.
+            # The first step, in the warm-up, copies even if it does not pay, to load the kernels.
             first = self._copy is None
             copy = self._copy = self._copy or ContextCopy(step.page_table, self._pool.layer(0)[0])
             pays = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
@@ -177,7 +177,7 @@ class ContiguousAttention:
     All layers copy their keys and values to the same memory.
 
     run      the method `run` of a ragged wrapper, which the caller plans with `indptrs`.
-    indptrs  the numbers of queries and of keys in front of each request.
+    indptrs  the numbers of queries and of keys before each request.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The attention backends by name, and which of them a configuration runs."""
+"""The attention backends by name, and the choice of the backends that a configuration runs."""
 
 import logging
 from collections.abc import Sequence
@@ -41,16 +41,16 @@ def create_attention_backend(
 ) -> AttentionBackend:
     """Make the backend called `name`: auto, one name for both phases, or PREFILL,DECODE.
 
-    q_heads: query heads of this rank. kinds: of the model's layers. added: backends from outside.
-    Raises ConfigError that lists the known names, or says why the named backend cannot be used. If
-    auto falls back on a GPU, a warning says why.
+    q_heads: query heads of this rank. kinds: the kinds of the model's layers. added: backends of
+    other packages. Raises ConfigError that lists the known names, or says why the named backend
+    cannot be used. If auto selects torch on a GPU, a warning says why.
     """
     needs = AttentionNeeds(pool.device, pool.spec.dtype, pool.spec.head_dim, kinds)
     prefill, decode = resolve_phases(name, needs, added)
     preferred = ATTENTION_BACKENDS[0]
     reason = preferred.obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
-        logger.warning("attention falls back to torch, which is slow: flashinfer: %s", reason)
+        logger.warning("attention runs on torch, which is slow: flashinfer is unusable: %s", reason)
     first = prefill(pool, q_heads)
     shared = issubclass(prefill, decode)
     return PhasedAttention(first, first if shared else decode(pool, q_heads))

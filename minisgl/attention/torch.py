@@ -13,15 +13,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
 from minisgl.kvcache.pool import KVPool
 
-# Queries of one call. It bounds the memory of the mask, and of the scores if torch has no fused
-# kernel.
+# The number of queries in one call. It limits the memory of the mask, and of the scores if torch
+# has no fused kernel.
 _QUERY_BLOCK = 1024
 
 
 class TorchAttention(AttentionBackend):
     """Computes softmax(q k / sqrt(D)) v by torch's scaled_dot_product_attention.
 
-    The sizes of its tensors follow the longest context, so that no CUDA graph can hold it.
+    The sizes of its tensors depend on the longest context, so a CUDA graph cannot capture it.
     """
 
     name = "torch"

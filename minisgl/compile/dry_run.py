@@ -1,9 +1,9 @@
 """An engine that launches every kernel of a starting server and computes nothing.
 
 All its tensors are on torch's meta device: they have shapes and dtypes and no memory. A launch with
-such tensors compiles the kernel (triton_driver.py). Three things have no meaning without memory and
-are replaced here, at the engine's seams: the weights stay unfilled, FlashInfer's attention is left
-out, and a copy to the host gives zeros.
+such tensors compiles the kernel (triton_driver.py). Three parts of an engine need memory, and this
+file replaces them at the engine's seams: the weights stay unfilled, FlashInfer's kernels are not
+launched, and a copy to the host gives zeros.
 """
 
 from functools import partial
@@ -72,10 +72,10 @@ class HostCopies(TorchFunctionMode):
 
 
 class MetaCommunicator(SingleCommunicator):
-    """One of several tensor-parallel ranks whose other ranks do not exist.
+    """The communicator of one tensor-parallel rank without the other ranks.
 
-    It launches the kernels of every way in which a real rank may sum: peer memory and the process
-    group, which depend on the machine.
+    A real rank sums over peer memory or over the process group, depending on the machine. This
+    communicator launches the kernels of both.
     """
 
     def __init__(self, tp: TPInfo) -> None:
@@ -96,10 +96,10 @@ class MetaCommunicator(SingleCommunicator):
 
 
 class MetaAttention(AttentionBackend):
-    """Our own kernels that run beside FlashInfer's, without FlashInfer's.
+    """FlashInferAttention without FlashInfer's kernels: launches minisgl's kernels only.
 
-    FlashInfer's modules are compiled from their names (attention_kernels) and cannot take meta
-    tensors.
+    FlashInfer's kernels cannot take meta tensors. `minisgl compile` builds their modules by name
+    (attention_kernels).
     """
 
     name = "meta"
@@ -113,7 +113,7 @@ class MetaAttention(AttentionBackend):
         pages_of(self._pool, step)
         if not step.num_decode:
             copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
-            # Copies the contexts, as before the ragged wrapper, which is left out.
+            # Launches the copy of the contexts, and nothing in place of the ragged wrapper.
             return ContiguousAttention(self._pool, step, copy, lambda *args, **kwargs: None)
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
         decode.describe()

@@ -2,7 +2,8 @@
 
 Our Triton kernels: a dry run takes the same steps as a starting server and compiles each kernel
 that they launch (dry_run.py, triton_driver.py). The variants of a kernel depend on shapes, dtypes
-and alignments, which the engine's code decides. A list of them would have to repeat that code.
+and alignments, which the engine's code decides. A hand-written list of variants would repeat that
+code.
 
 FlashInfer's kernels: attention names the modules that its backends run, and flashinfer.py builds
 them.
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence[int]) -> None:
     """Fill the folder config.kernel_cache with the kernels of a server with this configuration.
 
-    max_chunk_tokens  prompt tokens of one step at most, as the engine gets it.
+    max_chunk_tokens  the largest number of prompt tokens in one step, the same as for Engine.
     archs             GPU architectures, 90 for compute capability 9.0; empty: those of the GPUs of
                       this machine.
 
@@ -46,7 +47,7 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     folder = Path(config.kernel_cache).absolute()
     archs = sorted(set(archs) or _local_archs())
     if not archs:
-        raise ConfigError("there is no GPU here: say for which to compile, such as --arch 9.0")
+        raise ConfigError("this machine has no GPU: name an architecture, such as --arch 9.0")
     began_s = time.monotonic()
     model = load_model_config(config.model_path)
     dtype = resolve_dtype(config, model, torch.device("cuda"))

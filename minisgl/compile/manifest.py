@@ -14,9 +14,9 @@ from minisgl.kernel.cache import MANIFEST, Manifest, current_versions, read_mani
 def filling(folder: Path, archs: Sequence[int], attention: Collection[str]) -> Iterator[None]:
     """Remove the manifest of `folder`, run the block, and write a new manifest if it succeeds.
 
-    The new manifest adds `archs` to those of the old one. A FlashInfer module that is compiled
-    again is replaced by one for `archs` alone. If the old manifest is of other versions, its
-    kernels can no longer be found, and the new one does not name them.
+    The new manifest adds `archs` to the architectures of the old one. A FlashInfer module that is
+    compiled again is replaced by a module for `archs` alone. If the old manifest names other
+    versions, no process can find its kernels any more, and the new manifest leaves them out.
 
     archs      GPU architectures of our Triton kernels and of the FlashInfer modules.
     attention  the FlashInfer modules, by str(AttentionKernel).
@@ -29,7 +29,7 @@ def filling(folder: Path, archs: Sequence[int], attention: Collection[str]) -> I
         folder.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be filled: {error.strerror}") from None
+        raise ConfigError(f"kernel cache {folder} is not writable: {error.strerror}") from None
     yield
     if before is None or before.versions != versions:
         before = Manifest(versions)

@@ -37,8 +37,8 @@ def compiling(folder: Path, arch: int) -> Iterator[None]:
 
     fix_platform_key()
     usual_flags, usual_folder = sys.getdlopenflags(), knobs.cache.dir
-    # Triton's C module is linked to libcuda. Lazy binding loads it although an empty libcuda lacks
-    # the functions, none of which is called.
+    # Triton's C module is linked to libcuda. With lazy binding it loads even if libcuda is empty.
+    # No function of libcuda is called.
     sys.setdlopenflags(os.RTLD_LAZY)
     knobs.cache.dir = str(folder)
     try:
@@ -64,7 +64,7 @@ def _compiling_driver(arch: int) -> Any:
     # Enough shared memory for every kernel.
     properties = {"max_shared_mem": 2**31 - 1, "multiprocessor_count": 132}
     driver.utils.get_device_properties = lambda device: properties
-    # Loads nothing: module, function, registers, spills, and 1,024 threads per block.
+    # Loads no kernel. Returns module, function, registers and spills as 0, and 1,024 threads.
     driver.utils.load_binary = lambda *args: (0, 0, 0, 0, 1024)
     driver.get_current_target = lambda: GPUTarget("cuda", arch, 32)
     # Triton keeps compiled kernels by device, so each architecture is a device of its own.

@@ -25,7 +25,7 @@ from minisgl.kernel import add_rms_norm, rms_norm
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "lo"
-# All ranks have joined when they exchange addresses, so that a short timeout suffices.
+# The ranks exchange memory addresses after all of them have joined, so a short timeout is enough.
 _EXCHANGE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -129,8 +129,9 @@ class GroupCommunicator:
     def share_memory(self) -> None:
         """Use peer memory for small sums from now on.
 
-        A collective on CUDA. If a rank cannot, it logs a warning and all ranks keep to NCCL. The
-        ranks agree after each step, so that no rank waits for one that has failed.
+        A collective on CUDA. If the set-up fails on a rank, that rank logs a warning and all ranks
+        continue with NCCL. The ranks agree after each step, so that no rank waits for one that has
+        failed.
         """
         tp = self.tp
         if tp.size & (tp.size - 1):
@@ -196,7 +197,7 @@ def _finish(collective: Callable[[], Any]) -> None:
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise WorkerDied(f"a collective failed, another rank has ended: {error}") from error
+        raise WorkerDied(f"a collective failed because another rank ended: {error}") from error
 
 
 def connect(
@@ -205,7 +206,7 @@ def connect(
     """Join the other ranks. Blocks until all have joined or timeout_s seconds have passed.
 
     rendezvous_file: a path that all ranks share, in a private directory, not used before.
-    device: of the tensors that the ranks exchange. A CPU takes gloo, a GPU takes NCCL.
+    device: the device of the tensors that the ranks exchange; gloo on CPU, NCCL on CUDA.
     """
     if tp.size == 1:
         return SingleCommunicator()
@@ -214,7 +215,7 @@ def connect(
     store.set_timeout(timeout)
     meet = _nccl if device.type == "cuda" else _gloo
     comm = GroupCommunicator(tp, meet(store, tp, device, timeout), device)
-    comm.agree_min(0)  # connects all pairs, so that a missing rank is found here
+    comm.agree_min(0)  # connects all pairs of ranks, and fails here if a rank is missing
     if device.type == "cuda":
         store.set_timeout(_EXCHANGE_TIMEOUT)
         comm.share_memory()

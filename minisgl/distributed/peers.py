@@ -14,9 +14,10 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from minisgl.kernel.peers import BLOCKS, PeerLayout
 
-_MAX_BYTES = 8192 * 10240  # of one sum; NCCL does larger sums
-# The largest sum, in bytes by the number of ranks, for which one shot is as fast as two. Measured
-# on H200s of one host with rows of 10 KiB, in µs with one shot and with two:
+_MAX_BYTES = 8192 * 10240  # the largest sum over peer memory; NCCL computes larger sums
+# The largest sum, in bytes by the number of ranks, for which one shot is as fast as two shots (see
+# minisgl.kernel.triton.reduce). Measured on H200s of one host with rows of 10 KiB, in µs with one
+# shot and with two:
 # 4 ranks: 16 rows 7.7 and 8.9, 32 rows 9.3 and 8.8. 2 ranks: 256 rows 15.3 and 17.3, 512 rows 24.8
 # and 23.2.
 _ONE_SHOT_BYTES = MappingProxyType({2: 384 * 10240, 4: 24 * 10240})
@@ -26,7 +27,7 @@ _ONE_SHOT_BYTES_OTHER = 8 * 10240  # for other numbers of ranks
 class PeerMemory:
     """This rank's memory for sums, and the addresses of the other ranks' memory.
 
-    Sums work after `allocate` and `meet`. Before, the memory has a size and no bytes.
+    Sums work after `allocate` and `meet`. Until then `memory` is a meta tensor, without storage.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -40,7 +41,7 @@ class PeerMemory:
         """Allocate this rank's memory. Raises RuntimeError if the machine cannot provide it."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         world = dist.group.WORLD
-        assert world is not None, "the process group comes first: this is a bug"
+        assert world is not None, "peer memory needs the process group: this is a bug"
         self.memory = _SymmetricMemory.empty_strided_p2p(
             self.memory.shape, (1,), torch.uint8, self._device, world.group_name
         )
@@ -55,7 +56,7 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory as symmetric
 
         world = dist.group.WORLD
-        assert world is not None, "the process group comes first: this is a bug"
+        assert world is not None, "peer memory needs the process group: this is a bug"
         self._handle = symmetric.rendezvous(self.memory, world)
         addresses = list(self._handle.buffer_ptrs)
         if addresses[self._rank] != self.memory.data_ptr():

@@ -36,7 +36,7 @@ _PACKAGES = ("triton", "flashinfer-python")
 class Manifest(msgspec.Struct, frozen=True):
     """The versions and GPUs that the kernels of a folder fit.
 
-    versions   the version of each package that compiles the kernels or finds them by name.
+    versions   the versions of the packages that compile the kernels or look them up.
     archs      GPU architectures of our Triton kernels; 90 means compute capability 9.0.
     attention  GPU architectures of each FlashInfer module, by str(AttentionKernel).
     """
@@ -45,8 +45,11 @@ class Manifest(msgspec.Struct, frozen=True):
     archs: list[int] = []
     attention: dict[str, list[int]] = {}
 
-    def lack(self, arch: int, attention: Collection[str]) -> str | None:
-        """What a GPU of `arch` that runs these FlashInfer modules misses; None when nothing."""
+    def mismatch(self, arch: int, attention: Collection[str]) -> str | None:
+        """The reason why a GPU of `arch` cannot run from this folder alone; None if it can.
+
+        attention: the FlashInfer modules that the GPU runs, by str(AttentionKernel).
+        """
         for name, version in current_versions().items():
             found = self.versions.get(name, "none")
             if found != version:
@@ -69,22 +72,22 @@ def use_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> Non
 
     Raises ConfigError as check_kernel_cache does.
     """
-    lack = check_kernel_cache(folder, arch, attention)
-    if lack is not None:
-        logger.warning("kernels are compiled at this start: the kernel cache %s %s", folder, lack)
+    mismatch = check_kernel_cache(folder, arch, attention)
+    if mismatch is not None:
+        logger.warning("this start compiles kernels: the kernel cache %s %s", folder, mismatch)
     from minisgl.kernel.triton import folder_cache
 
     folder_cache.search_first(folder / TRITON_FOLDER)
-    if lack is None:
+    if mismatch is None:
         # FlashInfer takes a module from there by its name, even if it is for another GPU.
         sys.path.append(str(folder))
     if find_nvcc() is None:
-        # With this, FlashInfer's error names the missing module; otherwise it names nvcc.
+        # FlashInfer must not try to compile: its error then names the missing module, not nvcc.
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 
 
 def check_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> str | None:
-    """What a GPU of `arch` misses in `folder`, as a phrase; None when nothing.
+    """The reason why a GPU of `arch` cannot run from `folder` alone, as a phrase; None if it can.
 
     Raises ConfigError when no compilation into the folder was ever completed, or when this machine
     has no compiler for the kernels that it lacks.
@@ -95,13 +98,13 @@ def check_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> s
             f"{folder} holds no complete set of kernels: fill it with minisgl compile "
             "(a compilation that was interrupted must be run again)"
         )
-    lack = manifest.lack(arch, attention)
-    if lack is not None and (find_c_compiler() is None or (attention and find_nvcc() is None)):
+    mismatch = manifest.mismatch(arch, attention)
+    if mismatch is not None and (find_c_compiler() is None or (attention and find_nvcc() is None)):
         raise ConfigError(
-            f"the kernel cache {folder} {lack}: run minisgl compile again, with the flags and "
+            f"the kernel cache {folder} {mismatch}: run minisgl compile again, with the flags and "
             "versions of this server, or install nvcc, g++ and ninja"
         )
-    return lack
+    return mismatch
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S = 10.0  # between two lines while kernels are being compiled
+_INTERVAL_S = 10.0  # the shortest time between two lines about progress
 
 
 class CompileLog:
@@ -15,7 +15,7 @@ class CompileLog:
 
     The first compiled kernel logs a line, then at most one line follows every 10 s, and `finish`
     logs the total. No total is known beforehand: Triton compiles a kernel at its first launch with
-    new argument types. Kernels that Triton finds in a cache count for nothing.
+    new argument types. Kernels that Triton finds in a cache are not counted.
 
         log = CompileLog()
         log.watch()

@@ -14,10 +14,11 @@ from minisgl.core import Int32Array
 from minisgl.kernel.dispatch import context_slots
 from minisgl.kernel.gather import TILE
 
-# Least room of a copy, in keys. It serves chunks of many prompts where contexts are short.
+# The smallest room of a copy, in keys. It is enough for many prompts with short contexts.
 _FEWEST_KEYS: Final = 16_384
-# A copy pays if two numbers are large enough: the queries (heads of all tokens) that read a key, on
-# average, and the reads of a key by a query in all. The kernel takes 46 us for the second.
+# A copy pays if two numbers are large enough. _LEAST_HEADS is for the number of query heads, over
+# all tokens, that read a key on average. _LEAST_READS is for the number of times that a query head
+# reads a key, in total; the attention kernel takes 46 us for so many reads.
 _LEAST_HEADS: Final = 1_700
 _LEAST_READS: Final = 50_000_000
 
@@ -27,8 +28,8 @@ class ContextCopy:
 
     Steps that may run at the same time need one each.
 
-    I1  The kernel reads up to TILE - 1 keys behind a context's end and multiplies them by 0. The
-        copy holds zeros there, because 0 times another request's value may be NaN.
+    I1  The kernel reads up to TILE - 1 keys past a context's end and multiplies them by 0. The copy
+        holds zeros there, because 0 times another request's value may be NaN.
     """
 
     def __init__(self, page_table: Tensor, pool: Tensor) -> None:
@@ -63,7 +64,7 @@ class ContextCopy:
     def layout(self, start: Int32Array, lengths: Int32Array) -> tuple[Tensor, Tensor]:
         """The indptrs of queries and of keys for the ragged kernel: int32 [2 n + 1] on the host.
 
-        After each prompt comes an entry without queries for the zeros behind its context.
+        After each prompt comes an entry without queries, for the zeros that follow its context.
         """
         contexts = start + lengths
         room = _filled(contexts) - contexts

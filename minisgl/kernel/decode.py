@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl.kernel.rotary import qk_norm_rope_store
 
-# A thread of the decode kernel uses 255 registers, so eight warps use all of a multiprocessor's.
+# A thread of the decode kernel uses 255 registers, so eight warps fill a multiprocessor.
 _WARPS_PER_MULTIPROCESSOR = 8
 
 
@@ -20,7 +20,7 @@ class DecodeScratch(NamedTuple):
 
     All layers of a step share one scratch. Two calls that may run at the same time need two.
 
-    first            int32 [N + 1]: the exclusive sum of the requests' blocks, by count_blocks.
+    first            int32 [N + 1]: the exclusive sum of the requests' blocks, from count_blocks.
     partial_outputs  float32 [2 G, Hq / Hkv, D]: outputs over parts of contexts, before they are
                      divided by the sum of their weights. A program leaves at most two parts.
     softmax_stats    float32 [2 G, 2, Hq / Hkv]: the largest score of each part, and the sum of its
@@ -73,8 +73,9 @@ def decode(
     lengths: Tensor,
     scratch: DecodeScratch,
 ) -> None:
-    """Store the new keys and values in the pool, and attend over contexts of start + lengths
-    tokens, of which the new token is the last.
+    """Store the new keys and values in the pool, and attend over the whole contexts.
+
+    The context of a request has start + lengths tokens. Its last token is the new one.
 
     qkv, q_weight, k_weight, eps, cos_sin, k_pool, v_pool: as in rotary.qk_norm_rope_store, with
     T = N. The page size is a power of two.

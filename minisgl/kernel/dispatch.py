@@ -25,11 +25,11 @@ _Result = TypeVar("_Result")
 def _by_device(
     reference: Callable[Concatenate[Tensor, _Rest], _Result], module: str
 ) -> Callable[Concatenate[Tensor, _Rest], _Result]:
-    """A function that calls `reference` if its first tensor is on the CPU, and otherwise the
-    function of the same name in minisgl.kernel.triton.`module`.
+    """Return a function that chooses between a reference and its Triton kernel.
 
-    The docstring of the Triton function says where its inputs differ from the reference's, and
-    which tensors it overwrites.
+    It calls `reference` if its first tensor is on the CPU, and otherwise the function of the same
+    name in minisgl.kernel.triton.`module`. The docstring of the Triton function lists the inputs
+    that differ from the reference's and the tensors that it overwrites.
     """
 
     @wraps(reference)
@@ -137,7 +137,7 @@ def add_linear(
 
 
 def _tiling(x: Tensor, weight: Tensor) -> Tiling | None:
-    """How our kernel cuts this product into tiles; None if the product is left to torch."""
+    """The tiles into which our kernel cuts this product; None if torch computes the product."""
     if (
         x.is_cpu
         or x.dim() != 2

@@ -50,7 +50,7 @@ def add_linear(
     """Add x @ weight.T + bias to residual, in place. Without a bias the result is rounded once.
 
     residual: [T, N]; x: [T, K]; weight: [N, K]; bias: [N]. Returns residual and its squares, as in
-    PendingNorm; None for the squares if the product did not compute them, as this reference.
+    PendingNorm. The squares are None if the product did not compute them. This reference does not.
     """
     residual.addmm_(x, weight.t())
     return (residual if bias is None else residual.add_(bias)), None
@@ -66,8 +66,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions (RoPE). Element i of a head rotates with element
-    i + D / 2.
+    """Rotate queries and keys by their positions (RoPE).
+
+    Element i of a head rotates with element i + D / 2.
 
     q: [T, Hq, D]; k: [T, Hkv, D]; positions: integers [T] below M; cos_sin: float32 [M, D], the
     D/2 cosines and then the D/2 sines of each position. Returns new tensors of q's and k's dtype.

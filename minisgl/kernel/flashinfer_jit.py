@@ -40,8 +40,8 @@ class AttentionKernel(NamedTuple):
 def jit_spec(kernel: AttentionKernel) -> Any:
     """FlashInfer's JitSpec of the module: its sources, its compiler flags and its cache folder.
 
-    The arguments are those that the wrappers use for causal attention without soft cap, sliding
-    window and positional encoding, so that both mean the same module.
+    The arguments are those that FlashInfer's wrappers use for causal attention without soft cap,
+    sliding window and positional encoding. The wrappers therefore find this module.
     """
     from flashinfer.jit import gen_batch_prefill_module
 
@@ -61,8 +61,10 @@ def jit_spec(kernel: AttentionKernel) -> Any:
 
 
 def compile_missing(kernels: Iterable[AttentionKernel]) -> None:
-    """Compile the modules that are in no cache: neither in a package of compiled modules
-    (flashinfer_jit_cache) nor in FlashInfer's own cache folder.
+    """Compile the modules that FlashInfer does not find.
+
+    FlashInfer looks in a package of compiled modules (flashinfer_jit_cache) and in its own cache
+    folder.
 
     Needs nvcc, a C++ compiler and ninja when a module is missing; raises RuntimeError, as
     FlashInfer does, when one of them fails. Blocks while another process compiles the same module.
@@ -71,7 +73,7 @@ def compile_missing(kernels: Iterable[AttentionKernel]) -> None:
 
 
 def compile_modules(kernels: Sequence[AttentionKernel]) -> list[Any]:
-    """Compile the modules one by one, and log each before and after; their JitSpecs.
+    """Compile the modules one by one, log a line before and after each, and return their JitSpecs.
 
     Raises RuntimeError when a compiler fails.
     """

@@ -5,7 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-TILE: Final = 128  # each context begins at a multiple of so many keys
+TILE: Final = 128  # each context begins at a multiple of this many keys
 
 
 def context_slots(

@@ -8,8 +8,10 @@ BLOCKS = 128  # thread blocks of one call, at most; an H200 runs all of them at 
 class PeerLayout(NamedTuple):
     """The parts of each rank's memory, in this order. Sizes are in bytes.
 
-    slots        [2, R, N, H] with N ranks; a call uses one half, of slot_bytes.
-    normed rows  [T, H], of row_bytes; written by the second shot.
+    slots        [2, R, N, H]: the parts of N ranks for the R rows that this rank sums. A call uses
+                 one half, slot_bytes long.
+    normed rows  [T, H]: the normalised sum of all T rows, row_bytes long. The second of two shots
+                 writes it.
     flags        int32 [2, BLOCKS, N].
     """
 

@@ -19,7 +19,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Te
     """Encrypt four 32-bit counter words under two 32-bit key words.
 
     All words are int64 tensors with values in [0, 2**32), of shapes that broadcast together.
-    Returns four such words. Products wrap modulo 2**64, so no bit of the 64 that are used is lost.
+    Returns four such words. Products wrap modulo 2**64, which keeps the 64 bits that are used.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -48,8 +48,8 @@ def gumbel_noise(
     one id for all rows, or integers [N] that are multiples of 4. Id v of a row takes word v % 4 of
     philox(counter = (v // 4, position, stream, 0), key = (low, high half of seed)).
 
-    A word r becomes u = (r + 0.5) / 2**32 and then -log(-log1p(-u)). The largest values decide an
-    argmax. They come from small u, where float32 still distinguishes 2**32 steps.
+    A word r becomes u = (r + 0.5) / 2**32 and then -log(-log1p(-u)). The largest noise decides an
+    argmax, and comes from the smallest u. There float32 still distinguishes the 2**32 steps of r.
     """
     seeds, positions = seeds.long().unsqueeze(1), positions.long().unsqueeze(1)
     skipped = 0 if isinstance(first, Tensor) else first % 4

@@ -84,10 +84,11 @@ def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tens
 
 
 def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
-    """Return one token for each row from the offers of all ranks, int32 [ranks, N, 4] by rank.
+    """Return one token for each row: the best of the candidates that all ranks offer.
 
-    Equal scores go to the lower id. The result equals that of `sample` over all of the logits,
-    except between candidates whose scores differ only by rounding.
+    offers: int32 [ranks, N, 4], the results of best_of_part in rank order. Of equal scores the
+    lower id wins. The result equals the result of `sample` over all logits, except between
+    candidates whose scores differ only by rounding.
     """
     largest, score = offers.view(torch.float32)[..., 1:3].unbind(-1)
     over = (largest - largest.amax(dim=0)) / _divisors(params).squeeze(1) + score

@@ -1,5 +1,6 @@
-"""Step metadata on the device: the packed buffer in which it arrives, and references of the kernels
-that compute more from it.
+"""Step metadata: the packed buffer that brings it to the device, and the kernels that extend it.
+
+This file has the torch references of these kernels.
 
 One int32 buffer goes to the device for each step. Padding needs no flags: a padding request is the
 dummy row with start 0 and length 1, and a padding page update writes the dummy page to the dummy
@@ -49,8 +50,8 @@ class StepViews(NamedTuple, Generic[Array]):
 class StepLayout(NamedTuple):
     """Capacities of a packed buffer, and the sampling columns in it.
 
-    The int64 columns come first, so that they are aligned. chunk_ids come last, so that one layout
-    of a capacity serves steps with fewer chunk tokens.
+    The int64 columns come first, so that they are aligned. chunk_ids come last, so that a buffer
+    for many chunk tokens also serves steps with fewer.
     """
 
     max_reqs: int
@@ -98,9 +99,10 @@ class StepLayout(NamedTuple):
 def update_pages(
     page_table: Tensor, page_rows: Tensor, page_cols: Tensor, page_ids: Tensor
 ) -> None:
-    """Set page_table[page_rows, page_cols] = page_ids in place. Equal pairs carry equal ids.
+    """Set page_table[page_rows, page_cols] = page_ids in place.
 
-    page_table: int32 [rows, max_pages]; the others int32 [U]. No host sync; graph-capturable.
+    page_table: int32 [rows, max_pages]; the others int32 [U]. A pair of row and column may occur
+    several times, with the same page id each time. No host sync; graph-capturable.
     """
     page_table[page_rows.long(), page_cols.long()] = page_ids
 
@@ -152,7 +154,7 @@ def kv_metadata(
 
     rows, start, lengths: int32 [n], n at most 8192. page_table: int32 [rows, max_pages].
     kv_indptr: int32 [n + 1], cumulative numbers of pages. kv_indices: int32, the pages of the
-    requests, concatenated; elements behind them keep their values. last_page_len: int32 [n], from
+    requests, concatenated; elements after them keep their values. last_page_len: int32 [n], from
     1 to page_size. No host sync on a GPU; graph-capturable.
     Source: the layout of FlashInfer's paged wrappers.
     """

@@ -1,17 +1,17 @@
 """The tile sizes of our matrix products of few rows, and the products that cuBLAS computes faster.
 
 The rules were measured with whole chains of layers on one H200 (docs/measurements.md, "Products of
-a layer"). Up to 32 rows, the only thing that counts is that the GPU reads the weights without a
-pause. With more rows, a program reads about as many bytes of x as of the weight. Half of the
-multiprocessors are then as fast as all of them, and faster than all of them with split-K, until a
-program has too many bytes to read.
+a layer"). Up to 32 rows, a product is fast if the GPU reads the weights without a pause. With more
+rows, a program reads about as many bytes of x as of the weight. Half of the multiprocessors are
+then as fast as all of them, and faster than all of them with split-K, until a program has too many
+bytes to read.
 """
 
 from typing import Final, NamedTuple
 
 
 class Tiling(NamedTuple):
-    """How a product x [M, K] @ weight [N, K].T is cut into programs.
+    """The division of a product x [M, K] @ weight [N, K].T into programs.
 
     rows     rows of x that a program multiplies.
     height   rows of the weight that a program multiplies.
@@ -20,7 +20,8 @@ class Tiling(NamedTuple):
     stages   loads in flight.
     warps    warps of a program.
     ahead    columns of the weight that a program prefetches while the kernel before it still runs.
-             Used up to FEW_ROWS rows; with more, a program fills all its stages with weights then.
+             Used up to FEW_ROWS rows. With more rows, a program fills all its stages with weights
+             during that time.
     """
 
     rows: int
@@ -42,8 +43,8 @@ _TILES: Final = (
     (Tiling(64, 128, 128, 1, 4, 8, 0), 1_400_000),
     (Tiling(128, 128, 64, 1, 6, 8, 0), 1_400_000),
 )
-# Half of the multiprocessors are enough where a program reads at most so many bytes. The first
-# limit is for at most FEW_ROWS rows of x, the second for the first entry of _TILES.
+# Half of the multiprocessors are enough if a program reads at most this many bytes. The first limit
+# is for at most FEW_ROWS rows of x, the second for the first entry of _TILES.
 _SHORT_BYTES: Final = 200_000
 _SHORT_TILE_BYTES: Final = 1_100_000
 # In a round every multiprocessor runs one program. At least this share of them must have a program,
@@ -78,8 +79,11 @@ def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
 
 
 def _few_rows(rows: int, height: int, width: int) -> Tiling:
-    """The tiling for up to FEW_ROWS rows: many stages for one program on a multiprocessor, fewer
-    where several programs share one."""
+    """The tiling for up to FEW_ROWS rows.
+
+    A program that has a multiprocessor for itself gets many stages. Programs that share one get
+    fewer.
+    """
     programs = height // 64
     splits, short = 1, False
     if programs <= _MULTIPROCESSORS:

@@ -22,9 +22,9 @@ from minisgl.layers.shards import Placement, split_evenly
 class ParallelEmbedding(nn.Module):
     """The token embedding. weight: [n, H], the rows of this rank's n token ids.
 
-    Rows past the vocabulary are padding and stay zero. Each rank holds whole groups of ids, because
-    the sampler draws random numbers for a group at a time.
-    Raises ConfigError if some rank would hold no token id.
+    Rows past the vocabulary are padding and stay zero. With several ranks, each rank holds whole
+    groups of ids, because the sampler draws a random number for a whole group.
+    Raises ConfigError if a rank would hold no token id.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, comm: Communicator) -> None:
@@ -52,7 +52,7 @@ class ParallelEmbedding(nn.Module):
 class LMHead(ParallelEmbedding):
     """The language-model head: logits of this rank's token ids, and sampling over all ranks.
 
-    A matrix of the embedding's form. With tied embeddings, the two share one weight.
+    Its weight has the shape of the embedding's. With tied embeddings, both share one weight.
     """
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -71,10 +71,11 @@ class LMHead(ParallelEmbedding):
         return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self.shard.full]
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> SampledTokens:
-        """Sample a token for each row of `logits` [N, n], equal on every rank. float32 on CPU.
+        """Sample a token for each row of `logits` [N, n], equal on every rank.
 
-        Without filters (top_k, top_p, min_p) each rank sends only its best candidate of each row.
-        Filters need the whole distribution, so that all logits are gathered.
+        On a CPU, logits must be float32. Without filters (top_k, top_p, min_p) each rank sends only
+        its best candidate of each row. Filters need the whole distribution, so the ranks gather all
+        logits.
         """
         if self.comm.tp.size == 1 or params.filters:
             return sample(self.all_gather_logits(logits), params)

@@ -17,7 +17,7 @@ from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, silu_a
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import LinearShards, Placement, Shard
 
-# The kernels of split products count the finished splits of each tile of at least 8 weight rows.
+# A split-K kernel counts the finished splits of each tile. A tile has 8 weight rows or more.
 _ROWS_PER_SEMAPHORE = 8
 
 
@@ -47,7 +47,7 @@ class LinearMethod(nn.Module, ABC):
     weights or one scale for a block of weights, yields Placements of its own from self.shards.
     `fold`, `gated` and `add` are optional: their defaults here run the plain kernels.
 
-    dtype: of the model's activations.
+    dtype: the dtype of the model's activations.
     bias: [rows] of that dtype, or None.
     """
 
@@ -59,7 +59,10 @@ class LinearMethod(nn.Module, ABC):
 
     @abstractmethod
     def placements(self, name: str) -> Iterator[Placement]:
-        """Yield where each parameter comes from; here, the bias. `name`: the method's full name."""
+        """Yield the placements of each parameter. This base method yields those of the bias.
+
+        name: the full name of the method in the model.
+        """
         if self.bias is not None:
             for placement in self.shards.placements(name, "bias", per_row=True):
                 yield placement if self.shards.owns_bias else placement._replace(end=0)
@@ -102,7 +105,7 @@ class UnquantizedLinear(LinearMethod):
     """A matrix of the activations' dtype. weight: [rows, inputs.local].
 
     Small bfloat16 steps on Hopper run kernels that fuse the norm, the activation and the sum.
-    split_k_semaphores: from share_split_k_semaphores; without it torch's product runs.
+    split_k_semaphores: set by share_split_k_semaphores. While it is None, torch's product runs.
     """
 
     def __init__(self, shards: LinearShards, dtype: torch.dtype) -> None:
@@ -129,7 +132,10 @@ class UnquantizedLinear(LinearMethod):
 
 
 class LinearBuild(NamedTuple):
-    """The values from which all linear layers of a model are built. dtype: of the activations."""
+    """The values from which all linear layers of a model are built.
+
+    dtype: the dtype of the activations.
+    """
 
     tp: TPInfo
     dtype: torch.dtype

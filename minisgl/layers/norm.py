@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
 
 class ResidualNorm(RMSNorm):
-    """The norm in front of a block: adds up the residual stream and normalises it.
+    """The norm before a block: adds up the residual stream and normalises it.
 
     folded: the weight has moved into the next linear (`fold_with`) and is all ones here.
     """
@@ -64,8 +64,8 @@ class ResidualNorm(RMSNorm):
     def forward(self, stream: ResidualStream) -> tuple[BlockInput, Tensor]:
         """Return the input of the block that follows, and the residual to add its output to.
 
-        A folded norm of a stream that needs no sum launches nothing: the block's linear applies it.
-        For the residual see Communicator.reduce_norm.
+        If the norm is folded and the stream needs no sum, this launches no kernel: the first linear
+        of the block applies the norm. For the residual see Communicator.reduce_norm.
         """
         x, residual, squares = stream
         if self.folded and residual is None:

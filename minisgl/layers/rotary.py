@@ -1,7 +1,7 @@
 """Rotary position embedding: the table of cosines and sines, for each method of scaling.
 
-A method of scaling extends the context: `scale` changes the D/2 frequencies of a head, which are
-float32 on the CPU.
+A method of scaling extends the context. Its `scale` changes the D/2 frequencies of a head, which
+are a float32 tensor on the CPU.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-# The settings of a checkpoint, which are computed in float32.
+# A positive number in the range of float32, in which rotary settings are computed.
 Positive = Annotated[float, Meta(gt=0, lt=2.0**128)]
 
 

@@ -1,4 +1,4 @@
-"""How the tensors of a checkpoint are divided over the tensor-parallel ranks, as data."""
+"""The division of a checkpoint's tensors over the tensor-parallel ranks, as data."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -12,7 +12,7 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 class Shard(NamedTuple):
     """This rank's share of one dimension of a checkpoint module.
 
-    name   the module's name in the checkpoint, beside the layer that holds it: q_proj.
+    name   the last part of the module's name in the checkpoint, such as q_proj.
     full   rows (or columns) in the checkpoint.
     begin  the first row of this rank.
     local  rows that this rank stores. Rows at or past `full` are padding and stay zero.
@@ -53,7 +53,7 @@ class Placement(NamedTuple):
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A module that owns parameters and says where their values come from."""
+    """A module that owns parameters and yields their placements."""
 
     def placements(self, name: str) -> Iterator[Placement]:
         """Yield one or more placements for each parameter. `name` is the module's full name."""
@@ -83,7 +83,7 @@ class LinearShards(NamedTuple):
     def placements(
         self, name: str, parameter: str, *, per_row: bool = False, stored: tuple[str, ...] = FLOATS
     ) -> Iterator[Placement]:
-        """Yield where one parameter of a linear method comes from, one placement a merged linear.
+        """Yield the placements of one parameter of a linear method, one for each merged linear.
 
         name       the full name of the method: model.layers.0.self_attn.qkv_proj.method.
         parameter  the name of the parameter in the method and in the checkpoint: weight.

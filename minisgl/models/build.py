@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model that can run."""
+"""Builds a model that can run from a checkpoint folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class ModelExtensions:
 
     attention_backends  classes to select by their names, as in --attention-backend.
     moe_backends        classes to select by their names, as in --moe-backend.
-    quantizations       linear methods by the name that quant_method has in config.json.
+    quantizations       linear methods, by the value of quant_method in config.json.
     """
 
     attention_backends: tuple[type[AttentionBackend], ...] = ()

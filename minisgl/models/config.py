@@ -40,7 +40,7 @@ class LayerSpec(NamedTuple):
 
 
 class MoeConfig(msgspec.Struct, frozen=True):
-    """Mixture of experts: these fields of config.json.
+    """The fields of config.json that describe a mixture of experts.
 
     norm_topk_prob: whether the routing weights of a token sum to 1.
     """
@@ -67,7 +67,7 @@ class ModelConfig:
     sliding_window  the smallest window of any layer in tokens, or None if no layer has a window
                     shorter than the context. Windows are not implemented, so the engine serves
                     contexts up to this length only.
-    dtype           of the checkpoint: float32, bfloat16 or float16.
+    dtype           the checkpoint's dtype: float32, bfloat16 or float16.
     quantization    the object quantization_config of the checkpoint. None: unquantised.
     """
 
@@ -97,7 +97,7 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers of the KV pool: those of the model, without the ones that share."""
+        """The number of layers in the KV pool. Layers that share keys and values count once."""
         return 1 + max(layer.kv_layer for layer in self.layers)
 
 
@@ -163,7 +163,10 @@ def model_config_from(
 
 
 def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int | None:
-    """See ModelConfig.sliding_window. Raises ConfigError for other kinds of layers."""
+    """Return the value of ModelConfig.sliding_window.
+
+    Raises ConfigError for a layer type that is neither full nor sliding attention.
+    """
     kinds = fields.layer_types if isinstance(fields.layer_types, list) else []
     if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
         raise ConfigError(f"layer type {unknown[0]!r} is not supported; supported: full_attention")
@@ -206,7 +209,10 @@ def _sampling_defaults(recommended: HfGeneration) -> dict[str, int | float]:
 
 
 def _eos_token_ids(config: HfConfig, generation: HfGeneration) -> tuple[int, ...]:
-    """The ids of both files, sorted. An id without a logit is left out: it is never sampled."""
+    """The end-of-sequence ids of both files, sorted.
+
+    An id outside of the vocabulary is left out, because the sampler never returns it.
+    """
     found = {*_as_list(config.eos_token_id), *_as_list(generation.eos_token_id)}
     return tuple(sorted(item for item in found if 0 <= item < config.vocab_size))
 

@@ -27,8 +27,8 @@ from minisgl.moe.base import MoeBackend
 class ModelParts(NamedTuple):
     """The values from which all modules of a model are built.
 
-    comm         to the other tensor-parallel ranks.
-    linear       of all linear layers.
+    comm         the collectives between the tensor-parallel ranks.
+    linear       the dtype and the method of all linear layers.
     moe_backend  computes the experts of sparse layers.
     """
 
@@ -42,9 +42,9 @@ class ForwardContext(NamedTuple):
     """The inputs that all layers of one forward share.
 
     positions  int32 [T], the position of each token in its request.
-    slots      int32 [T], where each token's keys and values go in the pool.
+    slots      int32 [T], the pool slot of each token's keys and values.
     cos_sin    float32 [max_seq_len, D], the rotary table.
-    attention  of this step, over the pool.
+    attention  the attention of this step over the pool.
     """
 
     positions: Tensor
@@ -128,7 +128,7 @@ class GatedMlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP on the residual stream, each with a norm in front."""
+    """Attention and MLP on the residual stream, each after a norm of its own."""
 
     def __init__(self, parts: ModelParts, layer: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, stream: ResidualStream, context: ForwardContext, rows: Tensor | None = None
     ) -> ResidualStream:
-        """Return the stream behind this layer: of all T tokens, or of the tokens `rows` alone."""
+        """Return the stream after this layer: of all T tokens, or of the tokens `rows` alone."""
         attended = self.attend(stream, context)
         if rows is not None:
             attended = attended.take_rows(rows, self.input_layernorm.comm)
@@ -173,9 +173,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token embedding, decoder layers and final norm.
 
-    `forward` is the whole computation. Behind the attention of the last layer, only the tokens
-    that are sampled from need to be computed. CUDA graphs cut the forward there, into
-    `forward_to_last_attention`, Attended.take_rows and `finish_last_layer`.
+    `forward` is the whole computation. After the attention of the last layer, only the tokens whose
+    logits the sampler reads need further computation. CUDA graphs therefore cut the forward there,
+    into `forward_to_last_attention`, Attended.take_rows and `finish_last_layer`.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -195,7 +195,7 @@ class Decoder(nn.Module):
         return self.norm.forward(stream)[0].x
 
     def _before_last_layer(self, ids: Tensor, context: ForwardContext) -> ResidualStream:
-        """Return the stream in front of the last layer."""
+        """Return the stream before the last layer."""
         *layers, _ = self.layers
         stream = ResidualStream(self.embed_tokens(ids))
         for layer in layers:
@@ -243,7 +243,10 @@ class CausalLM(nn.Module):
         return self.lm_head.logits(self.model.finish_last_layer(attended), out)
 
     def fold_norms(self) -> None:
-        """Let the linears of one rank apply the norms in front. Changes rounding only."""
+        """Fold each norm into the linear after it, if its method can. For one rank only.
+
+        The results differ by rounding only.
+        """
         for layer in self.model.layers:
             layer.fold_norms()
 

@@ -18,12 +18,12 @@ from minisgl.layers.rotary import Positive
 _Fields = TypeVar("_Fields")
 
 Count = Annotated[int, Meta(ge=1)]
-# Numbers are stored or computed in float32.
+# A number in the range of float32, in which the engine stores these settings.
 Number = Annotated[float, Meta(gt=-(2.0**128), lt=2.0**128)]
 
 
 def read_fields(values: Mapping[str, Any], fields: type[_Fields], where: str) -> _Fields:
-    """Convert a JSON object to `fields`, one of the structs below.
+    """Convert a JSON object to an instance of the struct or dataclass `fields`.
 
     where: the name of the file or object, for the message. Raises ConfigError that names the field.
     """

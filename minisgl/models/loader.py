@@ -1,7 +1,7 @@
 """Fill a model from safetensors files, or with seeded random values.
 
-Each rank reads only the parts that it keeps, one tensor at a time. The peak of memory is therefore
-one slice above the weights themselves.
+Each rank reads only the parts that it keeps, one tensor at a time. The peak memory use is therefore
+the size of the weights plus one slice.
 """
 
 import logging
@@ -30,8 +30,9 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Replace the parameters of a model built on the meta device by zeros on `device`.
 
-    Linear methods choose the dtypes of their parameters; all others get `dtype`. A parameter that
-    two modules share stays shared. Padding is never written, so that it relies on the zeros.
+    Linear methods choose the dtypes of their parameters. All other parameters get `dtype`. A
+    parameter that two modules share stays shared. The loader never writes padding, which therefore
+    stays zero.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -69,9 +70,9 @@ def fill_random(model: nn.Module, seed: int = 0) -> None:
 
 
 def placements_of(model: nn.Module) -> list[Placement]:
-    """Return where the values of all parameters of the model come from.
+    """Return the placements of all parameters of the model.
 
-    A parameter that two modules share is placed once, by the first of them.
+    If two modules share a parameter, the first of the two modules places it.
     """
     parameters = dict(model.named_parameters())
     return [
@@ -117,9 +118,10 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
 
 
 def _harmless(name: str) -> bool:
-    """Whether a tensor may be left unread: a rotary table, or the head's copy of tied embeddings.
+    """Whether the loader may ignore an unexpected tensor of this name.
 
-    The model expects lm_head.weight unless the embeddings are tied.
+    It ignores rotary tables, and the head's copy of tied embeddings: lm_head.weight is unexpected
+    only if the embeddings are tied.
     """
     return name.endswith("rotary_emb.inv_freq") or name == _HEAD
 
@@ -145,7 +147,7 @@ def _part(parameter: Tensor, placement: Placement, value: Tensor) -> Tensor:
 
 
 def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, Tensor]]:
-    """Yield this rank's slices of one file, without those that are all padding."""
+    """Yield this rank's slices of one file. Placements that are all padding are left out."""
     with _open(path) as handle:
         for placement in placements:
             try:

@@ -14,9 +14,10 @@ class Family:
     always_qkv_bias       q, k and v have a bias, without a field in config.json.
     reads_attention_bias  attention_bias adds a bias to q, k, v and the output.
     reads_mlp_bias        mlp_bias adds a bias to the MLP.
-    default_window        The sliding_window of a config.json without that field (null: no window).
-                          With a default, layers slide even if use_sliding_window is false.
-    window_skips_layers   The first max_window_layers layers do not slide.
+    default_window        The sliding_window for a config.json that lacks the field. A null in
+                          config.json means no window. With a default, layers have the window even
+                          if use_sliding_window is false.
+    window_skips_layers   The first max_window_layers layers have no window.
     moe                   The MLP of sparse layers is a mixture of experts.
     """
 

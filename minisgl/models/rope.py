@@ -19,7 +19,8 @@ def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
     """Return theta, the scaling, and the context length in tokens. Raises ConfigError.
 
     A YaRN model that names its original context has `factor` times that context, even if
-    max_position_embeddings still says the original one (Qwen's instructions leave it there).
+    max_position_embeddings still holds the original one. Qwen's instructions for YaRN do not
+    change that field.
     """
     old, new = config.rope_scaling, config.rope_parameters
     values = {**old, "type": new.get("rope_type", old.get("type")), **new}
@@ -43,7 +44,10 @@ def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
 
 
 def _scaling(values: dict[str, Any], rope: HfRope, max_position: int) -> RopeScaling | None:
-    """Convert the settings to the class of their rope type. values: the object that `rope` is."""
+    """Convert the settings to the class of their rope type.
+
+    values: the JSON object from which `rope` was read.
+    """
     kind = values.get("rope_type") or values["type"] or "default"
     original = rope.original_max_position_embeddings or max_position
     values = values | {"original_max_position": original}

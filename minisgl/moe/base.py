@@ -35,9 +35,10 @@ class MoeBackend(ABC):
     """One way to route tokens and to compute the gated MLPs of their experts.
 
     A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
-    device: of the weights and the inputs.
-    A class of our own stands in registry.MOE_BACKENDS; a class from outside is passed in
-    engine.Extensions.
+    The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
+    backends of other packages in engine.Extensions.
+
+    device: the device of the weights and the inputs.
     """
 
     name: ClassVar[str]

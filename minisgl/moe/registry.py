@@ -18,8 +18,8 @@ def create_moe_backend(
 ) -> MoeBackend:
     """Make the backend called `name`, or for auto the first that can run on `device`.
 
-    added: backends from outside. Raises ConfigError that lists the known names, or says why the
-    named backend cannot be used.
+    added: backends of other packages. Raises ConfigError that lists the known names, or says why
+    the named backend cannot be used.
     """
     known = (*MOE_BACKENDS, *added)
     for backend in known:
@@ -28,6 +28,6 @@ def create_moe_backend(
             if obstacle is None:
                 return backend(device)
             if name == backend.name:
-                raise ConfigError(f"MoE backend {name!r} {obstacle}")
+                raise ConfigError(f"MoE backend {name!r} cannot be used: {obstacle}")
     names = ", ".join(backend.name for backend in known)
     raise ConfigError(f"MoE backend {name!r} is not known; known: auto, {names}")

@@ -9,7 +9,10 @@ from minisgl.moe.base import ExpertWeights, MoeBackend, route
 
 
 class TorchMoe(MoeBackend):
-    """Loops over the experts that have tokens. Reading which these are waits for the device."""
+    """Loops over the experts that have tokens.
+
+    The host reads the number of tokens of each expert, so each call waits for the device.
+    """
 
     name = "torch"
 

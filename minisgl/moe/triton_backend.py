@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.kernel import linear
 from minisgl.moe.base import ExpertWeights, MoeBackend
 
-# Up to so many tokens hardly share experts, so that sorting the tokens by expert gains nothing.
+# So few tokens rarely have an expert in common. Sorting them by expert would gain nothing.
 _FEW_TOKENS = 4
 
 
@@ -31,7 +31,7 @@ class TritonMoe(MoeBackend):
 
     @classmethod
     def obstacle(cls, device: torch.device) -> str | None:
-        return "needs a GPU" if device.type == "cpu" else None
+        return "it needs a GPU" if device.type == "cpu" else None
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         if len(x) <= _FEW_TOKENS:

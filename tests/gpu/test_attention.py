@@ -18,7 +18,10 @@ ROWS = 300
 
 
 class Scene:
-    """A pool full of noise, NaN in the pages of nobody, and reqs with random contexts."""
+    """A pool with random keys and values for each request, and NaN in all pages without a request.
+
+    contexts: the tokens of each request.
+    """
 
     def __init__(self, page_size: int, group: int, contexts: list[int], seed: int) -> None:
         self.kv_heads, self.q_heads = 2, 2 * group
@@ -90,7 +93,8 @@ def test_mixed_steps(page_size: int, group: int, chunks: tuple[int, ...]) -> Non
     contexts = [a + b for a, b in zip(start, lengths, strict=True)]
     scene = Scene(page_size, group, contexts, seed=page_size)
     q = torch.randn(sum(lengths), scene.q_heads, DIM, device="cuda").bfloat16()
-    for _ in range(2):  # the first prompts are copied on Hopper, those that follow are few
+    # On Hopper, the first step copies its contexts. The second has too few queries for a copy.
+    for _ in range(2):
         out = torch.full_like(q, torch.nan)
         scene.backend.prepare(scene.step(4, start, lengths)).forward(1, q, out)
         assert error(out, scene.expected(q, start, lengths)) < 5e-3
@@ -104,22 +108,26 @@ def test_mixed_steps(page_size: int, group: int, chunks: tuple[int, ...]) -> Non
         (2, [7, 3, 0], [1, 1, 5200], True),
         (0, [0, 5, 0, 128], [300, 500, 128, 5500], True),
         (1, [50, 1500, 0, 3000], [1, 4000, 1, 1500], True),
-        (1, [0, 18000], [1, 200], False),  # few queries for their context
-        (0, [6000] * 3, [1000] * 3, False),  # no room for 21,000 tokens
+        (1, [0, 18000], [1, 200], False),  # too few queries for so long a context
+        (0, [6000] * 3, [1000] * 3, False),  # the copy has no room for 21,000 tokens
     ],
     ids=["whole", "several", "prefixes", "few", "too-long"],
 )
 def test_long_chunks(
     page_size: int, group: int, num_decode: int, start: list[int], lengths: list[int], copied: bool
 ) -> None:
-    """Twice, by one copy; then NaN of the last req, which lies behind another, stay its own."""
+    """The results are correct in two steps that share the memory of the copy.
+
+    NaN in the values of the last request then reaches no output of the requests before it.
+    """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("fa3 is for Hopper")
     contexts = [a + b for a, b in zip(start, lengths, strict=True)]
     scene = Scene(page_size, group, contexts, seed=page_size)
     q = torch.randn(sum(lengths), scene.q_heads, DIM, device="cuda").bfloat16()
     step = scene.step(num_decode, start, lengths)
-    scene.backend.prepare(step.part(num_decode, len(start)))  # which is copied where it fits
+    # The first step always makes the copy if its contexts fit.
+    scene.backend.prepare(step.part(num_decode, len(start)))
     prompts = scene.backend.prepare(step.part(num_decode, len(start)))
     assert isinstance(prompts, ContiguousAttention) == copied
     for _ in range(2):
@@ -141,11 +149,14 @@ def test_long_chunks(
 @pytest.mark.parametrize("size", [1, 24, 280], ids=["one", "some", "many"])
 @pytest.mark.parametrize("group", [1, 2, 5, 8])
 def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: int) -> None:
-    """Captured for padded reqs, replayed for real ones, then for fewer; the new token's key and
-    value come in qkv, or are in the pool. Many reqs of large groups are not our kernel's."""
+    """A graph captured for padded requests gives correct results for real ones, also for fewer.
+
+    minisgl's kernel takes the new token's key and value from qkv. FlashInfer's kernel, which runs
+    for many requests with large groups of query heads, reads them from the pool.
+    """
     rng = np.random.default_rng(size)
     longest = rng.integers(2, 1200, size).tolist()
-    longest[0] = 9000  # the merged parts of one context
+    longest[0] = 9000  # several programs share this context, and one merges their parts
     scene = Scene(page_size, group, longest, seed=size)
     step = scene.step(size, [0] * size, [1] * size)
     rows = step.device_rows.clone()

@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def run(*words: object, **environ: str) -> str:
-    """Output of python -m with these words and environment variables. It must succeed."""
+    """Return the output of python -m with these arguments and environment variables."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, words)],
         env=os.environ | environ,
@@ -31,7 +31,7 @@ def run(*words: object, **environ: str) -> str:
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change of every file below the folder, by its relative path."""
+    """Return size and modification time of every file below the folder, by its relative path."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in found}
 

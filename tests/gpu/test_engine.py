@@ -89,11 +89,11 @@ def test_mixed_batch_on_cuda(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_few_rows_behind_the_last_attention(architecture: str, tmp_path: Path) -> None:
+def test_few_rows_after_the_last_attention(architecture: str, tmp_path: Path) -> None:
     """In bfloat16, all paths give the same log-probabilities.
 
-    The paths are with and without piecewise graphs, and the last layer for the sampled tokens only
-    or for all tokens. They use different products and norms.
+    The steps run with and without piecewise graphs. Each time the last layer is computed for the
+    sampled tokens only, and for all tokens. These paths use different products and norms.
     """
     path = write_config(tmp_path, architecture)
     found = []
@@ -107,9 +107,8 @@ def test_few_rows_behind_the_last_attention(architecture: str, tmp_path: Path) -
                 parameter.data.mul_(4.0)
         driver = Driver(engine)
         first = Work(3, 0, [5, 6, 7], samples=False), Work(0, 0, list(range(30)), samples=False)
-        driver.step(
-            *first
-        )  # samples nothing, so that the decode token after it is id 0 on every path
+        # This step samples no token, so the input of the next decode is id 0 on every path.
+        driver.step(*first)
         later = Work(5, 0, list(range(70, 80)), samples=False)
         work = Work(3, 3), Work(0, 30, [7, 8, 9]), Work(1, 0, list(range(40, 67))), later
         for prompts in (False, True):

@@ -31,7 +31,7 @@ LLM(sys.argv[1], dummy_weight=True, num_pages=64, max_running_reqs=4)
 
 
 def start(model: str, caches: Path) -> str:
-    """Start an engine whose caches are in that folder; its log."""
+    """Start an engine whose caches are in the folder `caches`, and return its log."""
     environ = {
         "HOME": str(caches),
         "FLASHINFER_WORKSPACE_BASE": str(caches),

@@ -68,7 +68,7 @@ def test_add_rms_norm_updates_the_residual(dtype: torch.dtype, rows: int, width:
     out, carried = norm.add_rms_norm(x, residual, weight, 1e-5)
     assert carried is residual
     assert error(carried, total) < TOLERANCE[dtype]
-    if not INTERPRETED:  # the interpreter cuts bfloat16 off where hardware rounds
+    if not INTERPRETED:  # the interpreter truncates to bfloat16, the hardware rounds
         assert torch.equal(carried, total)
     assert error(out, expected) < TOLERANCE[dtype]
 
@@ -137,9 +137,11 @@ def test_qk_norm_rope_store(
 def test_decode_splits_contexts_anywhere(
     padded: int, page_size: int, contexts: list[int], group: int, dim: int, kind: str
 ) -> None:
-    """Two calls with the same scratch, since each call must leave its semaphores as it found them.
-    The new token's slot, unused pages and the output are NaN before. With 140 padded requests the
-    programs have one warp."""
+    """Two calls with one scratch agree, because each call leaves zeros in the semaphores.
+
+    Before a call, the new token's slot, the unused pages and the output are NaN. With 140 padded
+    requests the programs have one warp.
+    """
     from minisgl.kernel.triton import decode as kernels
 
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
@@ -160,7 +162,7 @@ def test_decode_splits_contexts_anywhere(
     q_heads = kv_heads * group
     scratch = decode_scratch(reqs + padded, q_heads, kv_heads, dim, torch.device(DEVICE))
     if INTERPRETED:
-        slots = 14  # of 7 programs
+        slots = 14  # two for each of 7 programs
         scratch = scratch._replace(
             partial_outputs=torch.full((slots, *scratch.partial_outputs.shape[1:]), torch.nan),
             softmax_stats=torch.full((slots, *scratch.softmax_stats.shape[1:]), torch.nan),
@@ -263,7 +265,7 @@ def test_kv_metadata(page_size: int) -> None:
 @pytest.mark.parametrize("shape", [(8, 128), (2, 64), (5, 96)], ids=["8x128", "2x64", "5x96"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_contexts_are_gathered(page_size: int, shape: tuple[int, int]) -> None:
-    """The pool is NaN outside of the contexts; behind what is copied nothing is written."""
+    """The pool is NaN outside of the contexts. The kernels write nothing after the copied keys."""
     from minisgl.kernel.triton import gather as kernels
 
     contexts = torch.tensor([1, 700, 128, 129, 2000, 255], dtype=torch.int32)

@@ -29,13 +29,13 @@ pytestmark = [
     ),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
-# The interpreter multiplies the bits of bfloat16 matrices.
+# In matrix products, the interpreter takes the bits of bfloat16 for integers.
 MATRIX_DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory holds NaN inside: nothing may be used that was not written."""
+    """Inside the block torch fills new memory with NaN, so that reads of unwritten memory show."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -48,7 +48,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def layer(experts: int, width: int, inner: int, dtype: torch.dtype) -> ExpertWeights:
-    """Scaled so that logits and outputs are of the order of 1."""
+    """Random weights, scaled so that logits and outputs are of the order of 1."""
     return ExpertWeights(
         normal(experts, width, dtype=dtype) * width**-0.5,
         normal(experts, 2 * inner, width, dtype=dtype) * width**-0.5,
@@ -85,8 +85,8 @@ def test_route(tokens: int, experts: int, top_k: int, renormalise: bool) -> None
     torch.testing.assert_close(scales, correct_scales, atol=1e-6, rtol=1e-5)
 
 
-def test_route_of_ties_and_of_what_is_not_a_number() -> None:
-    """Ids stay distinct and in range, and a bad row leaves its neighbours alone."""
+def test_route_of_ties_and_nan() -> None:
+    """Ids stay distinct and in range, and a row with NaN does not change the other rows."""
     from minisgl.kernel.triton.moe_routing import route
 
     good = normal(1, 60)
@@ -202,26 +202,26 @@ def test_experts_of_few(
     renormalise: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Twice with the same counters: each call leaves them as it found them."""
+    """Two calls with the same semaphores agree, and each call leaves zeros in them."""
     from minisgl.kernel.triton.moe_few import experts_of_few
     from minisgl.kernel.triton.moe_routing import route
 
     x = normal(tokens, 2 * width, dtype=dtype)[:, width:]
     weights = layer(experts, width, inner, dtype)
-    arrived = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    semaphores = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     with poisoned():
-        outs = [experts_of_few(x, *weights, arrived, top_k, renormalise) for _ in range(2)]
+        outs = [experts_of_few(x, *weights, semaphores, top_k, renormalise) for _ in range(2)]
     logits = (x.double() @ weights.router.double().T).to(dtype)
     routing = route(logits, top_k, renormalise)
     assert error(outs[0], expected(x, weights, *routing)) < 2 * TOLERANCE[dtype]
     assert torch.equal(*outs)
-    assert not arrived.any()
+    assert not semaphores.any()
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 33])
 @pytest.mark.parametrize("dtype", MATRIX_DTYPES, ids=str)
 def test_backend_and_padded_rows(dtype: torch.dtype, tokens: int) -> None:
-    """What stands in the rows beyond the real ones changes no bit of these."""
+    """The values of padding rows change no bit in the results of the real rows."""
     from minisgl.kernel.triton.moe_routing import route
     from minisgl.moe.triton_backend import TritonMoe
 
@@ -240,7 +240,10 @@ def test_backend_and_padded_rows(dtype: torch.dtype, tokens: int) -> None:
 
 
 def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """On a GPU `run` as a CUDA graph, in poisoned memory; elsewhere itself."""
+    """Capture `run` in a CUDA graph, in poisoned memory, and return its replay.
+
+    In the interpreter, return `run` itself.
+    """
     with poisoned():
         out = run()
         if INTERPRETED:
@@ -286,8 +289,11 @@ def test_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path) ->
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.parametrize("case", schedules.CASES[:4], ids=str)
 def test_whole_schedules_in_bfloat16(case: schedules.Case, tmp_path: Path) -> None:
-    """With graphs and without. A near tie of experts may fall otherwise than in float32 and then
-    costs more than rounding, so that few tokens, not none, may be worse than the best."""
+    """Almost all tokens are the best ones within rounding, with graphs and without.
+
+    A few may be worse: where two experts nearly tie, bfloat16 can choose another expert than
+    float32, which changes the logits by more than rounding.
+    """
     experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
     changes = {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True, **experts}
     (tmp_path / "config.json").write_text(json.dumps(schedules.CONFIG | changes))

@@ -1,7 +1,7 @@
-"""Products of few rows by our kernels, with all that may stand before and after them.
+"""Products of few rows by minisgl's kernels, with every operation that can be fused into them.
 
-Against float64 on fresh random input. With TRITON_INTERPRET=1 on CPU, in float32, without the
-kernel for more than 32 rows: there is no interpreter for what it is written in.
+The tests compare with float64 on fresh random input. With TRITON_INTERPRET=1 they run on CPU in
+float32, without the kernel for more than 32 rows, because Gluon has no interpreter.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from minisgl.kernel.tilings import Tiling
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
 
-# The interpreter multiplies the bits of bfloat16 matrices.
+# In matrix products, the interpreter takes the bits of bfloat16 for integers.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 LIMIT = 1e-5 if INTERPRETED else 6e-3
 FEW = (  # one tile holds all rows
@@ -43,12 +43,12 @@ TILINGS = pytest.mark.parametrize(
 WIDTH, HEIGHT = 2048, 512
 
 
-def counters() -> Tensor:
+def zero_semaphores() -> Tensor:
     return torch.zeros(HEIGHT, dtype=torch.int32, device=DEVICE)
 
 
 def poison(*shape: int) -> None:
-    """What is allocated next lies where these are, and is not written by chance."""
+    """Fill memory with NaN and free it, so that the next tensor of this shape starts as NaN."""
     torch.full(shape, torch.nan, dtype=DTYPE, device=DEVICE)
 
 
@@ -63,7 +63,7 @@ def norm(x: Tensor) -> Tensor:
     ids=["plain", "normed-bias", "gated", "normed-gated-bias"],
 )
 def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bool) -> None:
-    """Twice with the same counters: each call leaves them as it found them."""
+    """Two calls with the same semaphores agree, and each call leaves zeros in them."""
     from minisgl.kernel.triton import linear as kernels
 
     wider = normal(rows, 2 * WIDTH, dtype=DTYPE) * 3
@@ -77,14 +77,14 @@ def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bo
     if gated:
         gate, up = expected.chunk(2, dim=-1)
         expected = torch.nn.functional.silu(gate) * up
-    arrived = counters()
+    semaphores = zero_semaphores()
     outs = []
     for _ in range(2):
         poison(rows, HEIGHT // 2 if gated else HEIGHT)
-        outs.append(kernels.linear(x, weight, bias, arrived, tiling, pending, gated))
+        outs.append(kernels.linear(x, weight, bias, semaphores, tiling, pending, gated))
     assert error(outs[0], expected) < LIMIT
     assert torch.equal(*outs)
-    assert not arrived.any()
+    assert not semaphores.any()
 
 
 @TILINGS
@@ -94,39 +94,41 @@ def test_add_linear_leaves_squares(tiling: Tiling, rows: int) -> None:
     x, weight = normal(rows, WIDTH, dtype=DTYPE), normal(HEIGHT, WIDTH, dtype=DTYPE) / 32
     before, bias = normal(rows, HEIGHT, dtype=DTYPE) * 5, normal(HEIGHT, dtype=DTYPE)
     expected = before.double() + x.double() @ weight.double().T + bias.double()
-    arrived = counters()
+    semaphores = zero_semaphores()
     results = []
     for _ in range(2):
         residual = before.clone()
-        total, squares = kernels.add_linear(residual, x, weight, bias, arrived, tiling)
+        total, squares = kernels.add_linear(residual, x, weight, bias, semaphores, tiling)
         assert total is residual
         assert squares.shape == (HEIGHT // tiling.height, rows)
         assert error(total, expected) < LIMIT
         assert error(squares.sum(0), total.double().square().sum(-1)) < 1e-5
         results.append((total, squares))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    assert not arrived.any()
+    assert not semaphores.any()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 32, 100, 250])
 def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
-    """A long chain in a graph, where each kernel starts while others end, gives to the bit what
-    the same kernels give with a wait after each; and what comes out is right."""
+    """A long chain of kernels that overlap in a graph is equal to the chain with waits between.
+
+    The results are equal to the bit, and close to the results in float64.
+    """
     if INTERPRETED:
         pytest.skip("the interpreter has no CUDA graphs")
     up = [normal(6144, 1024, dtype=DTYPE) / 32 for _ in range(24)]
     down = [normal(1024, 3072, dtype=DTYPE) / 32 for _ in range(24)]
-    counters = torch.zeros(768, dtype=torch.int32, device=DEVICE)
+    semaphores = torch.zeros(768, dtype=torch.int32, device=DEVICE)
     start, stream = normal(rows, 1024, dtype=DTYPE), torch.cuda.Stream()
 
     def chain(pause: Callable[[], object]) -> Tensor:
         stream, squares = start.clone(), None
         for first, second in zip(up, down, strict=True):
-            hidden = gated_linear(stream, first, None, counters, PendingNorm(1e-6, squares))
+            hidden = gated_linear(stream, first, None, semaphores, PendingNorm(1e-6, squares))
             pause()
-            stream, squares = add_linear(stream, hidden, second, None, counters)
+            stream, squares = add_linear(stream, hidden, second, None, semaphores)
             pause()
-        return linear(rms_norm(stream, None, 1e-6), up[0], None, counters)
+        return linear(rms_norm(stream, None, 1e-6), up[0], None, semaphores)
 
     expected = chain(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
@@ -141,4 +143,5 @@ def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
     for first, second in zip(up, down, strict=True):
         gate, value = (norm(exact) @ first.double().T).chunk(2, dim=-1)
         exact += (torch.nn.functional.silu(gate) * value) @ second.double().T
-    assert error(expected, norm(exact) @ up[0].double().T) < 3e-2  # of 48 roundings to bfloat16
+    # The error is that of 48 roundings to bfloat16.
+    assert error(expected, norm(exact) @ up[0].double().T) < 3e-2

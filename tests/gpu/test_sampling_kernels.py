@@ -1,7 +1,8 @@
 """The sampling kernels give the tokens of the torch reference for all sampling parameters.
 
-The two differ only in rounding. So a row may differ if two candidates nearly tie: each difference
-must be such a tie, and there may be few. With TRITON_INTERPRET=1 the tests run on a CPU.
+Kernel and reference round differently. The tokens of a row may therefore differ if two candidates
+nearly tie. The tests check that each difference is such a tie, and that there are few. With
+TRITON_INTERPRET=1 the tests run on a CPU.
 """
 
 import math
@@ -52,9 +53,10 @@ def params(n: int, **columns: Any) -> SamplingTensors:
 
 
 def lead(logits: Tensor, asked: SamplingTensors, row: int, ours: int, theirs: int) -> float:
-    """By how much the reference's score is better, in float64 after the float32 noise.
+    """Return the score of the reference's token minus the score of the kernel's token.
 
-    It is the score of its group of ids, or inside the group if both take the same one.
+    Scores are in float64, with float32 noise. If both tokens are in one group of ids, the scores
+    are those of the ids, otherwise those of the two groups.
     """
     scaled = logits[row].double() / asked.temperature[row].double()
     seed, position = asked.seed[row : row + 1], asked.position[row : row + 1]

@@ -48,7 +48,7 @@ FP32: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch"}
 
 @dataclass(frozen=True)
 class Case:
-    """crowded: the pool is so small that requests are preempted. graphs: of decode steps."""
+    """crowded: the pool is so small that requests are preempted. graphs: decode steps use them."""
 
     name: str
     chunk: int
@@ -122,7 +122,7 @@ def prompts() -> list[list[int]]:
 
 
 class Jitter:
-    """Passes steps on to the engine; the GPU idles for a random while before and after some."""
+    """Passes steps on to the engine, and idles the GPU for random times before and after steps."""
 
     def __init__(self, engine: Engine, longest_cycles: int) -> None:
         self._engine = engine
@@ -225,7 +225,7 @@ def check_text(oracle: Engine, prompt: list[int], output: list[int]) -> float:
     """Compare each token with float32 logits; return the share of tokens that are the best one."""
     short = shortfall(oracle, prompt, output)
     assert short.max() < ROUNDING, (
-        f"token {int(short.argmax())} is no rounding error: {short.max()}"
+        f"token {int(short.argmax())} is worse than the best by more than rounding: {short.max()}"
     )
     return float((short == 0).float().mean())
 
@@ -289,7 +289,7 @@ def test_aborts_leave_the_others_alone(folder: str, oracle: Engine) -> None:
         assert len(found.outputs[uid]) == OUTPUT_TOKENS
         check_text(oracle, prompts()[uid], found.outputs[uid])
     ended = [uid for uid in range(count, 2 * count) if len(found.outputs[uid]) < OUTPUT_TOKENS]
-    assert ended, "some req must have been aborted on its way"
+    assert ended, "at least one request must have been aborted before its last token"
     for uid in ended:
         if found.outputs[uid]:
             check_text(oracle, prompts()[uid - count], found.outputs[uid])

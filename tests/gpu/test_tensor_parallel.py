@@ -1,4 +1,4 @@
-"""Two and four GPUs: sums over peer memory, and the tokens of one GPU whatever is varied."""
+"""Two and four GPUs: sums over peer memory are correct, and all schedules give one GPU's tokens."""
 
 import gc
 import random
@@ -49,7 +49,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def sums(comm: Communicator) -> tuple[float, bool, list[bytes]]:
-    """Worst error against float64, whether replays all agreed, and the bits of each result."""
+    """Return the worst error against float64, whether all replays agree, and all results' bits."""
     assert isinstance(comm, GroupCommunicator)
     peers = comm.peers
     assert peers is not None, "the GPUs of one host reach one another"
@@ -68,7 +68,7 @@ def one_sum(
     comm: Communicator, rows: int, width: int, dtype: torch.dtype
 ) -> tuple[float, bool, bytes]:
     torch.cuda.synchronize()
-    comm.agree_min(0)  # widths change here: nothing may be in flight
+    comm.agree_min(0)  # the width changes here, so no sum may be in flight on any rank
     maker = torch.Generator().manual_seed(rows * width)
     parts = torch.randn((comm.tp.size, rows, width), generator=maker).to(dtype)
     before = torch.randn((rows, width), generator=maker).to(dtype)
@@ -103,7 +103,7 @@ def one_sum(
             agreed &= bool((found == first).all())
         x.copy_(part)
         residual.copy_(start)
-        some = torch.tensor([rows - 1, 0, rows // 2])  # of which a rank may have no more than one
+        some = torch.tensor([rows - 1, 0, rows // 2])  # after two shots, one rank has each row
         taken = comm.take_rows(comm.reduce_norm(x, residual, weight, 1e-6)[1], some.cuda())
         result = torch.cat((first, taken)).cpu()
     error = max(
@@ -118,10 +118,10 @@ def one_sum(
 
 @SIZES
 def test_sums_over_peer_memory(size: int, tmp_path: Path) -> None:
-    """One shot and two, bfloat16 and float32, replayed while ranks are late by random times."""
+    """One-shot and two-shot sums in two dtypes, replayed while random delays hold ranks back."""
     first, *others = run_ranks(size, tmp_path, sums, device="cuda")
     for worst, agreed, bits in (first, *others):
-        assert worst < 1, "in units of what the dtype allows"
+        assert worst < 1, "the error exceeds the tolerance of the dtype"
         assert agreed
         assert bits == first[2], "every rank must have the same bits"
 
@@ -129,7 +129,7 @@ def test_sums_over_peer_memory(size: int, tmp_path: Path) -> None:
 def run(
     size: int, engine: dict[str, str], cases: list[RankCase], paths: dict[str, str], folder: Path
 ) -> list[Outcome]:
-    """What rank 0 found, after all ranks found the same and the cases took place."""
+    """Run the cases, check that they were effective and that all ranks agree; rank 0's outcomes."""
     given = [replace(case, engine=engine) for case in cases]
     first, *others = run_ranks(
         size, folder, run_cases, str(folder), given, paths, device="cuda" if size > 1 else "cpu"
@@ -171,7 +171,7 @@ def test_bfloat16_stays_within_rounding(size: int, paths: dict[str, str], tmp_pa
 
 
 def prompt_logprobs(comm: Communicator, path: str, tokens: int, device: str) -> list[list[float]]:
-    """Of one prompt's tokens, from a step that is padded to a graph's size, and eagerly."""
+    """Log-probabilities of a prompt's tokens, from a step padded to a graph's size and eagerly."""
     found = []
     for largest_graph in (4, 0):
         config = EngineConfig(
@@ -203,17 +203,21 @@ def prompt_logprobs(comm: Communicator, path: str, tokens: int, device: str) -> 
 
 @SIZES
 def test_log_probabilities_of_a_padded_prompt(size: int, tmp_path: Path) -> None:
-    """In a graph's sums the prompt's rows are enough for two shots, by themselves for one."""
-    tokens = {2: 1850, 4: 100}[size]  # 2 KiB each
+    """The padded rows of the graph are summed in two shots, the prompt's own rows in one shot."""
+    tokens = {2: 1850, 4: 100}[size]  # a row of the sum is 2 KiB
     path = write_model("qwen3-0.6b", tmp_path)
     first, *others = run_ranks(size, tmp_path, prompt_logprobs, path, tokens, "cuda", device="cuda")
     assert np.isfinite(first).all()
-    assert np.abs(np.subtract(*first)).max() < 0.15, "with a spread of 0.6 between tokens"
+    # The log-probabilities of different tokens have a spread of 0.6.
+    assert np.abs(np.subtract(*first)).max() < 0.15
     assert others == [first] * (size - 1), "every rank must have the same"
 
 
 def without_room(comm: Communicator) -> tuple[bool, float]:
-    """Whether there is peer memory where the last rank has no memory left, and a sum then."""
+    """Fill the last rank's GPU, set up peer memory, and sum.
+
+    Returns whether the rank uses peer memory, and the mean of the sum.
+    """
     assert isinstance(comm, GroupCommunicator)
     comm.peers = filled = None
     gc.collect()
@@ -233,12 +237,12 @@ def test_ranks_do_not_wait_for_one_without_peer_memory(size: int, tmp_path: Path
 
 @SIZES
 def test_a_dead_rank_ends_the_llm(size: int, tmp_path: Path) -> None:
-    """The others spin in a sum that never ends; the caller has its error all the same."""
+    """The other ranks wait in a sum that never ends, and the caller still gets WorkerDied."""
 
     def greedy(count: int) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
-    path = write_model("qwen3-0.6b", tmp_path, full_vocabulary=True)  # each token comes as a text
+    path = write_model("qwen3-0.6b", tmp_path, full_vocabulary=True)  # every token has a text
     with LLM(path, dummy_weight=True, tp=size, num_pages=256, max_running_reqs=8) as llm:
         done = llm.generate([5, 6, 7], greedy(8), progress=False)
         assert isinstance(done, Completion)

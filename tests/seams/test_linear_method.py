@@ -115,7 +115,7 @@ def test_the_int8_model_is_close_to_the_float_model(tmp_path: Path) -> None:
 
 
 def test_a_method_that_cannot_fold_norms_runs_in_bfloat16(tmp_path: Path) -> None:
-    """In bfloat16 the engine folds norms into linears whose methods can; this one gets the norm."""
+    """In bfloat16 the engine folds norms where the method can. With Int8Linear the norms stay."""
     int8, rounded = quantised(build_model("qwen2", tmp_path / "source"), tmp_path)
     made = engine(int8, INT8, dtype="bfloat16")
     assert not any(layer.input_layernorm.folded for layer in made._model.model.layers)

@@ -15,9 +15,10 @@ A program normalises and rotates the queries that it needs. The program with the
 context also normalises and rotates the new key, and stores it and the new value in the pool before
 it reads that block. No other program reads them.
 
-A program is one warp, and a multiprocessor runs eight. No program waits for another, so the others
-read while one begins or ends a unit. Programs have two warps where large heads or groups do not fit
-into the registers of one, and two or four where units are so few that each should end sooner.
+A program is one warp, and a multiprocessor runs eight programs. No program waits for another: while
+one begins or ends a unit, the other seven read. A program has two warps if large heads or groups do
+not fit into the registers of one warp. It has two or four warps if there are so few units that each
+should end sooner.
 
 The tall operand of the matrix unit has H rows, at least 16. They are the queries of a KV head, each
 repeated to fill the rows, followed by the new key and value, whose results are dropped. Scores are
@@ -39,10 +40,10 @@ from minisgl.kernel.triton.overlap import overlaps
 _BLOCK = 16  # keys that one instruction of the matrix unit sums over
 _STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
 _LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurements.md)
-_LEAST = 4  # blocks of a program, at least
+_LEAST = 4  # the fewest blocks of a program
 _FEW_UNITS = 256  # up to this many units, programs have more warps
 _SMALL_GROUP = 4  # query heads per KV head; larger groups make a unit's start and end long
-_MOST_ELEMENTS = 2048  # of the tile of queries, and of the output's, that fit into one warp
+_MOST_ELEMENTS = 2048  # the largest tile of queries, or of outputs, that fits into one warp
 _LOG2E = 1.4426950408889634
 _REQ_FIELDS = ["rows", "start", "lengths", "first"]  # views into the step, of any alignment
 
@@ -231,8 +232,11 @@ def count_blocks(
 
 
 def _most_reqs(scratch: DecodeScratch) -> int:
-    """Requests for which the kernel is compiled, a power of two: as many as the scratch allows, so
-    that every step uses the same kernel."""
+    """The number of requests for which the kernel is compiled, a power of two.
+
+    The kernel is compiled for as many requests as the scratch allows, so that every step uses the
+    same kernel.
+    """
     return max(1 << (len(scratch.first) - 2).bit_length(), 256)
 
 

@@ -29,10 +29,10 @@ def queries(
     QROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Normalise and rotate the queries of one KV head and its new key; optionally store the new key
-    and value.
+    """Normalise and rotate the queries and the new key of one KV head.
 
-    Returns [QROWS, D]: GROUP queries, the new key, and rows without meaning.
+    Optionally stores the new key and value. Returns [QROWS, D]: GROUP queries, the new key, and
+    rows without meaning.
 
     row     address of the request's row of qkv.
     new     position of the new token.

@@ -1,4 +1,4 @@
-"""Lets Triton find kernels in a folder that is only read, before it looks into its own cache.
+"""Lets Triton find kernels in a read-only folder before it looks into its own cache.
 
 The folder has one subfolder per kernel, as Triton's own cache does. It may be copied anywhere: the
 files are found by name, and not by the absolute paths that Triton writes into its group files.
@@ -31,8 +31,8 @@ _C_SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))  # of a C module, which 
 class FolderCache(FileCacheManager):
     """Triton's cache manager with a read-only folder in front.
 
-    A complete entry of the folder is used and searched nowhere else. Every other entry is read from
-    and written to Triton's own cache.
+    If the folder has a complete entry for a key, Triton uses it and no other. Every other entry is
+    read from and written to Triton's own cache.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:

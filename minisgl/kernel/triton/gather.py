@@ -9,8 +9,8 @@ from torch import Tensor
 from minisgl.kernel.gather import TILE
 
 _BLOCK = 256
-_PROGRAMS = 512  # at most, that compute slots
-_ELEMENTS = 4096  # of keys that a program of four warps copies at once, and as many of values
+_PROGRAMS = 512  # the most programs that compute slots
+_ELEMENTS = 4096  # elements of keys, and as many of values, that a program copies at once
 
 
 @triton.jit(

@@ -43,7 +43,10 @@ def _narrow(s1, s2, s3, target, low, high):
 
 @triton.jit
 def search_list(bits, amount, target, high):
-    """Return the least limit within which the amounts reach target, which they do within `high`."""
+    """Return the least limit in bits for which the amounts of all gaps up to it reach `target`.
+
+    bits, amount: one entry for each gap. The amounts of all gaps up to `high` reach the target.
+    """
     low = high * 0 - 1
     while high - low > 1:
         span = high - low

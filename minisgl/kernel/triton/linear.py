@@ -175,8 +175,10 @@ def add_linear(
     semaphores: Tensor,
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, and returns the squares. residual: contiguous [M, N]; the rest as in
-    `linear`."""
+    """As the reference, but always returns the squares.
+
+    residual: contiguous [M, N]. The other parameters are as in `linear`.
+    """
     squares = x.new_empty((len(weight) // tiling.height, len(x)), dtype=float32)
     _launch(x, weight, bias, semaphores, tiling, residual, out_squares=squares)
     return residual, squares

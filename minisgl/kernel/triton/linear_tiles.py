@@ -89,8 +89,11 @@ def linear(
     WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One tile of the product, or one split of a tile. x and weight are TMA descriptors (see
-    `descriptors`); the other parameters are as in linear._linear."""
+    """One tile of the product, or one split of a tile.
+
+    x and weight are TMA descriptors (see `descriptors`). The other parameters are as in
+    linear._linear.
+    """
     OUT: gl.constexpr = BN // 2 if GATED else BN
     TALL: gl.constexpr = WARPS if 16 * WARPS <= BM else BM // 16  # warps along the rows
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -186,8 +189,10 @@ def linear(
 def descriptors(
     x: Tensor, weight: Tensor, tiling: Tiling, gated: bool
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """TMA descriptors of x [M, K], with unit stride in K and rows aligned to 16 bytes, and of the
-    contiguous weight [N, K]."""
+    """Return the TMA descriptors of x and of the weight.
+
+    x: [M, K], unit stride in K, rows aligned to 16 bytes. weight: contiguous [N, K].
+    """
     height, width = weight.shape
     tall, columns = tiling.height, tiling.columns
     block = [tiling.rows, columns]

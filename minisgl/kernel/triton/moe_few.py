@@ -1,9 +1,9 @@
 """Router and experts of a mixture of experts for a few tokens, as matrix-vector products.
 
-There are many small programs, and each loads all of its weights at once, so that the whole GPU
-reads although the experts of one token are small. When two tokens share an expert, the second reads
-its weights from the L2 cache. With EARLY (Hopper and later) a kernel uses programmatic dependent
-launch (overlap.py): it may load weights before gdc_wait.
+The experts of one token are small. There are many small programs, and each loads all of its weights
+at once, so that the whole GPU still reads at the same time. When two tokens share an expert, the
+second token's programs read its weights from the L2 cache. With EARLY (Hopper and later) a kernel
+uses programmatic dependent launch (overlap.py): it may load weights before gdc_wait.
 
 Bytes read in 16-bit types: 2 H E for the router, 6 H I for each of T * top_k assignments.
 """
@@ -18,9 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.kernel.triton.moe_routing import choose
 from minisgl.kernel.triton.overlap import overlaps
 
-# Weights of a program: rows of gate and as many of up, and their columns in one load; rows of
-# `down` over all experts of a token, and their columns in one load. The fastest of 22 and of 31
-# choices on one H200 with H 2048 and I 768, 2026-11-21.
+# The weights of a program. _gate_up: rows of gate, as many rows of up, and columns of one load.
+# _down: rows over all experts of a token, and columns of one load. They are the fastest of 22
+# choices for _gate_up and of 31 for _down, on one H200 with H 2048 and I 768, 2026-11-21.
 _ROWS, _COLUMNS = 2, 2048
 _DOWN_ROWS, _DOWN_COLUMNS = 16, 256
 

@@ -104,7 +104,7 @@ def _sum(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class Tile(NamedTuple):
-    """How a product is cut.
+    """The tile of the weight that a program multiplies.
 
     rows, columns  of the weight that a program loads at once.
     stages         loads in flight.
@@ -127,9 +127,9 @@ class Tiling(NamedTuple):
 
 _EXACT = Tiling(16, Tile(32, 32, 2, 4), Tile(32, 32, 2, 4))  # for float32, which tests use
 _NARROW = Tile(64, 128, 3, 4)
-# For bfloat16 and float16: the most assignments per expert for which a tiling is used. Each is the
-# fastest of 44 on one H200 with H 2048, I 768, 128 experts and 8 per token (2026-11-21, torch 2.11,
-# Triton 3.6).
+# For bfloat16 and float16: the most assignments per expert for which a tiling is used. Each tiling
+# is the fastest of 44 on one H200 with H 2048, I 768, 128 experts and 8 experts per token
+# (2026-11-21, torch 2.11, Triton 3.6).
 _TILINGS = (
     (8.0, Tiling(16, _NARROW, _NARROW)),
     (20.0, Tiling(32, _NARROW, _NARROW)),

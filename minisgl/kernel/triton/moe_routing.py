@@ -135,8 +135,10 @@ def _align(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per expert. It counts the assignments of all experts to find where its blocks
-    begin, and then writes its own assignments."""
+    """Write the assignments of one expert to its blocks; one program per expert.
+
+    The program first counts the assignments of all experts to find the beginning of its blocks.
+    """
     expert = tl.program_id(0)
     ids = tl.arange(0, WIDTH)
     counts = tl.zeros([WIDTH], tl.int32)

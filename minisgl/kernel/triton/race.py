@@ -4,7 +4,8 @@ The Gumbel-max trick takes argmax(logit / T + g) with g = -log(e), where e = -lo
 exponentially distributed. That is the token with the smallest arrival e / exp(logit / T). So a
 token beats the best one so far if e < e_best * exp((logit - logit_best) / T). For a group of
 tokens, the sum of their exp(logit / T) takes the place of exp(logit / T). Each comparison needs one
-logarithm and one exponential. It overflows for no T, and does not need the maximum of the row.
+logarithm and one exponential. It does not overflow for any T, and does not need the maximum of the
+row.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -89,7 +90,8 @@ def draw_arrival(word, FAST: tl.constexpr):
 def arrivals(ids, place, salt, FAST: tl.constexpr, STREAM: tl.constexpr = 0):
     """draw_arrival of single ids, of any shape and order.
 
-    Each id computes a Philox block of four words and uses one of them.
+    place: the position of the sampled token. salt: the seed of the request. For each id the
+    function computes a Philox block of four words and uses one of them.
     """
     w0, w1, w2, w3 = philox(ids >> 2, place, salt, STREAM)
     low_half = tl.where((ids & 1) == 0, w0, w1)

@@ -59,8 +59,8 @@ def _stage_tokens(
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
-    # Binary search. The request of this token is the last one whose first token is not after
-    # it, and lies in [low, high).
+    # Binary search in [low, high) for the request of this token: the last request that begins at
+    # or before the token.
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + num_reqs
     for _ in range(search_steps):

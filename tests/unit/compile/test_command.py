@@ -15,7 +15,7 @@ from minisgl.utils.supervise import CONFIG_EXIT
     ("arguments", "message"),
     [
         (["--arch", "9.0"], "needs --kernel-cache"),
-        (["--kernel-cache", "x"], "say for which to compile, such as --arch 9.0"),
+        (["--kernel-cache", "x"], "this machine has no GPU: name an architecture"),
         (["--model", "/nowhere"], "model folder /nowhere does not exist"),
     ],
 )

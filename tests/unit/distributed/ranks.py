@@ -37,9 +37,9 @@ def _rank_main(
 def run_ranks(
     size: int, folder: Path, function: Callable[..., Any], *args: Any, device: str = "cpu"
 ) -> list[Any]:
-    """function(comm, *args) on each rank; returns the results in rank order.
+    """Call function(comm, *args) on each rank, and return the results in rank order.
 
-    Results must hold no tensors: their memory ends with the rank's process.
+    Results must not hold tensors, because their memory ends with the rank's process.
     """
     spawn = multiprocessing.get_context("spawn")
     out = spawn.Queue()

@@ -19,7 +19,7 @@ def own_listeners() -> list[str]:
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:
-            continue  # the descriptor of the listing itself
+            continue  # listdir's own descriptor, which is closed by now
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
     found = []
@@ -58,7 +58,7 @@ def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
             torch.testing.assert_close(torch.tensor(normed), expected)
         assert gathered == [[[0, 10], [20, 30]], [[1, 11], [21, 31]]]
         assert smallest == 6
-        assert taken == [[4.0, 5.0], [2.0, 3.0], [2.0, 3.0]], "from the ranks that have them"
+        assert taken == [[4.0, 5.0], [2.0, 3.0], [2.0, 3.0]], "each row from the rank that has it"
         assert listeners, "gloo listens somewhere, otherwise this test could not fail"
         assert set(listeners) <= {"127.0.0.1", "::1"}
 

@@ -1,4 +1,4 @@
-"""Which sums go over peer memory. Only shape and dtype decide, so that all ranks agree."""
+"""The sums that go over peer memory. Shape and dtype decide this, so that all ranks agree."""
 
 import pytest
 import torch

@@ -52,7 +52,7 @@ def test_a_folder_for_this_gpu_lacks_nothing(folder: Path, tools: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"archs": [90]}'])
 def test_a_folder_without_a_manifest_is_refused(tmp_path: Path, content: str | None) -> None:
-    """The manifest is missing (interrupted compilation), empty, cut off, or of another form."""
+    """The manifest is missing (an interrupted compilation), empty, cut off, or has other fields."""
     (tmp_path / "triton" / "abc").mkdir(parents=True)
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)
@@ -69,23 +69,23 @@ def test_an_interrupted_compilation_leaves_no_manifest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "attention", "lack"),
+    ("arch", "attention", "mismatch"),
     [
         (100, [], "is for GPUs of compute capability 9.0, this one has 10.0"),
         (90, [FA3, "fa2 bfloat16 64"], r"lacks attention kernels \(fa2 bfloat16 64\)"),
     ],
 )
 def test_missing_kernels_are_an_error_only_without_compilers(
-    folder: Path, tools: Path, arch: int, attention: list[str], lack: str
+    folder: Path, tools: Path, arch: int, attention: list[str], mismatch: str
 ) -> None:
     install(tools, "gcc")
     if attention:
-        with pytest.raises(ConfigError, match=f"{lack}: run minisgl compile again"):
+        with pytest.raises(ConfigError, match=f"{mismatch}: run minisgl compile again"):
             check_kernel_cache(folder, arch, attention)
         install(tools, "nvcc")
     assert check_kernel_cache(folder, arch, attention) is not None
     (tools / "gcc").unlink()
-    with pytest.raises(ConfigError, match=f"{lack}: run minisgl compile again"):
+    with pytest.raises(ConfigError, match=f"{mismatch}: run minisgl compile again"):
         check_kernel_cache(folder, arch, attention)
 
 
@@ -131,7 +131,7 @@ def test_a_new_manifest_does_not_name_kernels_of_other_versions(
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be filled: "), filling(tmp_path / "file", [], []):
+    with pytest.raises(ConfigError, match="is not writable: "), filling(tmp_path / "file", [], []):
         pass
 
 

@@ -41,7 +41,7 @@ def log(
 
 
 def compiled(log: CompileLog, seconds: float, cache_hit: bool = False) -> None:
-    """What Triton reports after a compilation, or after it found a kernel in its cache."""
+    """Report a compilation, or a kernel that Triton found in its cache, as Triton does."""
     times = SimpleNamespace(total=int(seconds * 1e6))
     log.count(src=None, metadata={}, metadata_group={}, times=times, cache_hit=cache_hit)
 

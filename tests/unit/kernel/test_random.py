@@ -41,7 +41,7 @@ def test_philox_gives_the_published_answers(
 
 
 def test_philox_is_exact_on_many_words() -> None:
-    """Products that wrap lose no bit that is used."""
+    """Products that wrap keep all 64 bits that the algorithm uses."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(0, 2**32, (6, 500), generator=generator)
     result = torch.stack(philox4x32(tuple(inputs[:4]), tuple(inputs[4:]))).T.tolist()

@@ -88,7 +88,7 @@ def test_filters_keep(asked: dict[str, float], kept: set[int]) -> None:
 
 
 def test_top_p_applies_after_temperature() -> None:
-    """At temperature 0.5 the first token has 0.55 of the mass, so 0.5 keeps it alone."""
+    """At temperature 0.5 the first token has probability 0.55, so top_p 0.5 keeps no other."""
     assert set(draw(PROBS, n=500, temperature=0.5, top_p=0.5)) == {1}
     assert set(draw(PROBS, n=500, top_p=0.5)) == {1, 3}
 

@@ -31,7 +31,7 @@ def test_a_tiling_fits_the_shape_and_the_gpu(shape: tuple[int, int], rows: int) 
     pieces = max(32 * tiling.warps // tiling.height, 1)
     assert tiling.ahead % (8 * pieces) == 0  # a prefetch is whole units of 16 bytes
     tiles = height // tiling.height * -(-rows // tiling.rows)
-    assert tiles <= height // 8  # semaphores
+    assert tiles <= height // 8  # the number of semaphores
     assert tiles * tiling.splits >= 56
     held = 2 * tiling.columns * tiling.stages * (tiling.rows + tiling.height)
     assert held < SHARED_MEMORY_BYTES
@@ -44,7 +44,7 @@ def test_a_small_model_takes_the_kernel_for_all_its_products(rows: int) -> None:
 
 
 def test_torch_computes_the_products_of_8b_with_many_rows() -> None:
-    """Beyond 64 rows a program of some products would read too many bytes; at 256 rows of all."""
+    """Above 64 rows, a program would read too many bytes in some products; at 256 rows, in all."""
     few, some, many = ([tiling_for(rows, *s) for s in SHAPES[4:8]] for rows in (64, 128, 256))
     assert all(few)
     assert [tiling is None for tiling in some] == [True, False, True, False]

@@ -48,7 +48,7 @@ def test_a_folded_norm_gives_the_same_product(generator: torch.Generator) -> Non
 
 
 def test_a_folded_norm_adds_up_a_stream_in_two_parts(generator: torch.Generator) -> None:
-    """Experts leave the stream so: their output, and the residual beside it."""
+    """A MoE block leaves its output and the residual as two parts of the stream."""
     norm, linear = norm_and_linear(generator)
     x, residual = torch.randn(2, 3, 16, generator=generator)
     expected = linear(norm(ResidualStream(x.clone(), residual.clone()))[0])

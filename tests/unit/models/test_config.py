@@ -229,7 +229,7 @@ def test_eos_ids_of_both_files_are_united() -> None:
     assert config({"eos_token_id": [7, 2, 5]}).eos_token_ids == (2, 5, 7)
     assert config({}, eos_token_id=None).eos_token_ids == ()
     assert config({"eos_token_id": 9}, eos_token_id=[3]).eos_token_ids == (3, 9)
-    beyond = config({"eos_token_id": 1000}, eos_token_id=[3, 2**70])  # no logit, never sampled
+    beyond = config({"eos_token_id": 1000}, eos_token_id=[3, 2**70])  # larger than the vocabulary
     assert beyond.eos_token_ids == (3,)
 
 

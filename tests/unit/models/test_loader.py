@@ -121,7 +121,7 @@ def test_several_files_load_with_and_without_index(checkpoint: Path) -> None:
     assert all(torch.equal(with_index[name], without_index[name]) for name in with_index)
 
 
-def test_harmless_extras_are_tolerated(checkpoint: Path) -> None:
+def test_harmless_extra_tensors_are_ignored(checkpoint: Path) -> None:
     tensors = read(checkpoint)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -167,7 +167,7 @@ def test_a_tensor_of_a_quantised_type_is_named(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_head_that_differs_from_tied_embeddings_is_named(checkpoint: Path, rank: int) -> None:
-    """transformers 5 uses the head, earlier versions do not. Each rank has a changed row."""
+    """Versions of transformers disagree on the head to use. Each rank has a row that differs."""
     tensors = read(checkpoint)
     head = tensors["model.embed_tokens.weight"].clone()
     head[[3, 100]] += 1

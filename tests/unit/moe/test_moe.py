@@ -35,7 +35,8 @@ def test_experts_equal_their_definition(renormalise: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("fast", "'fast' is not known"), ("triton", "'triton' needs a GPU")]
+    ("name", "says"),
+    [("fast", "'fast' is not known"), ("triton", "'triton' cannot be used: it needs a GPU")],
 )
 def test_backends_that_cannot_be_used_are_refused(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
