@@ -59,7 +59,7 @@ def _compile(arguments: Sequence[str]) -> int:
         prog="minisgl compile",
         description="Compile the GPU kernels of a model into the folder --kernel-cache. "
         "Needs nvcc, g++ and ninja, but no GPU and no weights.",
-        epilog="Accepts all flags of minisgl. Give the flags of the server that will use it.",
+        epilog="Takes all flags of minisgl. Give the flags of the server that will use the folder.",
         allow_abbrev=False,
     )
     help_text = "compute capabilities, such as 9.0; default: the capabilities of the local GPUs"

@@ -78,10 +78,7 @@ class Unsupported(RequestError):
 
 
 class Overloaded(RequestError):
-    """The queue, the open connections or the bytes of bodies are at their limit.
-
-    The client may retry the request.
-    """
+    """The queue, the connections or the bytes of bodies are at their limit. A client may retry."""
 
 
 class DeadlineExceeded(RequestError):

@@ -167,7 +167,7 @@ def _lead(scheduler: Scheduler, source: LocalInbox, case: RankCase) -> None:
 def _sampling(case: RankCase, uid: int) -> SamplingParams:
     if not case.drawn:
         return SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    # In wave one each rank samples from its own logits, in wave two from the logits of all ranks.
+    # In wave one each rank samples from its part of the logits, in wave two from all logits.
     count = len(prompts())
     asked: dict[str, Any] = {}
     if uid == count + 1:

@@ -127,8 +127,9 @@ def test_seeded_draws_do_not_depend_on_the_batch(model_path: ModelPath) -> None:
 
 
 def test_nan_of_one_request_reaches_no_other_request(model_path: ModelPath) -> None:
-    """NaN is in a page of request 1, and in the unused part of a page that request 0 reads padded.
+    """NaN is in a page of request 1, and at the unused end of a page of request 0.
 
+    Attention reads the unused end as padding.
     Only the result of request 1 is marked as not finite.
     """
     path = model_path("llama")
