@@ -16,7 +16,7 @@ from minisgl.utils import setup_logging, supervise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code. A ConfigError is one line on stderr."""
+    """Run the command line and return the exit code. A ConfigError prints one line to stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["bench"]:
@@ -36,13 +36,14 @@ def _serve(arguments: Sequence[str]) -> int:
     from minisgl.server.launch import launch
 
     setup_logging("launcher", "info")
-    # PID 1 has no default action for signals, and a download may take minutes.
+    # In a container this process is PID 1, for which the kernel has no default action for signals.
+    # Without a handler, SIGTERM would not end a download, which may take minutes.
     signal.signal(signal.SIGTERM, _end_download)
     return launch(resolve(arguments, os.environ, resolve_model, _demo_path))
 
 
 def _end_download(number: int, frame: FrameType | None) -> NoReturn:
-    """Exit at once: sys.exit would wait for the threads of the download."""
+    """Exit at once on SIGTERM. sys.exit would wait for the threads of the download."""
     sys.stderr.write(
         "minisgl: error: SIGTERM ended the start while the model was looked up or downloaded; if "
         "Kubernetes sent it, raise startup.budgetSeconds of the chart or set cache.enabled\n"
@@ -58,10 +59,10 @@ def _compile(arguments: Sequence[str]) -> int:
         prog="minisgl compile",
         description="Compile the GPU kernels of a model into the folder --kernel-cache. "
         "Needs nvcc, g++ and ninja, but no GPU and no weights.",
-        epilog="Accepts all flags of minisgl; give those of the server that will use the folder.",
+        epilog="Takes all flags of minisgl. Give the flags of the server that will use the folder.",
         allow_abbrev=False,
     )
-    help_text = "compute capabilities, such as 9.0; without this flag, those of the local GPUs"
+    help_text = "compute capabilities, such as 9.0; default: the capabilities of the local GPUs"
     parser.add_argument("--arch", nargs="+", default=[], type=_arch, metavar="X.Y", help=help_text)
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")

@@ -4,8 +4,8 @@ The scheduler builds a `Batch`, `EngineLike.launch` starts it, and `PendingStep.
 `StepResult`. All arrays here are numpy arrays on the host; this module does not import torch.
 
 Shape letters, used in the whole package: B requests in the step, T tokens in the step, P pages,
-S page_size, U page-table updates, Hq / Hkv local query / KV heads, D head_dim, V logit width,
-L layers, N rows of the device's tensors (B and padding).
+S page_size, U page-table updates, Hq / Hkv local query / KV heads, D head_dim, V width of the
+logits, L layers, N rows of the tensors on the device (B plus padding).
 """
 
 import zlib
@@ -32,15 +32,16 @@ class PageUpdates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EditedReq:
-    """A request of a step whose next token is sampled from edited logits.
+    """A request with edited logits in one step: its next token is sampled from these.
 
-    index       its position in the batch.
+    index       index of the request in the batch.
     position    position of the token that this step samples.
-    prompt_len  position of its first output token.
-    history     int32 [position], its tokens so far, on the first step that samples for it since it
-                got its row; None on later steps. Tokens that came from the prefix cache do not pass
-                through the engine, so a processor that counts tokens needs this array.
-    states      one entry for each logits processor, as LogitsProcessor.open returned it.
+    prompt_len  position of the request's first output token.
+    history     int32 [position]; the tokens of the request so far. Set only in the first step that
+                samples for the request after it got its row, None in later steps. Tokens from the
+                prefix cache do not pass through the engine, so a processor that counts tokens needs
+                this array.
+    states      one state for each logits processor, as LogitsProcessor.open returned it.
     """
 
     index: int
@@ -51,13 +52,13 @@ class EditedReq:
 
 
 class LogprobsRequest(NamedTuple):
-    """Which log-probabilities a step reports beside its tokens.
+    """The log-probabilities that a step reports together with its tokens.
 
-    sampled         int32 [B]; number of most likely tokens to report with the sampled token,
-                    -1: report nothing.
-    prompt          int32 [B]; the same for each prompt token of a chunk, -1: report nothing.
+    sampled         int32 [B]; number of most likely tokens to report with the sampled token. -1
+                    means that the step reports nothing for this request.
+    prompt          int32 [B]; the same number for each prompt token of a chunk.
     prompt_targets  int32 [sum of the lengths of the chunks with prompt >= 0]; the prompt token that
-                    follows each position, -1 behind the end of the prompt.
+                    follows each position, -1 after the end of the prompt.
     """
 
     sampled: Int32Array
@@ -66,11 +67,11 @@ class LogprobsRequest(NamedTuple):
 
 
 class Logprobs(NamedTuple, Generic[Array]):
-    """Log-probabilities of n tokens, computed from the logits as the model returns them.
+    """Log-probabilities of n tokens, computed from the logits that the model returns, unedited.
 
-    chosen   float32 [n], of the tokens themselves.
-    top_ids  int32 [n, K], the most likely tokens at the same positions, most likely first.
-    top      float32 [n, K], of these.
+    chosen   float32 [n]; the log-probability of each token.
+    top_ids  int32 [n, K]; ids of the most likely tokens at the same positions, most likely first.
+    top      float32 [n, K]; the log-probabilities of top_ids.
     """
 
     chosen: Array
@@ -83,23 +84,23 @@ HostLogprobs = Logprobs[NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One forward step, complete and immutable: first the decode requests, then prefill chunks.
+    """One forward step, complete and immutable: first the decode requests, then the prefill chunks.
 
     step_id       counts up by one with each launched step, the same on all ranks.
-    num_decode    the first num_decode requests decode. The engine reads the tokens that they
-                  forward from its token pool at (row, start) to (row, start + length - 1), so the
-                  host need not know them yet.
+    num_decode    number of decode requests, which come first. The engine reads their input tokens
+                  from its token pool, at (row, start) to (row, start + length - 1). The host need
+                  not know these tokens yet.
     rows          int32 [B], distinct; each request's row in the page table and the token pool.
     start         int32 [B]; tokens in the KV cache before the step, which is also the position of
                   the first token that the request forwards.
     lengths       int32 [B]; tokens forwarded, at least 1. T = lengths.sum(). A decode request with
-                  a length above 1 forwards draft tokens behind its last token. The next step must
-                  not contain it before this step's result is read, and it can have neither edited
-                  logits nor log-probabilities.
+                  a length above 1 forwards draft tokens after its last token. Such a request has
+                  neither edited logits nor log-probabilities, and no later step may contain it
+                  before the result of this step is read.
     samples       bool [B]; the request gets tokens from this step. False for a chunk that does not
                   reach the end of its prompt.
     chunk_ids     int32 [T - num_decode_tokens]; token ids of the prefill chunks, concatenated.
-    page_updates  applied before the forward.
+    page_updates  changes of the page table, which the engine applies before the forward.
     sampling      the values of sampling columns (core.sampling), [B], by name. A column that is
                   missing has its neutral value for all requests.
     logit_edits   the sampling requests with edited logits; None when there are none.
@@ -149,8 +150,10 @@ class StepResult(NamedTuple):
     counts           int32 [B]; how many tokens of each row are valid: 0 where batch.samples is
                      False, 1 for a chunk, 1 to its length for a decode request.
     finite           bool [B]; False when the logits of a sampling request hold NaN or infinity.
-    logprobs         of the first token of each request, [B] rows, where batch.logprobs asks.
-    prompt_logprobs  for each index in the batch that asks, those of its chunk's positions.
+    logprobs         log-probabilities of the first token of each request, B rows; None if no
+                     request asks for them.
+    prompt_logprobs  log-probabilities of the prompt tokens of a chunk, by the index of its request
+                     in the batch. Requests that do not ask for them have no entry.
     by_graph         whether a CUDA graph ran the step.
     """
 
@@ -166,10 +169,10 @@ class PendingStep(Protocol):
     """A launched step whose result has not been read."""
 
     def wait(self) -> StepResult:
-        """Block until the device has completed the step. The scheduler calls this exactly once."""
+        """Block until the step is complete and return its result. The scheduler calls this once."""
 
     def done(self) -> bool:
-        """Return whether wait would not block."""
+        """Return True if the step is complete, so that wait returns at once."""
 
 
 class EngineLike(Protocol):
@@ -181,4 +184,4 @@ class EngineLike(Protocol):
     max_seq_len: int
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Start the step without waiting. The caller does not change the batch's arrays."""
+        """Start the step without waiting. The caller must not change the batch's arrays later."""

@@ -31,14 +31,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernel_cache: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value that no model and no machine can use.
+        """Raise ConfigError for a value that is wrong for every model and every machine.
 
-        The engine refuses values that this model or this machine cannot use.
+        The engine later checks the values against its model and its machine.
         """
         for name in ("tp_size", "max_running_reqs", "page_size", "num_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1")
+                raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.max_running_reqs > 8192:
             raise ConfigError("max_running_reqs must be at most 8192, the limit of the kernels")
         if self.page_size & (self.page_size - 1):
@@ -46,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Policy of the scheduler. server/flags.toml and EnvSettings describe each setting."""
+    """Settings of the scheduler. server/flags.toml and server.cli.EnvSettings describe each."""
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 16.0
@@ -57,13 +57,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
         if self.prefill_budget_tokens < 1:
-            raise ConfigError("prefill_budget_tokens must be at least 1")
+            raise ConfigError("prefill_budget_tokens must be at least 1 token")
         if self.cache_type not in ("radix", "naive"):
             raise ConfigError(f"cache_type {self.cache_type!r} is not known; known: radix, naive")
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a loaded engine that the front end needs. It does not open the model itself.
+    """Properties of a loaded engine that the front end needs, since it does not open the model.
 
     max_seq_len         limit of prompt and output tokens together.
     kv_capacity_tokens  tokens that fit into the KV pool.

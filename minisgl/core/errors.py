@@ -25,7 +25,7 @@
         - InvariantBroken
 
 The classes marked (server) are in server/errors.py, with the HTTP status of each RequestError.
-Messages say what was wrong, what was expected, and what to do.
+A message names the fault, the expected value and the remedy.
 """
 
 
@@ -64,7 +64,7 @@ class RequestError(MinisglError):
 
 
 class InvalidRequest(RequestError):
-    """A parameter has a wrong type, range or combination."""
+    """A parameter has a wrong type, is out of its range, or conflicts with another parameter."""
 
 
 class PromptTooLong(RequestError):
@@ -74,11 +74,11 @@ class PromptTooLong(RequestError):
 
 
 class Unsupported(RequestError):
-    """A known parameter that would change the answer and is not supported."""
+    """The request sets a known but unsupported parameter, which would change the answer."""
 
 
 class Overloaded(RequestError):
-    """The queue, the connections or the bodies are at their limit. The client may retry."""
+    """The queue, the connections or the bytes of bodies are at their limit. A client may retry."""
 
 
 class DeadlineExceeded(RequestError):

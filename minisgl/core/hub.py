@@ -1,4 +1,4 @@
-"""Find a model: from the name that the user typed to a local folder with a checkpoint.
+"""Resolve the name of a model, as the user gives it, to a local folder with a checkpoint.
 
 The launcher calls `resolve_model` once, before it starts any worker, so that workers only read
 local files. Nothing here loads torch.
@@ -39,9 +39,9 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
     except PermissionError as error:
         folder = _forbidden_folder(Path(error.filename or name).absolute())
         raise ConfigError(
-            f"user {os.geteuid()} has no permission for the folder {folder}; give this user read "
-            "and execute permission for the folder of a model, and write permission too for the "
-            f"cache of downloads, HF_HOME (model {name})"
+            f"model {name}: user {os.geteuid()} has no permission for the folder {folder}; this "
+            "user needs read and execute permission for a model folder, and also write permission "
+            "for the download cache (HF_HOME)"
         ) from None
 
 
@@ -74,7 +74,12 @@ def _checked(folder: Path, name: str, weights: bool) -> str:
 
 
 def _forbidden_folder(path: Path) -> Path:
-    """The outermost folder on the way to `path` that this user may not enter, or write."""
+    """Return the folder that caused a permission error at `path`.
+
+    It is the outermost parent of `path` that this user may not enter. If that parent does not
+    exist, it is the folder in which the parent could not be created. If the user may enter every
+    parent, it is the direct parent, where the file could not be read or written.
+    """
     for folder in reversed(path.parents):
         if not os.access(folder, os.X_OK, effective_ids=True):
             return folder if folder.exists() else folder.parent

@@ -1,8 +1,9 @@
 """Sampling parameters of a request, and the columns in which they travel to the device.
 
-A parameter that the sampler needs for each row of a step is one entry of `SAMPLING_COLUMNS`. The
-request table, the packed buffer of a step, its padding and its views on the device follow from
-that list; beside it only `SamplingParams`, the sampler and its kernel name the parameter.
+A parameter that the sampler needs for each row of a step is one entry of `SAMPLING_COLUMNS`. That
+list determines the columns of the request table, the packed buffer of a step, its padding and its
+views on the device. A new parameter changes only the list, `SamplingParams`, the sampler and the
+sampler's kernel.
 """
 
 import math
@@ -35,7 +36,7 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next tokens of one request are sampled; complete, with every default filled in.
+    """The sampling parameters of one request, with every default filled in.
 
     temperature    0 means greedy; otherwise the logits are divided by it.
     top_k          keep the k most likely tokens; 0 or -1 keeps all.
@@ -54,10 +55,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty
                    above 1 makes tokens of prompt and output less likely; 1 is off.
     logit_bias     added to the logits of these ids.
-    logprobs       report the log-probability of each output token, and of this many most likely
-                   tokens at its position; None: report nothing.
+    logprobs       number of most likely tokens whose log-probabilities are reported with each
+                   output token, beside the log-probability of that token; None: report nothing.
     prompt_logprobs
-                   the same for each prompt token but the first.
+                   the same number for each prompt token except the first.
     """
 
     temperature: float = 1.0
@@ -90,7 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Raise InvalidRequest that names the first parameter out of its range."""
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # also true for NaN
+            if value is not None and not low <= value <= high:  # rejects NaN, too
                 raise InvalidRequest(f"{name} must be from {low} to {high}", param=name)
         if not self.top_p > 0:
             raise InvalidRequest("top_p must be above 0", param="top_p")
@@ -106,7 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("logit_bias must have values from -100 to 100", param="logit_bias")
 
 
-# The smallest and the largest valid value. The HTTP API takes its bounds from here.
+# The smallest and the largest valid value of each parameter. The HTTP API uses the same bounds.
 RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "temperature": (0, 2),
@@ -133,9 +134,9 @@ class Column:
 
     name     key of the column in Batch.sampling and in the views of the packed buffer.
     dtype    np.int32, np.float32 or np.int64.
-    neutral  value of rows without a request. Padding rows have it as well, so it must ask the
-             sampler for as little as possible (temperature 0: greedy).
-    read     returns the value of a request's parameters.
+    neutral  value of padding rows, and of all rows if the batch leaves the column out. It must
+             cause the least work in the sampler (temperature 0: greedy).
+    read     returns the value of this column for a request, from its SamplingParams.
     """
 
     name: str
@@ -144,7 +145,7 @@ class Column:
     read: Callable[[Any], float]
 
 
-SamplingArrays = Mapping[str, NDArray[Any]]  # of B requests, by the name of the column
+SamplingArrays = Mapping[str, NDArray[Any]]  # arrays [B], by the name of the column
 
 SAMPLING_COLUMNS: tuple[Column, ...] = (
     Column("temperature", np.float32, 0, attrgetter("temperature")),
@@ -158,5 +159,5 @@ SAMPLING_COLUMNS: tuple[Column, ...] = (
 def sampling_arrays(
     params: Sequence[SamplingParams], columns: Sequence[Column] = SAMPLING_COLUMNS
 ) -> SamplingArrays:
-    """Return the columns of these requests, one value for each. Every seed must be set."""
+    """Return the columns of these requests, one value for each request. Every seed must be set."""
     return {c.name: np.array([c.read(one) for one in params], dtype=c.dtype) for c in columns}

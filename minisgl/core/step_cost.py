@@ -6,21 +6,22 @@ import msgspec
 
 
 def step_sizes(largest: int) -> list[int]:
-    """Return the numbers of tokens, up to `largest`, that suit a step with prompt tokens.
+    """Return the preferred numbers of tokens of a step with prompt tokens, up to `largest`.
 
-    Matrix kernels compute whole tiles, of 128 rows beyond 256 rows: 448 tokens take as long as 512.
-    Larger sizes lie further apart. On a GPU, steps of up to 4,096 tokens are padded to these sizes
-    (engine/piecewise_graph.py), so a chunk should fill one of them.
+    Matrix kernels compute whole tiles of rows. Above 256 rows a tile has 128 rows, so 448 tokens
+    take as long as 512. The distance between two sizes grows with the size. On a GPU, steps of up
+    to 4,096 tokens are padded to these sizes (engine/piecewise_graph.py), so a chunk should fill
+    one of them.
     """
     sizes = [16, 32, *range(64, 384, 64), *range(384, 1024, 128), *range(1024, 2048, 256)]
     return [size for size in (*sizes, *range(2048, largest + 1, 512)) if size <= largest]
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicts the seconds of one forward step, from steps that the engine timed at start.
+    """Predicts the time of one forward step, from steps that the engine timed at its start.
 
     tokens              rising numbers of tokens, decode and prefill together.
-    seconds             time of a step of so many tokens without attention; never falling.
+    seconds             time of a step with that number of tokens, without attention; never falling.
     per_decode_key_s    seconds for each key that a decode request attends to: its context length.
     per_prefill_pair_s  seconds for each pair of query token and key of a chunk. A chunk has about
                         length * (start + length / 2) pairs. A pair costs about a fiftieth of a
@@ -39,20 +40,20 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         """
         if tokens == 0:
             return 0.0
-        sizes, prices = self.tokens, self.seconds
+        sizes, seconds = self.tokens, self.seconds
         right = bisect_left(sizes, tokens)
         if right == len(sizes):
-            price = prices[-1] * tokens / sizes[-1]
+            linear_s = seconds[-1] * tokens / sizes[-1]
         elif right == 0:
-            price = prices[0]
+            linear_s = seconds[0]
         else:
             share = (tokens - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
-            price = prices[right - 1] + share * (prices[right] - prices[right - 1])
-        attention = self.per_decode_key_s * decode_keys + self.per_prefill_pair_s * prefill_pairs
-        return price + attention
+            linear_s = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+        attention_s = self.per_decode_key_s * decode_keys + self.per_prefill_pair_s * prefill_pairs
+        return linear_s + attention_s
 
     def __str__(self) -> str:
         """Return "KEY_NS,PAIR_NS,TOKENS:MS,...", as in the log and in `minisgl bench simulate`."""
         terms = [f"{self.per_decode_key_s * 1e9:.2f}", f"{self.per_prefill_pair_s * 1e9:.4f}"]
-        prices = zip(self.tokens, self.seconds, strict=True)
-        return ",".join(terms + [f"{tokens}:{price * 1e3:.3f}" for tokens, price in prices])
+        sizes = zip(self.tokens, self.seconds, strict=True)
+        return ",".join(terms + [f"{tokens}:{seconds * 1e3:.3f}" for tokens, seconds in sizes])

@@ -1,8 +1,9 @@
-"""CUDA graphs of decode steps, by number of requests: one of the forward, two of the sampler.
+"""CUDA graphs of decode steps: for each number of requests, one forward and two samplers.
 
-A further graph for each size runs from the last attention to the logits. Steps with prompts use it,
-because cuBLAS takes 0.1 s to load kernels for a number of rows that it sees for the first time. All
-graphs share one memory pool and run one after the other on the engine's stream.
+A further graph for each number of requests computes the logits from the output of the last
+attention. Steps with prompts use it, because cuBLAS takes 0.1 s to load kernels for a number of
+rows that it sees for the first time. All graphs share one memory pool and run one after the other
+on the engine's stream.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +22,8 @@ from minisgl.engine.sampler import SamplingKind, sample_tokens
 from minisgl.kernel import StepLayout
 from minisgl.models.decoder import Attended
 
-_STEP = 16  # distance of two sizes; matrix kernels compute tiles of 16 rows or more
-_MAX_PAGE_UPDATES = 4096  # of one decode step that runs as a graph; usual is at most one a request
+_STEP = 16  # distance between sizes; matrix kernels compute tiles of 16 rows or more
+_MAX_PAGE_UPDATES = 4096  # of one graph step; a request usually needs at most one
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -34,7 +35,7 @@ def graph_sizes(largest: int) -> list[int]:
 def largest_first(sizes: Sequence[int], title: str, show_progress: bool) -> Iterable[int]:
     """Return the sizes in the order of their capture, with a progress bar if stderr is a terminal.
 
-    The tensors of smaller graphs then reuse the memory of larger ones.
+    The largest size comes first, so that the tensors of smaller graphs reuse its memory.
     """
     disable = None if show_progress else True
     bar: Iterable[int] = tqdm(sorted(sizes, reverse=True), desc=title, disable=disable)
@@ -43,12 +44,12 @@ def largest_first(sizes: Sequence[int], title: str, show_progress: bool) -> Iter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGraph:
-    """A decode step of `size` requests over tensors of fixed addresses.
+    """A decode step of `size` requests over tensors at fixed addresses.
 
     It reads its inputs from DecodeGraphs.buffer.
 
     attention    kept alive because the graphs read its tensors.
-    forward      writes `logits`, [size, n] of this rank's ids.
+    forward      writes `logits`, [size, n], for the n vocabulary ids of this rank.
     finish       writes `logits` for the first `size` rows of DecodeGraphs.attended.
     plain, filtered
                  the sampler without and with filters: read `logits`, write `next_tokens`.
@@ -93,7 +94,7 @@ class DecodeGraphs:
         self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[DecodeGraph] = []
-        for size in largest_first(sizes, "capturing graphs", show_progress):
+        for size in largest_first(sizes, "capturing decode graphs", show_progress):
             graph = self._make(size)
             if graph is None:
                 break
@@ -110,9 +111,9 @@ class DecodeGraphs:
         return self._at_least(batch.num_reqs)
 
     def finish(self, attended: Attended) -> Tensor | None:
-        """Return the logits of a step's last rows; the next graph that runs overwrites them.
+        """Compute the logits from the last attention's output, of the rows that sample.
 
-        Returns None if no graph is large enough.
+        Returns None if no graph is large enough. The next graph that runs overwrites the logits.
         """
         rows = len(attended.heads)
         if (graph := self._at_least(rows)) is None:

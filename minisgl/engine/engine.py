@@ -30,8 +30,8 @@ from minisgl.models.decoder import local_kv_spec
 logger = logging.getLogger(__name__)
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph, unless the configuration says more
-_DRIVER_BLOCK_BYTES = 2 * 2**20  # the driver's unit: a measured difference is off by one at most
-_PROBED_TOKENS = 128 * 1024  # contexts of the largest step that is timed
+_DRIVER_BLOCK_BYTES = 2 * 2**20  # allocation unit of the driver, and so the error of measurements
+_PROBED_TOKENS = 128 * 1024  # tokens of all contexts together in the largest timed step
 
 
 class Engine:
@@ -44,11 +44,12 @@ class Engine:
 
     num_pages, page_size, max_running_reqs, max_seq_len
                 as in core.EngineLike.
-    extensions  the lists that this engine was built with.
+    extensions  the extensions that the caller passed to the constructor.
     startup_s   seconds of each phase of the construction, by its name.
     """
 
-    # A subclass replaces these to run on a device that they do not know (minisgl.compile.dry_run).
+    # A subclass replaces these two functions to run on a device that they do not support
+    # (minisgl.compile.dry_run).
     _resolve_device = staticmethod(memory.resolve_device)
     _build_model = staticmethod(build_model)
 
@@ -143,11 +144,11 @@ class Engine:
         )
 
     def warm_up(self) -> None:
-        """Run steps of every kind on the dummy page, so that nothing compiles while serving.
+        """Run steps of every kind on the dummy page, so that no kernel compiles while serving.
 
-        Without captured sizes, steps of all sizes run. The largest step runs if num_pages comes
-        from the configuration; otherwise it has run to find the memory for the KV pool. Raises
-        OutOfMemory.
+        On a GPU without piecewise graphs, steps of all sizes run as well. If the configuration sets
+        num_pages, the largest step also runs on a GPU. Otherwise the constructor has already run
+        it, to measure the memory for the KV pool. Raises OutOfMemory.
         """
         with memory.memory_of(self._device):
             warmup.warm_up(self)
@@ -160,7 +161,7 @@ class Engine:
 
     def calibrate(self) -> StepCost:
         """Time steps on the dummy page and fit their cost; the result is the same on all ranks."""
-        if self._stream is not None:  # the time of a CPU does not depend on the values
+        if self._stream is not None:  # on a CPU, values do not change the time of a step
             with self._on_stream():
                 self._pool.fill_noise(_PROBED_TOKENS // self.page_size)
         cost = step_timing.calibrate(
@@ -179,10 +180,10 @@ class Engine:
         torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
     def _prepare_kernels(self) -> None:
-        """Search the kernel cache first, and compile the attention kernels that no cache holds.
+        """Add the kernel cache to the searched folders; compile the missing attention kernels.
 
-        Only rank 0 compiles here and logs it; FlashInfer lets the other ranks wait for a module
-        that is being compiled.
+        Only rank 0 compiles and logs here. When another rank needs a module that is being compiled,
+        FlashInfer makes that rank wait.
         """
         config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
@@ -197,7 +198,7 @@ class Engine:
             compile_missing(needed)
 
     def _assemble(self) -> StepLauncher:
-        """Allocate everything on the device but the graphs; the KV pool has num_pages pages."""
+        """Allocate all device memory except that of graphs; the KV pool gets num_pages pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
             self._kv_spec,
@@ -254,15 +255,17 @@ class Engine:
         if pages < 1:
             raise OutOfMemory(
                 f"one KV page of {size} tokens takes {page_bytes} bytes, but only {available} "
-                "bytes are left; raise the memory limit or lower the number of running requests"
+                "bytes are left; raise memory_ratio (a CPU: cpu_kv_bytes) or lower max_running_reqs"
             )
         return pages
 
     def _gpu_kv_bytes(self, free_before: int) -> int:
         """Return the memory for KV pages on a GPU, in bytes.
 
-        It is the rest of memory_ratio beside weights, steps and graphs. To find these, the largest
-        step runs and the largest graphs are captured.
+        The engine may use the share memory_ratio of the memory that was free before the weights
+        were loaded. The KV pages get the part of this share that weights, steps and graphs do not
+        need. To measure the memory of steps and graphs, this method runs the largest step and
+        captures the largest graphs.
         """
         device = self._device
         torch.cuda.synchronize(device)
@@ -275,18 +278,20 @@ class Engine:
         del self._launcher
         torch.cuda.empty_cache()
         logger.info(
-            "memory beside weights and KV steps_bytes=%d graph_bytes=%d", step_bytes, graph_bytes
+            "memory of steps and graphs steps_bytes=%d graph_bytes=%d", step_bytes, graph_bytes
         )
         share = int(self._config.memory_ratio * free_before)
         return share - (free_before - free_loaded) - step_bytes - graph_bytes
 
     def _measure_graph_bytes(self) -> int:
-        """Return the memory that all graphs take, from trial captures of the largest ones.
+        """Return the memory that all graphs will take, in bytes, from trial captures.
 
-        The tensors of smaller graphs reuse the memory of larger ones. Each further graph takes
-        memory of the driver, outside of torch's pool. That depends mostly on its number of kernels,
-        which is the same for every size. Both trials are compared with the same beginning, since
-        the driver may keep the memory of the first one.
+        The first trial captures the largest graph of each kind, the second trial the two largest.
+        The tensors of smaller graphs reuse the memory of larger ones, but each further graph also
+        takes memory of the driver, outside of torch's pool. The size of this memory depends mostly
+        on the number of kernels in the graph, which is the same for every batch size. Both trials
+        are compared with the free memory before the first trial, since the driver may keep memory
+        of the first trial.
         """
         sizes, token_sizes = self._graph_sizes()
         torch.cuda.empty_cache()

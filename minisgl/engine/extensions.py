@@ -10,14 +10,13 @@ from minisgl.models.build import ModelExtensions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extensions(ModelExtensions):
-    """Parts of an engine and its scheduler, beside those of ModelExtensions.
+    """Extensions of the engine and the scheduler, in addition to those of ModelExtensions.
 
-    An entry point passes one record to both.
+    An entry point passes the same object to the engine and to the scheduler.
 
-        mine = BoostProcessor()
         Extensions(
             sampling_columns=(*SAMPLING_COLUMNS, BOOST),
-            logits_processors=(*DEFAULT_EXTENSIONS.logits_processors, mine),
+            logits_processors=(*DEFAULT_EXTENSIONS.logits_processors, BoostProcessor()),
         )
 
     sampling_columns   parameters with one value for each row of a step; must begin with
@@ -29,9 +28,9 @@ class Extensions(ModelExtensions):
     logits_processors: tuple[LogitsProcessor[Any], ...] = (LogitBias(), MinTokens(), Penalties())
 
     def open_states(self, params: SamplingParams) -> tuple[Any, ...] | None:
-        """Return the states of a new request by processor; None if no processor needs it.
+        """Return one state per processor for a new request; None if no processor edits its logits.
 
-        Raises RequestError when a processor refuses the request.
+        Raises RequestError when a processor rejects the request.
         """
         states = tuple(processor.open(params) for processor in self.logits_processors)
         return None if all(state is None for state in states) else states

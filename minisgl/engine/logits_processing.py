@@ -1,8 +1,8 @@
 """Logits processors: edits of a request's logits before its next token is sampled.
 
-A step in which no request has edited logits does not come here. For the others the engine collects
-the processors' edits before it queues the forward, and applies them, in the order of
-`Extensions.logits_processors`, to a float32 copy of all logits between forward and sampler.
+The engine skips this stage if no request of the step has edited logits. Otherwise it collects the
+edits of the processors before it queues the forward. Between the forward and the sampler it applies
+them to a float32 copy of the logits of all ids, in the order of `Extensions.logits_processors`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ class ProcessingStep:
     """The step whose logits are to be edited.
 
     batch          the whole step, on the host.
-    places         intp [B]; row of the logits of each request of the batch. Device columns have the
-                   same order.
+    places         intp [B]; for each request of the batch, the row of its logits. The columns in
+                   `views` have the same order of rows.
     views          the batch's columns on the device, such as views.sampling[name], [N].
     token_pool     int32 [rows, max_seq_len + 1] on the device; (batch.rows[i], position) is the id
                    of a token that this engine sampled.
@@ -48,27 +48,33 @@ class ProcessingStep:
 class LogitsProcessor(Protocol[State]):
     """Edits the logits of the requests that ask for it.
 
-    `State` is the processor's data of one request, on each tensor-parallel rank: values read from
-    its parameters, or an object that changes, such as the matcher of a grammar. The scheduler
-    keeps it from the arrival of the request to its end, through preemption.
+    `State` is the data that the processor keeps for one request: values from the request's
+    parameters, or an object that changes, such as the matcher of a grammar. Each tensor-parallel
+    rank has its own state. The scheduler keeps it from the arrival of the request to its end, also
+    through preemption.
 
-    Processors of all ranks must make the same edits: they see the same requests and tokens, and
-    must not depend on a clock or on the order of a set.
+    The processors of all ranks must make the same edits. They see the same requests and tokens, so
+    they must only avoid other inputs, such as a clock or the order of a set.
 
-    A processor that fills a mask on the host (a grammar) must advance its matchers by each token
-    before the next one is sampled. If EditedReq.history is set, it holds all tokens of the request,
-    also the last ones that the matcher has not seen. Otherwise one token is new, and the
-    device may not have sampled it when the step is launched. `prepare` then queues a copy of
-    token_pool[batch.rows[index], position - 1] to the host and records an event, which waits for
-    the step before but not for this forward. The edit runs on the host while the device computes
-    the forward: it waits for the event, advances the matchers, fills the mask, uploads it and
-    queues the operation that applies it. So only the sampler waits for the mask.
+    A processor may fill a mask on the host, as a grammar does. It must then advance its matcher by
+    each token before the next token is sampled. If EditedReq.history is set, it holds all tokens of
+    the request, including tokens that the matcher has not seen. Otherwise exactly one token is new,
+    and the device may not have sampled it yet when the step is launched. The processor then works
+    in two parts:
+
+    1. `prepare` queues a copy of token_pool[batch.rows[index], position - 1] to the host and
+       records an event after the copy. The event completes with the previous step, before the
+       forward of this step.
+    2. The edit runs on the host while the device computes the forward. It waits for the event,
+       advances the matcher, fills the mask, uploads it and queues the operation that applies it.
+
+    So only the sampler waits for the mask.
     """
 
     def open(self, params: SamplingParams) -> State | None:
         """Return the state of a new request, or None if it does not need this processor.
 
-        Called once for each request, on arrival. Raises RequestError to refuse the request.
+        Called once for each request, on arrival. Raises RequestError to reject the request.
         """
 
     def prepare(self, reqs: Sequence[tuple[EditedReq, State]], step: ProcessingStep) -> Edit | None:
@@ -94,7 +100,7 @@ class LogitBias:
 
 
 class MinTokens:
-    """Forbids EOS and stop token ids before SamplingParams.min_tokens output tokens."""
+    """Forbids EOS and stop token ids until the output has SamplingParams.min_tokens tokens."""
 
     def open(self, params: SamplingParams) -> SamplingParams | None:
         return params if params.min_tokens > 0 else None

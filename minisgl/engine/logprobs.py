@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of prompt tokens, launched beside the rest of a step.
+"""Log-probabilities of sampled tokens and of prompt tokens, computed in the same step.
 
 They are computed from the logits as the model returns them, before any edit.
 """
@@ -15,15 +15,16 @@ from minisgl.engine.logits_processing import upload
 from minisgl.kernel import top_logprobs
 from minisgl.models.decoder import CausalLM
 
-_PROMPT_ROWS = 256  # prompt positions at a time: their logits take 150 MB at 150,000 ids
+_PROMPT_ROWS = 256  # prompt positions computed at a time: logits take 150 MB for 150,000 ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingLogprobs:
-    """Log-probabilities on their way to the host. They are valid once the step has completed.
+    """Log-probabilities that the device copies to the host. Valid when the step is complete.
 
     sampled   of the sampled tokens, in the order of StepInputs; None if no request asks for them.
-    prompts   for each index in the batch that asks, the parts of its chunk.
+    prompts   of prompt tokens, by the index of the request in the batch. Each entry is a list of
+              the consecutive parts of the request's chunk.
     """
 
     sampled: Logprobs[Tensor] | None
@@ -51,11 +52,14 @@ def start_logprobs(
     logits: Tensor | None,
     next_tokens: Tensor | None,
 ) -> PendingLogprobs | None:
-    """Queue the computation of batch.logprobs and its copies to the host; None if it is None.
+    """Queue the computation of the log-probabilities and their copies to the host.
 
-    hidden: [T or more, H] after the final norm, where a prompt's log-probabilities are wanted.
-    logits, next_tokens: float32 [N, V] and int32 [2, N] as sampler.sample_tokens returns them for
-    these rows; None when no request samples.
+    Returns None if batch.logprobs is None.
+
+    hidden: [T or more, H], hidden states after the final norm; None if no request asks for
+    log-probabilities of its prompt.
+    logits, next_tokens: float32 [N, V], unedited, and int32 [2, N] as sampler.sample_tokens returns
+    it; both None if no request samples.
     """
     wanted, reqs = batch.logprobs, batch.num_reqs
     if wanted is None:

@@ -1,6 +1,6 @@
-"""Values that an EngineConfig leaves open: device, dtype, context length, threads and KV memory.
+"""Values that an EngineConfig may leave open: device, dtype, context length and CPU threads.
 
-They follow from the model and the machine.
+They are resolved from the model and the machine. This module also reads the free device memory.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
     if name != "cuda":
         raise ConfigError(f"device {name!r} is not supported; supported: auto, cpu, cuda")
     if tp.size > gpus:
-        raise ConfigError(f"tensor-parallel {tp.size} needs as many GPUs, {gpus} are visible")
+        raise ConfigError(f"tp_size {tp.size} needs as many GPUs, {gpus} are visible; lower it")
     return torch.device("cuda", tp.rank)
 
 
@@ -79,7 +79,7 @@ def free_bytes(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def memory_of(device: torch.device) -> Iterator[None]:
-    """Turn torch's errors about missing memory inside the block into OutOfMemory."""
+    """Convert torch's out-of-memory errors inside the block to OutOfMemory."""
     try:
         yield
     except RuntimeError as error:
@@ -92,7 +92,7 @@ def memory_of(device: torch.device) -> Iterator[None]:
 def cpu_threads(tp_size: int) -> int | None:
     """Return the number of torch's threads on this rank; None when OMP_NUM_THREADS sets it.
 
-    The CPU limit of the container counts, since the kernel throttles threads beyond it.
+    The ranks share the CPU limit of the container, because Linux throttles threads beyond it.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return None

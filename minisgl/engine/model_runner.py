@@ -1,4 +1,4 @@
-"""The model with its device memory: packing of a step, its forward, and its pending result."""
+"""The model with its device memory: packs a step, runs its forward, and holds its result."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,8 @@ from minisgl.models.decoder import Attended, CausalLM, ForwardContext
 class ModelRunner:
     """The tensors that live on the device between steps, and the forward over them.
 
-    Every method runs eagerly or inside a CUDA graph: none waits for the device or reads from it.
+    Every method can run eagerly or during the capture of a CUDA graph, because no method waits for
+    the device or reads from it.
 
     columns     sampling columns of the packed buffer.
     page_table  int32 [max_running_reqs + 1, max_pages]; page ids of each row. The last row is for
@@ -68,9 +69,9 @@ class ModelRunner:
         )
 
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
-        """Run the model up to the last attention over `tokens`, as `stage` fills them.
+        """Run the model over `tokens`, which `stage` has filled, up to the last attention.
 
-        The keys and values of all T tokens are stored.
+        Stores the keys and values of all T tokens. Returns the output of the last attention.
         """
         ids, positions, slots = tokens.unbind(0)
         context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)
@@ -79,10 +80,10 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """A batch on its way to the device. Its requests stand in an order of their own.
+    """A packed batch, before its copy to the device. It has its own order of the requests.
 
-    order           intp [B]; order[i] is the index in the batch of the request in row i.
-    start, lengths  int32 [N], in that order. N is B plus padding.
+    order           intp [B]; the request in row i of the buffer has index order[i] in the batch.
+    start, lengths  int32 [N], in the order of the buffer. N is B plus padding.
     layout, packed  the packed buffer: int32 on the host, pinned for a GPU.
     """
 
@@ -94,15 +95,15 @@ class StepInputs:
 
     @property
     def places(self) -> NDArray[np.intp]:
-        """Return intp [B]: the row of each request of the batch."""
+        """Return intp [B]: the row of each request of the batch in the packed buffer."""
         return np.argsort(self.order)
 
 
 def pack(batch: Batch, size: int, runner: ModelRunner) -> StepInputs:
     """Write the batch to one buffer for `runner`, padded to `size` requests.
 
-    Decode requests are ordered by falling context. The blocks of attention that start last are then
-    short, and all multiprocessors end at about the same time.
+    Decode requests are ordered by decreasing context length. The thread blocks of attention that
+    start last then have little work, and all multiprocessors end at about the same time.
     """
     reqs, num_decode = batch.num_reqs, batch.num_decode
     order = np.arange(reqs)
@@ -142,8 +143,8 @@ def pad(host: StepViews[NDArray[Any]], begin: int, runner: ModelRunner) -> None:
 class LaunchedStep:
     """A step in progress on the device; implements core.PendingStep.
 
-    It holds the batch and the packed buffer until the step is done. Device memory needs no holder:
-    torch reuses it in the order of the stream.
+    It keeps references to the batch and to the packed buffer until the step is done. Tensors on the
+    device need no such reference, because torch reuses their memory in the order of the stream.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class LaunchedStep:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> StepResult:
-        """Block until the step is done. A request that did not sample has token 0 and is finite."""
+        """Block until the step is done. Requests that do not sample get token 0, finite=True."""
         if self._done is not None:
             self._done.synchronize()
         samples, order = self._batch.samples, self._inputs.order

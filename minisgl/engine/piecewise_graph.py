@@ -1,10 +1,11 @@
-"""CUDA graphs for steps with prompt tokens: one graph for the work between two attentions.
+"""CUDA graphs for steps with prompt tokens: one graph for the work between two attention calls.
 
-Attention is launched according to the lengths of the requests, which no graph can fix, so it runs
-eagerly. The rest depends only on the number of tokens. It is captured for some numbers of tokens,
-and steps are padded to them. Without graphs, launching the kernels of such a step takes the host
-0.3 ms a layer, which is longer than a small step takes the GPU. After the last attention follows
-DecodeGraph.finish, or eager work.
+The launch of attention depends on the lengths of the requests, which differ in each step. A graph
+cannot contain it, so attention runs eagerly. The other work depends only on the number of tokens.
+It is captured for some numbers of tokens, and steps are padded to the next such number. Without
+graphs, the host takes 0.3 ms for each layer to launch the kernels, which is longer than the GPU
+takes to run them in a small step. The work after the last attention runs as DecodeGraph.finish, or
+eagerly.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ def piece_sizes(largest: int) -> list[int]:
 
 
 class _Piece(NamedTuple):
-    """A graph, and layer, q and out, [size, Hq, D], of the attention that follows it."""
+    """A graph, and the arguments of the attention call that follows it. q, out: [size, Hq, D]."""
 
     graph: torch.cuda.CUDAGraph
     layer: int
@@ -69,12 +70,15 @@ class PieceForward(NamedTuple):
     attended: Attended
 
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
-        """Run the forward like ModelRunner.run, over `tokens` and the padding behind them.
+        """Run the forward like ModelRunner.run, over `tokens` and the padding after them.
 
-        tokens: int32 [3, T], the beginning of self.tokens, which ModelRunner.stage has filled. The
-        next graph that runs overwrites the result. The result keeps its padding: with tensor
-        parallelism the number of rows decides which rows of a sum this rank holds, so the next sum
-        must have as many rows, or Attended.take_rows gathers them.
+        tokens: int32 [3, T], the first T columns of self.tokens, which ModelRunner.stage has
+        filled. The result has `size` rows, since it includes the padding. The next graph that runs
+        overwrites it.
+
+        With tensor parallelism, each rank may hold only a part of the rows of a sum over the ranks.
+        The number of rows determines this part. So either the next sum has the same number of rows,
+        or Attended.take_rows first gathers the rows from all ranks.
         """
         num_tokens = tokens.shape[1]
         for piece in self.pieces:
@@ -86,8 +90,9 @@ class PieceForward(NamedTuple):
 class PieceGraphs:
     """Forwards of several sizes, which run one after the other on the engine's stream.
 
-    I1  The graphs share their memory, and views of it outlive the captured tensors. The result of a
-        step is read in the order of the stream, before the next graph runs.
+    I1  The graphs share their memory, and views of this memory outlive the captured tensors. So a
+        graph overwrites earlier results, and work that reads a result is queued before the next
+        graph, on the same stream.
     """
 
     def __init__(
@@ -98,13 +103,13 @@ class PieceGraphs:
         self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=runner.device)
         padding = [0, 0, pool.dummy_page * pool.page_size]  # id, position, slot
         self._padding = torch.tensor(padding, dtype=torch.int32, device=runner.device)[:, None]
-        order = largest_first(sizes, "capturing pieces", show_progress)
+        order = largest_first(sizes, "capturing piecewise graphs", show_progress)
         self._forwards = [self._capture(runner, size, memory) for size in order][::-1]
 
     def pick(self, num_tokens: int) -> PieceForward | None:
-        """Return the smallest forward for so many tokens, with padding in its other tokens.
+        """Return the smallest forward for num_tokens tokens; None if no size is large enough.
 
-        Returns None if no size is large enough.
+        Its tokens after the first num_tokens are set to padding.
         """
         picked = next((one for one in self._forwards if one.size >= num_tokens), None)
         if picked is not None and num_tokens < picked.size:
@@ -138,6 +143,6 @@ def _alias(tensor: Tensor) -> Tensor:
 
     Graphs that are captured later can then reuse the memory.
     """
-    assert tensor.is_contiguous(), "kernels write whole tensors: this is a bug"
+    assert tensor.is_contiguous(), "attention needs contiguous tensors: this is a bug"
     flat = torch.as_tensor(_Memory(tensor), device=tensor.device)
     return flat.view(tensor.dtype).view(tensor.shape)

@@ -37,11 +37,11 @@ def sample_tokens(
     kind: SamplingKind,
     gathered: bool = False,
 ) -> Tensor:
-    """Sample a token for each of the N rows, and write it where the next step reads it.
+    """Sample a token for each of the N rows, and write it to the token pool for the next step.
 
     logits: [N, n] of this rank's ids, or with `gathered` [N, V] of all ids. Returns int32 [2, N]:
-    the tokens, and 1 for each row whose logits were finite. Nothing here waits for the device, so
-    that it can be captured in a CUDA graph.
+    the tokens, and 1 for each row with finite logits. The function does not wait for the device, so
+    that a CUDA graph can capture it.
     """
     columns = {column.name: views.sampling[column.name] for column in SAMPLING_COLUMNS}
     position = views.start + views.lengths

@@ -22,14 +22,15 @@ class StepLauncher:
     """Launches steps on the current stream, without waiting for the device.
 
     A step is: copy the packed batch to the device, update the page table, forward, sample, copy the
-    tokens back. A step in which every request decodes one token runs as CUDA graphs; with prompt
-    tokens, the parts between attentions do. A step with edited logits or log-probabilities samples
-    eagerly.
+    tokens back. A step in which every request decodes one token runs as CUDA graphs. In a step with
+    prompt tokens, the work between two attention calls runs as CUDA graphs. A step with edited
+    logits or log-probabilities samples eagerly.
 
     runner          the model and its memory.
     processors      logits processors, in the order in which they edit.
     eos_token_ids   of the model.
-    graphs, pieces  None where nothing is captured.
+    graphs, pieces  CUDA graphs of decode steps, and of steps with prompt tokens; None if none are
+                    captured.
     """
 
     runner: ModelRunner
@@ -46,7 +47,7 @@ class StepLauncher:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Start the step. On a CPU it is done on return."""
+        """Start the step. On a CPU it is complete when this method returns."""
         runner = self.runner
         graph = None if self.graphs is None else self.graphs.pick(batch)
         size = batch.num_reqs if graph is None else graph.size
@@ -92,12 +93,12 @@ class StepLauncher:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run the forward without a decode graph.
 
-        Returns the hidden states [T or more, H], if log-probabilities of prompts are wanted, and
-        logits [N, n] of this rank's ids, if some request samples.
+        Returns the hidden states [T or more, H], or None if no request asks for log-probabilities
+        of its prompt. Also returns logits [N, n] of this rank's ids, or None if no request samples.
         """
         runner, num_decode_tokens = self.runner, batch.num_decode_tokens
         num_tokens = num_decode_tokens + batch.num_prefill_tokens
-        # Decode attention takes one token a request. With drafts, all requests attend as chunks.
+        # Decode attention takes one token per request. With drafts, all requests run as chunks.
         num_decode = batch.num_decode if num_decode_tokens == batch.num_decode else 0
         step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths)
         attention = runner.attention.prepare(step)

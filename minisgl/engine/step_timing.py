@@ -1,4 +1,4 @@
-"""Timing of steps without requests, from which the engine learns the time of a step."""
+"""Times steps without requests, to fit the formula that predicts the time of a step."""
 
 import itertools
 import time
@@ -12,10 +12,10 @@ from minisgl.core import Batch, EngineLike, PageUpdates, StepCost
 from minisgl.engine.warmup import StepShape, warmup_batch
 
 _TIME_LIMIT_NS = 3 * 10**9  # of a whole calibration; slow machines stop at smaller sizes
-_REPEATS = 3  # timings that are taken together
-_MAX_ROUNDS = 3  # of _REPEATS timings, until they agree
-_SETTLED_NS = 60 * 10**6  # of a shape with prompt tokens, since a GPU's clock follows power slowly
-_HEAT_S = 0.3  # of steps with prompt tokens, before the larger ones are timed
+_REPEATS = 3  # timings in one round
+_MAX_ROUNDS = 3  # limit of the rounds for one shape
+_SETTLED_NS = 60 * 10**6  # timed per shape with prompt tokens; a GPU adapts its clock slowly
+_HEAT_S = 0.3  # untimed steps with prompt tokens, which warm the GPU up for larger ones
 _SCATTER = 1.1  # two durations agree if the longer one is at most this many times the shorter one
 _LONGEST_STEP_S = 0.06  # shapes with a longer predicted time are left out
 
@@ -36,15 +36,18 @@ def calibrate(
     slowest_ns: Callable[[int], int],
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> StepCost:
-    """Time steps of growing size until the time is up or a step would take long, and fit the cost.
+    """Time steps of growing size until the time limit, and fit the cost.
 
-    At its power limit, a GPU needs 5 % more time (8B, H200) when it is warm and the data differ
-    than when it is rested and all values are zero. So the steps have different ids, and larger
-    steps are timed only after some time of work.
+    A shape is left out if its predicted time is long, or if its durations scatter because the
+    machine does other work.
 
-    slowest_ns(own) returns the longest duration of all ranks. All decisions depend on such agreed
-    durations only, so every rank runs the same steps (they hold collectives) and returns the same
-    cost. A shape is left out if its durations do not settle, because the machine does other work.
+    A GPU at its power limit takes 5 % longer (8B, H200) when it is warm and the token ids differ
+    than when it is cool and all values are zero. So the steps have different ids, and larger steps
+    are timed only after the GPU has worked for some time.
+
+    slowest_ns(own) returns the longest duration of all ranks. Every decision depends only on these
+    durations, so every rank returns the same cost and runs the same steps. The ranks must run the
+    same steps because a step contains collectives.
     """
     timings: list[Timing] = []
     watch, hot = _StopWatch(engine, slowest_ns, clock_ns), False
@@ -70,7 +73,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class _StopWatch:
-    """Times steps for `calibrate`, and counts the time that this takes."""
+    """Times steps for `calibrate`, and adds up the time of all timed steps."""
 
     _engine: EngineLike
     _slowest_ns: Callable[[int], int]
@@ -84,8 +87,8 @@ class _StopWatch:
     def median_ns(self, batch: Batch, least_ns: int, required: bool) -> int | None:
         """Time the batch until its durations add up to least_ns and agree; return their median.
 
-        Returns None if they do not agree; with `required`, the shortest of them, because other work
-        on the machine only makes steps longer.
+        If the durations do not agree, returns None, or the shortest duration if `required` is set:
+        other work on the machine only makes steps longer.
         """
         durations_ns: list[int] = []
         median_ns = None
@@ -97,14 +100,14 @@ class _StopWatch:
         return min(durations_ns) if required and median_ns is None else median_ns
 
     def durations_ns(self, batch: Batch, repeats: int) -> list[int]:
-        """Return the times from the end of one step to the end of the next, of the slowest rank.
+        """Return the times between the ends of two consecutive steps, on the slowest rank.
 
         The next step is always launched before the one in progress ends, as in serving.
         """
         ends_ns: list[int] = []
         running = self._engine.launch(batch)
         no_updates = PageUpdates(*(array[:0] for array in batch.page_updates))
-        batch = replace(batch, page_updates=no_updates)  # sent once; real steps have few
+        batch = replace(batch, page_updates=no_updates)  # sent once; real steps have few updates
         for _ in range(repeats + 1):
             following = self._engine.launch(batch)
             running.wait()
@@ -120,9 +123,9 @@ class _StopWatch:
 def _shapes(rows: int, max_seq_len: int) -> list[StepShape]:
     """Return the shapes to time, roughly by rising time. Some come again with a longer context.
 
-    Small shapes only decode, up to all rows; the others have one decode request beside a chunk. The
-    large chunks have a context before them, like most chunks whose time is predicted: the first
-    tokens of a prompt take less time.
+    Small shapes have only decode requests, at most `rows`. The others have one decode request and
+    one chunk. A large chunk has cached context before it, because most predictions are for such
+    chunks and the first tokens of a prompt take less time.
     """
     half, far = min(max_seq_len - 1, 2048) // 2, min(max_seq_len * 3 // 4, 8192)
     shapes = [StepShape(1, 0, 1), StepShape(1, 15, 1)]
@@ -156,11 +159,13 @@ def _work(batch: Batch) -> tuple[int, int, int]:
 
 
 def fit(timings: list[Timing]) -> StepCost:
-    """Fit a StepCost to timings by rising time.
+    """Fit a StepCost to timings in the order of _shapes.
 
-    Shapes with the same number of tokens but longer contexts give the costs of keys and pairs. The
-    rest of the first timing of each size is the cost of its tokens. It is lowered to that of a
-    larger step if it is higher.
+    1. Two timings with the same number of tokens but different contexts give the cost of a decode
+       key or of a prefill pair.
+    2. The first timing of each number of tokens, less its keys and pairs, is the cost of the
+       tokens. At least half of the timing remains.
+    3. The cost of a smaller step is lowered to the cost of a larger step if it exceeds it.
     """
     near: dict[int, Timing] = {}
     for timing in timings:

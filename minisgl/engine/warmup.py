@@ -21,7 +21,8 @@ class StepShape(NamedTuple):
     """Size of a step.
 
     num_decode  decode requests, each with `context` tokens in the KV cache.
-    chunk       prompt tokens behind `context` cached ones, in several prompts if one is too short.
+    chunk       prompt tokens of the step, in several prompts if they exceed the context length.
+    context     cached tokens of each request, before the tokens that the step forwards.
     """
 
     num_decode: int
@@ -68,10 +69,11 @@ def warmup_batch(
     logprobs: bool = False,
     num_ids: int = 1,
 ) -> Batch | None:
-    """Return a batch of that shape, or None if the engine has too few rows or too short a context.
+    """Return a batch of that shape; None if the engine has too few rows or too short a context.
 
-    logprobs: the step takes the path of requests with edited logits or log-probabilities, but
-    reports nothing. num_ids: the chunk's ids run from 0 to num_ids - 1, over and over.
+    logprobs: run the code path of requests with edited logits or log-probabilities. The step
+    reports no log-probabilities. num_ids: the ids of the chunk count from 0 to num_ids - 1,
+    repeatedly.
     """
     longest = max(engine.max_seq_len - shape.context, 1)
     num_chunks = -(-shape.chunk // longest)

@@ -1,4 +1,7 @@
-"""Per-row state of the running requests as columns: a step costs array operations, not loops."""
+"""Per-row state of the running requests, as columns.
+
+A step then uses a few array operations instead of Python loops over the requests.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,20 +22,23 @@ class RequestTable:
 
     rows          the free rows; rows.allocated[row] is True while the row belongs to a request.
     pages         the page table of the rows.
-    tokens        int32 [R, max_seq_len]; prompt and known outputs.
-    known         int32 [R]; tokens whose ids the host has.
-    computed      int32 [R]; tokens whose keys and values launched steps write.
-    prefill_end   int32 [R]; tokens to forward as chunks. From there on the row decodes.
+    reqs          the request of each row; None for a free row.
+    uid           int64 [R]; uid of the request.
+    tokens        int32 [R, max_seq_len]; prompt and known output tokens.
+    known         int32 [R]; number of tokens whose ids are known to the host.
+    computed      int32 [R]; number of tokens whose keys and values are cached, or are written by a
+                  step that has been launched.
+    prefill_end   int32 [R]; number of tokens to forward as chunks. Later tokens are decoded.
     limit         int32 [R]; limit of prompt and output tokens together.
     stop_from     int32 [R]; tokens from this position on may stop the request.
     last_step     int64 [R]; the last launched step that contains the row.
     obeys_eos     bool [R]; the model's EOS ids end the request.
     has_stop_ids  bool [R]; the request has stop token ids of its own.
-    edits_logits  bool [R]; a logits processor has a state of the request.
+    edits_logits  bool [R]; at least one logits processor has a state for the request.
     has_logprobs  bool [R]; the request asks for log-probabilities.
 
-    I1  A row is given back with its last step as fence, since that step may still write a token
-        into the row of the token pool.
+    I1  A row is released with its last step as the fence, since that step may still write a token
+        to the same row of the token pool.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class RequestTable:
         return req
 
     def open_row(self, req: Req, pages: Int32Array, computed: int) -> None:
-        """Give `req` a row. The first `computed` of its tokens are cached in the first `pages`."""
+        """Give `req` a row. `pages` hold the keys and values of its first `computed` tokens."""
         row = int(self.rows.allocate(1)[0])
         length, sampling = len(req.tokens), req.sampling
         req.row = row
@@ -87,7 +93,7 @@ class RequestTable:
             self._sampling[column.name][row] = column.read(sampling)
 
     def close_row(self, req: Req) -> None:
-        """Take back the row; it is free after its last step. `req.tokens` gets the known tokens."""
+        """Release the row, for reuse after its last step. Copy the known tokens to req.tokens."""
         row = req.row
         if self.reqs[row] is not req:
             raise InvariantBroken(f"row {row} belongs to another request; this is a bug")
@@ -105,7 +111,7 @@ class RequestTable:
     ) -> tuple[EditedReq, ...] | None:
         """Return the sampling requests with edited logits; None if there are none.
 
-        rows, ends, samples: [B], of the batch; ends are the positions of the tokens to sample.
+        rows, ends, samples: columns [B] of the batch. ends: positions of the tokens to sample.
         """
         edited = []
         for index in np.flatnonzero(self.edits_logits[rows] & samples).tolist():
@@ -120,7 +126,10 @@ class RequestTable:
     def logprobs_request(
         self, rows: Int32Array, start: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
     ) -> LogprobsRequest | None:
-        """Return the log-probabilities that a batch with these columns reports; None if none."""
+        """Return the log-probabilities that the batch asks for; None if it asks for none.
+
+        rows, start, ends, samples: columns [B] of the batch, as in edited_reqs.
+        """
         indices = np.flatnonzero(self.has_logprobs[rows]).tolist()
         if not indices:
             return None

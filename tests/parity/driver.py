@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 @dataclass
 class Work:
-    """One request's part of a step: a chunk of `ids`, or a decode token with drafts behind it."""
+    """One request's part of a step: a chunk of `ids`, or a decode token with drafts after it."""
 
     row: int
     start: int
@@ -32,7 +32,7 @@ class Work:
 
 
 def make_engine(path: str, comm: Communicator | None = None, **overrides: object) -> Engine:
-    """A float32 CPU engine with 64 pages of 4 tokens and 6 rows, unless told otherwise."""
+    """Return a float32 CPU engine with 64 pages of 4 tokens and 6 rows, except for `overrides`."""
     settings: dict[str, object] = {
         "model_path": path,
         "device": "cpu",
@@ -45,7 +45,7 @@ def make_engine(path: str, comm: Communicator | None = None, **overrides: object
 
 
 def logprobs_of(*work: Work, prompts: bool) -> LogprobsRequest:
-    """Ask for the 16 best of each sampled token; with `prompts` for each chunk's tokens as well."""
+    """Report 16 likely tokens with each sampled token; `prompts`: one with each chunk token."""
     chunks = [prompts and item.ids is not None for item in work]
     lengths = [item.length for item, wanted in zip(work, chunks, strict=True) if wanted]
     return LogprobsRequest(
@@ -56,13 +56,13 @@ def logprobs_of(*work: Work, prompts: bool) -> LogprobsRequest:
 
 
 class Driver:
-    """Gives each row scattered pages as it grows; pages can be shared between rows."""
+    """Gives each row scattered pages as it grows. Rows can share pages."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.step_id = 0
         self.pages: dict[int, list[int]] = {}
-        # Far apart and descending, so that nothing works by pages being neighbours.
+        # In random order, so that no test passes only because the pages of a row are neighbours.
         order = np.random.default_rng(0).permutation(engine.num_pages)
         self.free = [int(page) for page in order]
 
@@ -72,7 +72,7 @@ class Driver:
         self.pages[target] = self.pages[source][: tokens // self.engine.page_size]
 
     def step(self, *work: Work, logprobs: LogprobsRequest | None = None) -> StepResult:
-        """Run one batch; decode works must come first."""
+        """Run one batch. The decode requests must come first."""
         updates: list[tuple[int, int, int]] = []
         for item in work:
             pages = self.pages.setdefault(item.row, [])
@@ -98,7 +98,7 @@ class Driver:
     def generate(
         self, row: int, prompt: list[int], n: int, chunk: int = 0, sampling: SamplingParams = GREEDY
     ) -> list[int]:
-        """Prefill in chunks of `chunk` (0: all at once), then decode until n tokens are there."""
+        """Prefill in chunks of `chunk` (0: all at once), then decode up to n output tokens."""
         size = chunk or len(prompt)
         result: StepResult | None = None
         for start in range(0, len(prompt), size):

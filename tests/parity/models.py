@@ -91,7 +91,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def build_model(family: str, folder: Path, seed: int = 0) -> str:
-    """Save a seeded random model of `family` under folder; returns the path of its folder."""
+    """Save a random model of `family` in a subfolder of `folder`, and return its path."""
     path = folder / family
     if not path.exists():
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Runs schedules one after the other on the ranks of one process group, all in lockstep."""
+"""Runs cases of the scheduler one after the other, on all ranks of one process group."""
 
 import random
 from collections import deque
@@ -26,7 +26,12 @@ UNLIMITED = 8192
 
 @dataclass(frozen=True)
 class RankCase:
-    """crowded: the pool is so small that requests are preempted. aborts: at random, in wave two."""
+    """One run of two waves of requests; settings of the scheduler and the engine, and:
+
+    crowded  the KV pool is so small that requests are preempted.
+    aborts   requests of the second wave are aborted at random.
+    drawn    tokens are drawn at random instead of greedily.
+    """
 
     family: str
     chunk: int
@@ -46,7 +51,7 @@ class RankCase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """tokens: of each uid, in two waves. totals: counters of the run and of kinds of steps."""
+    """tokens: output tokens of each uid, both waves. totals: counters of scheduler and steps."""
 
     tokens: list[list[int]]
     totals: dict[str, int]
@@ -77,12 +82,11 @@ class _Counted:
 def run_cases(
     comm: Communicator, folder: str, cases: list[RankCase], paths: dict[str, str]
 ) -> list[Outcome]:
-    """The outcome of each case on this rank. The ranks use queues in `folder`."""
+    """Run the cases on this rank, with queues in `folder`; return the outcome of each case."""
     outcomes = []
     for index, case in enumerate(cases):
-        queues = Path(folder) / str(
-            index
-        )  # one folder for each case, since ranks finish a case at different times
+        # One folder for each case, since the ranks finish a case at different times.
+        queues = Path(folder) / str(index)
         queues.mkdir(exist_ok=True)
         outcomes.append(_run(comm, queues, case, paths[case.family]))
     return outcomes
@@ -163,7 +167,8 @@ def _lead(scheduler: Scheduler, source: LocalInbox, case: RankCase) -> None:
 def _sampling(case: RankCase, uid: int) -> SamplingParams:
     if not case.drawn:
         return SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    count = len(prompts())  # wave one samples from parts of the logits, wave two from all of them
+    # In wave one each rank samples from its part of the logits, in wave two from all logits.
+    count = len(prompts())
     asked: dict[str, Any] = {}
     if uid == count + 1:
         asked = {"frequency_penalty": 0.7, "logprobs": 2}
@@ -175,7 +180,7 @@ def _sampling(case: RankCase, uid: int) -> SamplingParams:
 
 
 def prove(case: RankCase, outcome: Outcome) -> None:
-    """Assert that the variations of the case took place, and no others."""
+    """Assert that the run had exactly the events of its case, such as preemptions and aborts."""
     totals = outcome.totals
     assert (totals["cached_tokens_total"] > 0) == (case.cache_type == "radix")
     assert (totals["preemptions_total"] > 0) == case.crowded

@@ -1,4 +1,4 @@
-"""Engine.launch against transformers: logits close, greedy tokens equal, however work is cut."""
+"""Engine.launch gives the logits and greedy tokens of transformers, for any split into steps."""
 
 from collections.abc import Callable
 
@@ -29,9 +29,9 @@ def test_whole_prompt_gives_the_same_tokens(family: str, model_path: ModelPath) 
 @pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> None:
-    """Past position 300, so that rotary scaling matters, and with the largest error in view.
+    """Compare all logits at position 329, where rotary scaling matters.
 
-    folded: norms as in bfloat16, where the products that follow hold their weights.
+    folded: the weights of the norms are folded into the linear layers after them, as in bfloat16.
     """
     path = model_path(family)
     prompt = prompt_of(330)
@@ -84,7 +84,7 @@ def test_prefix_in_shared_pages_changes_nothing(page_size: int, model_path: Mode
 
 @pytest.mark.parametrize("family", ["llama-linear-biases", "qwen3-moe"])
 def test_mixed_batches_change_nothing(family: str, model_path: ModelPath) -> None:
-    """Decode reqs of different lengths, a chunk that samples, one that does not, in one step."""
+    """One step has decode requests of two lengths, a chunk that samples and one that does not."""
     path = model_path(family)
     prompts = [prompt_of(5, 1), prompt_of(30, 2), prompt_of(17, 3), prompt_of(12, 4)]
     expected = [transformers_greedy(path, prompt, 3) for prompt in prompts]
@@ -126,8 +126,12 @@ def test_seeded_draws_do_not_depend_on_the_batch(model_path: ModelPath) -> None:
     assert alone != transformers_greedy(path, prompt, 6)
 
 
-def test_nan_of_one_req_reaches_no_other(model_path: ModelPath) -> None:
-    """Its pages, and a padded read past another req's end, hold NaN; only its own row is bad."""
+def test_nan_of_one_request_reaches_no_other_request(model_path: ModelPath) -> None:
+    """NaN is in a page of request 1, and at the unused end of a page of request 0.
+
+    Attention reads the unused end as padding.
+    Only the result of request 1 is marked as not finite.
+    """
     path = model_path("llama")
     prompt = prompt_of(30)
     expected = transformers_greedy(path, prompt[:6], 3)
@@ -136,10 +140,9 @@ def test_nan_of_one_req_reaches_no_other(model_path: ModelPath) -> None:
     driver.step(Work(0, 0, prompt[:6]), Work(1, 0, prompt))
     bad_page = driver.pages[1][0]
     for layer in range(2):
-        engine._launcher.runner.pool.layer(layer)[1][bad_page] = torch.nan
-        engine._launcher.runner.pool.layer(layer)[1][driver.pages[0][0], 10:] = (
-            torch.nan
-        )  # a former owner's leftovers
+        values = engine._launcher.runner.pool.layer(layer)[1]
+        values[bad_page] = torch.nan
+        values[driver.pages[0][0], 10:] = torch.nan  # as a former owner of the page may leave it
     result = driver.step(Work(0, 6), Work(1, 30))
     assert result.finite.tolist() == [True, False]
     assert int(result.tokens[0, 0]) == expected[1]

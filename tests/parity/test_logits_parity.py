@@ -1,4 +1,4 @@
-"""Penalties, bias and log-probabilities equal a plain computation over the logits of transformers.
+"""Penalties, bias and log-probabilities equal a simple computation from the logits of transformers.
 
 This holds with overlapped steps, chunked prefill, prefix-cache hits and preemption.
 """
@@ -76,7 +76,10 @@ class Run:
 
 
 def plain(path: str, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Greedy decoding with the edits written out; repetition by the class of transformers."""
+    """Return greedy tokens with the edits in simple code.
+
+    The repetition penalty is the implementation in transformers.
+    """
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -169,7 +172,7 @@ def test_logprobs_of_tokens_and_prompt(crowded: bool, model_path: ModelPath) -> 
 
 
 def test_prompt_logprobs_do_not_depend_on_the_cache(model_path: ModelPath) -> None:
-    """A request for prompt log-probabilities computes its prompt again, although it is cached."""
+    """A request for prompt log-probabilities computes its whole prompt, even if it is cached."""
     path = model_path("qwen3")
     wanting = [greedy(prompt_logprobs=1)] * 3
     fresh = Run(path, wanting)

@@ -1,7 +1,7 @@
-"""Scheduler and engine together give the tokens of transformers for every way to cut the work.
+"""Scheduler and engine together give the tokens of transformers, for any split into steps.
 
 Prefix cache, chunk size, overlap and preemption are varied pairwise, for each family. Every run
-asserts that the variation took place.
+asserts that its cache hits, chunks, overlapped steps and preemptions took place.
 """
 
 from collections import deque
@@ -41,7 +41,8 @@ class Case:
         return f"chunk{self.chunk}-{self.cache_type}-{overlap}{crowd}-page{self.page_size}"
 
 
-# Every pair occurs, except chunk 1 with crowded: a request then ends before the next one decodes.
+# Every pair of values occurs, except chunk 1 with crowded: with chunks of one token, a request ends
+# before the next one decodes, so no request is preempted.
 CASES = [
     Case(1, "radix", overlap=True, crowded=False),
     Case(1, "naive", overlap=False, crowded=False),
@@ -87,7 +88,7 @@ def run(
     path: str, case: Case, sampling: SamplingParams
 ) -> tuple[list[list[int]], Scheduler, Recorder]:
     """Run two waves of the prompts; the second one finds the prefixes of the first one cached."""
-    # 90 + 24 tokens must fit alone; crowded leaves room for little more
+    # The largest request has 90 + 24 tokens and must fit. 128 tokens leave no room for a second.
     tokens = 128 if case.crowded else 1024
     engine = make_engine(path, page_size=case.page_size, num_pages=tokens // case.page_size)
     recorder = Recorder(engine)
@@ -123,7 +124,7 @@ def run(
 
 
 def prove(case: Case, scheduler: Scheduler, recorder: Recorder) -> None:
-    """Assert that the variations of the case took place, and no others."""
+    """Assert that the run had exactly the events of its case, such as preemptions."""
     totals = scheduler.totals
     assert (totals.cached_tokens_total > 0) == (case.cache_type == "radix")
     assert (totals.preemptions_total > 0) == case.crowded
@@ -148,7 +149,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
-def test_seeded_tokens_do_not_depend_on_what_shares_the_batch(
+def test_seeded_tokens_do_not_depend_on_other_requests_in_the_batch(
     case: Case, model_path: ModelPath
 ) -> None:
     path = model_path("qwen3")

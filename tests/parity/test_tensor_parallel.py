@@ -1,7 +1,7 @@
-"""Real ranks over gloo give exactly the tokens of one rank, and the same on every rank.
+"""Rank processes over gloo give exactly the tokens of one rank, the same on every rank.
 
-Prefix cache, chunk size, overlap, aborts, preemption and the kind of model are varied pairwise, on
-one set of processes; every run asserts that its variations took place.
+Prefix cache, chunk size, overlap, aborts, preemption and the kind of model are varied pairwise. All
+cases of one group size run on the same processes, and every run asserts the events of its case.
 """
 
 from collections.abc import Callable
@@ -80,8 +80,11 @@ def test_four_ranks_give_the_tokens_of_one(
 
 
 def disagree(comm: Communicator) -> list[list[int]]:
-    """Tokens from hidden states that differ between ranks, as they may by rounding, greedy and
-    drawn: of parts of the logits, and those of all of them."""
+    """Return four lists of tokens, sampled while the hidden states differ between the ranks.
+
+    Rounding may cause such a difference. Each list has greedy and random rows. The lists are:
+    sampled from each rank's logits, from the logits of all ranks, and both again with top_k.
+    """
     head = LMHead(151, 64, comm)
     torch.manual_seed(comm.tp.rank)
     head.weight.data.normal_(std=0.2)
@@ -110,7 +113,7 @@ def sampling_tensors(rows: int, filters: bool) -> SamplingTensors:
 
 
 def start(comm: Communicator, path: str) -> tuple[StepCost, int]:
-    """On ranks with room for 16 and 24 pages of 2 KiB."""
+    """Return cost and pages of an engine; rank 0 has memory for 16 pages, rank 1 for 24."""
     room = (2 + comm.tp.rank) * 2**14
     engine = make_engine(path, comm, num_pages=None, cpu_kv_bytes=room)
     return engine.calibrate(), engine.num_pages
@@ -118,15 +121,17 @@ def start(comm: Communicator, path: str) -> tuple[StepCost, int]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_rank_has_the_token_that_all_logits_give(size: int, tmp_path: Path) -> None:
-    """Each logit is computed by one rank, and draws depend on (seed, position, id): so the token
-    is the same everywhere, even if the ranks' hidden states were not."""
+    """All ranks agree on the token, even if their hidden states differ.
+
+    One rank computes each logit, and a random draw depends only on (seed, position, id).
+    """
     first, *others = run_ranks(size, tmp_path, disagree)
     assert all(other == first for other in others)
     plain, of_all, filtered, filtered_of_all = first
     assert plain == of_all
     assert filtered == filtered_of_all
     assert len(set(plain)) > 30
-    assert {token // 48 for token in plain} == set(range(4)), "each part has winners"
+    assert {token // 48 for token in plain} == set(range(4)), "each part gives tokens"
 
 
 def test_every_rank_plans_with_the_same_cost_and_pages(

@@ -1,4 +1,4 @@
-"""Starts servers as users do, and waits for conditions with a deadline."""
+"""Starts servers from the command line, and waits for conditions with a deadline."""
 
 import contextlib
 import os
@@ -26,19 +26,16 @@ T = TypeVar("T")
 
 
 def wait_for(
-    condition: Callable[[], T], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+    condition: Callable[[], T], goal: str | Callable[[], str], deadline_s: float = DEADLINE_S
 ) -> T:
-    """Wait for a true value of `condition` and return it. Fails after `deadline_s`.
-
-    what: names the expected state in the message of the failure; a function is called for it.
-    """
+    """Wait for a true value of `condition` and return it. Fail after `deadline_s` with `goal`."""
     end = time.monotonic() + deadline_s
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > end:
-            raise AssertionError(f"gave up waiting for {what if isinstance(what, str) else what()}")
+            raise AssertionError(f"gave up waiting for {goal if isinstance(goal, str) else goal()}")
         time.sleep(0.02)
 
 
@@ -50,7 +47,7 @@ class ServerProcess:
         self._out = folder / "out"
         self._err = folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            # A killed launcher leaves its socket folder behind; it is removed with this folder.
+            # A killed launcher does not remove its socket folder. Removing this folder removes it.
             environment = {**os.environ, "TMPDIR": str(folder)}
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
 
@@ -69,7 +66,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         def find() -> str | None:
-            assert self.process.poll() is None, f"it ended: {self.stderr}"
+            assert self.process.poll() is None, f"the server ended: {self.stderr}"
             found = _URL.search(self.stderr)
             return found.group(1) if found else None
 
@@ -87,7 +84,7 @@ class ServerProcess:
         return self
 
     def child_pids(self) -> dict[str, int]:
-        """The pids of the running children by name."""
+        """Return the pids of the running child processes by name."""
         pids = {}
         for child in psutil.Process(self.pid).children():
             with contextlib.suppress(psutil.Error):
@@ -108,7 +105,7 @@ class ServerProcess:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Values by name without minisgl_, with the labels except model_name."""
+        """Return the values by name, without minisgl_, and by labels, without model_name."""
         answer = httpx.get(self.url + "/metrics", timeout=DEADLINE_S)
         answer.raise_for_status()
         found = {}
@@ -121,7 +118,7 @@ class ServerProcess:
         return found
 
     def limits_exceeded(self) -> dict[str, float]:
-        """Return the number of times that each limit was exceeded."""
+        """Return the number of rejections by each limit."""
         start = "limits_exceeded_total{limit="
         found = {k: v for k, v in self.metrics().items() if k.startswith(start)}
         return {name[len(start) : -1]: count for name, count in found.items()}
@@ -136,7 +133,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def run_server(*flags: str, stub: str | None = None) -> Iterator[ServerProcess]:
-    """A server on a free port. `stub`: run the stub scheduler in this mode."""
+    """Run a server on a free port. `stub`: mode of a stub that replaces the scheduler."""
     module = ["minisgl"] if stub is None else ["tests.process.stub_server", stub]
     command = [sys.executable, "-m", *module, *flags, "--port", "0"]
     with tempfile.TemporaryDirectory(prefix="minisgl-test-") as folder:

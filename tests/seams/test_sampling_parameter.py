@@ -38,7 +38,7 @@ PROMPTS = [[5, 6, 7, 8], [50, 40, 30], [9] * 20, [100, 101]]
 
 
 class PushParams(SamplingParams, frozen=True, kw_only=True):
-    """Adds `boost` to the logit of `push_id`, or counts upwards from the last token."""
+    """Parameters that add `boost` to the logit of `push_id`, or make the output count upwards."""
 
     push_id: int = 0
     boost: float = 0.0
@@ -52,7 +52,7 @@ PUSH_COLUMNS = (
 
 
 class Push:
-    """Reads both parameters from their device columns."""
+    """Adds the boost to the logits; reads both parameters from their columns on the device."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -60,7 +60,7 @@ class Push:
     def open(self, params: SamplingParams) -> bool | None:
         assert isinstance(params, PushParams)
         if not 0 <= params.push_id < VOCAB_SIZE:
-            raise InvalidRequest("push_id is no token id", param="push_id")
+            raise InvalidRequest("push_id is not a token id", param="push_id")
         return True if params.boost else None
 
     def prepare(self, reqs: Sequence[tuple[EditedReq, bool]], step: ProcessingStep) -> Edit | None:
@@ -75,14 +75,14 @@ class Push:
 
 
 class Counter:
-    """The state of one request that counts upwards: stands for the matcher of a grammar."""
+    """The state of one request that counts upwards. It stands for the matcher of a grammar."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
 
 
 class CountUp:
-    """Allows only the successor of the last token, by a mask that is filled on the host."""
+    """Allows only the id after the last token's id, with a mask that is filled on the host."""
 
     def open(self, params: SamplingParams) -> Counter | None:
         assert isinstance(params, PushParams)
@@ -118,7 +118,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def generate(
     path: str, params: Sequence[PushParams], num_pages: int = 64
 ) -> tuple[list[list[int]], Push, Scheduler, list[StepOutput]]:
-    """The tokens of each prompt with the parameters at its place."""
+    """Run prompt i with params[i]. Return its tokens, and the objects of the run."""
     push = Push()
     extensions = Extensions(
         sampling_columns=(*SAMPLING_COLUMNS, *PUSH_COLUMNS),
@@ -189,7 +189,7 @@ def test_a_processor_can_refuse_a_request(path: str) -> None:
     tokens, _, _, outputs = generate(path, asked)
     refused = [finished for output in outputs for finished in output.finished if finished.uid == 1]
     assert [(one.reason, one.error) for one in refused] == [
-        (FinishReason.ERROR, "push_id is no token id")
+        (FinishReason.ERROR, "push_id is not a token id")
     ]
     assert [len(one) for one in tokens] == [TOKENS, 0, TOKENS, TOKENS]
 

@@ -31,7 +31,7 @@ FILES = {
 
 
 class StubHub(BaseHTTPRequestHandler):
-    """Has owner/good, owner/bin and owner/gated, and no other repository."""
+    """A hub with the repositories owner/good, owner/bin and owner/gated, and no others."""
 
     fetched: list[str]
 
@@ -163,7 +163,7 @@ def test_without_weights_the_configuration_is_enough(hub: Hub, tmp_path: Path) -
         ("not a name", None, "valid hub id"),
     ],
 )
-def test_hub_id_that_cannot_be_used_is_one_line(
+def test_hub_id_that_cannot_be_used_gives_a_one_line_error(
     hub: Hub, name: str, revision: str | None, says: str
 ) -> None:
     line = hub.resolve(name, revision)
@@ -171,7 +171,7 @@ def test_hub_id_that_cannot_be_used_is_one_line(
     assert says in line
 
 
-def test_unreachable_hub_is_one_line(hub: Hub) -> None:
+def test_unreachable_hub_gives_a_one_line_error(hub: Hub) -> None:
     line = hub.resolve("owner/good", HF_HUB_OFFLINE="1")
     assert "is not in the local cache" in line
 
@@ -198,7 +198,7 @@ def test_folder_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_folder_that_the_user_cannot_enter_is_named(
     closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hub id is tried as a relative path first; a traceback named the id and no folder."""
+    """Each name is tried as a path first. Earlier, a traceback gave only the name, no folder."""
     with as_unprivileged_user(), tempfile.TemporaryDirectory() as base:
         outer = Path(base) / "outer"
         (outer / "model").mkdir(parents=True)
@@ -229,7 +229,7 @@ def test_cache_folder_that_the_user_cannot_write_is_named(
 
 @contextlib.contextmanager
 def as_unprivileged_user() -> Iterator[None]:
-    """File permissions do not apply to root, and tests in containers run as root."""
+    """Run the block as another user than root, to which file permissions do not apply."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

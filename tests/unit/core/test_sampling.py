@@ -1,4 +1,4 @@
-"""Sampling parameters out of their range are refused with their name."""
+"""A sampling parameter out of its range is rejected with an error that names it."""
 
 import math
 from typing import Any

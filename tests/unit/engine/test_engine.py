@@ -1,4 +1,4 @@
-"""The engine: sizes, refused settings, token pool, facts, warm-up and calibration."""
+"""The engine: sizes, rejected settings, token pool, facts, warm-up and calibration."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def test_kv_pages_fill_the_bytes_given(path: str) -> None:
     engine = make_engine(path, num_pages=None, cpu_kv_bytes=10 * page_bytes + 1)
     assert engine.num_pages == 10
     capped = make_engine(path, num_pages=None, max_running_reqs=2, max_seq_len=30)
-    assert capped.num_pages == 16, "more than all rows can use"
+    assert capped.num_pages == 16, "no more pages than all rows can use"
     with pytest.raises(OutOfMemory, match="one KV page of 4 tokens"):
         make_engine(path, num_pages=None, cpu_kv_bytes=page_bytes - 1)
 
@@ -106,10 +106,10 @@ def test_a_step_without_sampling_requests_computes_no_logits(path: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_only_sampled_positions_are_computed_behind_the_last_attention(
+def test_only_sampled_positions_are_computed_after_the_last_attention(
     family: str, tmp_path: Path
 ) -> None:
-    """By then, the keys and values of all tokens are stored."""
+    """The last attention has already stored the keys and values of all tokens."""
     engine = make_engine(build_model(family, tmp_path))
     seen: list[int] = []
     for layer in engine._launcher.runner.model.model.layers:
@@ -132,7 +132,7 @@ def test_only_sampled_positions_are_computed_behind_the_last_attention(
 
 @pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
 def test_prompt_logprobs_do_not_change_the_other_results(folded: bool, path: str) -> None:
-    """They need the hidden states of all tokens; without them only few rows are computed."""
+    """Prompt log-probabilities need the hidden states of all tokens, other steps of few tokens."""
     found = []
     for prompts in (False, True):
         engine = make_engine(path)
@@ -205,7 +205,7 @@ def test_upload_keeps_dtypes_and_values() -> None:
 
 
 def test_missing_memory_is_reported_as_out_of_memory(path: str) -> None:
-    """The configuration asks for too much memory, which is no bug and needs no traceback."""
+    """A configuration that asks for too much memory is not a bug, so it needs no traceback."""
     with pytest.raises(OutOfMemory, match=r"not enough memory on cpu: .* 40960000000004096 bytes"):
         make_engine(path, num_pages=10**13)
     gpu = torch.device("cuda", 0)
