@@ -1,7 +1,7 @@
 """Authenticates requests by bearer keys, which it compares by their hashes.
 
-If the server has API keys, all paths need a key except the probes and the files of /docs. The admin
-paths always need an admin key.
+If the server has API keys, all paths need a key except the probes, /metrics and the files of /docs.
+The admin paths always need an admin key.
 """
 
 import hashlib

@@ -83,7 +83,7 @@ class Watchdog:
         self._longest_s: dict[str, float] = {}
 
     def expect(self, role: str, now_s: float) -> bool:
-        """Expect a message from `role` from now on. Returns False if `role` owes one already."""
+        """Expect a message from `role` from now on. Returns False if one was expected before."""
         if role in self._silent_since_s:
             return False
         self._silent_since_s[role] = now_s

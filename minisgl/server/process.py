@@ -249,8 +249,8 @@ class ApiServer:
         """Wait for the signal, then end the service in phases.
 
         GRACE: /readyz answers 503, and the server still accepts requests. DRAINING: the server
-        refuses new requests and completes the open ones. CLOSED: it ends the remaining requests
-        with an error.
+        refuses new requests (see Phase) and completes the open ones. CLOSED: the server ends the
+        remaining requests with an error.
         """
         await self._drain_asked.wait()
         started_s = time.monotonic()
