@@ -1,4 +1,4 @@
-"""The FastAPI application: its routers, its error bodies, its OpenAPI document, its middleware.
+"""Builds the FastAPI application: routes, error responses, OpenAPI document and middleware.
 
     client -> RequestContextMiddleware   request id, HTTP metrics
            -> CORSMiddleware             only with --allow-origin
@@ -7,7 +7,7 @@
            -> FastAPI                    routes
 
 The middleware wraps the application from outside, so that the response to an unexpected exception
-passes through it as well. All of it is plain ASGI: no layer buffers a response or hides a
+passes through it as well. All layers are plain ASGI. No layer buffers a response or hides a
 disconnect.
 """
 
@@ -28,7 +28,7 @@ from minisgl.server.auth import Auth
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
 from minisgl.server.handler import Service
-from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_answer
+from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.openapi import openapi_document
 from minisgl.server.routes import router
 from minisgl.utils import log_event
@@ -61,7 +61,7 @@ def _routed_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="minisgl",
         version=minisgl.__version__,
-        # `routes` serves both pages without files from elsewhere.
+        # `routes` serves /openapi.json and /docs without files from other hosts.
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -80,7 +80,7 @@ def _routed_app(service: Service) -> FastAPI:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """The handler of every exception: it logs the error and writes the nested error body."""
+    """Handle every exception: log the error and return the response with the error body."""
     headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):  # The router raises it for 404 and 405.
         headers = error.headers or {}
@@ -91,7 +91,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, RequestError):
         service = request.app.state.service
         service.client.metrics.on_refused(error, service.lifecycle.phase)
-    response = error_answer(error, **headers)
+    response = error_response(error, **headers)
     is_bug = not isinstance(error, RequestError)  # uvicorn logs its traceback.
     log_event(
         logger,

@@ -1,6 +1,7 @@
-"""Bearer keys, compared by their hashes.
+"""Authenticates requests by bearer keys, which it compares by their hashes.
 
-With keys, every path is closed but for the probes. The admin paths are closed without an admin key.
+If the server has API keys, all paths need a key except the probes, /metrics and the files of /docs.
+The admin paths always need an admin key.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.core import ConfigError
 from minisgl.server.errors import AdminOnly, NotAuthenticated
-from minisgl.server.middleware import DOCS_PATHS, OPEN_PATHS, error_answer
+from minisgl.server.middleware import DOCS_PATHS, OPEN_PATHS, error_response
 
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 
@@ -51,10 +52,10 @@ class Auth:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await error_answer(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> NotAuthenticated | AdminOnly | None:
-        # The router matches the path of the scope. A path from headers could be forged.
+        # The router matches the path of the scope. A client could forge a path from headers.
         path = scope["path"]
         if path in OPEN_PATHS or path in DOCS_PATHS:
             return None

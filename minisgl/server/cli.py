@@ -1,8 +1,8 @@
 """The command line and the MINISGL_* variables, resolved into one `ServerConfig`.
 
 The flags are data in flags.toml. Kubernetes injects variables such as MINISGL_PORT,
-MINISGL_PORT_1919_TCP and MINISGL_SERVICE_HOST next to a Service named minisgl. These are never
-settings, and are ignored without a warning.
+MINISGL_PORT_1919_TCP and MINISGL_SERVICE_HOST for a Service named minisgl. These variables are no
+settings, so `read_env` ignores them without a warning.
 """
 
 import argparse
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 _SECTIONS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
     {"engine": EngineConfig, "scheduler": SchedulerConfig, "limits": Limits, "server": ServerConfig}
 )
-# The largest value of a flag without `high`. Floats are times: 1e6 s are 12 days, and the kernel
-# has 31 bits for the milliseconds of --read-timeout.
+# The largest value of a flag without `high`, by type. Such floats are times in seconds. 1e6 s (12
+# days) fit into the 31 bits that the kernel has for the milliseconds of --read-timeout.
 _HIGHEST: Mapping[type, float] = MappingProxyType({int: math.inf, float: 1e6})
 _INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Reports an error as one line with similar names. Flags cannot be abbreviated."""
+    """Reports an error as one line with the names of similar flags. Flags have no abbreviations."""
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"{self.prog}: error: {message}; see --help\n")
@@ -55,12 +55,12 @@ class ArgumentParser(argparse.ArgumentParser):
 class EnvSettings(msgspec.Struct, frozen=True, rename=lambda field: f"MINISGL_{field.upper()}"):
     """The settings of the environment. The variable of a field is MINISGL_ and its name.
 
-    disable_overlap_scheduling  plan a step only after the result of the step before is read.
+    disable_overlap_scheduling  plan a step only after reading the result of the previous step.
     check_plans                 for debugging: tensor-parallel ranks compare a hash of each plan,
                                 and stop if one differs.
-    api_key, admin_api_key      like the flags of these names, for keys in Secrets.
-    kernel_cache                like the flag, for images with compiled kernels.
-    commit                      the commit of the source in an image; a Git checkout knows its own.
+    api_key, admin_api_key      as the flags of these names; set by Secrets of Kubernetes.
+    kernel_cache                as --kernel-cache; set by images with compiled kernels.
+    commit                      the commit of the source in an image; not needed in a Git checkout.
     """
 
     disable_overlap_scheduling: bool = False
@@ -120,21 +120,24 @@ def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable
         except ValueError:
             value = None
         if value is None or not low <= value <= high:
-            what = "an integer" if kind is int else "a number"
+            expected = "an integer" if kind is int else "a number"
             upper = "" if high == math.inf else f" and at most {high:g}"
-            raise argparse.ArgumentTypeError(f"must be {what} of at least {low:g}{upper}")
+            raise argparse.ArgumentTypeError(f"must be {expected} of at least {low:g}{upper}")
         return value
 
     return parse
 
 
 def read_env(environ: Mapping[str, str]) -> EnvSettings:
-    """Parse all MINISGL_* variables. Unknown ones warn; a bad value raises ConfigError."""
+    """Parse all MINISGL_* variables, and log a warning for each unknown one.
+
+    Raises ConfigError for a bad value.
+    """
     known = {field.encode_name: field for field in msgspec.structs.fields(EnvSettings)}
     values: dict[str, str] = {}
     for name, text in environ.items():
         if name in known:
-            # An empty switch is off. An empty key stays, since `key_hashes` must refuse it.
+            # An empty switch is off. An empty key stays empty, because `key_hashes` must refuse it.
             values[name] = text.strip() or ("0" if known[name].default is False else "")
         elif name.startswith("MINISGL_") and not name.startswith(_INJECTED):
             logger.warning(
@@ -156,8 +159,9 @@ def resolve(
 ) -> ServerConfig:
     """Parse flags and environment, find the model, and return the complete configuration.
 
-    resolve_model: returns the folder of a model from its name, its revision, and whether its
-    weights are needed. weights: False for commands that need none; --dummy-weight needs none too.
+    resolve_model: returns the folder of a model from its name, its revision, and a flag that is
+    True if the command needs the weights. weights: False for commands that need no weights.
+    --dummy-weight needs none either.
 
     Exits with 2 for a wrong flag. Raises ConfigError for a model or setting that cannot be used.
     """
@@ -199,7 +203,10 @@ def resolve(
 
 
 def _obey_replaced(options: argparse.Namespace, limits: dict[str, Any]) -> None:
-    """Warn of flags of earlier versions. --max-n and --max-prompts still lower max_choices."""
+    """Log a warning for each flag of an earlier version.
+
+    --max-n and --max-prompts still lower max_choices.
+    """
     for name, flag in _read_flags()["replaced"].items():
         value = getattr(options, name[2:].replace("-", "_"))
         if value is not None:
@@ -215,14 +222,15 @@ def _check_certificate(options: argparse.Namespace) -> None:
     if certfile is None:
         return
     if options.shell:
-        raise ConfigError("--shell does not speak HTTPS; remove --ssl-certfile and --ssl-keyfile")
+        raise ConfigError("--shell does not support HTTPS; remove --ssl-certfile and --ssl-keyfile")
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # Without a password, an encrypted key would ask for one in the terminal.
+        # Without this empty password, OpenSSL asks for the password of an encrypted key in the
+        # terminal.
         context.load_cert_chain(certfile, keyfile, password="")
     except OSError as error:
-        text = f"{certfile} and {keyfile} are not a certificate and its key: {error}"
-        raise ConfigError(text) from None
+        message = f"{certfile} and {keyfile} are not a certificate and its key: {error}"
+        raise ConfigError(message) from None
 
 
 def _served_name(model: str | None) -> str:

@@ -37,8 +37,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     template_timeout_s: float = 5.0
 
 
-# max_choices bounds n, the number of prompts, and their product; each has a label of its own. The
-# others have no flag: they are constants where they are checked, or the model's context length.
+# The labels of minisgl_limits_exceeded_total. max_choices bounds n (max_n), the number of prompts
+# (max_prompts), and their product. The other names without a field are constants in the modules
+# that check them, except max_seq_len, the context length of the model.
 LIMIT_NAMES = (
     *Limits.__struct_fields__,
     "max_n",
@@ -85,7 +86,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of the launcher to each child, through an inherited pipe.
 
-    role        api, tokenizer, detokenizer or scheduler; index counts within a role.
+    role        api, tokenizer, detokenizer or scheduler.
+    index       number of the process among those of its role, from 0.
     listen_fd   the bound TCP socket (api only).
     reason_fd   a pipe; the child writes a fatal error there as one line.
     """
@@ -106,7 +108,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.role}-{self.index}" if many else self.role
 
     def spawn(self, command: Sequence[str] = CHILD_COMMAND) -> supervise.Child:
-        """Start the child. The child reads this spec; its name is an argument for `ps`."""
+        """Start the child, which reads this spec. Its name is an argument, so `ps` shows it."""
         argv, payload = [*command, self.name], msgspec.json.encode(self)
         fds = [self.reason_fd] if self.listen_fd is None else [self.reason_fd, self.listen_fd]
         return supervise.spawn_child(self.name, argv, payload, fds)

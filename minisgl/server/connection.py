@@ -16,16 +16,16 @@ from minisgl.core import InvalidRequest
 from minisgl.server.config import Limits
 from minisgl.server.errors import ErrorReply, HeadTooLarge, error_reply
 
-# Requests beyond max_connections receive a 503. The server accepts so many connections more to send
-# it, and aborts further ones without a response.
+# Requests beyond max_connections receive a 503. The server accepts this many more connections
+# to send the 503, and aborts further connections without a response.
 _SPARE_CONNECTIONS = 128
 # Number of pipelined requests on one connection before the server stops reading from it.
 _PIPELINED = 8
-# A header that offers another protocol, such as h2c from Java's client. It is removed before the
-# parser sees it, since the parser would take the body for that protocol.
+# A header that offers another protocol, such as h2c from Java's client. The server removes it
+# before parsing, because the parser would read the body as that protocol.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-# The end of a received part of a head that may become such a header with the next part.
-_BEGUN = re.compile(rb"\r(\n(u[^\r\n]*\r?|\r)?)?\Z", re.IGNORECASE)
+# Matches the end of a received part of a head if the next part may complete it to such a header.
+_PARTIAL_UPGRADE = re.compile(rb"\r(\n(u[^\r\n]*\r?|\r)?)?\Z", re.IGNORECASE)
 KEPT = "kept"  # key in the state of a request: its connection carried an earlier request
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
@@ -44,8 +44,8 @@ def limited_protocol(
         body, within head_timeout_s, and refuses a head above max_head_bytes. The timer is off
         while a response is being sent.
 
-        _head_bytes: bytes of the head, or of trailers: bytes after the head since the last part
-        of the body.
+        _head_bytes: number of received bytes of the head. After the head: number of bytes since
+        the last part of the body, which bounds the trailers.
         """
 
         _head_bytes = 0
@@ -72,21 +72,21 @@ def limited_protocol(
                 cycle.message_event.set()
 
         def data_received(self, data: bytes) -> None:
-            most = limits.max_head_bytes
+            max_bytes = limits.max_head_bytes
             if self._in_head:
                 head, blank, body = (self._held + data).partition(b"\r\n\r\n")
-                begun = None if blank else _BEGUN.search(head)
-                fits = begun and self._head_bytes + len(begun[0]) < most
-                self._held = begun[0] if begun and fits else b""
+                partial = None if blank else _PARTIAL_UPGRADE.search(head)
+                fits = partial and self._head_bytes + len(partial[0]) < max_bytes
+                self._held = partial[0] if partial and fits else b""
                 head = head.removesuffix(self._held)
                 data = _UPGRADE.sub(b"", head) + blank + body
                 if self._timer is None and (self.cycle is None or self.cycle.response_complete):
                     self._start_timer()
             while data and not self.transport.is_closing():
-                room = most - self._head_bytes
+                room = max_bytes - self._head_bytes
                 if not room:
                     exceeded("max_head_bytes")
-                    self._refuse(error_reply(HeadTooLarge(f"the head exceeds {most} bytes")))
+                    self._refuse(error_reply(HeadTooLarge(f"the head exceeds {max_bytes} bytes")))
                     return
                 piece, data = data[:room], data[room:]
                 self._head_bytes += len(piece)
@@ -105,7 +105,7 @@ def limited_protocol(
                 self.cycle.keep_alive = False
             self._unanswered.append(self.cycle)
             if 1 < len(self._unanswered) <= _PIPELINED:
-                self.flow.resume_reading()  # otherwise a disconnect would not be seen
+                self.flow.resume_reading()  # otherwise uvicorn does not notice a disconnect
 
         def on_body(self, body: bytes) -> None:
             self._head_bytes = 0
@@ -115,7 +115,8 @@ def limited_protocol(
             super().on_message_complete()
             self._stop_timer()
             self._in_head, self._head_bytes = True, 0
-            # The end of a body after its response has stopped uvicorn's keep-alive timer.
+            # If the response was complete before the body, the rest of the body has stopped
+            # uvicorn's keep-alive timer. This timer replaces it.
             if self.cycle.response_complete:
                 self._start_timer()
 

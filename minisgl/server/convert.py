@@ -1,7 +1,7 @@
-"""From the bytes of a body to one complete `GenerateRequest`: decode, check, fill in defaults.
+"""Converts the bytes of a body to one complete `GenerateRequest`, or raises an error.
 
 The structs of `protocol` hold the rules for single fields, and `decode` applies them. This module
-checks the rules that need several fields, the configuration or the model.
+checks the rules that need several fields, the configuration or the model, and fills in defaults.
 """
 
 import array
@@ -30,7 +30,9 @@ _SAME_IN_SAMPLING = tuple(set(SamplingParams.__struct_fields__) - _CONVERTED)
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request for text, with every default filled in; only the token counts are unchecked.
+    """One checked request for text, with every default filled in.
+
+    Its token counts are not checked yet, because the tokenizer has not run.
 
     prompts: each with its path in the body, for error messages.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
@@ -111,7 +113,7 @@ class RequestConverter:
         )
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
-        """The prompt in a body of /tokenize, after its name: "prompt" or "messages"."""
+        """Return the name ("prompt" or "messages") and the prompt of a /tokenize body."""
         body = decode(raw, requests.TokenizeBody, self._check_sizes)
         self.check_model(body.model)
         if body.prompt is not None and body.messages is None:
@@ -121,7 +123,7 @@ class RequestConverter:
         return "messages", self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
 
     def read_detokenize(self, raw: bytes, facts: ModelFacts) -> tuple[TokenArray, bool]:
-        """The token ids in a body of /detokenize, and whether the text omits special tokens."""
+        """The token ids in a body of /detokenize, and True if the text omits special tokens."""
         body = decode(raw, requests.DetokenizeBody, self._check_sizes)
         self.check_model(body.model)
         return self.ids_prompt("tokens", body.tokens, facts), body.skip_special_tokens
@@ -131,7 +133,7 @@ class RequestConverter:
         return decode(raw, requests.AbortBody, self._check_sizes).request_id
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound for a name that is not served here. None stands for any name."""
+        """Raise ModelNotFound for a name that this server does not serve. None is accepted."""
         if name is not None and name not in self.served_names:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
@@ -149,20 +151,24 @@ class RequestConverter:
     def text_prompt(
         self, param: str, text: str, facts: ModelFacts, add_special: bool = True
     ) -> Prompt:
-        """A prompt that is text. add_special: with the BOS that the tokenizer may set."""
+        """A prompt that is text. add_special: let the tokenizer add BOS."""
         self._check_chars(param, len(text), facts)
         return TokenizeText(text=text, add_special=add_special)
 
     def ids_prompt(self, param: str, ids: list[Any], facts: ModelFacts) -> TokenArray:
-        """A prompt that is token ids, each of which the model must know."""
+        """Return a prompt of token ids as an array.
+
+        Raises PromptTooLong, or InvalidRequest for an id that the model does not know.
+        """
         if len(ids) > facts.max_seq_len:
-            text = f"{param} has {len(ids)} tokens; the context length is {facts.max_seq_len}"
-            raise PromptTooLong(text, param=param)
+            message = f"{param} has {len(ids)} tokens; the context length is {facts.max_seq_len}"
+            raise PromptTooLong(message, param=param)
         try:
             token_ids = array.array("i", ids)
-        except TypeError:  # the list also has text, or lists
+        except TypeError:  # the list also contains text or lists
             token_ids = None
-        # `protocol` allows no negative ids. max() takes a ninth of the time that a loop takes.
+        # `protocol` refuses negative ids, so a check of max() is enough. A loop takes 9 times as
+        # long.
         if token_ids is None or max(ids) >= facts.vocab_size:
             known = range(facts.vocab_size)
             index = next(i for i, value in enumerate(ids) if value not in known)
@@ -191,44 +197,45 @@ class RequestConverter:
 
     def _check_sizes(self, given: Mapping[str, Any]) -> None:
         """Refuse lists that are longer than this server allows."""
-        most, messages = self.limits.max_messages, given.get("messages")
+        limit, messages = self.limits.max_messages, given.get("messages")
         if isinstance(messages, list):
             counts = {"messages": len(messages)}
             for field in ("content", "tool_calls"):
-                entries = [m.get(field) for m in messages[:most] if isinstance(m, dict)]
+                entries = [m.get(field) for m in messages[:limit] if isinstance(m, dict)]
                 counts[f"entries of {field}"] = sum([len(e) for e in entries if type(e) is list])
             for name, count in counts.items():
-                if count > most:
-                    raise reject("messages", f"must have at most {most} {name}", "max_messages")
-        most, bias = self.limits.max_logit_bias, given.get("logit_bias")
-        if isinstance(bias, dict) and len(bias) > most:
-            raise reject("logit_bias", f"must have at most {most} entries", "max_logit_bias")
-        most = self.limits.max_logprobs
+                if count > limit:
+                    raise reject("messages", f"must have at most {limit} {name}", "max_messages")
+        max_bias, bias = self.limits.max_logit_bias, given.get("logit_bias")
+        if isinstance(bias, dict) and len(bias) > max_bias:
+            raise reject("logit_bias", f"must have at most {max_bias} entries", "max_logit_bias")
+        max_logprobs = self.limits.max_logprobs
         for name in ("logprobs", "top_logprobs"):
-            if type(given.get(name)) is int and given[name] > most:
-                raise reject(name, f"must be from 0 to {most}", "max_logprobs")
+            if type(given.get(name)) is int and given[name] > max_logprobs:
+                raise reject(name, f"must be from 0 to {max_logprobs}", "max_logprobs")
         self._check_choices(given.get("prompt"), given.get("n"))
 
     def _check_choices(self, prompt: Any, n: Any) -> None:
-        """One request asks for at most max_choices answers: the number of prompts times n."""
+        """Refuse more than max_choices answers: the number of prompts times n."""
         several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        prompts, each = len(prompt) if several else 1, n if isinstance(n, int) else 1
-        most = self.limits.max_choices
-        if each > most >= prompts:
-            raise reject("n", f"must be at most {most}", "max_n")
-        if prompts > most >= each:
-            raise reject("prompt", f"must have at most {most} entries", "max_prompts")
-        if prompts * each > most:
-            raise reject("n", f"times the number of prompts must be at most {most}", "max_choices")
+        prompts = len(prompt) if several else 1
+        per_prompt = n if isinstance(n, int) else 1
+        limit = self.limits.max_choices
+        if per_prompt > limit >= prompts:
+            raise reject("n", f"must be at most {limit}", "max_n")
+        if prompts > limit >= per_prompt:
+            raise reject("prompt", f"must have at most {limit} entries", "max_prompts")
+        if prompts * per_prompt > limit:
+            raise reject("n", f"times the number of prompts must be at most {limit}", "max_choices")
 
     def _check_chars(self, param: str, chars: int, facts: ModelFacts) -> None:
-        most = self.limits.max_prompt_chars
-        if most is None:
-            most = _CHARS_PER_CONTEXT_TOKEN * facts.max_seq_len
-        if chars > most:
+        max_chars = self.limits.max_prompt_chars
+        if max_chars is None:
+            max_chars = _CHARS_PER_CONTEXT_TOKEN * facts.max_seq_len
+        if chars > max_chars:
             raise PromptTooLong(
-                f"{param} has {chars} characters; at most {most} are accepted for a context of "
-                f"{facts.max_seq_len} tokens",
+                f"{param} has {chars} characters; at most {max_chars} are accepted for a context "
+                f"of {facts.max_seq_len} tokens",
                 param=param,
                 limit="max_prompt_chars",
             )
@@ -259,7 +266,7 @@ class RequestConverter:
 
 
 def _prepare_message(message: requests.Message, index: int) -> int:
-    """Bring one message to the form that chat templates expect, and return its characters.
+    """Bring one message to the form that chat templates expect. Returns its number of characters.
 
     `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
     arguments of tool calls are parsed, because templates write them as JSON themselves. The empty
@@ -280,7 +287,7 @@ def _prepare_message(message: requests.Message, index: int) -> int:
         message.tool_calls = None
     if isinstance(message.content, list):
         message.content = "\n".join([part.text for part in message.content])
-    # Without a loop over the names: a chat may have thousands of messages.
+    # A loop over the names would be slower, and a chat may have thousands of messages.
     message.refusal = message.annotations = message.audio = None
     message.function_call = message.reasoning = None
     chars += len(message.content or "") + len(message.name or "")
@@ -288,7 +295,7 @@ def _prepare_message(message: requests.Message, index: int) -> int:
 
 
 def _parse_arguments(message: requests.Message, index: int) -> int:
-    """Parse the arguments of the message's tool calls, and return the characters of the calls."""
+    """Parse the arguments of the tool calls, and return the calls' number of characters."""
     chars = 0
     for number, call in enumerate(message.tool_calls or ()):
         name, arguments = call.function.name, call.function.arguments

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a struct of `protocol`: the one gate for malformed input.
+"""Decodes the bytes of a body to a struct of `protocol`, and refuses malformed input.
 
 msgspec's errors become InvalidRequest or Unsupported here. `param` is the path of the field at
 fault, for example `messages[3].content`. No message repeats more than 64 characters of a value.
@@ -33,7 +33,8 @@ _LIMITS = {
     ("stop", "str"): "max_stop_chars",
     ("stop_token_ids", "array"): "max_stop_token_ids",
 }
-_WHY = {
+# Rules for parameters whose refusal says more than "is not supported".
+_SPECIAL_RULES = {
     "chat_template": "cannot be set by a request",
     "reasoning_effort": "is not supported; see chat_template_kwargs",
     "tools": 'is supported with "tool_choice": "none" only',
@@ -41,7 +42,10 @@ _WHY = {
 
 
 def reject(param: str, rule: str, limit: str | None = None) -> InvalidRequest:
-    """The error for a field that breaks `rule`, or exceeds the limit of this name."""
+    """Return the error for a field that breaks `rule`.
+
+    limit: the name of the limit that the field exceeds, if it exceeds one.
+    """
     return InvalidRequest(f"{param} {rule}", param=param, limit=limit)
 
 
@@ -51,10 +55,10 @@ def decode(
     check_sizes: Callable[[Mapping[str, Any]], None],
     allow_unknown: bool = False,
 ) -> Body:
-    """The body as this struct.
+    """Return the body as a struct of this kind.
 
-    check_sizes: raises for lists that are too long. It sees the plain JSON, because filling 600,000
-    structs, for which a body has room, would take seconds.
+    check_sizes: raises for lists that are too long. It reads the plain JSON, because a body has
+    room for 600,000 messages, and filling so many structs would take seconds.
     allow_unknown: ignore fields that a generating route does not know.
     Raises InvalidRequest, or Unsupported for a parameter that the server knows but does not offer.
     """
@@ -73,13 +77,12 @@ def decode(
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """A JSON object. NaN, Infinity, lone surrogates and deep nesting are errors."""
+    """Parse a JSON object. NaN, Infinity, lone surrogates and deep nesting are errors."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error)[:200] if isinstance(error, msgspec.MsgspecError) else "not readable"
-        text = f"the body is not valid JSON: {reason}"
-        raise InvalidRequest(text, code="invalid_json") from None
+        raise InvalidRequest(f"the body is not valid JSON: {reason}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     return body
@@ -92,7 +95,7 @@ def _check_unknown(
     generates = issubclass(kind, GenerationBody)
     if generates and name in UNSUPPORTED:
         if not _is_neutral(name, given):
-            raise Unsupported(f"{name} {_WHY.get(name, 'is not supported')}", param=name)
+            raise Unsupported(f"{name} {_SPECIAL_RULES.get(name, 'is not supported')}", param=name)
     elif not generates or not (allow_unknown or name in IGNORED):
         shown = name[:64]
         others = (*IGNORED, *UNSUPPORTED) if generates else ()
@@ -102,14 +105,13 @@ def _check_unknown(
 
 
 def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
-    """Whether an unsupported parameter asks for nothing."""
+    """True if the value of this unsupported parameter does not change the answer."""
     value = given[name]
     if name == "tools" and given.get("tool_choice") == "none":
         return isinstance(value, list)
     # True equals 1 in Python, so booleans need a comparison of the types too.
-    same = [
-        value == v and isinstance(value, bool) == isinstance(v, bool) for v in UNSUPPORTED[name]
-    ]
+    neutral = UNSUPPORTED[name]
+    same = [value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral]
     return value is None or any(same)
 
 
@@ -121,8 +123,8 @@ def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
     if part := _TEXT_PART.match(param):
         content = given["messages"][int(part[1])]["content"][int(part[2])]
         if isinstance(content, dict) and content.get("type") != "text":
-            text = f"{part[0]}: only parts of type text are supported"
-            return Unsupported(text, param=part[0])
+            rule = "only parts of type text are supported"
+            return Unsupported(f"{part[0]}: {rule}", param=part[0])
     if _EMPTY_FIELD.match(param):
         return Unsupported(f"{param} is not supported", param=param)
     if found["key"]:
@@ -137,13 +139,13 @@ def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
         field = re.sub(r"\[\d+\]$", "", param).rpartition(".")[2]
         hint = near_names(name, _OBJECTS[field].__struct_fields__)
         return reject(param, f"has an unknown field '{name}'{hint}")
-    if text.startswith("Invalid enum value"):  # msgspec repeats the value
+    if text.startswith("Invalid enum value"):  # the text of msgspec repeats the value
         values = get_args(requests.Role) if param.endswith(".role") else ("function",)
         return reject(param, f"must be one of {', '.join(values)}")
     over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
     limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None
-    text = f"{param}: {text[:1].lower()}{text[1:]}"
-    return InvalidRequest(text, param=param, limit=limit)
+    message = f"{param}: {text[:1].lower()}{text[1:]}"
+    return InvalidRequest(message, param=param, limit=limit)
 
 
 def _bias_at_fault(given: Mapping[str, Any]) -> str:

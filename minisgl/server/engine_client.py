@@ -6,15 +6,15 @@ The life of one call:
     tokenize()   text or chat -> token ids, by a tokenizer process          or InvalidRequest
     submit()     per choice: StartText to the detokenizer, then AddReq to the scheduler
     receive_text()
-                 per step: a TextUpdate of each choice that has new text. With its first one a
-                 choice leaves the queue, with its last one the engine has forgotten it.
-    close()      the client has its answer or is gone: choices that still run are aborted
+                 per step: a TextUpdate of each choice that has new text. The first update of a
+                 choice takes it out of the queue. The last update ends it in the engine.
+    close()      the response is complete or the client is gone: abort the running choices
 
 `end()` and `fail_all()` end a call from outside: they set the error of its choices and wake its
-handler, which answers and closes it.
+handler, which responds and closes the call.
 
-The receiver task of the process calls the receive methods, handlers call the others. All of them
-run in one event loop, so nothing here needs a lock.
+The receiver task of the process calls the receive methods. Handlers call the other methods. All
+of them run in one event loop, so this module needs no lock.
 """
 
 import array
@@ -78,7 +78,7 @@ class EngineClient:
         return any(choice.submitted for choice in self._choices.values())
 
     def open(self, num_choices: int, request_id: str = "") -> Generation:
-        """Admit a call with so many choices; its handler must close it.
+        """Admit a call with this number of choices. Its handler must close the generation.
 
         Raises Overloaded when the queue is full, and InvalidRequest when even an empty queue
         could not hold the call.
@@ -132,8 +132,8 @@ class EngineClient:
                 if self.end(generation, error):
                     self.metrics.on_limit("max_total_s")
             elif age_s > limits.max_wait_s and not generation.has_output():
-                late = f"the request waited longer than {limits.max_wait_s:g} s"
-                self.end(generation, DeadlineExceeded(late, limit="max_wait_s"))
+                message = f"the request waited longer than {limits.max_wait_s:g} s"
+                self.end(generation, DeadlineExceeded(message, limit="max_wait_s"))
 
     def fail_all(self, error: RequestError) -> None:
         """End every open call with this error; their handlers then close them."""
@@ -141,7 +141,7 @@ class EngineClient:
             generation.fail(error)
 
     def require_room(self, tokens: int) -> None:
-        """Raises Overloaded when this many prompt tokens do not fit into the queue.
+        """Raise Overloaded when this many prompt tokens do not fit into the queue.
 
         An empty queue takes a call of any size.
         """
@@ -166,11 +166,11 @@ class EngineClient:
         self._to_scheduler(request)
 
     def flush_cache(self) -> None:
-        """Make the engine forget its cached prefixes, in order with all requests."""
+        """Clear the prefix cache of the engine, after the requests that were submitted before."""
         self._to_scheduler(messages.FlushCache())
 
     async def tokenize(self, prompt: Prompt, param: str, call: Generation) -> TokenArray:
-        """The token ids of a prompt. Raises InvalidRequest for `param` if it has none."""
+        """The token ids of a prompt. Raises InvalidRequest for `param` if tokenizing fails."""
         if isinstance(prompt, array.array):
             return prompt
         result = await self._ask_tokenizer(prompt, call, param)
@@ -184,7 +184,7 @@ class EngineClient:
     async def _ask_tokenizer(
         self, request: messages.TokenizeRequest, call: Generation, param: str | None
     ) -> messages.TokenizeResult:
-        """Wait for the result. Raises its error, or the error that ends the call meanwhile."""
+        """Wait for the result. Raises its error, or an error that ends the call before."""
         call.tokenizing = self._tokenizers.submit(request)
         result = await call.tokenizing
         if result.error is not None:
@@ -216,7 +216,7 @@ class EngineClient:
                 del self._choices[update.uid]
 
     def send_keep_alives(self) -> None:
-        """Wake every call, so that each stream without news sends a comment."""
+        """Wake every call, so that each stream without new output sends a comment."""
         for generation in self._generations:
             generation.keep_alive = True
             generation.changed.set()

@@ -1,6 +1,6 @@
-"""Errors as clients see them: the HTTP status of each class, and one form of the body.
+"""Maps each error class to an HTTP status, and writes all errors in one JSON form.
 
-core/errors.py draws the whole tree. The classes here are raised by the HTTP front end only.
+core/errors.py draws the whole tree. Only the HTTP front end raises the classes of this module.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class HeadTooLarge(core.RequestError):
 
 
 class RanTooLong(core.RequestError):
-    """The answer took longer than max_total_s. A stream has sent the text before that."""
+    """The answer took longer than max_total_s. A stream has sent the text up to then."""
 
 
 class BodyTooLarge(core.RequestError):
@@ -65,7 +65,7 @@ RETRY_AFTER = "1"  # seconds, in the header of each 503
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
-# The nearest base class counts, so that every error has a status.
+# An error class without an entry has the entry of its nearest base class.
 _TABLE: Mapping[type[BaseException], _Kind] = {
     core.InvalidRequest: _Kind(400, _INVALID),
     core.PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),

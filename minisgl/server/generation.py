@@ -1,4 +1,4 @@
-"""The answer to one HTTP call while it is being made: a Generation, its Choices, their deltas.
+"""The state of one HTTP call while the engine generates: Generation, Choice and ChoiceDelta.
 
 A `Generation` is one HTTP call. It has n choices per prompt; each `Choice` is one answer, which the
 engine computes as one request with its own uid. The engine client applies the updates of the
@@ -22,7 +22,7 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob
 from minisgl.server.errors import EngineFailure
 
-# The errors with which a scheduler refuses a request, by the name in its Finished.
+# The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
 _REFUSALS: Mapping[str, type[core.RequestError]] = MappingProxyType(
     {
         c.__name__: c
@@ -43,20 +43,21 @@ class ChoiceDelta:
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """One answer of a call, and the output of it that the response has not taken yet.
+    """One answer of a call, with the output that the response has not taken yet.
 
-    uid           of the request in the engine.
-    index         of the choice in the call: prompt index * n + sibling.
-    started_s     when the call was admitted; CLOCK_MONOTONIC in seconds, as first_s and last_s.
+    uid           id of the request in the engine.
+    index         position of the choice in the call: prompt index * n + sibling.
+    started_s     time of admission, like first_s and last_s in seconds of CLOCK_MONOTONIC.
     text, delta   the output that has not been taken.
     latest        the last update, whose token counts are totals.
-    finish        None while the engine works on it.
-    error         why it ended without a complete answer.
+    finish        finish reason; None while the engine works on the choice.
+    error         the reason of an end without a complete answer.
     prefill_done  the engine has sent its first update. The choice was queued until then.
-    submitted     it has been sent to the scheduler.
-    prompt_share  tokens of its prompt. 0 for siblings: the first choice of a prompt counts them.
+    submitted     the choice has been sent to the scheduler.
+    prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
+                  for the others.
     first_s, last_s
-                  when its first and its latest token arrived; 0: none has.
+                  arrival of its first and its latest token; 0 before the first token.
     """
 
     uid: int
@@ -75,7 +76,7 @@ class Choice:
     last_s: float = 0.0
 
     def take(self) -> tuple[str, ChoiceDelta | None]:
-        """The text since the last call, and everything else since then, or None if only text."""
+        """Return the text since the last call, and the other new output or None."""
         text, delta = "".join(self.text), self.delta
         self.text.clear()
         self.delta = None
@@ -105,7 +106,7 @@ class Generation:
     """One HTTP call with all its choices.
 
     changed        set when any choice has changed; the handler waits for it.
-    keep_alive     the call was woken without news, so that an idle stream sends a comment.
+    keep_alive     the call was woken without new output, so that an idle stream sends a comment.
     tokenizing     the tokenizer result that the call waits for.
     echoes         the text of each prompt, if the answer repeats it.
     prompt_ids     the ids of each prompt, if the answer contains them.
@@ -166,7 +167,7 @@ class Generation:
             raise self.error
 
     def summary(self) -> dict[str, object]:
-        """The fields of the log line at the end of a call: never text of the prompt or answer."""
+        """The fields of the log line at the end of a call. None contains prompt or answer text."""
         finishes = {choice.finish or FinishReason.ABORT for choice in self.choices}
         first_s = min((choice.first_s for choice in self.choices if choice.first_s), default=None)
         return {

@@ -1,4 +1,4 @@
-"""One call: its context, and the way from its validated request to its first output.
+"""The context of one call, and the steps from its validated request to its first output.
 
 A route asks for the `CallContext` by an annotation, and FastAPI passes it in:
 
@@ -29,8 +29,8 @@ from minisgl.server.errors import NotReady
 from minisgl.server.generation import Generation
 from minisgl.server.lifecycle import Lifecycle
 
-# A character has at most four bytes, so the prompt ends with at most three tokens of an incomplete
-# one.
+# Number of last prompt tokens that the detokenizer receives. A character has at most four bytes, so
+# an incomplete character at the end of the prompt has at most three tokens.
 PROMPT_TAIL_TOKENS = 4
 
 T = TypeVar("T")
@@ -63,9 +63,10 @@ class CallContext:
         self.client = self.service.client
 
     async def read(self) -> tuple[bytes, ModelFacts]:
-        """The body of a call of the model, and the model's facts.
+        """Read the body of a call that needs the model. Returns it with the facts of the model.
 
-        Raises NotReady when the server accepts no calls, or stops to accept them meanwhile.
+        Raises NotReady if the server accepts no calls, or stops accepting them before the body is
+        complete.
         """
         kept = self.request.scope["state"].get(KEPT, False)
         self.service.lifecycle.require_accepting(kept)
@@ -84,8 +85,8 @@ class CallContext:
             # uvicorn cancels the handler at the end of a drain, and would answer in plain text.
             raise NotReady("the server is shutting down") from None
         except TimeoutError:
-            late = f"the body did not arrive within {max_wait_s:g} s"
-            raise core.DeadlineExceeded(late, limit="max_wait_s") from None
+            message = f"the body did not arrive within {max_wait_s:g} s"
+            raise core.DeadlineExceeded(message, limit="max_wait_s") from None
 
 
 async def _call(request: Request) -> CallContext:  # FastAPI runs plain functions in a thread.
@@ -117,7 +118,7 @@ async def start(
 async def _submit_all(
     client: EngineClient, generation: Generation, request: GenerateRequest, facts: ModelFacts
 ) -> None:
-    """Tokenize every prompt and submit its n choices; then complete the echo, if asked for."""
+    """Tokenize every prompt and submit its n choices; then add the echo if requested."""
     prompts = []
     for name, prompt in request.prompts:
         token_ids = await client.tokenize(prompt, name, generation)
@@ -184,9 +185,9 @@ def fit_max_tokens(
 
 
 def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
-    """The sampling parameters with a seed of this sibling's own.
+    """Return the sampling parameters with a separate seed for this sibling.
 
-    It is random, or derived from the seed that the client gave.
+    The seed derives from the seed of the request. Without one, it is random.
     """
     if sampling.seed is None or sibling == 0:
         return sampling.seeded()
@@ -197,12 +198,15 @@ def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`. When the client disconnects first, cancel `work` and raise Cancelled.
 
-    A coroutine begins to run at once, while a task waits for its turn in the event loop: in a burst
-    of calls, the first one reaches the scheduler before the last one has been parsed. But work that
-    wakes up for every token should be a task: to wake a coroutine, the event loop goes through all
-    coroutines that await it, which costs 4 us of CPU per event.
+    Pass a coroutine for work that leads to the first output. A coroutine starts at once, while a
+    task waits for its turn in the event loop. In a burst of calls, the first call therefore reaches
+    the scheduler before the server parses the last call.
+
+    Pass a task for work that wakes up for every token. To wake a coroutine, the event loop goes
+    through all coroutines that await it, which costs 4 us of CPU per event.
     """
-    disconnected, is_working = asyncio.timeout(None), True
+    disconnected = asyncio.timeout(None)
+    is_working = True
 
     async def watch() -> None:
         try:

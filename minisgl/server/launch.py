@@ -4,8 +4,8 @@
 
 The launcher does not load torch and holds no requests. It may run as PID 1 of a container.
 
-If the service fails, the reason is the last line that any of the processes writes: Kubernetes takes
-the end of the log as the termination message, 2,048 bytes of it.
+If the service fails, the last line of the log is the reason. Kubernetes shows the last 2,048 bytes
+of the log as the termination message.
 """
 
 import logging
@@ -30,21 +30,22 @@ from minisgl.utils import make_socket_dir, process_age_s, setup_logging, supervi
 logger = logging.getLogger(__name__)
 
 _FAILED_EXIT = 1
-# Exit codes of an API server that was asked to stop: 0 after a drain, the signal while loading.
+# Exit codes of an API server that was asked to stop: 0 after a drain, and the
+# negative number of the signal if the server was still loading.
 _STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGUSR2)
-_SCHEDULER_GRACE_S = 5.0  # the schedulers end by their Shutdown message
-_TERM_GRACE_S = 3.0
-_ERROR_CHUNKS_S = 4.0  # the API server sends error chunks to open streams
-_DRAIN_MARGIN_S = 8.0  # over --drain-timeout: 2 s for error chunks, 3 s for closing connections
-_SAME_SIGNAL_S = 0.2
+_SCHEDULER_GRACE_S = 5.0  # time for the schedulers to end after their Shutdown message
+_TERM_GRACE_S = 3.0  # time from SIGTERM to SIGKILL
+_ERROR_CHUNKS_S = 4.0  # time for the API server to send error events to open streams
+_DRAIN_MARGIN_S = 8.0  # beyond --drain-timeout: 2 s for error events, 3 s for closing connections
+_SAME_SIGNAL_S = 0.2  # two signals within this time count as one
 
 
 def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAND) -> int:
     """Serve until a signal or a failure ends the service, and return the exit code.
 
-    scheduler_command: tests replace the scheduler by a stub.
+    scheduler_command: starts a scheduler process; tests pass the command of a stub.
 
-    Raises ConfigError if the port is taken or no folder for the sockets can be made.
+    Raises ConfigError if the port is taken or the folder for the sockets cannot be created.
     """
     setup_logging("launcher", "info", config.log_format)
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
@@ -82,8 +83,8 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
 class _Service:
     """The children of one launch, and the reaction to each signal and to each exit.
 
-    _stop_asked_s: CLOCK_MONOTONIC of the first request to stop; None before it.
-    _stop_signal: the signal that asked; None if the end of the shell did.
+    _stop_asked_s: time of the first request to stop, on CLOCK_MONOTONIC; None before it.
+    _stop_signal: the signal that requested the stop; None if the end of the shell requested it.
     """
 
     _supervisor: supervise.Supervisor
@@ -123,7 +124,7 @@ class _Service:
     def run(self) -> int:
         """Handle signals and exits until the service has ended, and return the exit code."""
         while True:
-            drained_by_s = None  # the latest end of the API server
+            drained_by_s = None  # deadline for the end of the API server
             if self._stop_asked_s is not None:
                 allowed_s = self._template.config.drain_timeout_s + _DRAIN_MARGIN_S
                 drained_by_s = self._stop_asked_s + allowed_s
@@ -149,11 +150,11 @@ class _Service:
 
     def _on_signal(self, number: signal.Signals) -> int | None:
         if self._shell is not None and number is signal.SIGINT:
-            return None  # Ctrl-C belongs to the shell
+            return None  # the shell handles Ctrl-C
         if self._stop_asked_s is None:
             self._ask_to_stop(number)
             return None
-        # Terminals, shells and `timeout` signal a process, and then its group.
+        # Terminals, shells and `timeout` signal a process and then its group: one request to stop.
         if number is signal.SIGHUP or time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
             return None
         self._say("stopping at once")
@@ -166,19 +167,22 @@ class _Service:
             self._ask_to_stop(None)
             return None
         if stopping and child is self._api and child.exit_code in _STOPPED_EXITS:
-            return self._end_stopped(cut_while_loading=child.exit_code != 0)
+            return self._end_stopped(stopped_while_loading=child.exit_code != 0)
         if stopping and child.exit_code == 0:
             return None  # a scheduler that ended by its Shutdown message
         return self._fail(child)
 
-    def _end_stopped(self, cut_while_loading: bool) -> int:
-        """End the other children. The code is 0 after a drain, and 128 + signal for a cut start."""
+    def _end_stopped(self, stopped_while_loading: bool) -> int:
+        """End the other children, and return the exit code of the service.
+
+        It is 0 after a drain, and 128 + signal if the signal came while the model was loading.
+        """
         running = self._supervisor.running()
-        if not cut_while_loading:
+        if not stopped_while_loading:
             schedulers = [child for child in running if child.role.startswith("scheduler")]
             self._supervisor.join(schedulers, _SCHEDULER_GRACE_S)
         self._supervisor.stop(running, _TERM_GRACE_S)
-        if not cut_while_loading or self._stop_signal is None:
+        if not stopped_while_loading or self._stop_signal is None:
             return 0
         if self._stop_signal is signal.SIGTERM:
             reasons = supervise.read_reasons(self._reason_fd)
@@ -191,7 +195,7 @@ class _Service:
         return 128 + self._stop_signal
 
     def _fail(self, child: supervise.Child) -> int:
-        """One child has ended unasked: end the others, then say which one ended and why."""
+        """End all children after one has failed, and log which child failed and why."""
         reason = child.explain(supervise.read_reasons(self._reason_fd))
         if child is not self._api and self._api.exit_code is None:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
@@ -229,6 +233,6 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _url(listener: socket.socket, scheme: str) -> str:
-    """The address that the listener is bound to. Linux connects 0.0.0.0 and [::] to this host."""
+    """Return the URL of the listener. Linux connects 0.0.0.0 and [::] to this host."""
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

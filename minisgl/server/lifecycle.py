@@ -31,7 +31,7 @@ class Lifecycle:
         self.phase = Phase.LOADING
 
     def on_ready(self, message: Ready) -> ModelFacts | None:
-        """Record a Ready. Returns the facts of the model if it was the last one missing."""
+        """Record a Ready. Returns the facts of the model if all roles are ready."""
         self.missing.discard(message.role)
         self.facts = message.facts or self.facts
         if self.phase is not Phase.LOADING or self.missing or self.facts is None:
@@ -68,11 +68,11 @@ class Watchdog:
 
     A worker is hung after `timeout_s` of silence; 0 switches this off. The service then ends.
 
-    A worker is stalled after STALL_S of silence, or after twice the longest silence that ended
-    with a message, if that is longer, but at most after half of timeout_s. The pod is then not
-    ready, so that it receives no new requests, and becomes ready with the next message. The
-    factor is for servers whose steps take seconds, such as a long prefill on a CPU: they are
-    reported as stalled at most once for each time that the longest step doubles.
+    A worker is stalled after STALL_S of silence. If twice the longest silence so far is longer
+    than STALL_S, this time counts instead, but at most half of timeout_s. The pod is then not
+    ready, so it receives no new requests. It becomes ready again with the next message. The factor
+    of two is for servers whose steps take seconds, such as a long prefill on a CPU. Such a server
+    is reported as stalled only for a step that takes twice as long as its longest step before.
     """
 
     STALL_S = 3.0
@@ -83,14 +83,14 @@ class Watchdog:
         self._longest_s: dict[str, float] = {}
 
     def expect(self, role: str, now_s: float) -> bool:
-        """Expect a message from `role` from now on. False if one was expected already."""
+        """Expect a message from `role` from now on. Returns False if one was expected before."""
         if role in self._silent_since_s:
             return False
         self._silent_since_s[role] = now_s
         return True
 
     def heard(self, role: str, now_s: float) -> None:
-        """Record a message from `role`, of which more are expected."""
+        """Record a message from `role`. Further messages are still expected."""
         if role in self._silent_since_s:
             silence_s = now_s - self._silent_since_s[role]
             self._longest_s[role] = max(silence_s, self._longest_s.get(role, 0.0))

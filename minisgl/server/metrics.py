@@ -98,7 +98,7 @@ _OF_ENGINE: Mapping[str, str] = {
 _HTTP = ("http_requests_in_flight", "http_requests_total")
 _OF_PROCESS = (*_HTTP, "startup_seconds", "ready", "draining", "build_info")
 # Further labels with the values that are known from the start: a series exists at 0 for each
-# combination. () stands for values that are not known.
+# combination. () stands for values that are not known at the start.
 _LABELS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model_info": {"dtype": (), "device": (), "tp_size": ()},
     "startup_seconds": {"phase": ("load", "kv_alloc", "cuda_graph", "warm_up", "total")},
@@ -114,7 +114,7 @@ _Kind = TypeVar("_Kind", bound=MetricWrapperBase)
 
 
 class Metrics:
-    """Counts events of the API server, and renders the scrape. Lives in the event loop."""
+    """Counts events of the API server, and renders the scrape. Use it in the event loop only."""
 
     def __init__(
         self, model_name: str, commit: str = "unknown", clock: Callable[[], float] = time.monotonic
@@ -137,14 +137,14 @@ class Metrics:
             ).labels(model_name)
             for name, (text, bounds) in HISTOGRAMS.items()
         }
-        self._new_tokens = 0  # Generated since the last scrape; a counter costs 1 us per event.
+        self._new_tokens = 0  # Tokens since the last scrape; adding to a counter costs 1 us.
         self._set("scheduler_last_step_timestamp_seconds", time.time())
         self._gauges["build_info"].labels(minisgl.__version__, commit).set(1)
         text = "Unix time of the start of the API process."
         Gauge("process_start_time_seconds", text, registry=registry).set_to_current_time()
 
     def on_ready(self, message: messages.Ready, tp_size: int) -> None:
-        """A process has loaded; the scheduler's message has the facts of the model."""
+        """Record that a process has loaded. The scheduler's message has the facts of the model."""
         if message.facts is not None:
             facts = message.facts
             self._stats.page_size = facts.page_size
@@ -161,7 +161,7 @@ class Metrics:
         self._stats.latest = stats
 
     def on_update(self, choice: Choice, update: messages.TextUpdate, now_s: float) -> None:
-        """The engine has sent an update, which the choice does not hold yet."""
+        """Count an update of the engine. Call this before the choice applies the update."""
         if not choice.prefill_done and update.admitted_s:
             self._count("prompt_tokens_total", choice.prompt_share)
             self._recent.append((update.prompt_tokens, update.cached_tokens))
@@ -180,7 +180,7 @@ class Metrics:
         choice.last_s = now_s
 
     def on_end(self, choice: Choice) -> None:
-        """A choice that reached the engine has ended, or its client is gone."""
+        """Count the end of a choice that reached the engine, also after a disconnect."""
         if choice.error is not None and error_reply(choice.error).status < 499:
             return
         finish = choice.finish or FinishReason.ABORT
@@ -201,7 +201,7 @@ class Metrics:
         self._renew()
 
     def on_refused(self, error: RequestError, phase: Phase) -> None:
-        """A call has been answered with this error."""
+        """Count a call that ended with this error response."""
         if error.limit is not None:
             self.on_limit(error.limit)
         if isinstance(error, Overloaded):
@@ -211,7 +211,7 @@ class Metrics:
             self._count("requests_total", 1, "rejected")
 
     def on_failed(self) -> None:
-        """A call has failed in the server before it reached the engine."""
+        """Count a call that failed in the server before it reached the engine."""
         self._count("requests_total", 1, "error")
 
     def on_http(self, route: str, method: str, code: int) -> None:
@@ -236,18 +236,18 @@ class Metrics:
     ) -> tuple[bytes, str]:
         """The body of a scrape, and its content type.
 
-        A single client finds each response that it has read. Counts of overlapping requests may
-        be missing for CACHED_S.
+        The scrape of a single client counts every response that the client has read. If requests
+        overlap, the scrape may be up to CACHED_S old.
         """
-        # `accept` itself does not go to the library, which fails on a malformed version.
-        modern = _OPENMETRICS in accept
-        encode, content_type = choose_encoder(_OPENMETRICS if modern else "")
+        # Do not pass `accept` to the library, because it fails on a malformed version.
+        is_openmetrics = _OPENMETRICS in accept
+        encode, content_type = choose_encoder(_OPENMETRICS if is_openmetrics else "")
         now_s = self._clock()
-        made_s, body = self._scrapes.get(modern, (-inf, b""))
+        made_s, body = self._scrapes.get(is_openmetrics, (-inf, b""))
         if now_s - made_s >= CACHED_S:
             self._refresh(phase, is_stalled, open_choices)
             body = encode(self._registry)
-            self._scrapes[modern] = now_s, body
+            self._scrapes[is_openmetrics] = now_s, body
         return body, content_type
 
     def _refresh(self, phase: Phase, is_stalled: bool, open_choices: int) -> None:
@@ -274,7 +274,7 @@ class Metrics:
 
 
 class StatsCollector(Collector):
-    """Makes metrics from the latest SchedulerStats at each scrape. Before the first, all are 0."""
+    """Makes metrics from the latest SchedulerStats at each scrape. The first values are 0."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name

@@ -28,12 +28,12 @@ DOCS_PATHS = frozenset(
 )
 
 
-def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response with this content as JSON."""
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
+def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with this body as JSON. code: the HTTP status."""
+    return Response(msgspec.json.encode(body), code, headers, "application/json")
 
 
-def error_answer(error: BaseException, **headers: str) -> Response:
+def error_response(error: BaseException, **headers: str) -> Response:
     """The response to an error, with further headers."""
     reply = error_reply(error)
     return Response(reply.body, reply.status, {**reply.headers, **headers}, "application/json")
@@ -43,7 +43,8 @@ def error_answer(error: BaseException, **headers: str) -> Response:
 class RequestContextMiddleware:
     """The outermost layer: counts requests and responses, and adds x-request-id to each response.
 
-    The id is that of the client if it is short and printable, and otherwise a new one.
+    The id is the x-request-id of the request if that is short and printable. Otherwise the server
+    makes a new id.
     """
 
     _app: ASGIApp
@@ -51,25 +52,25 @@ class RequestContextMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         request_id = Headers(scope=scope).get("x-request-id", "")
-        fit = 0 < len(request_id) <= _MAX_ID_CHARS and request_id.isascii()
-        if not (fit and request_id.isprintable()):
+        fits = 0 < len(request_id) <= _MAX_ID_CHARS and request_id.isascii()
+        if not (fits and request_id.isprintable()):
             request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def completed(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.on_http(route, scope["method"], message["status"])
-                own = (b"x-request-id", request_id.encode())
-                message["headers"] = [*message.get("headers", ()), own]
+                header = (b"x-request-id", request_id.encode())
+                message["headers"] = [*message.get("headers", ()), header]
             await send(message)
 
-        weight = scope["path"] not in OPEN_PATHS
-        self._metrics.on_http_open(weight)
+        change = scope["path"] not in OPEN_PATHS
+        self._metrics.on_http_open(change)
         try:
-            await self._app(scope, receive, completed)
+            await self._app(scope, receive, send_with_id)
         finally:
-            self._metrics.on_http_open(-weight)
+            self._metrics.on_http_open(-change)
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +96,7 @@ class LimitMiddleware:
         error = self._refusal(scope)
         if error is not None:
             self._refused(error)
-            await error_answer(error, connection="close")(scope, receive, send)
+            await error_response(error, connection="close")(scope, receive, send)
             return
         received = partial = 0
 
@@ -108,8 +109,8 @@ class LimitMiddleware:
             before, partial = partial, received if message.get("more_body") else 0
             self._partial_bytes += partial - before
             if partial and self._partial_bytes > max(partial, self._limits.max_bodies_bytes):
-                most = "too many request bodies are incomplete; try again later"
-                raise Overloaded(most, limit="max_bodies_bytes")
+                reason = "too many request bodies are incomplete; try again later"
+                raise Overloaded(reason, limit="max_bodies_bytes")
             return message
 
         self._open += 1
@@ -121,8 +122,8 @@ class LimitMiddleware:
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         if self._open >= self._limits.max_connections:
-            most = "too many open connections; try again later"
-            return Overloaded(most, limit="max_connections")
+            reason = "too many open connections; try again later"
+            return Overloaded(reason, limit="max_connections")
         declared = Headers(scope=scope).get("content-length", "0")
         too_large = declared.isdecimal() and int(declared[:20]) > self._limits.max_body_bytes
         return self._too_large() if too_large else None

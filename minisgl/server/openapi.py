@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 
 
 class _Bodies(NamedTuple):
-    """The structs of one route: its request, its answer, and each event of its stream."""
+    """The structs of one route: its request body, its response body, and an event of its stream."""
 
     request: type | None = None
     answer: type | None = None

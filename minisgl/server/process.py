@@ -37,15 +37,15 @@ logger = logging.getLogger(__name__)
 _WATCH_INTERVAL_S = 0.5
 _STUCK_NOTICE_S = 2.0  # /livez answers 503 for this long before a hung worker ends the service.
 _KEEP_ALIVE_S = 15.0
-# Longer than proxies keep an idle connection. The proxy should be the one that closes it: it knows
-# whether it is about to send a request on it.
+# Longer than proxies keep an idle connection. The proxy must close it first, because only the proxy
+# knows that it is about to send a request on the connection.
 _IDLE_CONNECTION_S = 75
 _SEND_BUFFER_BYTES = 128 * 2**10
 # Open files besides --max-connections: 60 for the process itself, and the others for connections
 # that `limited_protocol` accepts only to refuse them.
 _OTHER_FILES = 512
 _ERROR_CHUNKS_S = 2.0  # Time for the error events of open streams to leave after a failure.
-_LATE_CALLS_S = 1.0  # Time for one more call of a client that has not learned of the drain.
+_LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
 
 
 class _Server(uvicorn.Server):
@@ -88,11 +88,11 @@ class ApiServer:
         self._drain_grace_s = 0.0
 
     def stuck(self) -> bool:
-        """Some worker has work, and has made no progress for step_timeout_s."""
+        """True while some worker has work and makes no progress for step_timeout_s."""
         return self._hung_worker() is not None
 
     def stalled(self) -> bool:
-        """The scheduler has work and runs no step, so /readyz asks for no new requests."""
+        """True while the scheduler has work and runs no step. /readyz then answers 503."""
         return self.stuck() or self._watchdog.stalled("scheduler", time.monotonic())
 
     def _hung_worker(self) -> str | None:
@@ -100,7 +100,7 @@ class ApiServer:
             return None
         now_s = time.monotonic()
         if self.client.awaits_engine or (self.stats is not None and self.stats.busy):
-            self._watchdog.expect("scheduler", now_s)  # A step with any request counts.
+            self._watchdog.expect("scheduler", now_s)  # A step of any request is progress.
         else:
             self._watchdog.satisfied("scheduler")
         return self._watchdog.hanging(now_s)
@@ -108,8 +108,8 @@ class ApiServer:
     async def run(self, listener: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot continue."""
         loop = asyncio.get_running_loop()
-        # SIGTERM comes from an orchestrator, which needs the grace period. SIGUSR2 is a Ctrl-C that
-        # the launcher passes on: a SIGINT before this line would end in a traceback of Python.
+        # SIGTERM comes from an orchestrator, which needs the grace period. The launcher
+        # sends SIGUSR2 for a Ctrl-C, because a SIGINT before this line would print a traceback.
         for number, grace_s in ((signal.SIGTERM, self.config.drain_grace_s), (signal.SIGUSR2, 0)):
             loop.add_signal_handler(number, self._ask_to_drain, number, grace_s)
         lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.
@@ -151,8 +151,8 @@ class ApiServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, serving, return_exceptions=True)
-            # uvicorn cancels handlers that take too long. They abort their requests meanwhile, or
-            # wait for a client that does not read.
+            # uvicorn cancels handlers that take too long. Give them time to abort their requests. A
+            # handler whose client does not read may not end at all.
             await asyncio.wait({serving, *server.server_state.tasks}, timeout=1)
             self._scheduler.close(linger_ms=500)
 
@@ -183,14 +183,14 @@ class ApiServer:
         still_loading = ",".join(sorted(self.lifecycle.missing)) or "none"
         logger.info("ready role=%s still_loading=%s", message.role, still_loading)
         if facts is not None:
-            # All objects of the start live as long as the process: the collector may skip them.
+            # Objects from the start live as long as the process. The garbage collector skips them.
             gc.collect()
             gc.freeze()
             self.client.metrics.on_started("total", process_age_s(os.getppid()))
             self._announce(facts)
 
     def _announce(self, facts: ModelFacts) -> None:
-        """Write the one line for the user that the server is ready, and its URL."""
+        """Tell the user in one line that the server is ready, with its URL."""
         if self.config.shell:
             return
         line = (
@@ -205,12 +205,12 @@ class ApiServer:
             sys.stdout.flush()
 
     async def _watch(self) -> None:
-        """End the service when a worker is hung. Before that, /livez reports it for a moment."""
+        """End the service when a worker is hung. /livez reports it for _STUCK_NOTICE_S before."""
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             self.client.end_overdue(time.monotonic())
             if self.lifecycle.phase is not Phase.LOADING:
-                # A worker that already owes an answer receives no second Ping.
+                # A worker that has not answered the last Ping receives no second Ping.
                 for role, sender in self._workers.items():
                     if self._watchdog.expect(role, time.monotonic()):
                         sender.send(messages.Ping())
@@ -224,7 +224,7 @@ class ApiServer:
                     raise WorkerDied(reason)
 
     async def _beat(self) -> None:
-        """Keep proxies from closing streams whose request waits for its turn."""
+        """Keep proxies from closing streams whose requests wait in the queue."""
         while True:
             await asyncio.sleep(_KEEP_ALIVE_S)
             self.client.send_keep_alives()
@@ -246,7 +246,12 @@ class ApiServer:
         self._drain_asked.set()
 
     async def _drain(self) -> None:
-        """Wait for the signal, then: unready, accept for a grace period, refuse, finish, end."""
+        """Wait for the signal, then end the service in phases.
+
+        GRACE: /readyz answers 503, and the server still accepts requests. DRAINING: the server
+        refuses new requests (see Phase) and completes the open ones. CLOSED: the server ends the
+        remaining requests with an error.
+        """
         await self._drain_asked.wait()
         started_s = time.monotonic()
         self.lifecycle.phase = Phase.GRACE
@@ -287,8 +292,8 @@ def run_api(spec: ChildSpec) -> None:
     # Events are small and must leave at once, without Nagle's delay. Accepted sockets inherit the
     # options of the listener.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Data that a client does not read fills a buffer of bounded size, and closes the connection
-    # after read_timeout_s.
+    # Data that a client does not read stays in a buffer of this size. After read_timeout_s the
+    # kernel closes the connection.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     timeout_ms = round(spec.config.limits.read_timeout_s * 1000)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)

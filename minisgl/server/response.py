@@ -1,4 +1,4 @@
-"""Answers as JSON and as server-sent events.
+"""Writes answers as JSON and as server-sent events.
 
 Whole answers are encoded from the structs of `protocol`. The parts that all events of a stream have
 in common are encoded once, because a busy server sends tens of thousands of events per second.
@@ -30,7 +30,7 @@ from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip; it keeps proxies from closing
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment that clients skip; keeps the connection open
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -87,15 +87,15 @@ class ResponseWriter:
     def _whole_choice(
         self, choice: Choice, generation: Generation
     ) -> responses.ChatChoice | responses.TextChoice:
-        text, extras = choice.take()
-        extras = extras or ChoiceDelta()
-        values = self._values(choice, extras, generation)
+        text, delta = choice.take()
+        delta = delta or ChoiceDelta()
+        values = self._values(choice, delta, generation)
         values["finish_reason"] = _finish_name(choice)
         if not self._is_chat:
             return responses.TextChoice(text=generation.echo(choice) + text, **values)
         message = responses.AnswerMessage(content=text)
-        if extras.reasoning:
-            message.reasoning_content = extras.reasoning
+        if delta.reasoning:
+            message.reasoning_content = delta.reasoning
         return responses.ChatChoice(message=message, **values)
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
@@ -109,30 +109,30 @@ class ResponseWriter:
         return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta), ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
-        """New text of one choice, and nothing else: the event that a server sends most."""
+        """Only new text of one choice. This is the most frequent event."""
         value = msgspec.json.encode(text)
         before, field, after = self._text_before, self._text_field, self._text_after
         return b"%b%d%b%b%b" % (before, index, field, value, after)
 
     def rich_chunk(
-        self, choice: Choice, text: str, extras: ChoiceDelta, generation: Generation | None
+        self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
     ) -> bytes:
         """New text with reasoning, token ids or log-probabilities.
 
         generation: given for the first event of a choice, which has the ids of the prompt.
         """
-        if self._is_chat and extras.reasoning and text:
-            # Two events: a client that finds reasoning in a delta may not look for content.
-            thought, rest = ChoiceDelta(reasoning=extras.reasoning), replace(extras, reasoning="")
+        if self._is_chat and delta.reasoning and text:
+            # Send two events. A client that finds reasoning in a delta may not look for content.
+            thought, rest = ChoiceDelta(reasoning=delta.reasoning), replace(delta, reasoning="")
             before = self.rich_chunk(choice, "", thought, None)
             return before + self.rich_chunk(choice, text, rest, generation)
-        values = self._values(choice, extras, generation)
+        values = self._values(choice, delta, generation)
         if not self._is_chat:
             return self._chunk(responses.TextChunkChoice(text=text, **values))
-        delta = responses.Delta(content=text)
-        if extras.reasoning:
-            delta = responses.Delta(reasoning_content=extras.reasoning)
-        return self._chunk(responses.ChatChunkChoice(delta=delta, **values))
+        content = responses.Delta(content=text)
+        if delta.reasoning:
+            content = responses.Delta(reasoning_content=delta.reasoning)
+        return self._chunk(responses.ChatChunkChoice(delta=content, **values))
 
     def last_chunk(self, choice: Choice) -> bytes:
         """The finish reason of one choice."""
@@ -150,25 +150,25 @@ class ResponseWriter:
         return b"%b%b]%b%b" % (self._before, msgspec.json.encode(choice), ids, self._after)
 
     def _values(
-        self, choice: Choice, extras: ChoiceDelta, generation: Generation | None
+        self, choice: Choice, delta: ChoiceDelta, generation: Generation | None
     ) -> dict[str, Any]:
         """The fields beside the text of a choice, for its struct."""
-        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(extras)}
+        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(delta)}
         if self.request.text.token_ids:
-            values["token_ids"] = extras.token_ids
+            values["token_ids"] = delta.token_ids
             if generation is not None and not self._is_chat:
                 values["prompt_token_ids"] = generation.prompt_ids[choice.index // self.request.n]
         return values
 
     def _logprobs(
-        self, extras: ChoiceDelta
+        self, delta: ChoiceDelta
     ) -> responses.ChatLogprobs | responses.TextLogprobs | None:
         if self.request.sampling.logprobs is None:
             return None
         if not self._is_chat:
-            return _text_logprobs([*extras.prompt_logprobs, *extras.logprobs])
+            return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs])
         # As in OpenAI's answers, the token that ended the text has no entry.
-        kept = [_chat_logprob(entry) for entry in extras.logprobs if not entry.ends]
+        kept = [_chat_logprob(entry) for entry in delta.logprobs if not entry.ends]
         return responses.ChatLogprobs(kept)
 
     def _usage(self, generation: Generation) -> responses.Usage:
@@ -219,7 +219,7 @@ def _text_token(data: bytes) -> str:
 
 
 def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
-    """Four parallel lists. The token itself is among the most likely ones, or is added to them."""
+    """Return four parallel lists. `top_logprobs` always includes the token itself."""
     tops: list[dict[str, float] | None] = []
     for entry in entries:
         if entry.logprob is None:  # the first token of a prompt
@@ -243,22 +243,22 @@ def _sse(payload: bytes) -> bytes:
 
 
 async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterator[bytes]:
-    """All events of a stream. Text that arrives in one wake-up leaves in one piece."""
+    """Yield the events of a stream. All events that are ready at one wake-up form one piece."""
     running = list(generation.choices)
     begun: set[int] = set()
     while running:
         await generation.wait_for_change()
         parts = []
         for choice in running:
-            text, extras = choice.take()
+            text, delta = choice.take()
             first = None
             if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
                 first = generation
                 text = generation.echo(choice) + text
                 parts.append(writer.first_chunk(choice, generation))
-            if extras is not None or (first and writer.request.text.token_ids):
-                parts.append(writer.rich_chunk(choice, text, extras or ChoiceDelta(), first))
+            if delta is not None or (first and writer.request.text.token_ids):
+                parts.append(writer.rich_chunk(choice, text, delta or ChoiceDelta(), first))
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))
             if choice.error is not None:
@@ -283,7 +283,7 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
 class EventStream(Response):
     """Sends the events of a generation, and closes the generation at the end of the stream.
 
-    It is a Response by its type only: FastAPI does not encode a Response again.
+    It derives from Response so that FastAPI does not encode it.
     """
 
     client: EngineClient
@@ -304,7 +304,7 @@ class EventStream(Response):
         try:
             async for event in events(self.generation, self.writer):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-        # The status line has left, so an event reports the error. uvicorn logs the traceback.
+        # The status line has been sent, so an event reports the error. uvicorn logs the traceback.
         except Exception as error:
             body = _sse(error_reply(error).body) + DONE
             await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,7 +1,7 @@
 """Every route of the HTTP API: generation, tokens, models, probes, the admin paths, the docs page.
 
-/docs and its files need no key, because they hold no data. The script of the page asks the reader
-for a key where the server has keys, and reads /openapi.json with it. A content security policy
+/docs and its files need no key, because they hold no data. If the server has keys, the script of
+the page asks the reader for one, and reads /openapi.json with it. A content security policy
 keeps the browser from loading anything from another host.
 """
 
@@ -24,7 +24,7 @@ from minisgl.server.errors import RETRY_AFTER
 from minisgl.server.generation import Generation
 from minisgl.server.handler import CallContext, CallDep, start, unless_disconnected
 from minisgl.server.lifecycle import Phase
-from minisgl.server.middleware import DOCS_PATHS, answer
+from minisgl.server.middleware import DOCS_PATHS, json_response
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
 from minisgl.server.response import EventStream, ResponseWriter
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ExactRoute(APIRoute):
-    """A route that matches its path to the last character, and HEAD wherever it takes GET.
+    """A route that matches its whole path, and accepts HEAD if it accepts GET.
 
     The `$` in Starlette's pattern also matches before a final newline, so that the path
     "/abort\\n" would reach the admin route /abort without being an admin path to `Auth`.
@@ -108,7 +108,7 @@ async def tokenize(call: CallDep) -> Response:
     raw, facts = await call.read()
     name, prompt = call.converter.read_tokenize(raw, facts)
     ids = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
-    return answer(responses.TokenizeResponse(len(ids), facts.max_seq_len, ids.tolist()))
+    return json_response(responses.TokenizeResponse(len(ids), facts.max_seq_len, ids.tolist()))
 
 
 @router.post("/detokenize", tags=["tokens"])
@@ -117,7 +117,7 @@ async def detokenize(call: CallDep) -> Response:
     raw, facts = await call.read()
     token_ids, skip_special = call.converter.read_detokenize(raw, facts)
     text = await _ask_tokenizer(call, lambda g: call.client.detokenize(token_ids, skip_special, g))
-    return answer(responses.DetokenizeResponse(text))
+    return json_response(responses.DetokenizeResponse(text))
 
 
 async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitable[T]]) -> T:
@@ -133,7 +133,7 @@ async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitabl
 async def list_models(call: CallDep) -> Response:
     """Every name under which the model is served."""
     cards = [_model_card(call, name) for name in call.service.config.served_names]
-    return answer(responses.ModelList(data=cards))
+    return json_response(responses.ModelList(data=cards))
 
 
 @router.get("/v1/models/{model_id:path}", tags=["models"])
@@ -142,7 +142,7 @@ async def get_model(call: CallDep) -> Response:
     # Not a parameter of this function: FastAPI would validate it with pydantic.
     model_id = call.request.path_params["model_id"]
     call.converter.check_model(model_id)
-    return answer(_model_card(call, model_id))
+    return json_response(_model_card(call, model_id))
 
 
 def _model_card(call: CallContext, name: str) -> responses.ModelCard:
@@ -156,7 +156,7 @@ def _model_card(call: CallContext, name: str) -> responses.ModelCard:
 async def server_info(call: CallDep) -> Response:
     """Version, limits, the model's facts and the live state. It holds no paths and no secrets."""
     service = call.service
-    return answer(
+    return json_response(
         {
             "version": minisgl.__version__,
             "phase": service.lifecycle.phase,
@@ -175,7 +175,7 @@ async def abort(call: CallDep) -> Response:
     """End every open call whose x-request-id equals `request_id`."""
     request_id = call.converter.read_abort(await call.read_body())
     error = Cancelled("this request was aborted by an operator")
-    return answer(responses.AbortResponse(call.client.end_by_id(request_id, error)))
+    return json_response(responses.AbortResponse(call.client.end_by_id(request_id, error)))
 
 
 @router.post("/flush_cache", tags=["admin"])
@@ -186,17 +186,17 @@ async def flush_cache(call: CallDep) -> Response:
     """
     call.service.lifecycle.require_accepting()
     call.client.flush_cache()
-    return answer(responses.StatusResponse("ok"))
+    return json_response(responses.StatusResponse("ok"))
 
 
 @router.get("/livez", tags=["probes"])
 async def livez(call: CallDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
     if call.service.stuck():
-        return answer(responses.StatusResponse("the scheduler makes no progress"), 503)
+        return json_response(responses.StatusResponse("the scheduler makes no progress"), 503)
     if call.service.lifecycle.phase is Phase.FAILED:
-        return answer(responses.StatusResponse("failed"), 503)
-    return answer(responses.StatusResponse("ok"))
+        return json_response(responses.StatusResponse("failed"), 503)
+    return json_response(responses.StatusResponse("ok"))
 
 
 @router.get("/readyz", tags=["probes"])
@@ -205,9 +205,9 @@ async def readyz(call: CallDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
     phase, stalled = call.service.lifecycle.phase, call.service.stalled()
     if phase is Phase.READY and not stalled:
-        return answer(responses.StatusResponse("ok"))
+        return json_response(responses.StatusResponse("ok"))
     status = "the scheduler makes no progress" if stalled else phase.value
-    return answer(responses.StatusResponse(status), 503, {"retry-after": RETRY_AFTER})
+    return json_response(responses.StatusResponse(status), 503, {"retry-after": RETRY_AFTER})
 
 
 @router.get("/metrics", tags=["probes"])
@@ -222,7 +222,7 @@ async def metrics(call: CallDep) -> Response:
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi_document(call: CallDep) -> Response:
     """The OpenAPI document of this server."""
-    return answer(call.request.app.openapi())
+    return json_response(call.request.app.openapi())
 
 
 @router.get("/docs", include_in_schema=False)
@@ -232,5 +232,5 @@ async def docs_page(call: CallDep) -> Response:
     if call.request.scope["path"] not in DOCS_PATHS:
         raise HTTPException(404)
     name = call.request.path_params.get("name", "index.html")
-    # FileResponse sends the file in parts, each when the client has read the one before.
+    # FileResponse sends the file in parts. It waits until the client has read the previous part.
     return FileResponse(_DOCS_FOLDER / name, headers=dict(_DOCS_HEADERS))

@@ -8,15 +8,16 @@ import msgspec
 
 from minisgl.message.messages import TokenizeRequest, TokenizeResult, ToTokenizer
 
-# A tokenizer process cannot take a request back. So each gets little more than this many bytes
-# ahead, and the other requests wait here, where the end of a call removes its request.
+# A request that has been sent to a tokenizer process cannot be withdrawn. A process therefore gets
+# new requests only while its unfinished ones have fewer bytes than this. The other requests wait in
+# the pool, which removes a request when its call ends.
 _QUEUED_BYTES = 2**16
 
 Result = asyncio.Future[TokenizeResult]
 
 
 class TokenizerPool:
-    """The tokenizer processes, each with the number of bytes that it still has to work on.
+    """The tokenizer processes, each with the number of bytes of its unfinished requests.
 
     Each send function queues a message to one process and returns its size in bytes.
     """
@@ -29,7 +30,7 @@ class TokenizerPool:
         self._outstanding_bytes = [0] * len(send_functions)
 
     def submit(self, request: TokenizeRequest) -> Result:
-        """Queue a request. To cancel the returned future withdraws it."""
+        """Queue a request. Cancelling the returned future withdraws it."""
         result: Result = asyncio.get_running_loop().create_future()
         self._waiting[result] = request
         result.add_done_callback(lambda done: self._waiting.pop(done, None))
@@ -46,7 +47,7 @@ class TokenizerPool:
         return worker
 
     def _dispatch(self) -> None:
-        """Send waiting requests, in order, to the least busy process while it has too little."""
+        """Send waiting requests, in order, to the least busy process while it has room."""
         while self._waiting and min(self._outstanding_bytes) < _QUEUED_BYTES:
             worker = self._outstanding_bytes.index(min(self._outstanding_bytes))
             result = next(iter(self._waiting))

@@ -23,11 +23,11 @@ def main() -> None:
     life_fd = int(sys.argv[-1])
     spec = msgspec.json.decode(supervise.read_payload(life_fd), type=ChildSpec)
     supervise.bind_to_parent(spec.parent_pid, life_fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher receives Ctrl-C and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     setup_logging(spec.name, spec.config.log_level, spec.config.log_format)
     try:
         _run(spec)
-    # The outermost handler of the process. An error that minisgl raises on purpose is one line.
+    # The outermost handler of the process. minisgl reports its own errors in one line.
     # Any other error, and a broken invariant, is a bug and is logged once with its traceback.
     except Exception as error:
         on_purpose = isinstance(error, MinisglError) and not isinstance(error, InvariantBroken)

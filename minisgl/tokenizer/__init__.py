@@ -1,4 +1,4 @@
-"""Text to tokens and back: the tokenizer, its chat templates, the detokenizer, their processes."""
+"""The tokenizer with its chat templates, the detokenizer, and their worker processes."""
 
 from minisgl.tokenizer.text_stream import TextStream
 from minisgl.tokenizer.tokenizer import TextTokenizer

@@ -1,4 +1,4 @@
-"""The detokenizer: the tokens of each scheduler step to text, and stop strings.
+"""The detokenizer: turns the tokens of each scheduler step into text and finds stop strings.
 
 API server -- StartText(uid, options) --> Detokenizer -- StepText --> API server
 scheduler  -- StepOutput ---------------> Detokenizer
@@ -15,33 +15,34 @@ from minisgl.tokenizer.vocab import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-TopTokens = list[tuple[int, float]]  # Ids and log-probabilities, the most likely first.
+TopTokens = list[tuple[int, float]]  # Pairs of id and log-probability, the most likely first.
 
 
 class Detokenizer:
-    """The text state of every open request. It does no I/O.
+    """Holds the text of every open request. It does no I/O.
 
     I1  Each request has exactly one StartText, one PrefillDone and one Finished: the API server
-        sends the StartText before the AddReq, and the scheduler answers each AddReq with the other
-        two, also when it refuses or aborts the request. A request has state here from the first of
-        the three messages to the last.
+        sends the StartText before the AddReq. The scheduler sends the other two messages for each
+        AddReq, also when it refuses or aborts the request. The detokenizer holds state of a request
+        from the first of the three messages to the last.
     I2  Steps are applied in order. A step with the PrefillDone of a request waits for its
-        StartText, and all later steps wait behind it. The StartText was sent before the scheduler
-        even knew the request, so the wait is short and always ends.
+        StartText, and all later steps wait behind it. The API server sends the StartText before
+        the scheduler learns of the request, so the wait is short and always ends.
     I3  Each request gets exactly one update with `finish`: at its stop string or at its Finished.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        # Of requests without a PrefillDone yet.
+        # Text options by uid, for requests whose PrefillDone has not arrived.
         self._options: dict[int, messages.TextOptions] = {}
         self._open: dict[int, RequestText] = {}
         self._waiting: deque[messages.StepOutput] = deque()
 
     def handle(self, message: messages.StartText | messages.StepOutput) -> messages.StepText | None:
-        """Apply one message, and every step that waited for it. Returns None without new text.
+        """Apply one message and every step that waited for it. Returns None if no text is new.
 
-        A step whose lists do not fit together ends the requests in it with an error, and no others.
+        If the lists of a step do not match each other, the requests of this step end with an error.
+        Other requests continue.
         """
         if isinstance(message, messages.StartText):
             self._options[message.uid] = message.options
@@ -61,7 +62,7 @@ class Detokenizer:
         return all(done.uid in self._options for done in output.prefill_done)
 
     def _apply(self, output: messages.StepOutput) -> list[messages.TextUpdate]:
-        """The text of one step: at most one update per request, in the order of the tokens."""
+        """The updates of one step, at most one per request, in the order of the tokens."""
         for done in output.prefill_done:
             options = self._options.pop(done.uid)
             self._open[done.uid] = RequestText(self._vocabulary, options, done)
@@ -85,10 +86,10 @@ class Detokenizer:
             text.push(token_id, end is None or end.reason is not FinishReason.STOP, logprob)
         updates = [text.take(ended.get(uid)) for uid, text in touched.items()]
         for uid, finished in ended.items():
-            left = self._open.pop(uid, None)
-            # The end of a request that stopped earlier was reported with its stop string.
-            if left is not None and uid not in touched and not left.stream.stopped:
-                updates.append(left.take(finished))
+            text = self._open.pop(uid, None)
+            # A request that stopped earlier has reported its end with its stop string.
+            if text is not None and uid not in touched and not text.stream.stopped:
+                updates.append(text.take(finished))
         return [update for update in updates if update is not None]
 
     def _fail(self, output: messages.StepOutput) -> list[messages.TextUpdate]:
@@ -100,7 +101,7 @@ class Detokenizer:
             text = self._open.pop(uid, None)
             if uid in new or (text is not None and not text.stream.stopped):
                 ended.append(uid)
-        reason = "the text of this request could not be made"
+        reason = "the output tokens of this request could not be converted to text"
         return [
             messages.TextUpdate(uid=uid, finish=FinishReason.ERROR, error=reason, stopped=True)
             for uid in ended
@@ -108,9 +109,9 @@ class Detokenizer:
 
 
 class RequestText:
-    """One open request: its text, and beside it ids, log-probabilities and reasoning.
+    """The text, reasoning, token ids and log-probabilities of one open request.
 
-    `push` adds a token, `take` returns the update with everything new. The log-probability of a
+    `push` adds a token. `take` returns an update with all new output. The log-probability of a
     token is reported with the first character of its text, so that a token that a stop string cuts
     off is never reported.
     """
@@ -122,7 +123,7 @@ class RequestText:
         self._vocabulary = vocabulary
         self._done = done
         self._options = options
-        self._has_update = False  # `take` has returned an update already.
+        self._has_update = False  # True after the first update of `take`.
         self._text = ""
         self._reasoning = ""
         self._reasoning_tokens = 0
@@ -170,13 +171,13 @@ class RequestText:
             self._add_prompt_token(token_id, logprob, list(top))
 
     def take(self, finished: messages.Finished | None) -> messages.TextUpdate | None:
-        """Everything new since the last call, or None if nothing is.
+        """Return the new output since the last call, or None if there is none.
 
-        finished: the Finished of this request, when it has come.
+        finished: the Finished message of this request, once it has arrived.
         """
         stream = self.stream
         if finished is not None:
-            self._add_text(stream.finish())  # Its incomplete character may complete a stop string.
+            self._add_text(stream.finish())  # An incomplete character may complete a stop string.
         stopped = stream.stopped
         logprobs = self._take_logprobs(everything=finished is not None and not stopped)
         is_new = (
@@ -211,7 +212,8 @@ class RequestText:
             return FinishReason.STOP
         if finished is None:
             return None
-        # The client of a silent request wants no output, so no stop token has ended it.
+        # A silent request (max_tokens 0) computes one token that the client does not see. Even if
+        # this token is EOS, the length limit ended the request.
         if self._options.silent and finished.reason is FinishReason.STOP:
             return FinishReason.LENGTH
         return finished.reason
@@ -226,7 +228,10 @@ class RequestText:
             self._text += text
 
     def _take_logprobs(self, everything: bool) -> list[messages.TokenLogprob]:
-        """Entries of tokens whose text has been returned, at least its first character."""
+        """Remove and return the entries of tokens whose first character has been returned.
+
+        everything: also those of tokens whose text is withheld or empty.
+        """
         pending, count = self._logprobs, len(self._logprobs)
         if pending and not everything:
             emitted = self._prompt.offset(None) + self.stream.emitted_chars

@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja source of a model, rendered in a sandbox with limits on time and size.
+"""Renders the Jinja chat template of a model in a sandbox, with limits on time and size.
 
 The environment is the one that Hugging Face templates are written for: trimmed blocks, loop
 controls, `tojson` without escaping, `raise_exception`, `strftime_now`, the `generation` tag.
@@ -34,7 +34,7 @@ class TemplateError(Exception):
 
 
 class _TimeIsUp(BaseException):
-    """Raised by the timer. It is no Exception, so that no `except Exception` catches it."""
+    """Raised by the timer. It is a BaseException, so that `except Exception` does not catch it."""
 
 
 class _GenerationTag(Extension):
@@ -54,7 +54,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
-        # Jinja's own escapes HTML characters, which would change the prompt.
+        # Jinja's own `tojson` escapes HTML characters, which would change the prompt.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
@@ -81,8 +81,8 @@ class ChatTemplate:
             with time_limit(timeout_s):
                 return self._collect(variables)
         except _TimeIsUp:
-            late = f"the chat template ran longer than {timeout_s:g} s"
-            raise TemplateError(late, "template_timeout_s") from None
+            message = f"the chat template ran longer than {timeout_s:g} s"
+            raise TemplateError(message, "template_timeout_s") from None
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise TemplateError(f"the chat template refused this chat: {error}"[:500]) from None
         except (AttributeError, RecursionError, MemoryError) as error:
@@ -94,15 +94,15 @@ class ChatTemplate:
         for part in self._template.generate(variables):
             chars += len(part)
             if chars > self._max_chars:
-                most = f"the chat template produced more than {self._max_chars} characters"
-                raise TemplateError(most, "max_template_chars")
+                message = f"the chat template produced more than {self._max_chars} characters"
+                raise TemplateError(message, "max_template_chars")
             parts.append(part)
         return "".join(parts)
 
 
 @contextmanager
 def time_limit(timeout_s: float | None) -> Iterator[None]:
-    """Raise _TimeIsUp in the block once `timeout_s` has passed. Not reentrant."""
+    """Raise _TimeIsUp in the block once `timeout_s` has passed. Calls must not be nested."""
     if timeout_s is None:
         yield
         return

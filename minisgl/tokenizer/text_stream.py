@@ -1,7 +1,8 @@
-"""The tokens of one request to text, token by token: characters across tokens, and stop strings.
+"""Decodes the tokens of one request one by one, and cuts the text at the first stop string.
 
-Nothing in here does I/O or reads a clock. For every split into tokens, the concatenated pieces of
-text equal the decoded whole, cut at the first stop string.
+A character may span several tokens. For every split of a text into tokens, the concatenated pieces
+equal the text of all tokens decoded together, cut at the first stop string. This module does no I/O
+and reads no clock.
 """
 
 import codecs
@@ -12,9 +13,10 @@ from minisgl.tokenizer.vocab import Vocabulary
 
 
 class StopMatcher:
-    """Cuts text at the first stop string that is complete; of two that end together, the longer.
+    """Cuts text at the first complete stop string.
 
-    It withholds text only while that text may be the beginning of a stop string.
+    Of two stop strings that end at the same character, the longer one counts. The matcher withholds
+    text only while that text may be the beginning of a stop string.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -24,13 +26,13 @@ class StopMatcher:
         self.stopped = False
 
     def feed(self, text: str) -> str:
-        """Add text. Returns the text that no stop string can contain any more; "" after a stop."""
+        """Add text. Returns the text that cannot belong to a stop string; "" once stopped."""
         if self.stopped:
             return ""
         if not self._stops:
             return text
         text = self._withheld + text
-        # Ordered by the end of the match, then the longest first.
+        # The smallest pair is the match that ends first, and of several such the longest.
         matches = [
             (text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text
         ]
@@ -44,7 +46,7 @@ class StopMatcher:
         return text[:certain]
 
     def flush(self) -> str:
-        """The withheld text, when no further text can complete the stop string."""
+        """Return the withheld text and forget it. No further text completes the stop string."""
         withheld, self._withheld = self._withheld, ""
         return withheld
 
@@ -60,7 +62,7 @@ def _partial_match(stop: str, text: str) -> int:
 class TextStream:
     """The text of one request, piece by piece, under its text options.
 
-    tokens         pushed so far, the terminating token included.
+    tokens         number of pushed tokens, including the terminating token.
     emitted_chars  characters of the decoded text that have been returned; the others are withheld
                    or cut off by a stop string.
     """
@@ -85,14 +87,14 @@ class TextStream:
     def offset(self, token_id: int | None) -> int:
         """The number of characters of the text before `token_id`, if it is the next token.
 
-        None: the text ends here.
+        token_id None: the number of characters of the text so far.
         """
         data = b"."
         if token_id is not None:
             data = self._vocabulary.token_bytes(token_id, self._skip_special)
         incomplete, _ = self._decoder.getstate()
-        # A byte that does not continue the incomplete character makes a U+FFFD of it, which then
-        # stands before this token.
+        # A byte that does not continue the incomplete character turns it into U+FFFD. The U+FFFD
+        # then stands before this token.
         decoded = (incomplete + data[:1]).decode("utf-8", "replace")
         return self._decoded_chars + max(len(decoded) - 1, 0)
 
@@ -110,11 +112,11 @@ class TextStream:
         return self._emit(self._decoder.decode(data))
 
     def finish(self) -> str:
-        """The withheld text: an incomplete character as U+FFFD, or a partial stop string."""
+        """Return the withheld text after the last token. An incomplete character becomes U+FFFD."""
         return self._emit(self._decoder.decode(b"", final=True)) + self.flush()
 
     def flush(self) -> str:
-        """The text that was withheld as a partial stop string, which is given up now."""
+        """Return the text that was withheld as a partial stop string, and stop withholding it."""
         text = self._matcher.flush()
         self.emitted_chars += len(text)
         return text

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: text and chats to token ids.
+"""The tokenizer of a model folder. It converts text and chats to token ids.
 
 It reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja. It
 does not need torch or transformers, so it loads in milliseconds.
@@ -41,8 +41,8 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         names = ("special_tokens_map.json", "tokenizer_config.json")
-        said, config = (read_json(folder / n) if (folder / n).exists() else {} for n in names)
-        special = _special_tokens(said, config)
+        token_map, config = (read_json(folder / n) if (folder / n).exists() else {} for n in names)
+        special = _special_tokens(token_map, config)
         source = _template_source(folder, config)
         self._template = None
         if source is not None:
@@ -58,7 +58,7 @@ class TextTokenizer:
         self.vocabulary = Vocabulary.of(tokenizer)
 
     def encode_text(self, text: str, add_special: bool = True) -> list[int]:
-        """The ids of plain text. A BOS that is spelled out at its beginning is not doubled.
+        """Return the ids of plain text. If the text begins with BOS, no second BOS is added.
 
         Raises InvalidRequest for text that is not valid Unicode.
         """
@@ -66,8 +66,8 @@ class TextTokenizer:
             add_special = False
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
-        except TypeError:  # UTF-8 cannot encode it.
-            raise InvalidRequest("a text must not have a lone surrogate", "prompt") from None
+        except TypeError:  # The text has a lone surrogate, which UTF-8 cannot encode.
+            raise InvalidRequest("the text must not have a lone surrogate", "prompt") from None
 
     def encode_chat(
         self,
@@ -84,14 +84,17 @@ class TextTokenizer:
         template_options: dict[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> str:
-        """The prompt text of a chat, up to where the answer of the assistant begins."""
+        """Return the prompt text of a chat. It ends where the answer of the assistant begins."""
         if self._template is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
         return self._template.render(messages, template_options or {}, timeout_s)
 
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and so on. Each is a string, or an object with a `content`."""
+    """The special tokens by name, such as bos_token. Later sources override earlier ones.
+
+    In the files, a token is a string or an object with `content`.
+    """
     tokens: dict[str, str] = {}
     for source in sources:
         for name, value in source.items():

@@ -1,9 +1,9 @@
 """The bytes of each token id: a table that is built once from the tokenizer's own description.
 
 Text is decoded from these bytes, and not by `decode` or `DecodeStream` of the tokenizers library.
-Those withhold or drop incomplete characters, and cannot be flushed. With a table of bytes, the
-pieces of a stream join to the decoded whole by construction. Invalid bytes become U+FFFD as in the
-library: UTF-8 with replacement of maximal subparts.
+Both withhold or drop incomplete characters, and cannot be flushed. With a table of bytes, the
+pieces of a stream always join to the text of all tokens decoded together. Invalid bytes become
+U+FFFD as in the library: each maximal subpart of a character becomes one U+FFFD.
 """
 
 import json
@@ -105,5 +105,5 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
     try:
         return bytes([alphabet[char] for char in text])
-    except KeyError:  # An added token, which is written as plain text.
+    except KeyError:  # An added token is written as plain text.
         return text.encode()

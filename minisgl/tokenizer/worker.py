@@ -1,8 +1,8 @@
 """The two worker processes of this package: the tokenizer and the detokenizer.
 
-Each of them reads one queue and answers the API server. A tokenizer works on one request at a time.
-An exception that the data of a request causes becomes an error result of that request, and never
-ends the process.
+Each process reads one queue and sends its results to the API server. A tokenizer works on one
+request at a time. An exception that the data of a request causes becomes an error result of that
+request, and never ends the process.
 """
 
 import array
@@ -43,7 +43,7 @@ def run_detokenizer(model_path: str, socket_dir: str) -> NoReturn:
 def tokenize(
     tokenizer: TextTokenizer, message: messages.TokenizeRequest, timeout_s: float | None
 ) -> messages.TokenizeResult:
-    """The result of one message. A failure is described by its `error`.
+    """Return the result of one message. If the message fails, the result has an `error`.
 
     timeout_s limits the rendering of a chat template; None: no limit.
     """
@@ -63,8 +63,8 @@ def tokenize(
         return messages.TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
         return messages.TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
-    # The tokenizers library raises Exception itself. This request needs a result, and the next
-    # request needs a worker (W12).
+    # The tokenizers library raises Exception itself. The worker must send a result for this
+    # request, and must stay alive for the next one (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
         reason = "the prompt could not be tokenized"
@@ -74,7 +74,7 @@ def tokenize(
 def _serve_queue(
     name: str, socket_dir: str, union: UnionType, handle: Callable[[Any], messages.ToApi | None]
 ) -> NoReturn:
-    """Send Ready, then handle each message of the queue in turn and answer each Ping by Alive.
+    """Send Ready, then handle each message of the queue in turn and answer each Ping with Alive.
 
     `handle` returns the message for the API server, or None. It never raises.
     """

@@ -45,7 +45,7 @@ FIXED_LIMITS = (
 
 
 def with_tables(page: str) -> str:
-    """The page with each `<!-- table: NAME -->` ... `<!-- end -->` written anew."""
+    """The page with new contents between each `<!-- table: NAME -->` and `<!-- end -->`."""
     tables = {"parameters": parameters, "refused": refused, "limits": limits, "errors": errors}
 
     def replace(found: re.Match[str]) -> str:
@@ -131,7 +131,7 @@ def refused() -> str:
 
 
 def limits() -> str:
-    """Each row also says how `minisgl_limits_exceeded_total` calls it."""
+    """One row for each limit, with its label in `minisgl_limits_exceeded_total`."""
     rows = ["| flag | default | metric | meaning |", "|---|---|---|---|"]
     actions = {o: a for a in build_parser()._actions for o in a.option_strings}
     flags = tomllib.loads((PACKAGE / "server" / "flags.toml").read_text())["limits"]

@@ -1,5 +1,5 @@
-// Reads /openapi.json and shows it with Swagger UI. A server with API keys answers 401 without a
-// key: then the page asks for one. The key stays in the memory of this page.
+// Reads /openapi.json and shows it with Swagger UI. If the server has API keys, it answers 401 to a
+// request without a key, and the page asks for one. The key stays in the memory of this page.
 "use strict";
 
 const form = document.getElementById("key-form");

@@ -38,7 +38,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
-# Types of single parameters. The description of a shorter one stands in the struct itself.
+# Types of single parameters. The structs below contain the types that fit into one line.
 Temperature = Annotated[float, _range("temperature", "0 always chooses the most likely token.")]
 TopP = Annotated[float, _range("top_p", "Sample from the smallest set with this probability.")]
 TopK = Annotated[int, _range("top_k", "Sample from the k most likely tokens; 0 and -1: from all.")]
@@ -59,7 +59,7 @@ Repetition = Annotated[
 ChatTokens = Annotated[
     int, _range("max_tokens", "Limit of output tokens. The default is the rest of the context.")
 ]
-TopLogprobs = Annotated[int, _range("logprobs", "Number of likely tokens to report for each.")]
+TopLogprobs = Annotated[int, _range("logprobs", "Number of likely tokens to report per token.")]
 TextTokens = Annotated[
     int,
     Meta(ge=0, le=_INT32, description="Limit of output tokens; 0 needs echo. The default is 16."),

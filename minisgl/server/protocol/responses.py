@@ -1,4 +1,4 @@
-"""Answers: whole ones, the events of a stream, and errors."""
+"""Response bodies: whole answers, the events of a stream, and errors."""
 
 from typing import Literal, TypeAlias
 
@@ -170,7 +170,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 class AbortResponse(msgspec.Struct):
-    """How many requests were ended."""
+    """Number of requests that the server ended."""
 
     aborted: int
 

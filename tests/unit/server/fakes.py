@@ -1,4 +1,4 @@
-"""The workers of the server, as plain lists of the messages that they received."""
+"""Test doubles of the worker processes. Each keeps a list of the messages that it received."""
 
 import msgspec
 

@@ -74,7 +74,7 @@ def call(
 
 
 def test_incomplete_body_at_the_end_of_the_server_is_a_503_with_retry_after() -> None:
-    """A drain does not wait for such a body: uvicorn cancels its handler."""
+    """A drain does not wait for an incomplete body. uvicorn cancels the handler that reads it."""
 
     async def main() -> list[Any]:
         parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
@@ -105,7 +105,7 @@ def test_incomplete_body_at_the_end_of_the_server_is_a_503_with_retry_after() ->
 
 
 def test_tokenize_requests_count_in_the_queue_and_have_its_time_limit() -> None:
-    """Any number of them waited for the tokenizers, without a time limit."""
+    """Regression: requests waited for the tokenizers without a limit of number or time."""
 
     async def main() -> list[str]:
         world = World(max_queued_reqs=1)
@@ -199,7 +199,7 @@ def test_completions_stream_echoes_each_prompt() -> None:
 
 
 def test_echo_alone_streams_the_prompt_ids_too() -> None:
-    """The stream of a call with max_tokens 0 lacked the ids that the whole answer had."""
+    """Regression: the stream of a call with max_tokens 0 lacked the ids of the whole answer."""
     body = {"model": "m", "prompt": "a", "echo": True, "max_tokens": 0, "return_token_ids": True}
     (whole,) = call("POST", "/v1/completions", json=body).json()["choices"]
     assert (whole["prompt_token_ids"], whole["token_ids"]) == ([1], [])

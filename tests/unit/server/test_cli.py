@@ -46,7 +46,7 @@ def test_settings_of_an_image_come_from_the_environment() -> None:
 
 
 def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
-    """mini-sglang sent the path on the server's disk to every client."""
+    """Fault of mini-sglang: it sent the path on the server's disk to every client."""
     assert config("--model", str(tmp_path)).served_names == (tmp_path.name,)
 
 
@@ -93,7 +93,7 @@ def test_page_size_is_a_power_of_two() -> None:
 
 
 def test_certificate_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
-    """It was a traceback of the API process without the name of a file."""
+    """Regression: the API process ended with a traceback that named no file."""
     paths = certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     flags = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
     for text in ("", "no PEM"):

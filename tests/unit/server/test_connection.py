@@ -86,7 +86,7 @@ def in_two(data: bytes) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
 def test_upgrade_header_is_ignored_in_any_split(name: bytes) -> None:
-    """A header cut by the end of a packet was not found, and the body was taken for HTTP/2."""
+    """Regression: a header in two packets was not found, and the parser read the body as HTTP/2."""
     offer = name + b": h2c\r\nUser-Agent: u\r\nConnection: Upgrade, HTTP2-Settings\r\n"
     request = POST + offer + b"content-length: 4\r\n\r\nbody"
     for parts in (*in_two(request), [request[i : i + 1] for i in range(len(request))]):
@@ -111,7 +111,7 @@ def test_head_in_parts_is_bounded(start: bytes) -> None:
 )
 @pytest.mark.parametrize("short", range(5))
 def test_largest_head_may_have_a_body(kind: bytes, body: bytes, short: int) -> None:
-    """The first bytes of the body counted as part of the head."""
+    """Regression: the first bytes of the body counted as part of the head."""
     start = POST + kind + b"\r\nx: "
     head = start + b"y" * (MOST - len(start) - 4 - short) + b"\r\n\r\n"
     for parts in ([head, body], [head + body]):
@@ -120,7 +120,7 @@ def test_largest_head_may_have_a_body(kind: bytes, body: bytes, short: int) -> N
 
 @pytest.mark.parametrize("trailer", [b"a: b\r\n", b"a"])
 def test_trailers_are_bounded(trailer: bytes) -> None:
-    """20 MB of trailers took 420 MB of memory until the end of the body."""
+    """Regression: 20 MB of trailers took 420 MB of memory until the end of the body."""
     chunked = POST + b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n"
     many = chunked + b"a: b\r\n" + trailer * 2 * MOST
     assert answers([chunked + b"a: b\r\n\r\n"]).endswith(b"/path body")

@@ -161,11 +161,11 @@ def test_null_counts_as_not_given() -> None:
     assert read(max_tokens=None, stop=None, seed=None, stream=None) == read()
 
 
-def test_max_completion_tokens_wins() -> None:
+def test_max_completion_tokens_overrides_max_tokens() -> None:
     assert read(max_tokens=5, max_completion_tokens=7).sampling.max_tokens == 7
 
 
-def test_defaults_are_the_models_unless_told_otherwise() -> None:
+def test_sampling_defaults_come_from_the_model_unless_ignored() -> None:
     facts = msgspec.structs.replace(FACTS, sampling_defaults={"temperature": 0.6, "top_k": 20})
     assert read(facts=facts).sampling.temperature == 0.6
     assert read(facts=facts).sampling.top_k == 20
@@ -200,7 +200,7 @@ CALL = {"function": {"name": "f", "arguments": "{}"}}
 
 @pytest.mark.parametrize("entries", [{"content": [PART]}, {"tool_calls": [CALL]}], ids=list)
 def test_parts_and_tool_calls_are_bounded_in_all(entries: dict[str, list[Any]]) -> None:
-    """A body of 16 MiB with 1,024 parts per message blocked the event loop for 2.5 to 4 s."""
+    """Regression: a body with 1,024 parts per message blocked the event loop for 2.5 to 4 s."""
     config = msgspec.structs.replace(CONFIG, limits=Limits(max_messages=5))
     ((name, (entry,)),) = entries.items()
     two = {"role": "assistant", name: [entry, entry]}

@@ -89,7 +89,7 @@ def test_cancelled_request_leaves_nothing_and_is_aborted_once(stage: str) -> Non
 
 
 def test_every_token_of_cut_off_reasoning_counts() -> None:
-    """The last token of cut off reasoning may have no text; its update has only a new count."""
+    """The last token of reasoning that is cut off may have no text. Its update has only a count."""
 
     async def main(world: World) -> None:
         task = asyncio.create_task(start(world.client, request(), FACTS))
@@ -282,7 +282,7 @@ def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_is_not() -> None:
 
 @pytest.mark.parametrize("prompt", [b'[1,2,3,4,5],"n":2', b"[[1,2],[3,4],[5,6]]"])
 def test_call_with_several_choices_is_not_refused_for_its_own_tokens(prompt: bytes) -> None:
-    """Every retry was refused: its first prompt filled the queue before its other prompts."""
+    """Regression: the first prompt of a call filled the queue, so the call was always refused."""
 
     async def main(world: World) -> None:
         body = b'{"model":"m","prompt":%s}' % prompt

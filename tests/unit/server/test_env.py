@@ -17,7 +17,7 @@ def test_switch_is_parsed(text: str, value: bool) -> None:
 
 
 def test_bad_value_names_the_variable() -> None:
-    """mini-sglang ignored bad values without a message."""
+    """Fault of mini-sglang: it ignored bad values without a message."""
     with pytest.raises(ConfigError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING"):
         read_env({"MINISGL_DISABLE_OVERLAP_SCHEDULING": "2"})
 

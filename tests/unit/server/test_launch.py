@@ -16,7 +16,7 @@ from tests.unit.server.fakes import CONFIG
 def test_unwritable_socket_folder_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A read-only root file system without a mounted /tmp led to a traceback."""
+    """Regression: a read-only root file system without a mounted /tmp led to a traceback."""
     monkeypatch.setattr(launch, "setup_logging", lambda *words: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="no folder for the sockets can be made"):

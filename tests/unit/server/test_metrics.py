@@ -91,7 +91,7 @@ def test_each_metric_has_type_and_help_and_follows_the_naming_rules() -> None:
 
 
 def test_endpoint_picker_finds_exactly_one_series_before_the_model_is_loaded() -> None:
-    """It reads the first series of a metric, and takes an unknown type for 0."""
+    """The endpoint picker reads the first series of a metric, and takes an unknown type for 0."""
     families = {family.name: family for family in parse_text(_text(Metrics("m")))}
     for name in (
         "minisgl_requests_waiting",
@@ -256,7 +256,7 @@ def test_closed_call_counts_once_as_aborted_and_in_no_duration() -> None:
 @pytest.mark.parametrize("kind", [EngineFailure, RanTooLong, Cancelled])
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_calls_ended_by_the_server(kind: type[RequestError], all_of_them: bool) -> None:
-    """A call that its deadline ended counted as aborted, so that no alert saw it."""
+    """Regression: a call that its deadline ended counted as aborted, so that no alert saw it."""
 
     async def scenario(world: World) -> None:
         generation = submitted(world)

@@ -31,7 +31,7 @@ def api_server(folder: Path, **changed: object) -> ApiServer:
 
 
 def test_scheduler_without_requests_is_not_hung(tmp_path: Path) -> None:
-    """An idle scheduler was reported as hung while a tokenizer had minutes of work."""
+    """Regression: an idle scheduler was reported as hung while a tokenizer had minutes of work."""
     server = api_server(tmp_path, step_timeout_s=1e-9)
     server.lifecycle.phase = Phase.READY
     (choice,) = server.client.open(1).choices

@@ -25,7 +25,7 @@ def test_requests_go_to_the_least_busy_tokenizer() -> None:
 
 
 def test_requests_of_ended_calls_do_not_reach_a_tokenizer() -> None:
-    """300 prompts of clients that had disconnected delayed the next call by 9 s."""
+    """Regression: 300 prompts of clients that had disconnected delayed the next call by 9 s."""
 
     async def main(world: World) -> None:
         client, (box,) = world.client, world.tokenizers

@@ -68,7 +68,7 @@ def test_request_from_its_first_token_to_its_last() -> None:
 
 
 def test_outputs_wait_for_the_text_options_of_their_request() -> None:
-    """The API server and the scheduler send to the detokenizer by queues without common order."""
+    """The API server and the scheduler send by two queues, between which no order is defined."""
     detokenizer = Detokenizer(VOCABULARY)
     start(detokenizer, 1)
     updates_of(detokenizer, step((1, A), opens=(1,)))
@@ -145,7 +145,7 @@ def test_end_without_any_token_is_reported() -> None:
     st.randoms(use_true_random=False),
 )
 def test_interleaved_requests_do_not_affect_each_other(requests, stops, random) -> None:
-    """Neither does the moment at which the text options of each arrive."""
+    """The time at which the text options of a request arrive has no effect either."""
     detokenizer = Detokenizer(VOCABULARY)
     updates: dict[int, list[TextUpdate]] = {uid: [] for uid in requests}
     left = {uid: list(ids) for uid, ids in requests.items()}
@@ -177,7 +177,7 @@ def test_interleaved_requests_do_not_affect_each_other(requests, stops, random) 
 
 
 def test_step_that_cannot_be_applied_ends_its_requests_and_no_others() -> None:
-    """It was dropped with a log line, so that its clients waited for an end that never came."""
+    """Regression: the detokenizer dropped the step, and its clients waited without end."""
     detokenizer = Detokenizer(VOCABULARY)
     start(detokenizer, 1, 2, 4)
     start(detokenizer, 3, stop=["a"])

@@ -1,4 +1,4 @@
-"""RequestText: reasoning, ids and log-probabilities beside the text, and none of a cut token."""
+"""RequestText: text, reasoning, ids and log-probabilities, without those of tokens cut off."""
 
 import array
 
@@ -108,7 +108,8 @@ def test_logprobs_are_reported_for_the_tokens_whose_text_is_reported(
     ends = [len(data[: index + 1].decode("utf-8", "replace")) for index in range(len(entries))]
     assert [entry.offset for entry in entries] == [end - 1 for end in ends]
     seen = 0
-    for update in updates:  # Never before the first character of the token.
+    # No log-probability is reported before the first character of its token.
+    for update in updates:
         seen += len(update.text)
         assert all(entry.offset < seen for entry in update.logprobs)
 

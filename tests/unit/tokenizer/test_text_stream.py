@@ -1,4 +1,4 @@
-"""The pieces of a stream join to the decoded whole, cut at the first stop string."""
+"""The pieces of a stream join to the text of all tokens, cut at the first stop string."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ def streamed(stream: TextStream, ids: list[int]) -> list[str]:
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """The definition: cut at the stop string that ends first; the longer of two that end there."""
+    """The expected text: cut at the stop string that ends first, and of two such at the longer."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -115,7 +115,7 @@ def test_output_of_a_template_is_capped(folder: Path) -> None:
         tokenizer.render_chat(CHAT)
 
 
-def test_model_without_template_says_so(folder: Path) -> None:
+def test_chat_for_a_model_without_template_is_an_error(folder: Path) -> None:
     write_config(folder, None)
     with pytest.raises(TemplateError, match="no chat template"):
         TextTokenizer(folder).encode_chat(CHAT)
