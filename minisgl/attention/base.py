@@ -90,7 +90,10 @@ class DecodeGraphAttention(StepAttention, Protocol):
     """Attention of a decode step of fixed size over fixed tensors, for capture in a CUDA graph."""
 
     def describe(self) -> None:
-        """Compute the metadata on the device. It is the first operation of the captured graph."""
+        """Prepare attention for this step: compute its metadata on the device.
+
+        This is the first operation of the captured graph.
+        """
 
 
 class NormRope(NamedTuple):
@@ -126,8 +129,9 @@ class AttentionBackend(ABC):
     other packages in engine.Extensions.
 
     name          the name that users give to --attention-backend.
-    decode_with   None, or the name of the backend for decode requests when users name this one
-                  alone. A backend with decode_with runs prefill chunks only.
+    decode_with   None for a backend that runs both phases. A backend that runs prefill chunks only
+                  gives here the name of a second backend. The second backend runs the decode
+                  requests if --attention-backend contains the first backend alone.
     """
 
     name: ClassVar[str]
@@ -159,7 +163,7 @@ class AttentionBackend(ABC):
     def kernel_variants(cls, decode: bool, archs: Sequence[int]) -> frozenset[str]:
         """Names of the FlashInfer kernels that one phase runs on GPUs of `archs`.
 
-        decode: whether the phase is decode or prefill. archs: 90 for compute capability 9.0.
+        decode: True for the decode phase, False for prefill. archs: 90 for compute capability 9.0.
         """
         return frozenset()
 

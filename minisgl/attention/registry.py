@@ -39,8 +39,10 @@ def create_attention_backend(
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL}),
     added: Sequence[type[AttentionBackend]] = (),
 ) -> AttentionBackend:
-    """Make the backend called `name`: auto, one name for both phases, or PREFILL,DECODE.
+    """Make the backend called `name`.
 
+    name: "auto", the name of one backend for both phases, or two names with a comma between them:
+    first the backend for prefill, then the backend for decode.
     q_heads: query heads of this rank. kinds: the kinds of the model's layers. added: backends of
     other packages. Raises ConfigError that lists the known names, or says why the named backend
     cannot be used. If auto selects torch on a GPU, a warning says why.

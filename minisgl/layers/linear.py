@@ -71,8 +71,9 @@ class LinearMethod(nn.Module, ABC):
     def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         """Return x @ matrix.T + bias, a new [T, rows] of x's dtype. x: [T, inputs.local].
 
-        norm: an RMSNorm without weight to apply to x first. Only a method whose `fold` returned
-        True is given one.
+        norm: an RMSNorm that this method applies to x first. The norm has no weight of its own,
+        because `fold` has multiplied the weight into the matrix. Callers pass a norm only to a
+        method whose `fold` returned True.
         """
 
     def fold(self, norm_weight: Tensor) -> bool:
@@ -184,7 +185,8 @@ class MergedGateUpLinear(ColumnParallelLinear):
 class RowParallelLinear(nn.Module):
     """A linear divided by input features. It ends a block: its output joins the residual stream.
 
-    inputs: this rank's share of the input features. Its name is that of the checkpoint's linear.
+    inputs: this rank's share of the input features; `inputs.name` is the name of the linear in the
+    checkpoint.
     Rank 0 alone loads a bias, so that the sum over the ranks contains it once.
     """
 

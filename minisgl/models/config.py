@@ -1,7 +1,7 @@
 """The description of a model, from the JSON files of a Hugging Face checkpoint.
 
-All defaults are filled in and all values are checked. A setting that would change the output and
-is not supported is refused by name.
+All defaults are filled in and all values are checked. Some settings are not supported. If such a
+setting would change the output, the model is refused with an error that names the setting.
 """
 
 from collections.abc import Mapping
@@ -169,7 +169,10 @@ def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int 
     """
     kinds = fields.layer_types if isinstance(fields.layer_types, list) else []
     if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
-        raise ConfigError(f"layer type {unknown[0]!r} is not supported; supported: full_attention")
+        raise ConfigError(
+            f"layer type {unknown[0]!r} is not supported; "
+            "supported: full_attention, sliding_attention"
+        )
     window = fields.sliding_window
     if isinstance(fields.layer_types, list):
         slides = "sliding_attention" in kinds

@@ -64,7 +64,11 @@ class Attended(NamedTuple):
     residual: Tensor
 
     def take_rows(self, rows: Tensor, comm: Communicator) -> "Attended":
-        """Return a copy of the tokens `rows`, integers [B], complete on every rank."""
+        """Return copies of the activations of B tokens. rows: integers [B], indices of the tokens.
+
+        A rank may hold the complete sum of the residual stream for some tokens only. In the result
+        every rank has the complete sum for all B tokens.
+        """
         return Attended(self.heads[rows], comm.take_rows(self.residual, rows))
 
 
@@ -243,9 +247,9 @@ class CausalLM(nn.Module):
         return self.lm_head.logits(self.model.finish_last_layer(attended), out)
 
     def fold_norms(self) -> None:
-        """Fold each norm into the linear after it, if its method can. For one rank only.
+        """Fold each norm into the linear after it, if the method of that linear can.
 
-        The results differ by rounding only.
+        Call this only without tensor parallelism. The results differ by rounding only.
         """
         for layer in self.model.layers:
             layer.fold_norms()

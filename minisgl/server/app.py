@@ -72,7 +72,9 @@ def _routed_app(service: Service) -> FastAPI:
     app.state.service = service
     app.state.converter = converter = RequestConverter(service.config)
     app.include_router(router)
-    with warnings.catch_warnings(action="ignore"):  # HEAD has the operation id of its GET.
+    # A route for GET and HEAD has one operation id for both methods. FastAPI warns about the
+    # duplicate id, which is intended here.
+    with warnings.catch_warnings(action="ignore"):
         document = app.openapi()
     has_keys = bool(service.config.api_key_hashes)
     app.openapi_schema = openapi_document(document, converter, has_keys)

@@ -41,8 +41,9 @@ class EngineClient:
 
     I1  `_choices` holds the choices of open calls that the engine has not ended, and no others.
     I2  A submitted choice that is closed before its end is aborted, once.
-    I3  `queued` counts the choices in `_choices` without output, `queued_tokens` the prompt tokens
-        that these have submitted (siblings share one prompt). Both are bounded by the limits.
+    I3  `queued` counts the choices in `_choices` without output. `queued_tokens` counts the prompt
+        tokens that the choices without output have submitted. A prompt that several choices share
+        counts once. The limits bound both numbers.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class EngineClient:
 
     @property
     def awaits_engine(self) -> bool:
-        """Some choice is with the scheduler. A choice that waits for a tokenizer does not count."""
+        """True while an open choice has been submitted to the scheduler and has not ended.
+
+        A choice that waits for a tokenizer does not count.
+        """
         return any(choice.submitted for choice in self._choices.values())
 
     def open(self, num_choices: int, request_id: str = "") -> Generation:
@@ -184,7 +188,11 @@ class EngineClient:
     async def _ask_tokenizer(
         self, request: messages.TokenizeRequest, call: Generation, param: str | None
     ) -> messages.TokenizeResult:
-        """Wait for the result. Raises its error, or an error that ends the call before."""
+        """Send a request to a tokenizer and wait for the result.
+
+        Raises the error of the result. If an error ends the call before the result arrives, raises
+        the error of the call.
+        """
         call.tokenizing = self._tokenizers.submit(request)
         result = await call.tokenizing
         if result.error is not None:

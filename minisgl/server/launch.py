@@ -35,8 +35,12 @@ _FAILED_EXIT = 1
 _STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGUSR2)
 _SCHEDULER_GRACE_S = 5.0  # time for the schedulers to end after their Shutdown message
 _TERM_GRACE_S = 3.0  # time from SIGTERM to SIGKILL
-_ERROR_CHUNKS_S = 4.0  # time for the API server to send error events to open streams
-_DRAIN_MARGIN_S = 8.0  # beyond --drain-timeout: 2 s for error events, 3 s for closing connections
+# Time for the API server to end after the failure of another process. It first sends error events
+# to the open streams.
+_API_FAILURE_EXIT_S = 4.0
+# Time for the API server to end after --drain-timeout: 2 s to send error events, 3 s to close
+# connections, and 3 s to spare.
+_DRAIN_MARGIN_S = 8.0
 _SAME_SIGNAL_S = 0.2  # two signals within this time count as one
 
 
@@ -154,7 +158,8 @@ class _Service:
         if self._stop_asked_s is None:
             self._ask_to_stop(number)
             return None
-        # Terminals, shells and `timeout` signal a process and then its group: one request to stop.
+        # Terminals, shells and `timeout` may signal this process and then its process group. Two
+        # signals then arrive, which count as one request to stop.
         if number is signal.SIGHUP or time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
             return None
         self._say("stopping at once")
@@ -199,7 +204,7 @@ class _Service:
         reason = child.explain(supervise.read_reasons(self._reason_fd))
         if child is not self._api and self._api.exit_code is None:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
-            self._supervisor.join([self._api], _ERROR_CHUNKS_S)
+            self._supervisor.join([self._api], _API_FAILURE_EXIT_S)
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
         self._say_error(reason)
         return supervise.CONFIG_EXIT if child.exit_code == supervise.CONFIG_EXIT else _FAILED_EXIT

@@ -35,7 +35,7 @@ from minisgl.utils import process_age_s, supervise
 logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
-_STUCK_NOTICE_S = 2.0  # /livez answers 503 for this long before a hung worker ends the service.
+_HUNG_NOTICE_S = 2.0  # /livez answers 503 for this long before a hung worker ends the service.
 _KEEP_ALIVE_S = 15.0
 # Longer than proxies keep an idle connection. The proxy must close it first, because only the proxy
 # knows that it is about to send a request on the connection.
@@ -44,7 +44,7 @@ _SEND_BUFFER_BYTES = 128 * 2**10
 # Open files besides --max-connections: 60 for the process itself, and the others for connections
 # that `limited_protocol` accepts only to refuse them.
 _OTHER_FILES = 512
-_ERROR_CHUNKS_S = 2.0  # Time for the error events of open streams to leave after a failure.
+_ERROR_EVENTS_S = 2.0  # Time for the error events of open streams to leave after a failure.
 _LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
 
 
@@ -88,11 +88,14 @@ class ApiServer:
         self._drain_grace_s = 0.0
 
     def stuck(self) -> bool:
-        """True while some worker has work and makes no progress for step_timeout_s."""
+        """True while a worker is hung: it has work and makes no progress for step_timeout_s."""
         return self._hung_worker() is not None
 
     def stalled(self) -> bool:
-        """True while the scheduler has work and runs no step. /readyz then answers 503."""
+        """True while a worker is hung or the scheduler is stalled. /readyz then answers 503.
+
+        A stalled scheduler has work but has run no step for some seconds; see Watchdog.
+        """
         return self.stuck() or self._watchdog.stalled("scheduler", time.monotonic())
 
     def _hung_worker(self) -> str | None:
@@ -108,8 +111,9 @@ class ApiServer:
     async def run(self, listener: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot continue."""
         loop = asyncio.get_running_loop()
-        # SIGTERM comes from an orchestrator, which needs the grace period. The launcher
-        # sends SIGUSR2 for a Ctrl-C, because a SIGINT before this line would print a traceback.
+        # SIGTERM comes from an orchestrator, which needs the grace period. For a Ctrl-C the
+        # launcher sends SIGUSR2. Until the handlers below are installed, a SIGINT would raise
+        # KeyboardInterrupt and print a traceback.
         for number, grace_s in ((signal.SIGTERM, self.config.drain_grace_s), (signal.SIGUSR2, 0)):
             loop.add_signal_handler(number, self._ask_to_drain, number, grace_s)
         lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.
@@ -137,12 +141,13 @@ class ApiServer:
         tasks = {lost_worker, *(asyncio.create_task(run()) for run in loops)}
         serving = asyncio.create_task(server.serve([listener]))
         try:
-            # The end of any of these ends the process, so that none can fail unnoticed (W27).
+            # The end of any of these ends the process, so that none can fail unnoticed (bug W27 in
+            # docs/bugs.md: the task that receives messages ended, and every client hung).
             await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
             ended = next((task for task in {*tasks, serving} if task.done()), serving)
             if (failure := ended.exception()) is not None:
                 self._fail(failure)
-                await self._settle(_ERROR_CHUNKS_S)
+                await self._settle(_ERROR_EVENTS_S)
                 raise failure
             self._scheduler.send(messages.Shutdown())
         finally:
@@ -205,7 +210,10 @@ class ApiServer:
             sys.stdout.flush()
 
     async def _watch(self) -> None:
-        """End the service when a worker is hung. /livez reports it for _STUCK_NOTICE_S before."""
+        """End the service when a worker is hung.
+
+        /livez reports the hung worker for _HUNG_NOTICE_S before the service ends.
+        """
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             self.client.end_overdue(time.monotonic())
@@ -219,7 +227,7 @@ class ApiServer:
                 timeout_s = self.config.step_timeout_s
                 reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"
                 logger.error(reason)
-                await asyncio.sleep(_STUCK_NOTICE_S)
+                await asyncio.sleep(_HUNG_NOTICE_S)
                 if self._hung_worker() == hung:
                     raise WorkerDied(reason)
 
@@ -264,11 +272,14 @@ class ApiServer:
         if self.client.open_generations:
             logger.warning("drain deadline open_requests=%d", self.client.open_generations)
             self.client.fail_all(DeadlineExceeded("the server is shutting down"))
-            await self._settle(_ERROR_CHUNKS_S)
+            await self._settle(_ERROR_EVENTS_S)
         logger.info("drained")
 
     async def _settle(self, timeout_s: float, quiet_s: float = 0.0) -> None:
-        """Wait until no call has been open for `quiet_s`, but at most `timeout_s`."""
+        """Wait until no call is open and the last `quiet_s` have passed without an open call.
+
+        Returns after `timeout_s` at the latest.
+        """
         busy_s = time.monotonic()
         deadline_s = busy_s + timeout_s
         while (now_s := time.monotonic()) < deadline_s:
@@ -283,8 +294,8 @@ def run_api(spec: ChildSpec) -> None:
     """The main of the API server process: serve on the inherited socket until drained."""
     assert spec.listen_fd is not None, "the API server has no socket; this is a bug"
     # Most systems start processes with a limit of 1,024 open files, which is less than
-    # --max-connections. A limit much above that would let unfinished TLS handshakes, which do not
-    # count as connections, fill the memory.
+    # --max-connections. Unfinished TLS handshakes do not count as connections. With a limit much
+    # above --max-connections, they could fill the memory.
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = min(max_files, spec.config.limits.max_connections + _OTHER_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))

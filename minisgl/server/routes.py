@@ -35,8 +35,9 @@ T = TypeVar("T")
 class ExactRoute(APIRoute):
     """A route that matches its whole path, and accepts HEAD if it accepts GET.
 
-    The `$` in Starlette's pattern also matches before a final newline, so that the path
-    "/abort\\n" would reach the admin route /abort without being an admin path to `Auth`.
+    A route of Starlette also matches its path with a final newline, because the `$` in its pattern
+    matches there. With such a route, the path "/abort\\n" would reach the admin route /abort, but
+    `Auth` would not see it as an admin path. This class refuses a final newline.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -121,7 +122,10 @@ async def detokenize(call: CallDep) -> Response:
 
 
 async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitable[T]]) -> T:
-    """The result of `ask`, which waits in the same queue as the calls that generate."""
+    """Call `ask` and return its result.
+
+    The call waits in the same queue as the calls that generate.
+    """
     generation = call.client.open(1, call.request_id)
     try:
         return await unless_disconnected(call.request.receive, ask(generation))

@@ -41,8 +41,8 @@ class Detokenizer:
     def handle(self, message: messages.StartText | messages.StepOutput) -> messages.StepText | None:
         """Apply one message and every step that waited for it. Returns None if no text is new.
 
-        If the lists of a step do not match each other, the requests of this step end with an error.
-        Other requests continue.
+        The lists of a StepOutput must agree, for example `uids` and `token_ids` in length. If they
+        do not, the requests of this step end with an error. Other requests continue.
         """
         if isinstance(message, messages.StartText):
             self._options[message.uid] = message.options
@@ -78,7 +78,9 @@ class Detokenizer:
         for uid, token_id in zip(output.uids, output.token_ids, strict=True):
             text = self._open.get(uid)
             logprob = logprobs[uid].pop(0) if logprobs and logprobs.get(uid) else None
-            # An overlapped step may produce a token of a request that has ended or stopped (W8b).
+            # The scheduler launches a step before it reads the tokens of the step before. A step
+            # may therefore produce a token of a request that has ended (text is None) or whose text
+            # has reached a stop string (stopped). The token is dropped (bug W8b in docs/bugs.md).
             if text is None or text.stream.stopped:
                 continue
             touched[uid] = text

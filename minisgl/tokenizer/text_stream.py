@@ -1,8 +1,8 @@
 """Decodes the tokens of one request one by one, and cuts the text at the first stop string.
 
-A character may span several tokens. For every split of a text into tokens, the concatenated pieces
-equal the text of all tokens decoded together, cut at the first stop string. This module does no I/O
-and reads no clock.
+A character may span several tokens. The pieces of text, joined, equal the text of all tokens
+decoded together and cut at the first stop string. This holds for every split of a text into tokens.
+This module does no I/O and reads no clock.
 """
 
 import codecs
@@ -32,7 +32,8 @@ class StopMatcher:
         if not self._stops:
             return text
         text = self._withheld + text
-        # The smallest pair is the match that ends first, and of several such the longest.
+        # Each pair is (end of the match, minus its length). The smallest pair is the match that
+        # ends first. If several matches end there, it is the longest of them.
         matches = [
             (text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text
         ]
@@ -46,7 +47,7 @@ class StopMatcher:
         return text[:certain]
 
     def flush(self) -> str:
-        """Return the withheld text and forget it. No further text completes the stop string."""
+        """Return the withheld text and forget it. Call this when no further text will come."""
         withheld, self._withheld = self._withheld, ""
         return withheld
 
