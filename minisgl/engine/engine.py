@@ -30,8 +30,9 @@ from minisgl.models.decoder import local_kv_spec
 logger = logging.getLogger(__name__)
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph, unless the configuration says more
-_DRIVER_BLOCK_BYTES = 2 * 2**20  # allocation unit of the driver, and so the error of measurements
-_PROBED_TOKENS = 128 * 1024  # tokens of all contexts together in the largest timed step
+# The driver allocates memory in units of this size. A measured size is uncertain by one unit.
+_DRIVER_BLOCK_BYTES = 2 * 2**20
+_TIMED_TOKENS = 128 * 1024  # tokens of all contexts together in the largest timed step
 
 
 class Engine:
@@ -146,9 +147,10 @@ class Engine:
     def warm_up(self) -> None:
         """Run steps of every kind on the dummy page, so that no kernel compiles while serving.
 
-        On a GPU without piecewise graphs, steps of all sizes run as well. If the configuration sets
-        num_pages, the largest step also runs on a GPU. Otherwise the constructor has already run
-        it, to measure the memory for the KV pool. Raises OutOfMemory.
+        On a GPU two more kinds of steps run here. Without piecewise graphs, steps of all sizes
+        run. If the configuration sets num_pages, the largest step runs. If it does not, the
+        constructor has already run the largest step, to measure the memory for the KV pool. Raises
+        OutOfMemory.
         """
         with memory.memory_of(self._device):
             warmup.warm_up(self)
@@ -161,9 +163,11 @@ class Engine:
 
     def calibrate(self) -> StepCost:
         """Time steps on the dummy page and fit their cost; the result is the same on all ranks."""
-        if self._stream is not None:  # on a CPU, values do not change the time of a step
+        # On a GPU the values in the KV pool change the time of a step, so the pool is filled with
+        # noise. On a CPU there is no stream, and the values do not change the time.
+        if self._stream is not None:
             with self._on_stream():
-                self._pool.fill_noise(_PROBED_TOKENS // self.page_size)
+                self._pool.fill_noise(_TIMED_TOKENS // self.page_size)
         cost = step_timing.calibrate(
             self,
             self._max_chunk_tokens,
@@ -255,7 +259,8 @@ class Engine:
         if pages < 1:
             raise OutOfMemory(
                 f"one KV page of {size} tokens takes {page_bytes} bytes, but only {available} "
-                "bytes are left; raise memory_ratio (a CPU: cpu_kv_bytes) or lower max_running_reqs"
+                "bytes are left; raise memory_ratio (on a CPU, raise cpu_kv_bytes) or lower "
+                "max_running_reqs"
             )
         return pages
 

@@ -30,8 +30,8 @@ class ProcessingStep:
     """The step whose logits are to be edited.
 
     batch          the whole step, on the host.
-    places         intp [B]; for each request of the batch, the row of its logits. The columns in
-                   `views` have the same order of rows.
+    places         intp [B]; for each request of the batch, the position of its logits among the N
+                   rows of logits. The columns in `views` have the same order.
     views          the batch's columns on the device, such as views.sampling[name], [N].
     token_pool     int32 [rows, max_seq_len + 1] on the device; (batch.rows[i], position) is the id
                    of a token that this engine sampled.
@@ -57,14 +57,16 @@ class LogitsProcessor(Protocol[State]):
     they must only avoid other inputs, such as a clock or the order of a set.
 
     A processor may fill a mask on the host, as a grammar does. It must then advance its matcher by
-    each token before the next token is sampled. If EditedReq.history is set, it holds all tokens of
-    the request, including tokens that the matcher has not seen. Otherwise exactly one token is new,
-    and the device may not have sampled it yet when the step is launched. The processor then works
-    in two parts:
+    each token before the next token is sampled. In the first step that edits a request after its
+    admission, EditedReq.history is set. The history holds all tokens of the request, including
+    tokens that the matcher has not seen. In every later step exactly one token is new, and the
+    device may not have sampled it yet when the step is launched. The processor then works in two
+    parts:
 
     1. `prepare` queues a copy of token_pool[batch.rows[index], position - 1] to the host and
-       records an event after the copy. The event completes with the previous step, before the
-       forward of this step.
+       records an event after the copy. On the stream the copy stands after the previous step and
+       before the forward of this step. The event therefore completes as soon as the previous step
+       and the copy are done, and does not wait for this forward.
     2. The edit runs on the host while the device computes the forward. It waits for the event,
        advances the matcher, fills the mask, uploads it and queues the operation that applies it.
 

@@ -33,7 +33,7 @@ class PendingLogprobs:
     def read(self, places: NDArray[np.intp]) -> tuple[HostLogprobs | None, dict[int, HostLogprobs]]:
         """Return StepResult.logprobs and StepResult.prompt_logprobs.
 
-        places: intp [B], the row of each request of the batch (StepInputs.places).
+        places: intp [B], the position of each request in the packed buffer (StepInputs.places).
         """
         sampled = None
         if self.sampled is not None:

@@ -82,7 +82,8 @@ class ModelRunner:
 class StepInputs:
     """A packed batch, before its copy to the device. It has its own order of the requests.
 
-    order           intp [B]; the request in row i of the buffer has index order[i] in the batch.
+    order           intp [B]; the request at position i of the buffer has index order[i] in the
+                    batch.
     start, lengths  int32 [N], in the order of the buffer. N is B plus padding.
     layout, packed  the packed buffer: int32 on the host, pinned for a GPU.
     """
@@ -95,7 +96,7 @@ class StepInputs:
 
     @property
     def places(self) -> NDArray[np.intp]:
-        """Return intp [B]: the row of each request of the batch in the packed buffer."""
+        """Return intp [B]: the position in the buffer of each request of the batch."""
         return np.argsort(self.order)
 
 

@@ -98,7 +98,9 @@ class StepLauncher:
         """
         runner, num_decode_tokens = self.runner, batch.num_decode_tokens
         num_tokens = num_decode_tokens + batch.num_prefill_tokens
-        # Decode attention takes one token per request. With drafts, all requests run as chunks.
+        # Decode attention takes one token per request. A decode request with draft tokens (see
+        # core.Batch) forwards more than one token. If any request of the batch has draft tokens,
+        # all requests of the batch run as chunks.
         num_decode = batch.num_decode if num_decode_tokens == batch.num_decode else 0
         step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths)
         attention = runner.attention.prepare(step)

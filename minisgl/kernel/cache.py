@@ -4,8 +4,8 @@
 
     triton/                our Triton kernels, one subfolder each, as in Triton's own cache
     flashinfer_jit_cache/  a Python package of compiled FlashInfer modules
-    manifest.json          the versions and GPUs that the kernels fit; written last, so that a
-                           folder left by an interrupted compilation has none
+    manifest.json          the versions and GPUs that the kernels fit. It is written last. A folder
+                           without it is therefore the result of an interrupted compilation
 
 The folder may be read-only, and it may be moved. A process that uses it still needs two writable
 folders: FlashInfer writes the sources of its kernels before it looks for compiled ones
@@ -82,7 +82,8 @@ def use_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> Non
         # FlashInfer takes a module from there by its name, even if it is for another GPU.
         sys.path.append(str(folder))
     if find_nvcc() is None:
-        # FlashInfer must not try to compile: its error then names the missing module, not nvcc.
+        # Without nvcc FlashInfer must not try to compile. If compiling is disabled, its error names
+        # the missing module. Otherwise its error would only say that nvcc is missing.
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 
 

@@ -16,17 +16,18 @@ from minisgl.kernel.gather import TILE
 
 # The smallest room of a copy, in keys. It is enough for many prompts with short contexts.
 _FEWEST_KEYS: Final = 16_384
-# A copy pays if two numbers are large enough. _LEAST_HEADS is for the number of query heads, over
-# all tokens, that read a key on average. _LEAST_READS is for the number of times that a query head
-# reads a key, in total; the attention kernel takes 46 us for so many reads.
-_LEAST_HEADS: Final = 1_700
+# One read means that one query head of one prompt token reads one key. A copy pays if the number of
+# reads in a layer reaches two limits.
+# Reads for each copied key of a KV head, on average.
+_LEAST_READS_PER_KEY: Final = 1_700
+# Reads in total. The attention kernel takes 46 us for so many.
 _LEAST_READS: Final = 50_000_000
 
 
 class ContextCopy:
     """Contiguous keys and values of one layer at a time.
 
-    Steps that may run at the same time need one each.
+    Two steps that may run at the same time need two different ContextCopy objects.
 
     I1  The kernel reads up to TILE - 1 keys past a context's end and multiplies them by 0. The copy
         holds zeros there, because 0 times another request's value may be NaN.
@@ -59,12 +60,14 @@ class ContextCopy:
         """
         reads = int((lengths.astype(np.int64) * (start + lengths // 2)).sum()) * group
         enough = reads * self._keys.shape[1] >= _LEAST_READS
-        return enough and reads >= _LEAST_HEADS * int((start + lengths).sum())
+        return enough and reads >= _LEAST_READS_PER_KEY * int((start + lengths).sum())
 
     def layout(self, start: Int32Array, lengths: Int32Array) -> tuple[Tensor, Tensor]:
         """The indptrs of queries and of keys for the ragged kernel: int32 [2 n + 1] on the host.
 
-        After each prompt comes an entry without queries, for the zeros that follow its context.
+        Each prompt has two entries. The first has the prompt's queries and the keys of its context.
+        The second has no queries; its keys are the zeros that fill the context up to a multiple of
+        TILE (I1).
         """
         contexts = start + lengths
         room = _filled(contexts) - contexts
@@ -85,8 +88,9 @@ class ContextCopy:
         """Compute on the device the pool slots of n contexts; once per step.
 
         rows, start, lengths, page_table: as in gather.context_slots. keys: the last entry of the
-        keys' indptr from `layout`. Returns the arguments of gather.gather_kv after the pools: slots
-        int32 [keys], and keys and values [keys, Hkv, D].
+        keys' indptr from `layout`. Returns slots, int32 [keys], and the buffers of the copy for
+        keys and for values, each [keys, Hkv, D]. The caller passes the three tensors, in this
+        order, to gather.gather_kv as its last arguments.
         """
         context_slots(rows, start, lengths, page_table, page_size, self._slots)
         return self._slots[:keys], self._keys[:keys], self._values[:keys]

@@ -86,6 +86,8 @@ def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tens
 def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
     """Return one token for each row: the best of the candidates that all ranks offer.
 
+    Runs after best_of_part, which finds the candidate of one rank.
+
     offers: int32 [ranks, N, 4], the results of best_of_part in rank order. Of equal scores the
     lower id wins. The result equals the result of `sample` over all logits, except between
     candidates whose scores differ only by rounding.

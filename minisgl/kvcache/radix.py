@@ -3,8 +3,9 @@
 The idea is RadixAttention (Zheng et al., SGLang, 2024, section 3). An edge holds whole pages of
 tokens. The key of a child in its parent is the bytes of the child's first page. The rest of the
 edge is compared as arrays. In the keys of the root's children, the cache salt precedes these bytes,
-so that requests with different salts share no node. Salt and page cannot be confused, because all
-pages have the same size.
+so that requests with different salts share no node. All pages have the same number of bytes, so the
+page is always the last part of such a key, of this length. Two different pairs of salt and page
+therefore never give the same key.
 
 Eviction takes leaves that no request uses, least recently used first, from one of two classes: new
 leaves, which no request has matched since their insertion, and reused leaves. New leaves are
@@ -92,7 +93,8 @@ class RadixCache:
 
     evictable_pages  pages of unlocked nodes.
 
-    I1  A node's lock_count is at least that of each child: a locked node is locked up to the root.
+    I1  A node's lock_count is at least that of each child. Every ancestor of a locked node is
+        therefore locked.
     I2  evictable_pages counts the pages of all nodes whose lock_count is 0.
     I3  Every unlocked leaf has exactly one valid entry, in the heap of its class. The last_use in
         the entry may be outdated; eviction then inserts the node again. The heap of new leaves may
@@ -222,7 +224,7 @@ class RadixCache:
         """Move the first `num_pages` pages of `node` to a new node above it, which is returned."""
         parent = node.parent
         cut = num_pages * self._page_size
-        assert parent is not None, "the root has no edge to split: this is a bug"
+        assert parent is not None, "the node to split is the root; this is a bug"
         pages = node.pages[:num_pages].copy()
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
         upper.lock_count = node.lock_count
@@ -248,7 +250,7 @@ class RadixCache:
             self._push_if_evictable(node)
         else:
             parent = node.parent
-            assert parent is not None, "the root is never evicted: this is a bug"
+            assert parent is not None, "the node to evict is the root; this is a bug"
             del parent.children[node.key]
             node.parent = None
             self._push_if_evictable(parent)

@@ -53,10 +53,13 @@ class KVManager:
     def try_admit(self, req: Req, match: Match, table: RequestTable) -> bool:
         """Give a waiting request a row, its cached prefix and pages for all its tokens.
 
-        Returns False, and changes nothing, when pages are short. Admission leaves one spare page
-        for this request and one for each running request, if the request can still need a page.
-        Without the spare pages, the next request that needs a page would preempt this request, and
-        its prefill would be wasted.
+        Returns False, and changes nothing, when pages are short. Admission leaves spare pages: one
+        for each running request that can still need a page, and one for `req` if it can. Without
+        the spare pages, the next running request that needs a page would preempt `req`, and its
+        prefill would be wasted.
+
+        A request can still need a page while its pages hold fewer tokens than its
+        max_total_tokens, which table.limit holds for each row.
         """
         self.cache.lock(match.node)
         pages_in_all = self.pages_for(len(req.tokens))
@@ -101,7 +104,7 @@ class KVManager:
         fence = int(table.last_step[row])
         node, pages = self.cache.insert(key, row_pages, req.cache_salt)
         self.cache.lock(node)
-        assert req.cache_node is not None, "a running request has a node: this is a bug"
+        assert req.cache_node is not None, "a running request has no cache node; this is a bug"
         self.cache.unlock(req.cache_node, fence)
         own = np.arange(num_pages) >= req.shared_pages
         duplicates = row_pages[own & (pages != row_pages)].copy()
@@ -123,7 +126,7 @@ class KVManager:
         fence = int(table.last_step[row])
         own = table.pages.of_row(row)[req.shared_pages :].copy()
         self.pool.release(own, fence)
-        assert req.cache_node is not None, "a running request has a node: this is a bug"
+        assert req.cache_node is not None, "a running request has no cache node; this is a bug"
         self.cache.unlock(req.cache_node, fence)
         req.cache_node = None
         req.shared_pages = 0

@@ -88,7 +88,7 @@ class Planner:
         return None, victim
 
     def launched(self, batch: Batch) -> None:
-        """Advance the lengths of a launched batch.
+        """Record that `batch` was launched: advance the lengths of its requests.
 
         Requests whose last chunk the batch contains begin to decode. Requests whose last token the
         batch samples need no further step, so they leave decode_rows.
@@ -205,17 +205,19 @@ class Planner:
 
         The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
         for so few. With this rule, the n choices of one prompt compute the prompt once, and a burst
-        of requests with the same system prompt computes that prompt once. A request waits for older
-        requests only. Otherwise newer requests that overtake it and fail could make it wait
-        forever.
+        of requests with the same system prompt computes that prompt once.
+
+        A request waits for older requests only, and these decrease in number. If it also waited for
+        newer requests, it could wait forever: a newer request is admitted before it, computes the
+        shared prefix and fails, then the next newer request does the same, and so on.
         """
         if self._config.cache_type == "naive" or req.sampling.prompt_logprobs is not None:
             return 0
         page_size = self._kv_manager.page_size
         half = (len(req.tokens) - cached + 1) // 2
         min_shared = self._kv_manager.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
-        # Compare one token first, the last one that has to be equal: most prompts differ there.
-        # The slice is empty if the prompt has fewer than min_shared tokens.
+        # The first min_shared tokens have to be equal. Compare the last one of them first, because
+        # most prompts differ there. The slice is empty if the prompt has fewer tokens.
         last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
         if not last_needed:
             return 0

@@ -48,6 +48,8 @@ class Req:
     logit_states      state of each logits processor for this request; None if none needs one.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
+    admitted          True from the first admission on, also while the request waits again after
+                      a preemption.
     admitted_s        time of the first admission, as in PrefillDone; 0.0 before.
     prefill_done      True once its PrefillDone message has been built.
     prompt_reported   number of prompt tokens whose log-probabilities have been reported.

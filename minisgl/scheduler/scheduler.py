@@ -60,9 +60,10 @@ class Scheduler:
     I1  The scheduler answers every AddReq with exactly one Finished, also for a request that it
         refuses, aborts or fails.
     I2  A request keeps its row and pages until the last step that contains it is resolved, which
-        means that the scheduler has read its result. Exception: a request that ends by its own
-        token gives them up when that token's step is resolved. The step in flight may still
-        contain this request, so a fence delays the reuse of its pages (FencedPool I1).
+        means that the scheduler has read its result. There is one exception: the result of a step
+        can end a request, by an EOS or stop token or by non-finite logits. The scheduler then
+        releases row and pages at once, although the step in flight may still contain the request.
+        A fence delays the reuse of the pages until that step is resolved (FencedPool I1).
     I3  The plan depends only on the sequence of messages and of sampled tokens.
     """
 
@@ -282,8 +283,8 @@ class Scheduler:
             self.planner.remove(req)
             # A step in flight may still contain the request: the pages are fenced (I2).
             self._release(req, "the model produced non-finite logits" if nonfinite else None)
-        # The logits of these prompts are finite: a prompt with other logits has ended above. So
-        # other requests may now use their KV.
+        # A prompt with non-finite logits has ended above. The logits of the prompts that are left
+        # are finite, so other requests may now use their KV.
         for req in prefilled:
             self.planner.uncached.pop(req, None)
             if req.state is ReqState.DECODE:

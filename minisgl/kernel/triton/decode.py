@@ -1,28 +1,33 @@
 """Decode attention over the paged KV pool, in which all programs do the same amount of work.
 
-A unit of work is one request and one KV head. It is measured in blocks of BLOCK keys: LEAD blocks,
-which stand for the time that a unit takes to start and to end, and then the blocks of its context.
-All units stand one after another in a line of `total` blocks. Program g of G handles the blocks
-from g * total / G to (g + 1) * total / G, which may end one unit and begin another. This is
-stream-K (Osama et al., 2023) for attention, as in Lean Attention (Sanovar et al., 2024). The host
-plans nothing.
+A unit of work is one request and one KV head. The length of a unit is a number of blocks. One block
+is BLOCK keys of the context. Each unit has LEAD more blocks in front, which contain no keys: a
+program takes as long to start and to end a unit as to read LEAD blocks. For example, a context of
+100 keys with BLOCK 16 and LEAD 7 has 7 + 7 = 14 blocks. `first` holds the prefix sums of these
+lengths over the requests.
+
+All units stand one after another in a line of `total` blocks. The line is cut into G equal pieces,
+one for each program. Program g handles the blocks from g * total / G to (g + 1) * total / G. A
+piece may contain the end of one unit and the beginning of the next. This is stream-K (Osama et al.,
+2023) for attention, as in Lean Attention (Sanovar et al., 2024). The host plans nothing.
 
 If several programs share a context, each stores an unnormalised partial output, and the last one to
-finish merges them. The cuts follow from the contexts and the number of programs alone, so results
-do not change between runs on one kind of GPU.
+finish merges them. The ends of the pieces depend only on the lengths of the contexts and on the
+number of programs, so results do not change between runs on one kind of GPU.
 
 A program normalises and rotates the queries that it needs. The program with the last block of a
 context also normalises and rotates the new key, and stores it and the new value in the pool before
 it reads that block. No other program reads them.
 
 A program is one warp, and a multiprocessor runs eight programs. No program waits for another: while
-one begins or ends a unit, the other seven read. A program has two warps if large heads or groups do
-not fit into the registers of one warp. It has two or four warps if there are so few units that each
-should end sooner.
+one begins or ends a unit, the other seven read. There are two exceptions to one warp. If large
+heads or groups do not fit into the registers of one warp, a program has two. If there are few units
+(_FEW_UNITS), a program has two or four, so that each unit ends sooner.
 
-The tall operand of the matrix unit has H rows, at least 16. They are the queries of a KV head, each
-repeated to fill the rows, followed by the new key and value, whose results are dropped. Scores are
-[H, BLOCK] and the output is [H, D]. Bytes read in 16-bit types: 4 D per key, KV head and layer.
+The tall operand of the matrix unit has H rows, at least 16. It holds the queries of a KV head, then
+the new key and the new value. Each of them is repeated to fill H rows. The results of the rows of
+the new key and value, and of the repetitions, are dropped. Scores are [H, BLOCK] and the output
+is [H, D]. Bytes read in 16-bit types: 4 D per key, KV head and layer.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -265,8 +270,10 @@ def decode(
 ) -> None:
     """As the reference, in bfloat16 or float16; the rows of qkv may be strided.
 
-    count_blocks must have run before, and after it a kernel without PDL (overlap.py, I3). Padded
-    requests come after all others. No host sync; graph-capturable; the same result in every run.
+    Three kernels run in this order: count_blocks, then a kernel without PDL, such as stage_tokens,
+    then this one. PDL is programmatic dependent launch; overlap.py (I3) says why the order is
+    needed. Padded requests come after all others. No host sync; graph-capturable; the same result
+    in every run.
     """
     reqs, q_heads, head_dim = out.shape
     _, page_size, kv_heads, _ = k_pool.shape

@@ -11,9 +11,10 @@ workspace. The last program to finish a tile adds the parts in their order, so r
 between runs.
 
 An RMSNorm of x multiplies each row by one factor, which this kernel applies to the result instead.
-The product that computed x stored the sums of its squares, one per tile. (If this kernel summed the
-squares in its loop, Triton 3.6 would give x one buffer less, and would write into a buffer that the
-matrix unit may still read.)
+The factor needs the sum of the row's squares. The product that computed x stored these sums, one
+per tile, and the caller passes them in. This kernel does not sum the squares in its own loop,
+because Triton 3.6 then compiles the loop wrongly: it gives x one buffer less and writes into a
+buffer that the matrix unit may still read.
 
 Bytes: 2 N K of the weight, 2 M K of x per tile of the weight (from L2), and 8 M N per split.
 """
@@ -77,7 +78,9 @@ def _linear(
     THREADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile of the product, or one split of a tile. out has `height` columns.
+    """One tile of the product, or one split of a tile.
+
+    height: the number of columns of out. A tile holds them as its rows.
 
     With a single split, the operands of the norm and of the sum are loaded before the loop.
     """
@@ -87,7 +90,10 @@ def _linear(
     r = tl.arange(0, BN)
     OUT: tl.constexpr = BN // 2 if GATED else BN
     n = tile * OUT + r
-    if GATED:  # 8 rows of gate, then 8 of up: a thread of the matrix unit holds both of a pair
+    if GATED:
+        # Each output needs one row of gate and the matching row of up. The tile takes 8 rows of
+        # gate and then the matching 8 rows of up, because one thread of the matrix unit then holds
+        # both values of an output.
         n = tile * OUT + r // 16 * 8 + r % 8 + r // 8 % 2 * height
     k = tl.arange(0, BK)
     steps = K // (BK * SPLITS)
@@ -158,9 +164,9 @@ def linear(
     """As dispatch.linear, or as dispatch.gated_linear if `gated`, in bfloat16.
 
     x: [M, K], unit stride in K, rows aligned to 16 bytes. weight: contiguous [N, K]; the tiling's
-    tiles divide N and K. norm: with its squares. semaphores: int32 [N / 8] or more, zeros before
-    the first call; each call leaves zeros. Calls that share them must be on one stream. No host
-    sync; graph-capturable; the same result in every run.
+    tiles divide N and K. norm: None, or a norm whose `squares` is not None. semaphores: int32
+    [N / 8] or more, zeros before the first call; each call leaves zeros. Calls that share them must
+    be on one stream. No host sync; graph-capturable; the same result in every run.
     """
     out = x.new_empty((len(x), len(weight) // 2 if gated else len(weight)))
     _launch(x, weight, bias, semaphores, tiling, out, norm=norm, gated=gated)
