@@ -1,6 +1,6 @@
 """The cluster of the tests: a kind cluster that the tests create and delete, or an existing one.
 
-A provider deletes only what it has created.
+A provider deletes only the clusters that it has created.
 """
 
 import shlex
@@ -41,7 +41,7 @@ class ClusterProvider(Protocol):
         """Makes the image available to the nodes. Returns the name that pods use."""
 
     def teardown(self, failed: bool) -> None:
-        """Deletes what `ensure` created. failed: at least one test has failed."""
+        """Delete the cluster that `ensure` created. failed: at least one test has failed."""
 
 
 class Kind:

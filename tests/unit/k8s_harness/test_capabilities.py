@@ -1,4 +1,4 @@
-"""The checks of a cluster's features report what it lacks."""
+"""The checks of a cluster's features report the missing feature."""
 
 from pathlib import Path
 from typing import Any
