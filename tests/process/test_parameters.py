@@ -181,7 +181,7 @@ def test_parts_and_tool_history_reach_the_template(real_server: ServerProcess) -
     assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
-def test_ids_go_in_and_out(real_server: ServerProcess) -> None:
+def test_token_ids_are_accepted_and_returned(real_server: ServerProcess) -> None:
     answer = post(
         real_server, "/generate", input_ids=[5, 6, 7], max_tokens=4, temperature=0, ignore_eos=True
     )

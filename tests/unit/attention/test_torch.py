@@ -62,7 +62,7 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int
     ],
     ids=["one", "decode", "prefill", "after-prefix", "mixed"],
 )
-def test_equals_attention_written_out(
+def test_backend_equals_plain_attention(
     num_decode: int, start: list[int], lengths: list[int], page_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -125,7 +125,7 @@ def test_backend_that_cannot_be_used_is_refused(name: str, says: str) -> None:
         create_attention_backend(name, make_pool(4), Q_HEADS)
 
 
-def test_pool_is_as_large_as_its_pages_say() -> None:
+def test_pool_size_is_the_size_of_its_pages() -> None:
     pool = make_pool(4, num_pages=40)
     page_bytes = kv_page_bytes(SPEC, 2, 4)
     assert pool.num_bytes == (pool.num_pages + 1) * page_bytes
