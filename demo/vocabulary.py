@@ -23,8 +23,8 @@ CONTEXT_TOKENS = 4096
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
-# Letters with an optional space before, single digits, runs of punctuation, white space. There is no
-# rule for contractions such as 's: it would split the quoted word 'stone' into 's and tone.
+# Letters with an optional space before, single digits, runs of punctuation, white space. There is
+# no rule for contractions such as 's: it would split the quoted word 'stone' into 's and tone.
 _SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LONGEST_PIECE = 10
 _CORPUS_SAMPLES = 40_000

@@ -141,7 +141,7 @@ def test_contradiction_is_refused_with_its_remedy(render, values, sentence):
 
 
 def test_every_refusal_in_the_templates_is_tested():
-    """Each sentence has one case, and four sentences have a second one."""
+    """Each message of a refusal has one case, and four messages have a second case."""
     texts = [path.read_text() for path in (CHART / "templates").glob("_*.tpl")]
     assert sum(text.count("{{- fail ") for text in texts) == len(CONTRADICTIONS) - 4
 

@@ -93,7 +93,7 @@ def test_echo_with_logprobs_scores_the_prompt(
     """lm-eval computes a loglikelihood like this. The prefix cache does not change the values."""
     for _ in range(2):
         usage = post(real_server, "/v1/completions", prompt=PROMPT, max_tokens=1)["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] > 0, "now it is"
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0, "the prompt is in the cache now"
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0}
     client = real_server.client()
     answers = []

@@ -1,4 +1,4 @@
-"""docs/bugs.md lists each weakness once. The documentation names only tests that exist."""
+"""docs/bugs.md lists each known bug once. The documentation names only tests that exist."""
 
 import re
 from pathlib import Path
