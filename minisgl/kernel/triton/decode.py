@@ -249,7 +249,7 @@ def _warps(reqs: int, kv_heads: int, group: int, head_dim: int, fused: bool) -> 
     """Warps of a program. fused: the kernel normalises and rotates, as in steps without prompts."""
     if fused and reqs * kv_heads <= _FEW_UNITS:
         return 4 if reqs == 1 and group > _SMALL_GROUP else 2
-    query_rows = max(1 << (group + 1).bit_length(), 16)  # and the new key and value
+    query_rows = max(1 << (group + 1).bit_length(), 16)  # the queries, the new key, the new value
     return 1 if query_rows * head_dim <= _MOST_ELEMENTS else 2
 
 
