@@ -6,9 +6,9 @@
 #   make fmt     format the code and apply the automatic repairs of lint
 #   make proof   the tests that take minutes each
 #   make k8s     the chart on a cluster: kind, or ARGS="--provider existing --context NAME ..."
-#   make chart   write the chart's schema and dashboards anew
+#   make chart   generate the chart's schema and dashboards
 #   make image   build the CUDA image; image-cpu: the demo      (BUILD_ARGS="--build-arg ...")
-#   make lock    write constraints.txt anew
+#   make lock    resolve the dependencies and write constraints.txt
 #   make clean   remove everything that the other commands created
 #
 # PYTHON=python3.12    the interpreter that creates .venv; default: the first of python3, python3.12

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from minisgl.kernel.triton.launch import Constants, CompiledKernel, launch
+from minisgl.kernel.triton.launch import CompiledKernel, Constants, launch
 
 
 class Jit:
