@@ -1,7 +1,7 @@
 """Stream events per second that one core of the API process sends.
 
 The application, uvicorn and the sockets are those of the server. A task replaces the engine and the
-tokenizers: in each step it sends every request one token, in the bytes of a StepText message. The
+tokenizers: in each step it sends every request one token, encoded as a StepText message. The
 clients run in another process, `minisgl bench online`. The benchmark measures the CPU time of each
 process.
 """

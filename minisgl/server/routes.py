@@ -74,7 +74,7 @@ async def chat_completions(call: CallDep) -> Response:
 
 @router.post("/v1/completions", tags=["generation"])
 async def completions(call: CallDep) -> Response:
-    """Complete a text, a list of token ids, or a list of either."""
+    """Complete one prompt or a list of prompts; a prompt is text or a list of token ids."""
     return await _generate(COMPLETIONS, call)
 
 

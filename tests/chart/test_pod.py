@@ -113,7 +113,7 @@ def test_grace_period_covers_the_whole_drain(render, pre_stop_s, grace_s, drain_
     }
     objects = render({"drain": drain})
     period_s = pod_of(objects)["terminationGracePeriodSeconds"]
-    assert period_s == pre_stop_s + drain_s + teardown_s  # timeoutSeconds includes the grace
+    assert period_s == pre_stop_s + drain_s + teardown_s  # timeoutSeconds includes graceSeconds
     flags = flags_of(objects)
     assert flags["--drain-grace"] == str(grace_s)
     assert flags["--drain-timeout"] == str(drain_s)

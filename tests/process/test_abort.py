@@ -108,7 +108,9 @@ def between_chunks(server: ServerProcess, leave: Leave) -> None:
     wait_for(lambda: prefills() > before, "a chunk")
     with stopped(server, "scheduler"):
         time.sleep(CACHED_S)  # A scrape may be this old while a request is open.
-        assert server.metrics()["time_to_first_token_seconds_count"] == firsts, "too late"
+        assert server.metrics()["time_to_first_token_seconds_count"] == firsts, (
+            "the first token came before the abort"
+        )
         leave(call)
         wait_for(lambda: info(server)["open_requests"] == 0, "its end in the API server")
 

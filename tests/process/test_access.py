@@ -178,7 +178,7 @@ def test_disconnect_behind_a_pipelined_request_aborts_the_first(
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
 def test_upgrade_header_is_ignored(keyed: ServerProcess, name: bytes) -> None:
-    """Regression: Java's client offers h2c first; the request body was then read as HTTP/2."""
+    """Regression: Java's client offers h2c; the server then read the request body as HTTP/2."""
     offer = name + b": h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\n"
     head, _, body = posted(offer, max_tokens=2).partition(b"\r\n\r\n")
     for parts in ((head + b"\r\n\r\n", body), (head + b"\r\n\r\n" + body,)):
@@ -211,7 +211,7 @@ def trickled(connection: socket.socket, path: str, key: str) -> int:
             with contextlib.suppress(TimeoutError):
                 if not connection.recv(1):
                     return status
-        pytest.fail("after 400 bytes of the body the connection is still there")
+        pytest.fail("after 400 bytes of the body the connection is still open")
     return status
 
 
@@ -226,7 +226,7 @@ def trickled(connection: socket.socket, path: str, key: str) -> int:
 def test_connection_with_an_incomplete_body_is_closed(
     tiny_model: Path, path: str, key: str, status: int, limits: set[str]
 ) -> None:
-    """Regression: it held one of --max-connections forever, before or after the response."""
+    """Regression: the connection counted in --max-connections forever."""
     flags = ("--head-timeout", "0.5", "--max-wait", "0.5", "--api-key", "sesame")
     with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
         server.wait_ready()

@@ -1,4 +1,4 @@
-"""SIGTERM drains (W28, W29): unready at once, no request lost, a deadline, and exit code 0."""
+"""SIGTERM starts a drain (W28, W29): unready at once, no lost request, a deadline, exit code 0."""
 
 import contextlib
 import http.client
@@ -176,7 +176,7 @@ def test_deadline_ends_the_rest_with_an_error_chunk(tiny_model: Path) -> None:
 
 
 def test_drain_does_not_wait_for_a_client_that_does_not_read(tiny_model: Path) -> None:
-    """Regression: its request ended after the scheduler's queue was closed, with a ZMQError."""
+    """Regression: the client's request ended after the scheduler's queue, with a ZMQError."""
     body = {"model": "tiny", "prompt": ["a"] * 128, "max_tokens": 1900, "stream": True}
     text = json.dumps(body).encode()
     flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
@@ -285,7 +285,7 @@ def test_real_engine_drains_and_exits_0(tiny_model: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="making a PID namespace needs root here")
 def test_sigterm_works_as_pid_1(tiny_model: Path, tmp_path: Path) -> None:
-    """W28: without an init, mini-sglang ignored SIGTERM and joined its children for ever."""
+    """W28: without an init, mini-sglang ignored SIGTERM and joined its children forever."""
     probe = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"]
     if subprocess.run(probe, capture_output=True).returncode != 0:
         pytest.skip("PID namespaces are not available here")

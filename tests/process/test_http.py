@@ -38,7 +38,7 @@ def streaming(server: ServerProcess, **body: object) -> Iterator[httpx.Response]
 
 
 def test_an_idle_connection_stays_open(stub_server: ServerProcess) -> None:
-    """uvicorn would close it after five seconds, and the next request of a proxy would fail."""
+    """uvicorn's default closes it after 5 s, and the next request of a proxy would then fail."""
     url = httpx.URL(stub_server.url)
     connection = http.client.HTTPConnection(url.host, url.port, timeout=6.0)
     connection.auto_open = 0

@@ -1,10 +1,10 @@
 """Decode attention over the paged KV pool, in which all programs do the same amount of work.
 
 A unit of work is one request and one KV head. The length of a unit is a number of blocks. One block
-is BLOCK keys of the context. Each unit has LEAD more blocks in front, which contain no keys: a
-program takes as long to start and to end a unit as to read LEAD blocks. For example, a context of
-100 keys with BLOCK 16 and LEAD 7 has 7 + 7 = 14 blocks. `first` holds the prefix sums of these
-lengths over the requests.
+is BLOCK keys of the context. In front of these blocks, each unit has LEAD blocks without keys. They
+stand for the start and the end of the unit, which take a program as long as reading LEAD blocks.
+For example, a context of 100 keys with BLOCK 16 and LEAD 7 has 7 + 7 = 14 blocks. `first` holds the
+prefix sums of these lengths over the requests.
 
 All units stand one after another in a line of `total` blocks. The line is cut into G equal pieces,
 one for each program. Program g handles the blocks from g * total / G to (g + 1) * total / G. A
@@ -249,7 +249,7 @@ def _warps(reqs: int, kv_heads: int, group: int, head_dim: int, fused: bool) -> 
     """Warps of a program. fused: the kernel normalises and rotates, as in steps without prompts."""
     if fused and reqs * kv_heads <= _FEW_UNITS:
         return 4 if reqs == 1 and group > _SMALL_GROUP else 2
-    query_rows = max(1 << (group + 1).bit_length(), 16)  # and the new key and value
+    query_rows = max(1 << (group + 1).bit_length(), 16)  # the queries, the new key, the new value
     return 1 if query_rows * head_dim <= _MOST_ELEMENTS else 2
 
 

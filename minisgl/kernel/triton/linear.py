@@ -13,7 +13,7 @@ between runs.
 An RMSNorm of x multiplies each row by one factor, which this kernel applies to the result instead.
 The factor needs the sum of the row's squares. The product that computed x stored these sums, one
 per tile, and the caller passes them in. This kernel does not sum the squares in its own loop,
-because Triton 3.6 then compiles the loop wrongly: it gives x one buffer less and writes into a
+because Triton 3.6 then compiles the loop wrongly: it gives x one buffer too few and writes into a
 buffer that the matrix unit may still read.
 
 Bytes: 2 N K of the weight, 2 M K of x per tile of the weight (from L2), and 8 M N per split.

@@ -4,10 +4,10 @@ With so many rows a program reads as many bytes of x as of the weight, and loads
 thread cannot keep up with the memory. Here one thread starts the TMA copy of a whole stage of both
 operands. The stages are a ring of buffers in shared memory.
 
-The kernel is written in Gluon, because a loop in plain Triton starts no load before the loop. This
-kernel fills its ring with weights while the kernel before still runs, and then waits only for the
-rows of x. Rows of x are the tall operand of the matrix unit, so that a program writes neighbouring
-elements.
+The kernel is written in Gluon, because plain Triton cannot start the loads of a loop before the
+loop. This kernel fills its ring with weights while the kernel before still runs, and then waits
+only for the rows of x. Rows of x are the tall operand of the matrix unit, so that a program writes
+neighbouring elements.
 
 Within a tile, 8 rows of gate and 8 rows of up alternate. The TMA descriptor of the weight has gate
 and up as a dimension of its own, and a thread of the matrix unit holds both elements of a pair.

@@ -35,8 +35,8 @@ def choose(
     """Choose the TOP_K experts of ROWS tokens, and store the experts and their weights.
 
     value   [ROWS, WIDTH]: logits.
-    inside  [1, WIDTH]: whether a column is an expert.
-    alive   [ROWS, 1]: whether a row is a token.
+    inside  [1, WIDTH]: whether a column belongs to an expert.
+    alive   [ROWS, 1]: whether a row belongs to a token.
     at      [ROWS, 1]: number of the token's first assignment.
     """
     ids = tl.arange(0, WIDTH)[None, :]

@@ -141,8 +141,11 @@ def _choose(
     PART: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """PART: `tokens` receives an offer for each row, as best_of_part returns it; finite and
-    largest_out are None."""
+    """Choose the best of a row's groups, then one id of it.
+
+    PART: `tokens` receives an offer for each row, as best_of_part returns it; finite and
+    largest_out are None.
+    """
     row = tl.program_id(0)
     degree = tl.load(temperature + row)
     filtered = asks_filter(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row))

@@ -207,7 +207,7 @@ class CompletionBody(TextBody, kw_only=True):
 
     prompt: Annotated[
         Text | Annotated[list[TokenId | Text | TokenIds], Meta(min_length=1)],
-        _text("Text, token ids, or a list of either."),
+        _text("One prompt or a list of prompts; a prompt is text or a list of token ids."),
     ]
 
 

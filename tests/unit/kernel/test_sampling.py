@@ -81,7 +81,7 @@ def test_temperature_sharpens() -> None:
         ({"top_k": 4, "min_p": 0.5}, {1, 3}),
     ],
 )
-def test_filters_keep(asked: dict[str, float], kept: set[int]) -> None:
+def test_filters_keep_the_expected_tokens(asked: dict[str, float], kept: set[int]) -> None:
     shares = draw(PROBS, n=2000, **asked)
     total = sum(PROBS[token] for token in kept)
     assert shares == pytest.approx({token: PROBS[token] / total for token in kept}, abs=0.04)

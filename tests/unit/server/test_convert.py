@@ -136,7 +136,7 @@ def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
         ("modalities", ["text"]),
     ],
 )
-def test_neutral_values_ask_for_nothing(name: str, value: Any) -> None:
+def test_unsupported_parameters_may_have_neutral_values(name: str, value: Any) -> None:
     assert read(**{name: value}) == read()
 
 
@@ -213,7 +213,7 @@ def test_parts_and_tool_calls_are_bounded_in_all(entries: dict[str, list[Any]]) 
 @pytest.mark.parametrize(
     ("prompt", "count"), [("a", 1), ([1, 2], 1), (["a", "b"], 2), ([[1], [2, 3], "c"], 3)]
 )
-def test_prompt_forms(prompt: Any, count: int) -> None:
+def test_each_form_of_a_prompt_is_read(prompt: Any, count: int) -> None:
     assert len(read(COMPLETIONS, prompt=prompt).prompts) == count
 
 

@@ -73,7 +73,7 @@ def test_request_schema_has_the_bounds_and_model_names_of_the_server() -> None:
     assert properties["logit_bias"]["anyOf"][0]["maxProperties"] == 8
 
 
-def test_keys_are_asked_for_where_they_are_needed() -> None:
+def test_openapi_requires_a_key_where_the_server_does() -> None:
     config = msgspec.structs.replace(CONFIG, api_key_hashes=key_hashes(["sesame"], None))
     headers = {"authorization": "Bearer sesame"}
     found = call("GET", "/openapi.json", config=config, headers=headers).json()

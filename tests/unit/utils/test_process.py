@@ -11,7 +11,7 @@ import pytest
 from minisgl.utils import make_socket_dir, process_age_s
 
 
-def test_a_child_is_younger_than_its_parent() -> None:
+def test_age_of_a_child_is_at_most_that_of_its_parent() -> None:
     code = "import os; from minisgl.utils import process_age_s as age; print(age(os.getpid()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0 <= float(done.stdout) < process_age_s(os.getpid()) + 1
