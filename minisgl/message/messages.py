@@ -237,6 +237,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     ends: bool = False
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a tool call, with its id and name, or a piece of its arguments.
+
+    index      number of the call in its answer, from 0.
+    arguments  the next piece of the JSON text; "" at the beginning of the call.
+    """
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
 class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     """New text of one request. Only the last update has `finish`, and `error` after a failure.
 

@@ -1,0 +1,82 @@
+"""Finds the tool call format of a model by rendering a call with its chat template."""
+
+import os.path
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from minisgl.core import ModelFacts
+from minisgl.message.messages import ToolCallDelta
+from minisgl.tokenizer.template import TemplateError
+from minisgl.tool_calls.formats import FORMATS
+from minisgl.tool_calls.parser import ToolCallParser
+
+# Renders messages with template options, as TextTokenizer.render_chat.
+Render = Callable[[list[dict[str, Any]], dict[str, Any]], str]
+
+_OPEN_TAG = re.compile(r"<[^<>]*\Z")
+_EMPTY_THINKING = re.compile(r"(?:<think>)?\s*</think>")
+_NAME, _ARGUMENTS = "probe_tool", {"probe_key": "probe value"}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"probe_key": {"type": "string", "description": "probe"}},
+    "required": ["probe_key"],
+}
+_FUNCTION = {"name": _NAME, "description": "probe", "parameters": _PARAMETERS}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
+_QUESTION = {"role": "user", "content": "probe question"}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "probe0001",
+            "type": "function",
+            "function": {"name": _NAME, "arguments": _ARGUMENTS},
+        }
+    ],
+}
+
+
+def detect(render: Render) -> str:
+    """Return the name of the format whose parser reads the rendered call back.
+
+    Returns ModelFacts.NO_TOOLS if the template does not render tools, and
+    ModelFacts.UNKNOWN_TOOL_FORMAT if it renders them and no parser reads the call.
+    """
+    try:
+        prompt = render([_QUESTION], {"tools": _TOOLS})
+    except TemplateError:
+        return ModelFacts.NO_TOOLS
+    if _NAME not in prompt:
+        return ModelFacts.NO_TOOLS
+    try:
+        chat = render([_QUESTION, _CALL], {"tools": _TOOLS, "add_generation_prompt": False})
+    except TemplateError:
+        return ModelFacts.UNKNOWN_TOOL_FORMAT
+    # Without a tag of the prompt that only begins as the call does, such as <think> and <tool_call>.
+    prefix = _OPEN_TAG.sub("", os.path.commonprefix([prompt, chat]))
+    answer = chat[len(prefix) :]
+    found = (name for name, format in FORMATS.items() if format.probe in answer)
+    return next((n for n in found if _reads(n, answer)), ModelFacts.UNKNOWN_TOOL_FORMAT)
+
+
+def _reads(name: str, answer: str) -> bool:
+    """True if the parser of this format finds only the call of the probe, up to its end."""
+    parser = ToolCallParser(FORMATS[name], {_NAME: _PARAMETERS})
+    content = ""
+    deltas: list[ToolCallDelta] = []
+    for char in answer:
+        parser.feed(char)
+        text, new = parser.take()
+        deltas += new
+        content += "" if deltas else text
+    names = [delta.name for delta in deltas if delta.name]
+    try:
+        arguments = msgspec.json.decode("".join(delta.arguments for delta in deltas))
+    except msgspec.DecodeError:
+        return False
+    is_only = not _EMPTY_THINKING.sub("", content).strip()
+    return is_only and names == [_NAME] and arguments == _ARGUMENTS
