@@ -87,18 +87,13 @@ class ApiServer:
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
 
-    def stuck(self) -> bool:
-        """True while a worker is hung: it has work and makes no progress for step_timeout_s."""
-        return self._hung_worker() is not None
+    def stalled_worker(self) -> str | None:
+        """The name of a hung worker or of a stalled scheduler, or None. See Watchdog."""
+        stalled = self._watchdog.stalled("scheduler", time.monotonic())
+        return self.hung_worker() or ("scheduler" if stalled else None)
 
-    def stalled(self) -> bool:
-        """True while a worker is hung or the scheduler is stalled. /readyz then answers 503.
-
-        A stalled scheduler has work but has run no step for some seconds; see Watchdog.
-        """
-        return self.stuck() or self._watchdog.stalled("scheduler", time.monotonic())
-
-    def _hung_worker(self) -> str | None:
+    def hung_worker(self) -> str | None:
+        """The name of a worker that has work and sends nothing for step_timeout_s, or None."""
         if self.lifecycle.phase is Phase.LOADING:
             return None
         now_s = time.monotonic()
@@ -106,7 +101,7 @@ class ApiServer:
             self._watchdog.expect("scheduler", now_s)  # A step of any request is progress.
         else:
             self._watchdog.satisfied("scheduler")
-        return self._watchdog.hanging(now_s)
+        return self._watchdog.hung(now_s)
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot continue."""
@@ -222,13 +217,13 @@ class ApiServer:
                 for role, sender in self._workers.items():
                     if self._watchdog.expect(role, time.monotonic()):
                         sender.send(messages.Ping())
-            hung = self._hung_worker()
+            hung = self.hung_worker()
             if hung is not None:
                 timeout_s = self.config.step_timeout_s
                 reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"
                 logger.error(reason)
                 await asyncio.sleep(_HUNG_NOTICE_S)
-                if self._hung_worker() == hung:
+                if self.hung_worker() == hung:
                     raise WorkerDied(reason)
 
     async def _beat(self) -> None:

@@ -196,8 +196,8 @@ async def flush_cache(call: CallDep) -> Response:
 @router.get("/livez", tags=["probes"])
 async def livez(call: CallDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
-    if call.service.stuck():
-        return json_response(responses.StatusResponse("the scheduler makes no progress"), 503)
+    if (hung := call.service.hung_worker()) is not None:
+        return json_response(responses.StatusResponse(f"the {hung} makes no progress"), 503)
     if call.service.lifecycle.phase is Phase.FAILED:
         return json_response(responses.StatusResponse("failed"), 503)
     return json_response(responses.StatusResponse("ok"))
@@ -207,10 +207,10 @@ async def livez(call: CallDep) -> Response:
 @router.get("/health", name="health", tags=["probes"])
 async def readyz(call: CallDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
-    phase, stalled = call.service.lifecycle.phase, call.service.stalled()
-    if phase is Phase.READY and not stalled:
+    phase, stalled = call.service.lifecycle.phase, call.service.stalled_worker()
+    if phase is Phase.READY and stalled is None:
         return json_response(responses.StatusResponse("ok"))
-    status = "the scheduler makes no progress" if stalled else phase.value
+    status = f"the {stalled} makes no progress" if stalled else phase.value
     return json_response(responses.StatusResponse(status), 503, {"retry-after": RETRY_AFTER})
 
 
@@ -218,8 +218,8 @@ async def readyz(call: CallDep) -> Response:
 async def metrics(call: CallDep) -> Response:
     """All metrics in the text format of Prometheus, or in OpenMetrics if the client accepts it."""
     client, accept = call.client, call.request.headers.get("accept", "")
-    phase, stalled = call.service.lifecycle.phase, call.service.stalled()
-    body, media_type = client.metrics.render(accept, phase, stalled, client.open_choices)
+    phase, is_stalled = call.service.lifecycle.phase, call.service.stalled_worker() is not None
+    body, media_type = client.metrics.render(accept, phase, is_stalled, client.open_choices)
     return Response(body, headers={"content-type": media_type})
 
 
