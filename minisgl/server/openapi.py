@@ -76,7 +76,9 @@ def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
     structs = {struct for bodies in _ROUTES.values() for struct in bodies if struct is not None}
     by_name = sorted(structs | {responses.ErrorResponse}, key=lambda struct: struct.__name__)
     _, found = msgspec.json.schema_components(by_name, ref_template="#/components/schemas/{name}")
-    unsupported = {name: {"enum": [*v, None]} for name, v in requests.UNSUPPORTED.items()}
+    parameters = requests.PARAMETERS
+    others: Schema = {name: {} for name in sorted(parameters.ignored)}
+    others |= {name: {"enum": [*v, None]} for name, v in parameters.unsupported.items()}
     for struct in by_name:
         if not issubclass(struct, requests.RequestBody):
             continue
@@ -85,9 +87,11 @@ def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
             _configure(name, value, converter)
             if name not in schema["required"] and "null" not in str(value.get("anyOf")):
                 schema["properties"][name] = {"anyOf": [value, {"type": "null"}]}
+        for base in reversed(struct.__mro__):
+            for name, text in parameters.descriptions.get(base.__name__, {}).items():
+                schema["properties"][name]["description"] = text
         if issubclass(struct, requests.GenerationBody):
-            ignored: Schema = {name: {} for name in sorted(requests.IGNORED)}
-            schema["properties"] |= ignored | unsupported
+            schema["properties"] |= others
     found["TokenizeBody"]["oneOf"] = [
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
         for name in ("prompt", "messages")
