@@ -106,7 +106,7 @@ class ResponseWriter:
         if generation.prompt_ids:
             ids = b',"prompt_token_ids":' + msgspec.json.encode(generation.prompt_ids[0])
         delta = responses.Delta(role="assistant", content="")
-        return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta), ids)
+        return self._chunk(delta, {"index": choice.index}, ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """Only new text of one choice. This is the most frequent event."""
@@ -126,27 +126,31 @@ class ResponseWriter:
             thought, rest = ChoiceDelta(reasoning=delta.reasoning), replace(delta, reasoning="")
             before = self.rich_chunk(choice, "", thought, None)
             return before + self.rich_chunk(choice, text, rest, generation)
-        values = self._values(choice, delta, generation)
-        if not self._is_chat:
-            return self._chunk(responses.TextChunkChoice(text=text, **values))
         content = responses.Delta(content=text)
         if delta.reasoning:
             content = responses.Delta(reasoning_content=delta.reasoning)
-        return self._chunk(responses.ChatChunkChoice(delta=content, **values))
+        return self._chunk(content, self._values(choice, delta, generation))
 
     def last_chunk(self, choice: Choice) -> bytes:
         """The finish reason of one choice."""
-        values: dict[str, Any] = {"index": choice.index, "finish_reason": _finish_name(choice)}
-        if self._is_chat:
-            return self._chunk(responses.ChatChunkChoice(delta=responses.Delta(), **values))
-        return self._chunk(responses.TextChunkChoice(text="", **values))
+        values = {"index": choice.index, "finish_reason": _finish_name(choice)}
+        return self._chunk(responses.Delta(), values)
 
     def usage_chunk(self, generation: Generation) -> bytes:
         """The last event of a stream with include_usage."""
         usage = msgspec.json.encode(self._usage(generation))
         return self._before + b'],"usage":' + usage + b"}\n\n"
 
-    def _chunk(self, choice: msgspec.Struct, ids: bytes = b"") -> bytes:
+    def _chunk(self, delta: responses.Delta, values: dict[str, Any], ids: bytes = b"") -> bytes:
+        """One event of one choice. The text of a completion is the content of the delta.
+
+        values: the other fields of the choice. ids: the field prompt_token_ids of a chat, or b"".
+        """
+        choice: msgspec.Struct
+        if self._is_chat:
+            choice = responses.ChatChunkChoice(delta=delta, **values)
+        else:
+            choice = responses.TextChunkChoice(text=delta.content or "", **values)
         return b"%b%b]%b%b" % (self._before, msgspec.json.encode(choice), ids, self._after)
 
     def _values(
@@ -168,13 +172,12 @@ class ResponseWriter:
         if not self._is_chat:
             return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs])
         # As in OpenAI's answers, the token that ended the text has no entry.
-        kept = [_chat_logprob(entry) for entry in delta.logprobs if not entry.ends]
-        return responses.ChatLogprobs(kept)
+        return responses.ChatLogprobs([_chat_logprob(e) for e in delta.logprobs if not e.ends])
 
     def _usage(self, generation: Generation) -> responses.Usage:
         """Each prompt counts once, however many choices it has."""
-        firsts = [choice.latest for choice in generation.choices[:: self.request.n]]
         latest = [choice.latest for choice in generation.choices]
+        firsts = latest[:: self.request.n]  # of the first choice of each prompt
         prompt_tokens = sum(update.prompt_tokens for update in firsts)
         completion_tokens = sum(update.completion_tokens for update in latest)
         cached = sum(update.cached_tokens for update in firsts)
