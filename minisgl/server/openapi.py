@@ -59,9 +59,9 @@ def openapi_document(base: Schema, converter: RequestConverter, has_keys: bool) 
     schemes: Schema = {}
     for path, operations in base["paths"].items():
         operations.pop("head", None)  # the same as GET, without a body
+        scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
         for operation in operations.values():
             operation |= _operation(path)
-            scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
             if scheme is not None and path not in OPEN_PATHS:
                 schemes[scheme] = {"type": "http", "scheme": "bearer"}
                 operation["security"] = [{scheme: []}]

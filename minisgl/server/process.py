@@ -60,9 +60,9 @@ class ApiServer:
     """The state of the process. It is the `Service` that the routes read."""
 
     def __init__(self, spec: ChildSpec) -> None:
-        config = spec.config
-        self.config: ServerConfig = config
-        directory = spec.socket_dir
+        self._spec = spec
+        self.config: ServerConfig = spec.config
+        config, directory = spec.config, spec.socket_dir
         self._scheduler: Sender[messages.ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
         self._workers: dict[str, Sender[messages.ToTokenizer | messages.ToDetokenizer]] = {
@@ -79,8 +79,6 @@ class ApiServer:
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: messages.SchedulerStats | None = None
         self._watchdog = Watchdog(config.step_timeout_s)
-        self._url = spec.url
-        self._reason_fd = spec.reason_fd
         self._messages: AsyncReceiver[messages.ToApi] = AsyncReceiver(
             endpoint(directory, "api"), messages.ToApi
         )
@@ -194,7 +192,7 @@ class ApiServer:
         if self.config.shell:
             return
         line = (
-            f"minisgl serves {self.config.served_names[0]} at {self._url}/v1 "
+            f"minisgl serves {self.config.served_names[0]} at {self._spec.url}/v1 "
             f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
             f"KV capacity {facts.kv_capacity_tokens:,} tokens)"
         )
@@ -242,7 +240,7 @@ class ApiServer:
     def _ask_to_drain(self, number: signal.Signals, grace_s: float) -> None:
         if self.lifecycle.phase is Phase.LOADING:  # There is nothing to drain.
             still_loading = ", ".join(sorted(self.lifecycle.missing))
-            supervise.write_reason(self._reason_fd, "api", still_loading)
+            supervise.write_reason(self._spec.reason_fd, "api", still_loading)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._drain_grace_s = grace_s
