@@ -121,7 +121,7 @@ class MetaAttention(AttentionBackend):
 
 
 def without_flashinfer(name: str, needs: AttentionNeeds) -> str:
-    """The backends of prefill and decode called `name`, with MetaAttention for FlashInfer."""
+    """The two backends that `name` selects, with MetaAttention in place of FlashInfer's."""
     names = []
     for phase in resolve_phases(name, needs):
         names.append(MetaAttention.name if issubclass(phase, FlashInferAttention) else phase.name)

@@ -14,7 +14,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import msgspec
@@ -27,12 +26,15 @@ from minisgl.utils import near_names
 
 logger = logging.getLogger(__name__)
 
-_SECTIONS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
-    {"engine": EngineConfig, "scheduler": SchedulerConfig, "limits": Limits, "server": ServerConfig}
-)
+_SECTIONS: Mapping[str, type[msgspec.Struct]] = {
+    "engine": EngineConfig,
+    "scheduler": SchedulerConfig,
+    "limits": Limits,
+    "server": ServerConfig,
+}
 # The largest value of a flag without `high`, by type. Such floats are times in seconds. 1e6 s (12
 # days) fit into the 31 bits that the kernel has for the milliseconds of --read-timeout.
-_HIGHEST: Mapping[type, float] = MappingProxyType({int: math.inf, float: 1e6})
+_HIGHEST: Mapping[type, float] = {int: math.inf, float: 1e6}
 _INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
 
 

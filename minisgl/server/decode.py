@@ -124,7 +124,7 @@ def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
         return Unsupported(f"{param} is not supported", param=param)
     if found["key"]:
         return reject(param, "must have token ids as keys")
-    if param.endswith("[...]"):
+    if param.endswith("[...]"):  # msgspec does not name the key of a wrong value
         param = _bias_at_fault(given["logit_bias"])
     if text.startswith("Object missing required field"):
         name = text.split("`")[1]

@@ -222,7 +222,7 @@ class _Service:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind before anything loads, so that a taken port is an error at once. Raises ConfigError."""
+    """Bind before the model loads, so that a taken port is an error at once. Raises ConfigError."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = infos[0]

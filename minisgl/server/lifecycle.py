@@ -48,8 +48,8 @@ class Lifecycle:
         """The facts of the model. Raises NotReady with the reason why no request is accepted.
 
         kept: the request came on a connection that carried an earlier request. During a drain
-        each response tells its client to close the connection. A response that began before the
-        drain could not, so the next request on its connection is still accepted.
+        each response tells its client to close the connection. The last response before the drain
+        did not say so, and the client may send one more request, which is therefore accepted.
         """
         accepting = self.phase in (Phase.READY, Phase.GRACE)
         if (accepting or (kept and self.phase is Phase.DRAINING)) and self.facts is not None:

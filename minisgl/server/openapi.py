@@ -101,12 +101,12 @@ def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
 
 def _configure(name: str, schema: Schema, converter: RequestConverter) -> None:
     """Add the bound that the command line sets for this field, or the served model names."""
-    for arm in schema.get("anyOf", [schema]):
-        if name == "model" and arm["type"] == "string" and converter.served_names:
-            arm["enum"] = list(converter.served_names)
+    for option in schema.get("anyOf", [schema]):
+        if name == "model" and option["type"] == "string" and converter.served_names:
+            option["enum"] = list(converter.served_names)
         kind, keyword, limit = _CONFIGURED.get(name, (None, "", ""))
-        if kind is not None and arm["type"] == kind:
-            arm[keyword] = getattr(converter.limits, limit)
+        if kind is not None and option["type"] == kind:
+            option[keyword] = getattr(converter.limits, limit)
 
 
 def _operation(path: str) -> Schema:

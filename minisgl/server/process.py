@@ -2,7 +2,7 @@
 
 _receive  reads the messages of all workers and passes them on
 _watch    detects hung workers and overdue calls
-_beat     sends keep-alive comments on idle streams
+_beat     sends keep-alive comments on idle streams, so that proxies keep them open
 _drain    waits for the signal to drain, and then ends the process in phases
 """
 
@@ -134,8 +134,9 @@ class ApiServer:
         tasks = {lost_worker, *(asyncio.create_task(run()) for run in loops)}
         serving = asyncio.create_task(server.serve([listener]))
         try:
-            # The end of any of these ends the process, so that none can fail unnoticed (bug W27 in
-            # docs/bugs.md: the task that receives messages ended, and every client hung).
+            # The process ends as soon as one of these tasks ends, so that no task fails unnoticed
+            # (bug W27 in docs/bugs.md: the task that receives messages ended, and every client
+            # hung).
             await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
             ended = next((task for task in {*tasks, serving} if task.done()), serving)
             if (failure := ended.exception()) is not None:
@@ -144,7 +145,7 @@ class ApiServer:
                 raise failure
             self._scheduler.send(messages.Shutdown())
         finally:
-            loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # The process ends already.
+            loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # The process is ending.
             server.should_exit = True
             for task in tasks:
                 task.cancel()

@@ -114,7 +114,7 @@ class ResponseWriter:
         before, field, after = self._text_before, self._text_field, self._text_after
         return b"%b%d%b%b%b" % (before, index, field, value, after)
 
-    def rich_chunk(
+    def delta_chunk(
         self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
     ) -> bytes:
         """New text with reasoning, token ids or log-probabilities.
@@ -122,10 +122,11 @@ class ResponseWriter:
         generation: given for the first event of a choice, which has the ids of the prompt.
         """
         if self._is_chat and delta.reasoning and text:
-            # Send two events. A client that finds reasoning in a delta may not look for content.
-            thought, rest = ChoiceDelta(reasoning=delta.reasoning), replace(delta, reasoning="")
-            before = self.rich_chunk(choice, "", thought, None)
-            return before + self.rich_chunk(choice, text, rest, generation)
+            # Send two events, because a client may ignore the content of a delta with reasoning.
+            reasoning = ChoiceDelta(reasoning=delta.reasoning)
+            rest = replace(delta, reasoning="")
+            before = self.delta_chunk(choice, "", reasoning, None)
+            return before + self.delta_chunk(choice, text, rest, generation)
         content = responses.Delta(content=text)
         if delta.reasoning:
             content = responses.Delta(reasoning_content=delta.reasoning)
@@ -246,7 +247,7 @@ def _sse(payload: bytes) -> bytes:
 
 
 async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterator[bytes]:
-    """Yield the events of a stream. All events that are ready at one wake-up form one piece."""
+    """Yield the events of a stream. Each wake-up of the call yields all events that are ready."""
     running = list(generation.choices)
     begun: set[int] = set()
     while running:
@@ -261,7 +262,7 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
                 text = generation.echo(choice) + text
                 parts.append(writer.first_chunk(choice, generation))
             if delta is not None or (first and writer.request.text.token_ids):
-                parts.append(writer.rich_chunk(choice, text, delta or ChoiceDelta(), first))
+                parts.append(writer.delta_chunk(choice, text, delta or ChoiceDelta(), first))
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))
             if choice.error is not None:

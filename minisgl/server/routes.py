@@ -85,7 +85,7 @@ async def generate(call: CallDep) -> Response:
 
 
 async def _generate(route: str, call: CallContext) -> Response:
-    """The common path of the three routes above, up to the choice of the response."""
+    """Start the request of the body, and respond with the whole answer or with a stream."""
     raw, facts = await call.read()
     request = call.converter.read(route, raw, facts)
     del raw  # Otherwise the body stays in memory until the response is complete.

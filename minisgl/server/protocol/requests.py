@@ -48,7 +48,7 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 _BIAS_KEYS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 LogitBias = Annotated[dict[TokenId, Bias], Meta(extra_json_schema=_BIAS_KEYS)]
-# Clients that send an earlier answer back also send these fields, with an empty value.
+# A client that sends an earlier answer as a message also sends these fields, with an empty value.
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
 Role = Literal["system", "developer", "user", "assistant", "tool"]
