@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minisgl.attention.base import (
-    AttentionBackend,
-    AttentionNeeds,
-    AttentionStep,
-    StepAttention,
-)
+from minisgl.attention.base import AttentionBackend, AttentionNeeds, AttentionStep, StepAttention
 from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.flashinfer import (
     ContiguousAttention,

@@ -259,12 +259,8 @@ class Metrics(Collector):
         declared, model = self._declared, {"model_name": self._model_name}
         series: Mapping[str, Mapping[_Labels, float | _Histogram]]
         series = {**self._numbers, **self._histograms}
-        kinds = {
-            "gauge": declared.gauge,
-            "counter": declared.counter,
-            "histogram": declared.histogram,
-        }
-        for kind, entries in kinds.items():
+        for kind in ("gauge", "counter", "histogram"):
+            entries: dict[str, _Metric] = getattr(declared, kind)
             for name, entry in entries.items():
                 full_name = f"minisgl_{name}"
                 metric = Metric(full_name.removesuffix("_total"), entry.help, kind)

@@ -7,7 +7,7 @@ keeps the browser from loading anything from another host.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,15 +55,13 @@ router = APIRouter(route_class=ExactRoute, redirect_slashes=False)
 
 _STARTED_AT = int(time.time())
 _DOCS_FOLDER = Path(__file__).parent / "docs_page"
-_DOCS_HEADERS = (
-    ("cache-control", "no-cache"),
+_DOCS_HEADERS: Mapping[str, str] = {
+    "cache-control": "no-cache",
     # Swagger UI sets style attributes, and draws its icons from data: URLs.
-    (
-        "content-security-policy",
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-        "img-src 'self' data:; connect-src 'self'; form-action 'none'; frame-ancestors 'none'",
-    ),
-)
+    "content-security-policy": "default-src 'none'; script-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'none'; frame-ancestors 'none'",
+}
 
 
 @router.post("/v1/chat/completions", tags=["generation"])
@@ -237,4 +235,4 @@ async def docs_page(call: CallDep) -> Response:
         raise HTTPException(404)
     name = call.request.path_params.get("name", "index.html")
     # FileResponse sends the file in parts. It waits until the client has read the previous part.
-    return FileResponse(_DOCS_FOLDER / name, headers=dict(_DOCS_HEADERS))
+    return FileResponse(_DOCS_FOLDER / name, headers=_DOCS_HEADERS)
