@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -93,9 +94,7 @@ class ResponseWriter:
         values["finish_reason"] = _finish_name(choice)
         if not self._is_chat:
             return responses.TextChoice(text=generation.echo(choice) + text, **values)
-        message = responses.AnswerMessage(content=text)
-        if delta.reasoning:
-            message.reasoning_content = delta.reasoning
+        message = responses.AnswerMessage(content=text, reasoning_content=delta.reasoning or UNSET)
         return responses.ChatChoice(message=message, **values)
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
