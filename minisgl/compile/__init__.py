@@ -5,3 +5,5 @@ its kernels in that folder (minisgl.kernel.cache) and compiles nothing.
 
 Import the names from their modules.
 """
+
+__all__: list[str] = []

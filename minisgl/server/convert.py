@@ -224,8 +224,8 @@ class RequestConverter:
 
     def _check_choices(self, prompt: Any, n: Any) -> None:
         """Refuse more than max_choices answers: the number of prompts times n."""
-        is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        prompts = len(prompt) if is_list else 1
+        has_prompts = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        prompts = len(prompt) if has_prompts else 1
         per_prompt = n if isinstance(n, int) else 1
         limit = self.limits.max_choices
         if per_prompt > limit >= prompts:

@@ -114,7 +114,8 @@ class _Service:
             self._spawn("tokenizer", index)
         self._spawn("detokenizer", 0)
         if config.shell:
-            # The shell stays in the launcher's process group: it owns the terminal and its Ctrl-C.
+            # The shell stays in the launcher's process group, so that it may read the terminal and
+            # receives Ctrl-C.
             command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
             environ = os.environ | ({"MINISGL_API_KEY": shell_key} if shell_key else {})
             shell = subprocess.Popen([*command, "--model", config.served_names[0]], env=environ)

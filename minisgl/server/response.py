@@ -108,7 +108,7 @@ class ResponseWriter:
         return self._chunk(delta, {"index": choice.index}, ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
-        """Only new text of one choice. This is the most frequent event."""
+        """The event with new text of one choice and nothing else. It is the most frequent event."""
         value = msgspec.json.encode(text)
         before, field, after = self._text_before, self._text_field, self._text_after
         return b"%b%d%b%b%b" % (before, index, field, value, after)

@@ -9,3 +9,7 @@ their schemas. The descriptions of parameters are in server/parameters.toml.
 Bounds that the command line sets (such as --max-messages) are not in the structs: `convert` checks
 them and `openapi` adds them to the schemas.
 """
+
+from minisgl.server.protocol import requests, responses
+
+__all__ = ["requests", "responses"]
