@@ -105,7 +105,7 @@ class ResponseWriter:
         if generation.prompt_ids:
             ids = b',"prompt_token_ids":' + msgspec.json.encode(generation.prompt_ids[0])
         delta = responses.Delta(role="assistant", content="")
-        return self._chunk(delta, {"index": choice.index}, ids)
+        return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta), ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """The event with new text of one choice and nothing else. It is the most frequent event."""
@@ -126,31 +126,28 @@ class ResponseWriter:
             rest = replace(delta, reasoning="")
             before = self.delta_chunk(choice, "", reasoning, None)
             return before + self.delta_chunk(choice, text, rest, generation)
+        values = self._values(choice, delta, generation)
+        if not self._is_chat:
+            return self._chunk(responses.TextChunkChoice(text=text, **values))
         content = responses.Delta(content=text)
         if delta.reasoning:
             content = responses.Delta(reasoning_content=delta.reasoning)
-        return self._chunk(content, self._values(choice, delta, generation))
+        return self._chunk(responses.ChatChunkChoice(delta=content, **values))
 
     def last_chunk(self, choice: Choice) -> bytes:
         """The finish reason of one choice."""
-        values = {"index": choice.index, "finish_reason": _finish_name(choice)}
-        return self._chunk(responses.Delta(), values)
+        values: dict[str, Any] = {"index": choice.index, "finish_reason": _finish_name(choice)}
+        if self._is_chat:
+            return self._chunk(responses.ChatChunkChoice(delta=responses.Delta(), **values))
+        return self._chunk(responses.TextChunkChoice(text="", **values))
 
     def usage_chunk(self, generation: Generation) -> bytes:
         """The last event of a stream with include_usage."""
         usage = msgspec.json.encode(self._usage(generation))
         return self._before + b'],"usage":' + usage + b"}\n\n"
 
-    def _chunk(self, delta: responses.Delta, values: dict[str, Any], ids: bytes = b"") -> bytes:
-        """One event of one choice. The text of a completion is the content of the delta.
-
-        values: the other fields of the choice. ids: the field prompt_token_ids of a chat, or b"".
-        """
-        choice: msgspec.Struct
-        if self._is_chat:
-            choice = responses.ChatChunkChoice(delta=delta, **values)
-        else:
-            choice = responses.TextChunkChoice(text=delta.content or "", **values)
+    def _chunk(self, choice: msgspec.Struct, ids: bytes = b"") -> bytes:
+        """One event of one choice. ids: the field prompt_token_ids of a chat, or b""."""
         return b"%b%b]%b%b" % (self._before, msgspec.json.encode(choice), ids, self._after)
 
     def _values(
