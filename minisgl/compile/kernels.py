@@ -52,7 +52,7 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     model = load_model_config(config.model_path)
     dtype = resolve_dtype(config, model, torch.device("cuda"))
     attention = attention_kernels(config.attention_backend, dtype, model.head_dim, archs)
-    # Checked before the manifest is removed: a folder that is complete stays complete.
+    # Before `filling` removes the manifest: without Triton, a complete folder stays complete.
     require_triton()
     log = CompileLog()
     with filling(folder, archs, [str(kernel) for kernel in attention]):

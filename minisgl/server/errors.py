@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl import core
+from minisgl.server.protocol.responses import ErrorDetail, ErrorResponse
 
 
 class ModelNotFound(core.RequestError):
@@ -108,10 +109,9 @@ def error_reply(error: BaseException) -> ErrorReply:
     A 503 says when to retry. Other errors of the server ask OpenAI's clients not to retry.
     """
     kind = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
-    body: dict[str, str | None] = {"message": "internal error; see the server's log"}
-    body |= {"type": kind.type, "param": None, "code": kind.code}
+    detail = ErrorDetail("internal error; see the server's log", kind.type, None, kind.code)
     if isinstance(error, core.RequestError):
-        body |= {"message": error.message, "param": error.param, "code": error.code or kind.code}
+        detail = ErrorDetail(error.message, kind.type, error.param, error.code or kind.code)
     headers: dict[str, str] = {}
     if kind.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -119,4 +119,4 @@ def error_reply(error: BaseException) -> ErrorReply:
         headers["retry-after"] = RETRY_AFTER
     elif kind.status >= 500:
         headers["x-should-retry"] = "false"
-    return ErrorReply(kind.status, headers, msgspec.json.encode({"error": body}))
+    return ErrorReply(kind.status, headers, msgspec.json.encode(ErrorResponse(detail)))

@@ -129,7 +129,7 @@ def test_grace_period_may_be_longer(render):
 def test_every_flag_is_known_to_the_server(render, ci_values):
     args = container_of(render(ci_values))["args"]
     options = build_parser().parse_strictly(args)
-    assert options.port == 1919
+    assert getattr(options, "server.port") == 1919
 
 
 def test_extra_args_refuses_flags_of_the_chart_under_every_name(render):

@@ -16,8 +16,7 @@ from minisgl.server.protocol.requests import (
     CHAT,
     COMPLETIONS,
     GENERATE,
-    IGNORED,
-    UNSUPPORTED,
+    PARAMETERS,
 )
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 
@@ -39,7 +38,9 @@ NASTY = st.recursive(
     max_leaves=6,
 )
 NAMES = sorted(
-    {name for body in BODIES.values() for name in body.__struct_fields__} | IGNORED | {*UNSUPPORTED}
+    {name for body in BODIES.values() for name in body.__struct_fields__}
+    | PARAMETERS.ignored
+    | {*PARAMETERS.unsupported}
 )
 BOUNDED = settings(
     max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True

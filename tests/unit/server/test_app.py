@@ -34,11 +34,11 @@ class FakeService:
         self.hangs = False
         self.stats = None
 
-    def stuck(self) -> bool:
-        return self.hangs
+    def hung_worker(self) -> str | None:
+        return "scheduler" if self.hangs else None
 
-    def stalled(self) -> bool:
-        return self.hangs
+    def stalled_worker(self) -> str | None:
+        return self.hung_worker()
 
 
 async def answer_all(world: World) -> None:

@@ -35,10 +35,10 @@ def test_scheduler_without_requests_is_not_hung(tmp_path: Path) -> None:
     server = api_server(tmp_path, step_timeout_s=1e-9)
     server.lifecycle.phase = Phase.READY
     (choice,) = server.client.open(1).choices
-    assert [server.stuck(), server.stuck()] == [False, False]
+    assert [server.hung_worker(), server.hung_worker()] == [None, None]
     request = AddReq(uid=choice.uid, token_ids=b"", sampling=SamplingParams())
     server.client.submit(choice, request, TextOptions(), 0)
-    assert [server.stuck(), server.stuck()] == [False, True]
+    assert [server.hung_worker(), server.hung_worker()] == [None, "scheduler"]
 
 
 class _Broken(Exception):
