@@ -77,6 +77,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     drain_grace_s: float = 5.0
     drain_timeout_s: float = 60.0
     step_timeout_s: float = 60.0
