@@ -47,6 +47,15 @@ A flag or the value of a flag as text. Helm reads a number of a values file as a
 - --max-queued-requests={{ int $server.maxQueuedRequests }}
 - --num-tokenizer={{ int $server.tokenizers }}
 - --log-level={{ $server.logLevel }}
+{{- if $server.escapeSpecialTokens }}
+- --escape-special-tokens
+{{- end }}
+{{- with $server.allowedOrigins }}
+- --allow-origin
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
 {{ include "minisgl.drainArgs" . }}
 {{- range .Values.extraArgs }}
 - {{ include "minisgl.word" . | quote }}
