@@ -190,14 +190,7 @@ def resolve(
     engine["kernel_cache"] = engine["kernel_cache"] or env.kernel_cache
     scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
     _obey_replaced(options, limits)
-    for flag, key in (("--api-key", options.api_key), ("--admin-api-key", options.admin_api_key)):
-        if key is not None:
-            logger.warning(
-                "%s shows the key to every user of this machine, in the list of processes, and the "
-                "server cannot hide it; use %s-file",
-                flag,
-                flag,
-            )
+    _warn_of_visible_keys(options)
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
         scheduler=SchedulerConfig(
@@ -211,6 +204,17 @@ def resolve(
         admin_key_hashes=admin_hashes,
         **given["server"],
     )
+
+
+def _warn_of_visible_keys(options: argparse.Namespace) -> None:
+    for flag, key in (("--api-key", options.api_key), ("--admin-api-key", options.admin_api_key)):
+        if key is not None:
+            logger.warning(
+                "%s shows the key to every user of this machine, in the list of processes, and the "
+                "server cannot hide it; use %s-file",
+                flag,
+                flag,
+            )
 
 
 def _obey_replaced(options: argparse.Namespace, limits: dict[str, Any]) -> None:

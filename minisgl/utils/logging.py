@@ -17,9 +17,10 @@ class _OneLine(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        if isinstance(record.args, Mapping):
+        fields = record.args
+        if isinstance(fields, Mapping):
             record = copy.copy(record)  # Other handlers get the plain values.
-            record.args = {name: _quoted(value) for name, value in record.args.items()}
+            record.args = {name: _quoted(value) for name, value in fields.items()}
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
