@@ -203,7 +203,7 @@ def test_drain_does_not_wait_for_pipelined_requests_of_a_client_that_does_not_re
         url = httpx.URL(server.url)
         deaf.connect((url.host, url.port))
         deaf.sendall(
-            b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 600
+            b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 600
         )  # more than all buffers hold
 
         def begun() -> bool:
