@@ -47,7 +47,8 @@ class Guard:
         headers = Headers(scope=scope)
         if not self._has_keys:
             host, origin = headers.get("host", ""), headers.get("origin")
-            if not self._listens_on_all and _is_loopback(scope["server"][0]):
+            address, _ = scope.get("server") or ("", None)
+            if not self._listens_on_all and _is_loopback(address):
                 name = _hostname(host)
                 if name not in self._hosts and not _is_loopback(name):
                     return ForbiddenHost(
