@@ -22,7 +22,7 @@ import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.server.auth import key_hashes
 from minisgl.server.config import Limits, ServerConfig
-from minisgl.utils import near_names
+from minisgl.utils import log_event, near_names
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,10 @@ class EnvSettings(msgspec.Struct, frozen=True, rename=lambda field: f"MINISGL_{f
     admin_api_key: str | None = None
     kernel_cache: str | None = None
     commit: str | None = None
+
+
+# Variables that hold keys. The launcher removes them before it starts other processes.
+KEY_VARIABLES = ("MINISGL_API_KEY", "MINISGL_ADMIN_API_KEY")
 
 
 def build_parser() -> ArgumentParser:
@@ -142,9 +146,8 @@ def read_env(environ: Mapping[str, str]) -> EnvSettings:
             # An empty switch is off. An empty key stays empty, because `key_hashes` must refuse it.
             values[name] = text.strip() or ("0" if known[name].default is False else "")
         elif name.startswith("MINISGL_") and not name.startswith(_INJECTED):
-            logger.warning(
-                "unknown environment variable ignored name=%s known=%s", name, ",".join(known)
-            )
+            event = "unknown environment variable ignored"
+            log_event(logger, logging.WARNING, event, name=name, known=",".join(known))
     try:
         return msgspec.convert(values, EnvSettings, strict=False)
     except msgspec.ValidationError as error:
@@ -187,6 +190,7 @@ def resolve(
     engine["kernel_cache"] = engine["kernel_cache"] or env.kernel_cache
     scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
     _obey_replaced(options, given["limits"])
+    _warn_of_visible_keys(options)
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
         scheduler=SchedulerConfig(
@@ -200,6 +204,17 @@ def resolve(
         admin_key_hashes=admin_hashes,
         **server,
     )
+
+
+def _warn_of_visible_keys(options: argparse.Namespace) -> None:
+    for flag, key in (("--api-key", options.api_key), ("--admin-api-key", options.admin_api_key)):
+        if key is not None:
+            logger.warning(
+                "%s shows the key to every user of this machine, in the list of processes, and the "
+                "server cannot hide it; use %s-file",
+                flag,
+                flag,
+            )
 
 
 def _obey_replaced(options: argparse.Namespace, limits: dict[str, Any]) -> None:

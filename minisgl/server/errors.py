@@ -32,6 +32,18 @@ class AdminOnly(core.RequestError):
     """The path needs a server with an admin key."""
 
 
+class ForbiddenHost(core.RequestError):
+    """The Host header is not a name of this server; checked on loopback addresses without keys."""
+
+
+class ForbiddenOrigin(core.RequestError):
+    """The Origin header names another web site; checked on servers without keys."""
+
+
+class UnsupportedMediaType(core.RequestError):
+    """The request has a body, and its Content-Type is not JSON."""
+
+
 class HeadTooLarge(core.RequestError):
     """Request line and headers exceed max_head_bytes."""
 
@@ -75,9 +87,12 @@ _TABLE: Mapping[type[BaseException], _Kind] = {
     RouteNotFound: _Kind(404, _INVALID, "not_found"),
     MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),
     BodyTooLarge: _Kind(413, _INVALID, "body_too_large"),
+    UnsupportedMediaType: _Kind(415, _INVALID, "unsupported_media_type"),
     HeadTooLarge: _Kind(431, _INVALID, "head_too_large"),
     NotAuthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
     AdminOnly: _Kind(403, "permission_error", "admin_only"),
+    ForbiddenHost: _Kind(403, "permission_error", "host_not_allowed"),
+    ForbiddenOrigin: _Kind(403, "permission_error", "origin_not_allowed"),
     RanTooLong: _Kind(504, _SERVER, "ran_too_long"),
     core.Overloaded: _Kind(503, _SERVER, "overloaded"),
     NotReady: _Kind(503, _SERVER, "not_ready"),

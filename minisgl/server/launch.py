@@ -117,8 +117,14 @@ class _Service:
             # The shell stays in the launcher's process group, so that it may read the terminal and
             # receives Ctrl-C.
             command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
-            environ = os.environ | ({"MINISGL_API_KEY": shell_key} if shell_key else {})
-            shell = subprocess.Popen([*command, "--model", config.served_names[0]], env=environ)
+            command += ["--model", config.served_names[0]]
+            # Standard input is the terminal, so the key has a pipe of its own.
+            read_end, write_end = os.pipe()
+            with open(write_end, "w") as pipe:
+                pipe.write(shell_key or "")
+            command += ["--key-fd", str(read_end)]
+            shell = subprocess.Popen(command, pass_fds=[read_end])
+            os.close(read_end)
             self._shell = self._supervisor.adopt(supervise.Child("shell", shell))
 
     def _spawn(self, role: str, index: int, listen_fd: int | None = None) -> supervise.Child:

@@ -30,7 +30,7 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.utils import process_age_s, supervise
+from minisgl.utils import log_event, process_age_s, supervise
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class ApiServer:
         # While loading, the launcher writes the reason as one line, which should be the last one.
         level = logging.DEBUG if self.lifecycle.phase is Phase.LOADING else logging.ERROR
         self.lifecycle.phase = Phase.FAILED
-        logger.log(level, "service failed reason=%s", failure)
+        log_event(logger, level, "service failed", reason=failure)
         self.client.fail_all(EngineFailure("the engine has failed; the service restarts"))
 
     def _ask_to_drain(self, number: signal.Signals, grace_s: float) -> None:

@@ -27,6 +27,7 @@ from minisgl.server.generation import Choice, ChoiceDelta, Generation
 from minisgl.server.handler import unless_disconnected
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
+from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +296,7 @@ class EventStream(Response):
         try:
             await unless_disconnected(receive, asyncio.ensure_future(self._send(send)))
         except (Cancelled, asyncio.CancelledError):  # CancelledError at the end of a drain
-            logger.debug("client gone request_id=%s", self.generation.request_id)
+            log_event(logger, logging.DEBUG, "client gone", request_id=self.generation.request_id)
         finally:
             self.client.close(self.generation)
 

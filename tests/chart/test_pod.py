@@ -268,3 +268,13 @@ def test_chart_has_the_version_of_the_server(render):
     text = (CHART / "Chart.yaml").read_text()
     assert re.search(r'^appVersion: "(.*)"$', text, re.M)[1] == __version__
     assert f">={KUBE_VERSION}-0" in text
+
+
+def test_origins_and_escaping_reach_the_server(render):
+    plain = container_of(render({}))["args"]
+    assert not {"--allow-origin", "--escape-special-tokens"} & set(plain)
+    origins = ["https://a.example", "https://b.example"]
+    server = {"escapeSpecialTokens": True, "allowedOrigins": origins}
+    options = build_parser().parse_strictly(container_of(render({"server": server}))["args"])
+    assert options.allow_origin == origins
+    assert options.escape_special_tokens

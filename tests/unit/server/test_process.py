@@ -14,10 +14,12 @@ from minisgl.message.queues import Sender, endpoint
 from minisgl.server.config import ChildSpec
 from minisgl.server.lifecycle import Phase
 from minisgl.server.process import ApiServer
+from minisgl.utils.process import write_socket_key
 from tests.unit.server.fakes import CONFIG, FACTS
 
 
 def api_server(folder: Path, **changed: object) -> ApiServer:
+    write_socket_key(folder)
     spec = ChildSpec(
         role="api",
         index=0,
