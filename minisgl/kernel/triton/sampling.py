@@ -4,8 +4,8 @@ Stage one: each of B * S programs reads its part of a row and writes its best gr
 largest logit or by a random draw. Stage two: one program for each row takes the best of the S
 groups and then one id of that group. Both stages find unusable logits. They handle a row with
 filters as a greedy row; minisgl.kernel.triton.filters then starts from the maximum of the row. With
-tensor parallelism, the result of a rank is its offer, and one program for each row takes the best
-offer of all ranks.
+tensor parallelism, each rank returns a candidate for each row, and one program for each row takes
+the best candidate of all ranks.
 
 Bytes: B V elements once. At 256 x 151,936 bfloat16 that is 77.8 MB, 18 us at 4.25 TB/s.
 """
@@ -141,7 +141,7 @@ def _choose(
     PART: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """PART: `tokens` receives an offer for each row, as best_of_part returns it; finite and
+    """PART: `tokens` receives a candidate for each row, as local_candidate returns it; finite and
     largest_out are None."""
     row = tl.program_id(0)
     degree = tl.load(temperature + row)
@@ -186,8 +186,8 @@ def _choose(
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["temperature"])
-def _choose_offer(
-    offers,
+def _best_candidate(
+    candidates,
     temperature,
     tokens,
     finite,
@@ -199,7 +199,7 @@ def _choose_offer(
     degree = tl.load(temperature + row)
     rank = tl.arange(0, BLOCK)
     inside = rank < RANKS
-    at = offers + (rank * num_rows + row) * 4
+    at = candidates + (rank * num_rows + row) * 4
     ids = tl.load(at, mask=inside, other=_NONE)
     top = tl.load(at + 1, mask=inside, other=0).to(tl.float32, bitcast=True)
     top = tl.where(inside, top, float("-inf"))
@@ -233,22 +233,22 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
     return SampledTokens(tokens, finite)
 
 
-def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
+def local_candidate(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
     """See the reference and `sample`. Filters are ignored; scores are in units of log 2."""
-    offers = logits.new_empty((len(logits), 4), dtype=int32)
+    candidates = logits.new_empty((len(logits), 4), dtype=int32)
     if len(logits):
-        _search(logits, params, first_id, offers, None, None)
-    return offers
+        _search(logits, params, first_id, candidates, None, None)
+    return candidates
 
 
-def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
-    """See the reference. offers: contiguous, of best_of_part above. One launch."""
-    ranks, num_rows, _ = offers.shape
-    tokens = offers.new_empty(num_rows)
-    finite = offers.new_empty(num_rows, dtype=torch_bool)
+def best_candidate(candidates: Tensor, params: SamplingTensors) -> SampledTokens:
+    """See the reference. candidates: contiguous, of local_candidate above. One launch."""
+    ranks, num_rows, _ = candidates.shape
+    tokens = candidates.new_empty(num_rows)
+    finite = candidates.new_empty(num_rows, dtype=torch_bool)
     if num_rows:
-        _choose_offer[(num_rows,)](
-            offers,
+        _best_candidate[(num_rows,)](
+            candidates,
             params.temperature,
             tokens,
             finite,
@@ -268,7 +268,7 @@ def _search(
     finite: Tensor | None,
     largest: Tensor | None,
 ) -> None:
-    """Fill tokens, finite and largest. If the last two are None, fill tokens with offers."""
+    """Fill tokens, finite and largest. If the last two are None, fill tokens with candidates."""
     num_rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, GROUP * _GROUPS)
     tiles_per_split = triton.cdiv(tiles, min(tiles, triton.cdiv(_PROGRAMS, num_rows)))
