@@ -12,10 +12,10 @@ from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STE
 class StepMeter:
     """Counts the steps and sums their times.
 
-    The scheduler calls `record_launch` at each launch and `record_result` at each result. Results come in the
-    order of the launches. The time of a step begins at its launch, or at the end of the previous
-    step if the two overlap, and ends at its result. So the sum over all steps is the time in which
-    the device had work. The meter takes less than 1 us of host time per step.
+    The scheduler calls `record_launch` at each launch and `record_result` at each result. Results
+    come in the order of the launches. The time of a step begins at its launch, or at the end of the
+    previous step if the two overlap, and ends at its result. So the sum over all steps is the time
+    in which the device had work. The meter takes less than 1 us of host time per step.
 
     phases  the totals by phase (STEP_PHASES). The meter keeps counting in these objects; encode
             them to keep their values.

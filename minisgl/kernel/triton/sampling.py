@@ -73,18 +73,20 @@ def _scan(
         salt = tl.load(seed + row)
         place = tl.load(position + row)
         for tile in range(tiles_per_split):
-            each = group + tile * GROUPS
-            ids = each[:, None] * GROUP + lane[None, :]
+            tile_groups = group + tile * GROUPS
+            ids = tile_groups[:, None] * GROUP + lane[None, :]
             value = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
             value = value.to(tl.float32)
             high = tl.max(value, axis=1)
             base = tl.where(high > float("-inf"), high, 0.0)
             weight = tl.sum(exp2((value - base[:, None]) * inverse, FAST), axis=1)
             bad = tl.where(weight < float("inf"), bad, 1)  # NaN, also from inf - inf
-            mine = arrivals(first_id // GROUP + each, place, salt, FAST, STREAM) / weight
-            wins = mine < arrival * exp2((high - top) * inverse, FAST)
+            tile_arrival = (
+                arrivals(first_id // GROUP + tile_groups, place, salt, FAST, STREAM) / weight
+            )
+            wins = tile_arrival < arrival * exp2((high - top) * inverse, FAST)
             top = tl.where(wins, high, top)
-            arrival = tl.where(wins, mine, arrival)
+            arrival = tl.where(wins, tile_arrival, arrival)
             top_tile = tl.where(wins, tile, top_tile)
     else:
         peak = tl.full([GROUPS, GROUP], float("-inf"), tl.float32)  # stays NaN after a NaN
@@ -102,10 +104,10 @@ def _scan(
     score = (top - largest) * inverse - log2(arrival, FAST)
     score = tl.where(top > float("-inf"), score, float("-inf"))
     score = tl.where(plain, score, top)
-    first = score == tl.max(score, axis=0)
+    is_best = score == tl.max(score, axis=0)
     top_group = group + top_tile * GROUPS
-    chosen = tl.min(tl.where(first, top_group, _NONE), axis=0)
-    picked = first & (top_group == chosen)
+    chosen = tl.min(tl.where(is_best, top_group, _NONE), axis=0)
+    picked = is_best & (top_group == chosen)
     at = row * tl.num_programs(0) + split
     tl.store(best_logit + at, tl.max(tl.where(picked, top, float("-inf")), axis=0))
     tl.store(best_arrival + at, tl.min(tl.where(picked, arrival, float("inf")), axis=0))
@@ -160,8 +162,8 @@ def _choose(
     score = tl.where(top > float("-inf"), score, float("-inf"))
     score = tl.where(plain, score, top)
     best = tl.max(score, axis=0)
-    first = (score == best) & inside
-    group = tl.min(tl.where(first, groups, _NONE), axis=0)
+    is_best = (score == best) & inside
+    group = tl.min(tl.where(is_best, groups, _NONE), axis=0)
     group = tl.where(group == _NONE, 0, group)
     ids = group * GROUP + tl.arange(0, GROUP)
     source = logits + row.to(tl.int64) * row_stride
@@ -171,8 +173,8 @@ def _choose(
     drawn = (value - tl.max(value, axis=0)) * inverse - noise
     drawn = tl.where(value > float("-inf"), drawn, value)
     value = tl.where(plain, drawn, value)
-    first = value == tl.max(value, axis=0)
-    chosen = tl.min(tl.where(first, ids, _NONE), axis=0)
+    is_best = value == tl.max(value, axis=0)
+    chosen = tl.min(tl.where(is_best, ids, _NONE), axis=0)
     token = first_id + tl.where(chosen == _NONE, 0, chosen)
     if PART:
         tl.store(tokens + row * 4, token)
@@ -208,8 +210,8 @@ def _best_candidate(
     largest = tl.max(top, axis=0)
     over = (top - largest) * (LOG2E / tl.maximum(degree, 1e-37)) + own
     score = tl.where(top > float("-inf"), tl.where(degree > 0, over, top), float("-inf"))
-    first = inside & (score == tl.max(score, axis=0))
-    chosen = tl.min(tl.where(first, ids, _NONE), axis=0)
+    is_best = inside & (score == tl.max(score, axis=0))
+    chosen = tl.min(tl.where(is_best, ids, _NONE), axis=0)
     tl.store(tokens + row, tl.where(chosen == _NONE, 0, chosen))
     tl.store(finite + row, (bad == 0) & (largest > float("-inf")))
 
