@@ -1,4 +1,7 @@
-"""SIGTERM drains (W28, W29): unready at once, no request lost, a deadline, and exit code 0."""
+"""SIGTERM drains (W28, W29): unready at once, no request lost, a deadline, and exit code 0.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import contextlib
 import http.client
