@@ -106,7 +106,7 @@ class KVManager:
         fence = int(table.last_step[row])
         node, pages = self.cache.insert(key, row_pages, req.cache_salt)
         self.cache.lock(node)
-        assert req.cache_node is not None, "a running request must have a cache node; this is a bug"
+        assert req.cache_node is not None, "a cache node must be set; this is a bug"
         self.cache.unlock(req.cache_node, fence)
         own = np.arange(num_pages) >= req.shared_pages
         duplicates = row_pages[own & (pages != row_pages)].copy()
@@ -128,7 +128,7 @@ class KVManager:
         fence = int(table.last_step[row])
         own = table.pages.of_row(row)[req.shared_pages :].copy()
         self.pool.release(own, fence)
-        assert req.cache_node is not None, "a running request must have a cache node; this is a bug"
+        assert req.cache_node is not None, "a cache node must be set; this is a bug"
         self.cache.unlock(req.cache_node, fence)
         req.cache_node = None
         req.shared_pages = 0
