@@ -58,16 +58,15 @@ class KVManager:
         the spare pages, the next running request that needs a page would preempt `req`, and its
         prefill would be wasted.
 
-        A request can still need a page while its pages hold fewer tokens than its
-        max_total_tokens, which table.max_total_tokens holds for each row.
+        A request can still need a page while its pages have room for fewer tokens than its
+        max_total_tokens.
         """
         self.cache.lock(match.node)
         pages_in_all = self.pages_for(len(req.tokens))
         own_pages = pages_in_all - len(match.pages)
         spare = min(1, self.pages_for(req.max_total_tokens) - pages_in_all)
-        may_grow = table.rows.allocated & (
-            table.pages.counts * self.page_size < table.max_total_tokens
-        )
+        capacities = table.pages.counts * self.page_size
+        may_grow = table.rows.allocated & (capacities < table.max_total_tokens)
         needed = own_pages + spare + int(may_grow.sum())
         fits = needed <= self.pool.num_free + self.cache.evictable_pages
         pages = self.try_allocate(own_pages) if fits else None

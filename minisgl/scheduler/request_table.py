@@ -118,7 +118,7 @@ class RequestTable:
         for index in np.flatnonzero(self.edits_logits[rows] & samples).tolist():
             row, position = int(rows[index]), int(ends[index])
             req = self.req_at(row)
-            assert req.logit_states is not None, "edited logits need states; this is a bug"
+            assert req.logit_states is not None, "logit states must be set; this is a bug"
             first_since_admission = position == self.prefill_end[row]
             history = self.tokens[row, :position].copy() if first_since_admission else None
             edited.append(EditedReq(index, position, req.prompt_len, history, req.logit_states))
