@@ -111,7 +111,7 @@ class MetaAttention(AttentionBackend):
             # Launches the copy of the contexts, and nothing in place of the ragged wrapper.
             return ContiguousAttention(self._pool, step, copy, lambda *args, **kwargs: None)
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
-        decode.describe()
+        decode.compute_metadata()
         return decode
 
 

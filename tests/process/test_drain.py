@@ -1,4 +1,7 @@
-"""SIGTERM starts a drain (W28, W29): unready at once, no lost request, a deadline, exit code 0."""
+"""SIGTERM starts a drain (W28, W29): unready at once, no lost request, a deadline, exit code 0.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import contextlib
 import http.client

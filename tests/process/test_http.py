@@ -1,4 +1,7 @@
-"""The server from the outside: the openai client, raw HTTP, disconnects, invalid input."""
+"""The server from the outside: the openai client, raw HTTP, disconnects, invalid input.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import contextlib
 import http.client

@@ -1,4 +1,7 @@
-"""Each limit of docs/api.md refuses at once with its status, and is counted by its name."""
+"""Each limit of docs/api.md refuses at once with its status, and is counted by its name.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import contextlib
 import resource

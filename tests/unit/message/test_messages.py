@@ -1,4 +1,7 @@
-"""Messages are equal after encoding and decoding, and other frames are refused."""
+"""Messages are equal after encoding and decoding, and other frames are refused.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The messages reach every rank, and an idle scheduler sleeps."""
+"""The messages reach every rank, and an idle scheduler sleeps.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

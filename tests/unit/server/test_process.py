@@ -1,4 +1,7 @@
-"""ApiServer: the failure of any of its tasks ends the process."""
+"""ApiServer: the failure of any of its tasks ends the process.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import asyncio
 import os
