@@ -47,6 +47,15 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 - --max-queued-requests={{ int $server.maxQueuedRequests }}
 - --num-tokenizer={{ int $server.tokenizers }}
 - --log-level={{ $server.logLevel }}
+{{- if $server.escapeSpecialTokens }}
+- --escape-special-tokens
+{{- end }}
+{{- with $server.allowedOrigins }}
+- --allow-origin
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
 {{ include "minisgl.drainArgs" . }}
 {{- range .Values.extraArgs }}
 - {{ include "minisgl.word" . | quote }}

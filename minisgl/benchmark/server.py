@@ -82,11 +82,11 @@ class _Service:
         self.lifecycle.on_ready(Ready(role="scheduler", facts=facts))
         self.stats: SchedulerStats | None = None
 
-    def stuck(self) -> bool:
-        return False
+    def hung_worker(self) -> None:
+        return None
 
-    def stalled(self) -> bool:
-        return False
+    def stalled_worker(self) -> None:
+        return None
 
 
 class _Server(uvicorn.Server):

@@ -1,4 +1,7 @@
-"""If one process dies, all end within seconds, and one line names the process (W12, W30)."""
+"""If one process dies, all end within seconds, and one line names the process (W12, W30).
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import contextlib
 import os

@@ -157,6 +157,7 @@ RULES: dict[str, Json] = {
     "replicas": {"type": "integer", "minimum": 0},
     "resourceClaims": _NAMED,
     "revisionHistoryLimit": {"type": "integer", "minimum": 0},
+    "server.allowedOrigins": _STRINGS,
     "server.logLevel": {"enum": ["debug", "info", "warning", "error"]},
     "server.maxQueuedRequests": _as_flag("--max-queued-requests"),
     "server.maxRunningRequests": _as_flag("--max-running-requests"),

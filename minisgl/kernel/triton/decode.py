@@ -115,15 +115,15 @@ def _decode(
     QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2)
     H: tl.constexpr = QROWS if QROWS > 16 else 16  # rows of a tile of the matrix unit
     EACH: tl.constexpr = H // QROWS  # copies of each query
-    each = tl.arange(0, REQS)
-    ends = tl.load(first + 1 + each, mask=each < num_reqs, other=2147483647)
+    reqs = tl.arange(0, REQS)
+    ends = tl.load(first + 1 + reqs, mask=reqs < num_reqs, other=2147483647)
     last_end = tl.load(first + num_reqs)
     total = last_end.to(tl.int64) * KV_HEADS
     programs = tl.maximum(tl.minimum(tl.num_programs(0), tl.cdiv(total, LEAST)), 1)
-    me = tl.program_id(0)
-    mine = tl.minimum(me * total // programs, total).to(tl.int32)
-    end = tl.minimum((me + 1) * total // programs, total).to(tl.int32)
-    at = mine
+    program = tl.program_id(0)
+    begin = tl.minimum(program * total // programs, total).to(tl.int32)
+    end = tl.minimum((program + 1) * total // programs, total).to(tl.int32)
+    at = begin
     h = tl.arange(0, H)
     d = tl.arange(0, D)
     in_group = (h < GROUP * EACH) & (h % EACH == 0)
@@ -196,7 +196,7 @@ def _decode(
                 value = (acc / weight[:, None]).to(out.dtype.element_ty)
                 tl.store(out + pair + row_at, value, mask=in_group[:, None])
             else:
-                slot = me * 2 + (mine != at).to(tl.int32)
+                slot = program * 2 + (begin != at).to(tl.int32)
                 tl.store(parts + slot * (GROUP * D) + row_at, acc, mask=in_group[:, None])
                 stat_at = stats + slot * (2 * GROUP) + h // EACH
                 tl.store(stat_at, top, mask=in_group)

@@ -1,4 +1,7 @@
-"""The offline LLM, on the demo model."""
+"""The offline LLM, on the demo model.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import shutil
 import signal

@@ -57,7 +57,7 @@ def drafting_harness() -> Harness:
         batch = build(step_id, rows, chunks)
         start, lengths = batch.start[: len(rows)], batch.lengths.copy()
         same_page = (start + 1) % PAGE_SIZE != 0
-        lengths[: len(rows)] += same_page & (start + 2 < table.limit[rows] - 1)
+        lengths[: len(rows)] += same_page & (start + 2 < table.max_total_tokens[rows] - 1)
         return replace(batch, lengths=lengths)
 
     planner._build = build_with_drafts  # type: ignore[method-assign]

@@ -17,8 +17,7 @@ from minisgl.server.handler import fit_max_tokens
 from minisgl.server.protocol.requests import (
     CHAT,
     COMPLETIONS,
-    IGNORED,
-    UNSUPPORTED,
+    PARAMETERS,
     ChatBody,
     CompletionBody,
 )
@@ -45,7 +44,12 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMES = sorted(
-    {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *IGNORED, *UNSUPPORTED}
+    {
+        *ChatBody.__struct_fields__,
+        *CompletionBody.__struct_fields__,
+        *PARAMETERS.ignored,
+        *PARAMETERS.unsupported,
+    }
 )
 
 
@@ -111,12 +115,12 @@ def test_huge_number_in_tool_arguments_is_a_4xx_or_kept() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": 10**40}
 
 
-@pytest.mark.parametrize("name", sorted(IGNORED))
+@pytest.mark.parametrize("name", sorted(PARAMETERS.ignored))
 def test_ignored_parameters_do_not_change_the_request(name: str) -> None:
     assert read(**{name: {"any": "thing"}}) == read()
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(PARAMETERS.unsupported))
 def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
     with pytest.raises((Unsupported, InvalidRequest)) as caught:
         read(COMPLETIONS, **{name: {"x": 1}})

@@ -12,7 +12,7 @@ from minisgl.server.app import build_app
 from minisgl.server.auth import key_hashes
 from minisgl.server.convert import RequestConverter
 from minisgl.server.openapi import component_schemas
-from minisgl.server.protocol.requests import BODIES, IGNORED, UNSUPPORTED
+from minisgl.server.protocol.requests import BODIES, PARAMETERS
 from tests.unit.server.fakes import CONFIG, World
 from tests.unit.server.test_app import FakeService, call
 
@@ -56,7 +56,11 @@ def test_every_reference_of_the_document_has_a_target() -> None:
 def test_request_schema_names_every_parameter(route: str) -> None:
     struct = BODIES[route]
     schema = component_schemas(RequestConverter(CONFIG))[struct.__name__]
-    assert set(schema["properties"]) == {*struct.__struct_fields__, *IGNORED, *UNSUPPORTED}
+    assert set(schema["properties"]) == {
+        *struct.__struct_fields__,
+        *PARAMETERS.ignored,
+        *PARAMETERS.unsupported,
+    }
     assert schema["additionalProperties"] is False
     assert "model" in schema["required"]
 

@@ -1,4 +1,7 @@
-"""Detokenizer: one update per request and step, one end per request, and no state left behind."""
+"""Detokenizer: one update per request and step, one end per request, and no state left behind.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
