@@ -36,6 +36,7 @@ class GrammarState(Constraint):
     compiled       the matcher, from the thread that compiles the grammar.
     eos_token_ids  of the model.
     totals         counts over all requests.
+    forces_tokens  False: `forced` returns no token.
     _seen          number of tokens, prompt and output, that the state has followed; -1 before the
                    first step that samples.
     _first         position of the first output token; valid from that step on.
@@ -49,6 +50,7 @@ class GrammarState(Constraint):
     compiled: Future[Compiled]
     eos_token_ids: tuple[int, ...]
     totals: ConstraintTotals
+    forces_tokens: bool = True
     _matcher: LLMatcher | None = None
     _seen: int = -1
     _first: int = 0
@@ -83,7 +85,8 @@ class GrammarState(Constraint):
         """As Constraint.forced. An EOS id follows a text that is complete and cannot go on."""
         if self._seen == position - 1:
             self.follow([last])
-        if self._free or self._failed is not None or self.matcher.is_error():
+        free = self._free or not self.forces_tokens
+        if free or self._failed is not None or self.matcher.is_error():
             return []
         if self.matcher.is_stopped():
             return self.eos_token_ids[:1] if self._may_end else []

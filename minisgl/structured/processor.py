@@ -36,8 +36,12 @@ class GrammarProcessor:
     A thread reads the model's tokenizer at the start, and two threads compile grammars. The masks
     of a step are computed on the host while the device computes the step's forward.
 
-    totals  counts over all requests.
+    totals         counts over all requests.
+    forces_tokens  False: a step samples every token of the requests that are opened from now on.
+                   A benchmark compares both.
     """
+
+    forces_tokens = True
 
     def __init__(self, model_path: str, eos_token_ids: tuple[int, ...]) -> None:
         """Start to read the tokenizer. eos_token_ids: of the model."""
@@ -53,7 +57,9 @@ class GrammarProcessor:
         if grammar is None:
             return None
         compiled = self._threads.submit(_compile, self._tokenizer, grammar.source)
-        return GrammarState(params, grammar, compiled, self._eos_token_ids, self.totals)
+        return GrammarState(
+            params, grammar, compiled, self._eos_token_ids, self.totals, self.forces_tokens
+        )
 
     def prepare(
         self, reqs: Sequence[tuple[EditedReq, GrammarState]], step: ProcessingStep
