@@ -105,6 +105,8 @@ class Run:
 
     crowded  the KV pool is so small that requests are preempted.
     aborts   requests are aborted at random.
+    free     every third request has no grammar.
+    random   the checkpoint has no weights; the engine draws them.
     params   sampling parameters of all requests.
     """
 
@@ -115,6 +117,7 @@ class Run:
     aborts: bool = False
     free: bool = False
     device: str = "cpu"
+    random: bool = False
     params: dict[str, Any] = field(default_factory=dict)
 
 
@@ -133,6 +136,7 @@ def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[
     config = EngineConfig(
         model_path=path,
         device=run.device,
+        dummy_weight=run.random,
         tp_size=comm.tp.size,
         page_size=4,
         num_pages=130 if run.crowded else 4000,
@@ -141,6 +145,7 @@ def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[
     )
     extensions = with_grammars(path)
     engine = Engine(config, comm, extensions=extensions)
+    engine.warm_up()
     facts, source, outbox = engine.facts(), LocalInbox(), deque()
     names = [endpoint(folder, f"rank-{rank}") for rank in range(1, comm.tp.size)]
     inbox: Inbox = source
