@@ -20,7 +20,7 @@ from minisgl.message.messages import AbortReq, AddReq, LeaderStep, SchedulerStat
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
-from minisgl.structured.processor import with_grammars
+from minisgl.structured.processor import GrammarProcessor, with_grammars
 from tests.unit.scheduler.integrity import check_scheduler
 
 _PATTERNS = ["^[a-f]{1,6}$", "^[A-Z][a-z]{0,5}$", "^[0-9]{3}-[0-9]{2}$", "^(no|yes)[.!]?$"]
@@ -107,6 +107,7 @@ class Run:
     aborts   requests are aborted at random.
     free     every third request has no grammar.
     random   the checkpoint has no weights; the engine draws them.
+    forced   forced tokens are appended; otherwise every token is sampled.
     params   sampling parameters of all requests.
     """
 
@@ -118,6 +119,7 @@ class Run:
     free: bool = False
     device: str = "cpu"
     random: bool = False
+    forced: bool = True
     params: dict[str, Any] = field(default_factory=dict)
 
 
@@ -144,6 +146,9 @@ def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[
         max_seq_len=512,
     )
     extensions = with_grammars(path)
+    processor = extensions.logits_processors[-1]
+    assert isinstance(processor, GrammarProcessor)
+    processor.forces_tokens = run.forced
     engine = Engine(config, comm, extensions=extensions)
     engine.warm_up()
     facts, source, outbox = engine.facts(), LocalInbox(), deque()
