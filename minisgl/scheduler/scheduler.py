@@ -72,7 +72,8 @@ class Scheduler:
         can end a request, by an EOS or stop token or by non-finite logits. The scheduler then
         releases row and pages at once, although the step in flight may still contain the request.
         A fence delays the reuse of the pages until that step is resolved (FencedPool I1).
-    I3  The plan depends only on the sequence of messages and of sampled tokens.
+    I3  The plan depends only on the sequence of messages and of sampled tokens. Rank 0 announces
+        the end of work in other threads by a message (Prepared).
     """
 
     def __init__(

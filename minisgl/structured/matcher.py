@@ -116,13 +116,16 @@ class GrammarState(Constraint):
     def follow(self, tokens: Iterable[int]) -> None:
         """Follow the next tokens of the output."""
         for token in tokens:
-            if self._free:
-                self._free = token != self.grammar.think_end
-            elif self._may_think and token == self.grammar.think_start:
-                self._free = True
-            else:
+            if self.count(token):
                 self.matcher.consume_token(token)
-            self._seen += 1
+
+    def count(self, token: int) -> bool:
+        """Count the next token of the output; return True if the matcher has to consume it."""
+        of_thinking = self._free or (self._may_think and token == self.grammar.think_start)
+        if of_thinking:
+            self._free = token != self.grammar.think_end
+        self._seen += 1
+        return not of_thinking
 
     def complete(self, mask: Mask) -> None:
         """Complete the mask of the next token in place. It forbids all ids after a failure.
