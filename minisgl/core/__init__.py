@@ -21,7 +21,13 @@ from minisgl.core.errors import (
     Unsupported,
     WorkerDied,
 )
-from minisgl.core.sampling import SAMPLING_COLUMNS, Column, FinishReason, SamplingParams
+from minisgl.core.sampling import (
+    SAMPLING_COLUMNS,
+    Column,
+    FinishReason,
+    Grammar,
+    SamplingParams,
+)
 from minisgl.core.step_cost import StepCost, step_sizes
 
 __all__ = [
@@ -35,6 +41,7 @@ __all__ = [
     "EngineError",
     "EngineLike",
     "FinishReason",
+    "Grammar",
     "Int32Array",
     "InvalidRequest",
     "InvariantBroken",
