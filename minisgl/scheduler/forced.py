@@ -42,7 +42,8 @@ def append_forced(
             continue
         known, limit = int(table.known[row]), int(table.limit[row])
         ids = list(req.constraint.forced(known, int(table.tokens[row, known - 1])))[: limit - known]
-        if ids and (known + len(ids) == limit or ids[-1] in eos_token_ids):
+        obeys_eos = table.obeys_eos[row] and known + len(ids) > table.stop_from[row]
+        if ids and (known + len(ids) == limit or (obeys_eos and ids[-1] in eos_token_ids)):
             ending.add(row)
         if len(ids) > 1 or row in ending:
             forced[row] = ids

@@ -275,11 +275,13 @@ class Scheduler:
         A preempted request then waits again; any other one has finished. error: set if the request
         failed.
         """
-        known = int(self.table.known[req.row])
+        table, row = self.table, req.row
         # The prompt is cached only if its first token is known, because only then are its logits
-        # known to be finite. The last token is not cached: its KV may not be written yet.
-        cacheable = error is None and known > self.table.prefill_end[req.row]
-        self.kv_manager.release(req, self.table, known - 1 if cacheable else 0)
+        # known to be finite. Tokens that no resolved step has forwarded are not cached either: the
+        # token of a decode step in flight, and forced tokens.
+        cacheable = error is None and table.known[row] > table.prefill_end[row]
+        forwarded = int(table.computed[row]) - int(table.last_step[row] > self._resolved_step)
+        self.kv_manager.release(req, table, forwarded if cacheable else 0)
         if req.end_reason is None:
             self.totals.preemptions_total += 1
             self.planner.enqueue(req)
