@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from minisgl.core import FinishReason, ModelFacts, SamplingParams
+from minisgl.core.sampling import GrammarKind
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -54,11 +55,25 @@ class DecodeIds(Message, frozen=True, kw_only=True):
     skip_special: bool = True
 
 
+class CompileGrammar(Message, frozen=True, kw_only=True):
+    """Check the grammar of a request. The result has the source for core.Grammar in `text`.
+
+    text                a JSON schema, a regex, a JSON list of choices, or Lark or GBNF text.
+    whitespace_pattern  regex of the white space between two tokens of JSON; "": no white space.
+    """
+
+    uid: int = 0
+    kind: GrammarKind
+    text: str
+    whitespace_pattern: str = ""
+
+
 class Ping(Message, frozen=True, kw_only=True):
     """The receiver answers with Alive after it has handled all messages before the Ping."""
 
 
-TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds
+EncodeRequest = TokenizeText | TokenizeChat | DecodeIds
+TokenizeRequest = EncodeRequest | CompileGrammar
 ToTokenizer = TokenizeRequest | Ping
 
 
@@ -214,8 +229,11 @@ ToDetokenizer = StartText | StepOutput | Ping
 
 
 class TokenizeResult(Message, frozen=True, kw_only=True):
-    """The result of a TokenizeRequest: token_ids (int32 little-endian), or the text of DecodeIds.
+    """The result of a TokenizeRequest: token_ids (int32 little-endian), or a text.
 
+    text      of DecodeIds, or the source of CompileGrammar.
+    thinks    of TokenizeChat: the model may begin its answer with thinking.
+    think_ids of CompileGrammar: the ids that open and close thinking, or -1.
     error     a sentence for the client. The result is empty then.
     internal  True if the error is a fault of the server and not of the client.
     limit     the name of the limit that the request exceeded.
@@ -224,6 +242,8 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
     uid: int
     token_ids: bytes = b""
     text: str = ""
+    thinks: bool = False
+    think_ids: tuple[int, int] = (-1, -1)
     error: str | None = None
     internal: bool = False
     limit: str | None = None

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import inf
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 import minisgl
 from minisgl.core import FinishReason, Overloaded, RequestError
+from minisgl.core.sampling import GrammarKind
 from minisgl.message import messages
 from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply
@@ -66,6 +67,7 @@ _COUNTERS: Mapping[str, str] = {
     "requests_rejected_total": "Requests rejected with status 503.",
     "limits_exceeded_total": "Requests and connections that exceeded a limit.",
     "http_requests_total": "HTTP responses.",
+    "structured_requests_total": "Requests with an accepted constraint on the output.",
 }
 # With the upper bounds of the buckets.
 HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
@@ -92,6 +94,12 @@ _OF_ENGINE: Mapping[str, str] = {
     "nonfinite_rows_total": "Rows of logits with NaN or infinity.",
     "forward_passes_total": "Forward passes, with and without a CUDA graph.",
     "forward_seconds_total": "Time in forward passes.",
+    "grammar_compiles_total": "Grammars compiled for requests, on rank 0.",
+    "grammar_compile_seconds_total": "Time of the threads that compile grammars.",
+    "grammar_masks_total": "Token masks computed.",
+    "grammar_mask_seconds_total": "Host time in which token masks were computed.",
+    "forced_tokens_total": "Output tokens that a grammar forced without a decode step.",
+    "grammar_failures_total": "Requests ended because their output could not follow the grammar.",
     "batch_size": "Requests in a forward pass.",
     "batch_tokens": "Tokens computed by a forward pass.",
 }
@@ -107,6 +115,7 @@ _LABELS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "requests_rejected_total": {"reason": ("queue_full", "loading", "draining", "failed")},
     "limits_exceeded_total": {"limit": LIMIT_NAMES},
     "http_requests_total": {"route": (), "method": (), "code": ()},
+    "structured_requests_total": {"kind": get_args(GrammarKind)},
 }
 
 _Series = dict[tuple[str, ...], float]  # by label values
@@ -196,6 +205,10 @@ class Metrics:
         if later_tokens > 0:
             self._observe("time_per_output_token_seconds", decode_s / later_tokens)
 
+    def on_constraint(self, kind: str) -> None:
+        """Count a request whose constraint a tokenizer worker has accepted."""
+        self._count("structured_requests_total", 1, kind)
+
     def on_limit(self, name: str) -> None:
         self._count("limits_exceeded_total", 1, name)
         self._renew()
@@ -283,7 +296,7 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, size = self.latest, self.page_size
-        used, pages = stats.locked_pages, stats.total_pages
+        used, pages, totals = stats.locked_pages, stats.total_pages, stats.constraints
         values = {
             "kv_cache_usage_ratio": used / pages if pages else 0,
             "kv_cache_page_size_tokens": size,
@@ -293,12 +306,19 @@ class StatsCollector(Collector):
             "prefix_cache_evicted_tokens_total": stats.evicted_pages_total * size,
             "preemptions_total": stats.preemptions_total,
             "nonfinite_rows_total": stats.nonfinite_rows_total,
+            "grammar_compiles_total": totals.compiles,
+            "grammar_compile_seconds_total": totals.compile_seconds,
+            "grammar_masks_total": totals.masks,
+            "grammar_mask_seconds_total": totals.mask_seconds,
+            "forced_tokens_total": totals.forced_tokens,
         }
         for name, value in values.items():
             yield self._family(name, {(): value})
         states = {"used": used, "evictable": stats.evictable_pages, "free": stats.free_pages}
         tokens: _Series = {(state,): count * size for state, count in states.items()}
         yield self._family("kv_cache_tokens", tokens, "state")
+        failures: _Series = {(reason,): n for reason, n in totals.failures.items()}
+        yield self._family("grammar_failures_total", failures, "reason")
         names, unused = messages.STEP_PHASES, messages.PhaseStats()
         phases = {name: stats.phases.get(name, unused) for name in names}
         passes: _Series = {(name, "true"): phase.graph_steps for name, phase in phases.items()}

@@ -49,9 +49,16 @@ def _run(spec: ChildSpec) -> None:
 
         run_api(spec)
     elif spec.role == "tokenizer":
+        from minisgl.structured.service import GrammarService
         from minisgl.tokenizer import run_tokenizer
 
-        run_tokenizer(spec.name, model_path, spec.socket_dir, config.limits.template_timeout_s)
+        run_tokenizer(
+            spec.name,
+            model_path,
+            spec.socket_dir,
+            config.limits.template_timeout_s,
+            lambda think_ids: GrammarService.start(model_path, think_ids).compile,
+        )
     elif spec.role == "detokenizer":
         from minisgl.tokenizer import run_detokenizer
 

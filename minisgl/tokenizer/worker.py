@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from types import UnionType
 from typing import Any, NoReturn
 
@@ -22,16 +21,32 @@ from minisgl.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
+CheckGrammar = Callable[[messages.CompileGrammar], messages.TokenizeResult]
+
 
 def run_tokenizer(
-    name: str, model_path: str, socket_dir: str, template_timeout_s: float
+    name: str,
+    model_path: str,
+    socket_dir: str,
+    template_timeout_s: float,
+    start_grammars: Callable[[tuple[int, int] | None], CheckGrammar],
 ) -> NoReturn:
-    """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used."""
+    """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used.
+
+    start_grammars: takes the ids that open and close thinking, and returns the function that checks
+    the grammars of requests.
+    """
     # One message at a time: the library's thread pool would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS)
-    handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
-    _serve_queue(name, socket_dir, messages.ToTokenizer, handler)
+    check_grammar = start_grammars(tokenizer.vocabulary.think_ids)
+
+    def handle(message: messages.TokenizeRequest) -> messages.TokenizeResult:
+        if isinstance(message, messages.CompileGrammar):
+            return check_grammar(message)
+        return tokenize(tokenizer, message, template_timeout_s)
+
+    _serve_queue(name, socket_dir, messages.ToTokenizer, handle)
 
 
 def run_detokenizer(model_path: str, socket_dir: str) -> NoReturn:
@@ -41,7 +56,7 @@ def run_detokenizer(model_path: str, socket_dir: str) -> NoReturn:
 
 
 def tokenize(
-    tokenizer: TextTokenizer, message: messages.TokenizeRequest, timeout_s: float | None
+    tokenizer: TextTokenizer, message: messages.EncodeRequest, timeout_s: float | None
 ) -> messages.TokenizeResult:
     """Return the result of one message. If the message fails, the result has an `error`.
 
@@ -52,13 +67,16 @@ def tokenize(
             ids = array.array("i", message.token_ids).tolist()
             text = tokenizer.vocabulary.decode(ids, message.skip_special)
             return messages.TokenizeResult(uid=message.uid, text=text)
+        thinks = False
         if isinstance(message, messages.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
             chat = json.loads(message.messages_json)
             options = json.loads(message.template_kwargs_json)
             ids = tokenizer.encode_chat(chat, options, timeout_s)
-        return messages.TokenizeResult(uid=message.uid, token_ids=array.array("i", ids).tobytes())
+            thinks = tokenizer.thinks(ids, options)
+        token_ids = array.array("i", ids).tobytes()
+        return messages.TokenizeResult(uid=message.uid, token_ids=token_ids, thinks=thinks)
     except TemplateError as error:
         return messages.TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:

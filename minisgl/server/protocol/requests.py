@@ -80,6 +80,8 @@ Salt = Annotated[
     str, Meta(max_length=128, description="Requests with different salts share no cached prefix.")
 ]
 Separate = Annotated[bool, _text("Move text in `<think>` to `reasoning_content`.")]
+Schema = dict[str, Any] | bool | str  # a JSON schema, or its JSON text
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 # Clients that send an earlier answer back also send these fields, with an empty value.
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
@@ -153,6 +155,41 @@ class StreamOptions(RequestBody, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class NamedSchema(RequestBody, kw_only=True):
+    """A JSON schema as OpenAI's clients send it. The output follows it whatever `strict` says."""
+
+    name: str = ""
+    schema: dict[str, Any] | bool
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(RequestBody, kw_only=True):
+    """text, json_object or json_schema. The last three fields belong to structural_tag."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
+
+
+class StructuredOutputs(RequestBody, kw_only=True):
+    """vLLM's form of a constraint: exactly one of the first five fields, and the white space."""
+
+    json: Schema | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: Text | None = None
+    disable_any_whitespace: bool | None = None
+
+
+Structured = Annotated[StructuredOutputs, _text("A constraint on the answer.")]
+
+
 class GenerationBody(RequestBody, kw_only=True):
     """Parameters of every route that generates text.
 
@@ -180,6 +217,14 @@ class GenerationBody(RequestBody, kw_only=True):
     include_stop_str_in_output: KeepStop = False
     return_token_ids: ReturnIds = False
     cache_salt: Salt = ""
+    response_format: Annotated[ResponseFormat, _text("The form of the answer.")] | None = None
+    structured_outputs: Structured | None = None
+    guided_json: Annotated[Schema, _text("As structured_outputs.json.")] | None = None
+    guided_regex: Annotated[str, _text("As structured_outputs.regex.")] | None = None
+    guided_choice: Annotated[Choices, _text("As structured_outputs.choice.")] | None = None
+    guided_grammar: Annotated[str, _text("As structured_outputs.grammar.")] | None = None
+    regex: Annotated[str, _text("As structured_outputs.regex.")] | None = None
+    ebnf: Annotated[str, _text("As structured_outputs.grammar.")] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -276,22 +321,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "custom_logit_processor": (),
     "documents": ([],),
-    "ebnf": (),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
     "stop_regex": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
