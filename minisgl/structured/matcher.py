@@ -88,7 +88,7 @@ class GrammarState(Constraint):
         if self.matcher.is_stopped():
             return self.eos_token_ids[:1] if self._may_end else []
         ids = self.matcher.compute_ff_tokens()
-        stops = [at for at, token in enumerate(ids) if token in self.params.stop_token_ids]
+        stops = [at for at, token in enumerate(ids) if token in self._ends]
         return ids[: stops[0]] if stops else ids
 
     # --- called by the processor ----------------------------------------------------------------
@@ -134,21 +134,21 @@ class GrammarState(Constraint):
         if self.matcher.is_error():
             self._fail(mask, failure_of(self.matcher))
             return
+        complete = self.matcher.is_accepting()
+        _set(mask, self._ends, complete and self._may_end)
         if self._may_think:
             _set(mask, [self.grammar.think_start], True)
-        if params.stop_token_ids:
-            _set(mask, params.stop_token_ids, self.matcher.is_accepting())
-        if not self._may_end:
-            _set(mask, self._ends, False)
+        if not complete:
+            if params.stop_token_ids and not mask.any():
+                self._fail(mask, dead_end("the text can go on only with one of stop_token_ids"))
+        elif not self._may_end:
             if not mask.any():
                 ended = f"the grammar ends the text before min_tokens={params.min_tokens}"
                 self._fail(mask, dead_end(ended))
-        elif params.ignore_eos and self.matcher.is_accepting():
+        elif params.ignore_eos:
             _set(mask, self.eos_token_ids, False)
             if not mask.any():
                 _set(mask, self.eos_token_ids, True)
-        elif params.stop_token_ids and not mask.any():
-            self._fail(mask, dead_end("the grammar needs a token of stop_token_ids"))
 
     @property
     def _may_think(self) -> bool:

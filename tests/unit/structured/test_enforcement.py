@@ -1,0 +1,56 @@
+"""A model with random weights, at temperature 1, answers random grammars.
+
+Every answer that ends by itself matches its grammar, whatever the scheduler does meanwhile. The
+masks get no help from the model.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from minisgl.core import FinishReason
+from minisgl.distributed.comm import SingleCommunicator
+from tests.process.tiny_model import build_tiny_model
+from tests.unit.distributed.ranks import run_ranks
+from tests.unit.structured.grammars import Outcome, Run, check_answers, random_tasks, run_tasks
+
+RUNS = {
+    "chunked": Run(chunk=7),
+    "crowded": Run(crowded=True, cache_type="naive"),
+    "aborted": Run(aborts=True, chunk=16, crowded=True),
+    "plain": Run(overlap=False, crowded=True),
+    "mixed": Run(free=True),
+    "filtered": Run(params={"top_k": 30, "top_p": 0.9}),
+    "penalised": Run(params={"presence_penalty": 1.0, "logit_bias": {9: 5.0}, "min_tokens": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_complete_answer_matches_its_grammar(name: str, path: str, tmp_path: Path) -> None:
+    run, tasks = RUNS[name], random_tasks(150, seed=len(name))
+    outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, run, tasks)
+    complete = check_answers(path, run, tasks, outcome)
+    constrained = len(tasks) * (2 if run.free else 3) // 3
+    totals = outcome.totals
+    aborted = outcome.ends.count(FinishReason.ABORT)
+    assert complete >= constrained * 0.8 - aborted
+    assert (totals.preemptions_total > 0) == run.crowded
+    assert (totals.overlapped_steps_total > 0) == run.overlap
+    assert (aborted > 0) == run.aborts
+    assert totals.constraints.forced_tokens > 0
+    assert totals.constraints.compiles >= constrained - aborted
+    if "min_tokens" not in run.params:
+        assert not totals.constraints.failures
+
+
+def test_two_ranks_give_the_same_answers_as_each_other(path: str, tmp_path: Path) -> None:
+    run, tasks = Run(crowded=True, free=True, chunk=16), random_tasks(60, seed=2)
+    outcomes: list[Outcome] = run_ranks(2, tmp_path, run_tasks, str(tmp_path), path, run, tasks)
+    assert outcomes[0].tokens == outcomes[1].tokens
+    assert outcomes[0].ends == outcomes[1].ends
+    assert check_answers(path, run, tasks, outcomes[0]) >= 30
