@@ -48,7 +48,9 @@ LIMIT_NAMES = (
     "max_stop_chars",
     "max_stop_token_ids",
     "max_template_chars",
-    "max_grammar_bytes",
+    "max_grammar_chars",
+    "max_grammar_depth",
+    "max_enum_entries",
     "max_grammar_seconds",
     "max_seq_len",
 )

@@ -18,7 +18,7 @@ from minisgl.structured.thinking import thinking_of
 from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
 
 # Of a constraint with titles and descriptions. The worker has a lower limit without them.
-_MAX_BYTES = 2**20
+_MAX_CHARS = 2**20
 
 _Found = tuple[str, GrammarKind, Any]  # parameter, kind, value
 
@@ -68,8 +68,8 @@ def constraint_of(body: requests.GenerationBody, max_whitespace: int) -> Constra
         except (msgspec.MsgspecError, RecursionError):
             raise reject(param, "must be a JSON schema") from None
     text = msgspec.json.encode(value).decode() if not isinstance(value, str) else value
-    if len(text) > _MAX_BYTES:
-        raise reject(param, f"must have at most {_MAX_BYTES} characters", "max_grammar_bytes")
+    if len(text) > _MAX_CHARS:
+        raise reject(param, f"must have at most {_MAX_CHARS} characters", "max_grammar_chars")
     pattern = _whitespace(body.structured_outputs, max_whitespace)
     message = CompileGrammar(kind=kind, text=text, whitespace_pattern=pattern)
     return ConstraintRequest(param, message)

@@ -26,7 +26,13 @@ from minisgl.server.errors import EngineFailure
 _REFUSALS: Mapping[str, type[core.RequestError]] = MappingProxyType(
     {
         c.__name__: c
-        for c in (core.DeadlineExceeded, core.InvalidRequest, core.Overloaded, core.PromptTooLong)
+        for c in (
+            core.DeadlineExceeded,
+            core.GrammarFailed,
+            core.InvalidRequest,
+            core.Overloaded,
+            core.PromptTooLong,
+        )
     }
 )
 

@@ -27,6 +27,7 @@ from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.generation import Choice
 from minisgl.server.lifecycle import Phase
+from minisgl.structured.library import DEAD_END, TOO_COMPLEX
 
 # Encoding a scrape takes 1.8 ms of the event loop, in OpenMetrics 2.9 ms. A scrape is reused for
 # CACHED_S, so that encoding takes at most 3 % of the loop with any number of clients.
@@ -36,6 +37,7 @@ _HIT_RATIO_REQS = 1000
 _OPENMETRICS = "application/openmetrics-text"
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _REJECT_REASONS = {Phase.LOADING: "loading", Phase.FAILED: "failed"}
+_FAILURES = (TOO_COMPLEX, DEAD_END)
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 _FIRST_S: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)
@@ -317,7 +319,7 @@ class StatsCollector(Collector):
         states = {"used": used, "evictable": stats.evictable_pages, "free": stats.free_pages}
         tokens: _Series = {(state,): count * size for state, count in states.items()}
         yield self._family("kv_cache_tokens", tokens, "state")
-        failures: _Series = {(reason,): n for reason, n in totals.failures.items()}
+        failures: _Series = {(name,): totals.failures.get(name, 0) for name in _FAILURES}
         yield self._family("grammar_failures_total", failures, "reason")
         names, unused = messages.STEP_PHASES, messages.PhaseStats()
         phases = {name: stats.phases.get(name, unused) for name in names}

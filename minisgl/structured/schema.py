@@ -13,7 +13,7 @@ from typing import Any
 
 from minisgl.core import InvalidRequest
 
-MAX_BYTES = 2**18  # of a schema without titles and descriptions, of a regex or of a grammar
+MAX_CHARS = 2**18  # of a schema without titles and descriptions, of a regex or of a grammar
 MAX_DEPTH = 64  # nested objects and lists of a schema
 MAX_ENUM_ENTRIES = 10_000  # of all enums of a schema together
 
@@ -43,24 +43,28 @@ _MAX_EXACT = 2**53  # llguidance reads numbers as 64-bit floats
 _MAX_INTEGER = 2**63 - 1  # of the integers that llguidance generates
 
 
-def check_schema(text: str) -> Any:
+def check_schema(text: str) -> dict[str, Any]:
     """Return the schema in this JSON text without titles, descriptions and comments.
 
     Raises InvalidRequest.
     """
-    schema = json.loads(text)
-    if not isinstance(schema, dict | bool):
-        raise refusal("", "a schema must be an object or a boolean")
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise refusal("", f"the schema is not JSON: {error}") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise refusal("", "a schema must be an object or true")
     _check_depth(schema)
-    if isinstance(schema, bool):
-        return schema
     if "x-guidance" in schema:
         raise refusal("/x-guidance", "is not supported; use whitespace_pattern")
     checker = _Checker()
-    schema = checker.read(schema, "", _draft(schema, "", 2020))
+    checked = checker.read(schema, "", _draft(schema, "", 2020))
     if checker.enum_entries > MAX_ENUM_ENTRIES:
-        raise refusal("", f"all enums together may have at most {MAX_ENUM_ENTRIES} entries")
-    return schema
+        reason = f"all enums together may have at most {MAX_ENUM_ENTRIES} entries"
+        raise refusal("", reason, "max_enum_entries")
+    return checked
 
 
 def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -99,9 +103,9 @@ def check_regex(pattern: str, pointer: str = "") -> None:
 _REGEX_PART = re.compile(r"\\.|\[\^?\]?|\]|&&|--|~~|[*+?}]\+", re.DOTALL)
 
 
-def refusal(pointer: str, reason: str) -> InvalidRequest:
+def refusal(pointer: str, reason: str, limit: str | None = None) -> InvalidRequest:
     """Return the error for the part of a schema at this JSON pointer. "": the whole schema."""
-    return InvalidRequest(f"{pointer}: {reason}" if pointer else reason)
+    return InvalidRequest(f"{pointer}: {reason}" if pointer else reason, limit=limit)
 
 
 class _Checker:
@@ -163,7 +167,8 @@ def _check_depth(schema: Any) -> None:
         level = [value for value in values if isinstance(value, dict | list)]
         if not level:
             return
-    raise refusal("", f"the schema may nest at most {MAX_DEPTH} objects and lists")
+    reason = f"the schema may nest at most {MAX_DEPTH} objects and lists"
+    raise refusal("", reason, "max_grammar_depth")
 
 
 def _draft(schema: Mapping[str, Any], pointer: str, inherited: int) -> int:

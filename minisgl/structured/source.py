@@ -10,7 +10,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from minisgl.core import InvalidRequest
 from minisgl.message.messages import CompileGrammar
 from minisgl.structured.library import parser_limits
-from minisgl.structured.schema import MAX_BYTES, check_regex, check_schema, children, refusal
+from minisgl.structured.schema import MAX_CHARS, check_regex, check_schema, children, refusal
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 # Without \u, which could write a key of `properties` in a second way. llguidance does not notice
 # that such a key is taken, and would not enforce the schema of its value.
 _ESCAPES = 'nrbtf\\"'
-_SEARCHED_BYTES = 2**17  # of the schemas that are compiled to find the pointer of a fault
+_SEARCHED_CHARS = 2**17  # of the schemas that are compiled to find the pointer of a fault
 _MAX_REASON_CHARS = 500
+# The beginnings of remarks that llguidance appends to its reasons.
+_REMARKS = (" Enable 'coerce_one_of'", " while processing json-schema:")
 
 
 class GrammarCompiler:
@@ -37,18 +39,15 @@ class GrammarCompiler:
         Raises InvalidRequest. Its message begins with the JSON pointer of the fault in a schema.
         """
         if request.kind not in ("json_schema", "json_object"):
+            _check_chars(request.text, "the constraint")
             source = _plain_source(request)
             if error := self._error(source):
                 raise InvalidRequest(error)
             return source
         options = _json_options(request)
         schema = check_schema(request.text)
-        if len(text := json.dumps(schema, ensure_ascii=False)) > MAX_BYTES:
-            raise InvalidRequest(
-                f"the schema has {len(text)} characters without titles and descriptions; "
-                f"at most {MAX_BYTES} are accepted",
-                limit="max_grammar_bytes",
-            )
+        text = json.dumps(schema, ensure_ascii=False)
+        _check_chars(text, "the schema without titles and descriptions")
         source = LLMatcher.grammar_from_json_schema(text, overrides=options)
         if error := self._error(source):
             raise refusal(self._locate(schema, error, options), error)
@@ -62,18 +61,17 @@ class GrammarCompiler:
         reason = " ".join(matcher.get_error().split())[:_MAX_REASON_CHARS]
         if reason.startswith("NoExtension"):
             return "no text matches this grammar"
-        reason = reason.partition(" Enable 'coerce_one_of'")[0]
+        for remark in _REMARKS:
+            reason = reason.partition(remark)[0]
         return reason or "; ".join(matcher.get_grammar_warnings())
 
-    def _locate(self, schema: Any, error: str, options: "JsonCompileOptions") -> str:
+    def _locate(self, schema: dict[str, Any], error: str, options: "JsonCompileOptions") -> str:
         """The pointer of the smallest part of the schema that has the same error by itself.
 
-        The search compiles at most _SEARCHED_BYTES. Beyond that, the pointer is less exact.
+        The search compiles at most _SEARCHED_CHARS. Beyond that, the pointer is less exact.
         """
-        if isinstance(schema, bool):
-            return ""
         shared = {key: schema[key] for key in ("$defs", "definitions", "$schema") if key in schema}
-        left = _SEARCHED_BYTES
+        left = _SEARCHED_CHARS
 
         def same(part: dict[str, Any]) -> bool:
             nonlocal left
@@ -105,6 +103,12 @@ def _json_options(request: CompileGrammar) -> "JsonCompileOptions":
     if request.whitespace_pattern:
         return {**options, "whitespace_pattern": request.whitespace_pattern}
     return {**options, "whitespace_flexible": False}
+
+
+def _check_chars(text: str, name: str) -> None:
+    if len(text) > MAX_CHARS:
+        message = f"{name} has {len(text)} characters; at most {MAX_CHARS} are accepted"
+        raise InvalidRequest(message, limit="max_grammar_chars")
 
 
 def _plain_source(request: CompileGrammar) -> str:

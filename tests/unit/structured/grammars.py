@@ -24,7 +24,14 @@ from minisgl.structured.processor import with_grammars
 from tests.unit.scheduler.integrity import check_scheduler
 
 _PATTERNS = ["^[a-f]{1,6}$", "^[A-Z][a-z]{0,5}$", "^[0-9]{3}-[0-9]{2}$", "^(no|yes)[.!]?$"]
-_PIECES = ["[a-e]{1,4}", "(foo|ba[rz]|q+x){1,2}", "[0-9]{2,3}", "(ab?c|d){1,3}", " ?[x-z]", r"\.[0-9]"]
+_PIECES = [
+    "[a-e]{1,4}",
+    "(foo|ba[rz]|q+x){1,2}",
+    "[0-9]{2,3}",
+    "(ab?c|d){1,3}",
+    " ?[x-z]",
+    r"\.[0-9]",
+]
 
 
 def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
