@@ -102,7 +102,7 @@ class RecordingInbox(LocalInbox):
         self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
     ) -> Sequence[ToScheduler]:
         self.waits_s.append(wait_s)
-        return super().receive(wait_s, plan_hash)
+        return super().receive(wait_s, plan_hash, prepared)
 
 
 def test_an_idle_scheduler_blocks_and_a_busy_one_does_not() -> None:

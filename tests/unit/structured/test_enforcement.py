@@ -12,7 +12,14 @@ from minisgl.core import FinishReason
 from minisgl.distributed.comm import SingleCommunicator
 from tests.process.tiny_model import build_tiny_model
 from tests.unit.distributed.ranks import run_ranks
-from tests.unit.structured.grammars import Outcome, Run, check_answers, random_tasks, run_tasks
+from tests.unit.structured.grammars import (
+    Outcome,
+    Run,
+    Task,
+    check_answers,
+    random_tasks,
+    run_tasks,
+)
 
 RUNS = {
     "chunked": Run(chunk=7),
@@ -54,3 +61,25 @@ def test_two_ranks_give_the_same_answers_as_each_other(path: str, tmp_path: Path
     assert outcomes[0].tokens == outcomes[1].tokens
     assert outcomes[0].ends == outcomes[1].ends
     assert check_answers(path, run, tasks, outcomes[0]) >= 30
+
+
+def test_a_failed_grammar_ends_its_request_alone(path: str, tmp_path: Path) -> None:
+    """One grammar cannot be compiled, one exceeds its work, and one ends before min_tokens."""
+    wide = [
+        {"type": "object", "properties": {f"k{j}": {"type": "string"} for j in range(i, i + 30)}}
+        for i in range(200)
+    ]
+    bad = [Task({"$ref": "#"}), Task({"anyOf": wide})]
+    tasks = [*bad, *random_tasks(20, seed=4)]
+    outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, Run(), tasks)
+    assert outcome.ends[:2] == [FinishReason.ERROR] * 2
+    assert "no token is left" in outcome.errors[0]
+    assert "too complex" in outcome.errors[1]
+    assert check_answers(path, Run(), tasks, outcome) >= 16
+    totals = outcome.totals
+    assert totals.constraints.failures == {"grammar_dead_end": 1, "grammar_too_complex": 1}
+    assert totals.nonfinite_rows_total == 0
+    run = Run(params={"min_tokens": 50})
+    outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, run, [Task("abc")])
+    assert outcome.ends == [FinishReason.ERROR]
+    assert "min_tokens=50" in outcome.errors[0]
