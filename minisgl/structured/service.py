@@ -71,6 +71,11 @@ class GrammarService:
                 self._remember(key, result.text)
         return msgspec.structs.replace(result, uid=request.uid, think_ids=self._think_ids)
 
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
+
     def _ask(self, process: BoundedProcess, raw: bytes) -> TokenizeResult:
         reply = process.call(raw)
         if reply is None:

@@ -97,17 +97,25 @@ def test_escaped_key_does_not_evade_the_schema_of_a_property(
 @pytest.mark.parametrize(
     ("schema", "pointer", "reason"),
     [
-        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, "/properties/a/items/uniqueItems", "Unimplemented"),
+        (
+            {"properties": {"a": {"uniqueItems": True}}},
+            "/properties/a/uniqueItems",
+            "Unimplemented",
+        ),
         ({"not": {}}, "/not", "Unimplemented keys"),
-        ({"anyOf": [{"type": "null"}, {"format": "isbn", "type": "string"}]}, "/anyOf/1/format", "isbn"),
-        ({"$defs": {"a": {"pattern": "(?=x)", "type": "string"}}, "$ref": "#/$defs/a"}, "/$defs/a/pattern", "look-around"),
-        ({"items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "type": "array"}, "/items/oneOf", "oneOf"),
+        ({"anyOf": [True, {"format": "isbn", "type": "string"}]}, "/anyOf/1/format", "isbn"),
+        (
+            {"$defs": {"a": {"pattern": "(?=x)", "type": "string"}}, "$ref": "#/$defs/a"},
+            "/$defs/a/pattern",
+            "look-around",
+        ),
+        ({"items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "/items/oneOf", "oneOf"),
         ({"properties": {"a": {"type": "int"}}}, "/properties/a/type", "Invalid type"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "", "no text matches"),
         (False, "", "must be an object or true"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "", ""),
     ],
-)  # fmt: skip
+)
 def test_refused_schema_names_pointer_and_reason(
     compiler: GrammarCompiler, schema: Any, pointer: str, reason: str
 ) -> None:
