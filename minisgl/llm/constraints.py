@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from minisgl.core import Grammar, InvalidRequest, SamplingParams
-from minisgl.core.sampling import CONSTRAINTS, MAX_JSON_WHITESPACE, GrammarKind
+from minisgl.core import Grammar, GrammarKind, InvalidRequest, SamplingParams
+from minisgl.core.sampling import CONSTRAINTS, MAX_JSON_WHITESPACE
 from minisgl.message.messages import CompileGrammar
 from minisgl.structured.library import load_tokenizer
 from minisgl.structured.source import GrammarCompiler

@@ -68,8 +68,8 @@ class LocalWorker:
         self, engine: EngineConfig, config: SchedulerConfig, extensions: Extensions
     ) -> None:
         budget = config.prefill_budget_tokens
-        extensions = with_grammars(engine.model_path, extensions)
-        self._engine = Engine(engine, SingleCommunicator(), budget, extensions)
+        self.extensions = with_grammars(engine.model_path, extensions)
+        self._engine = Engine(engine, SingleCommunicator(), budget, self.extensions)
         self._inbox = LocalInbox()
         self._outputs: list[StepOutput] = []
         try:

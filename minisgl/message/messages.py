@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from minisgl.core import FinishReason, ModelFacts, SamplingParams
-from minisgl.core.sampling import GrammarKind
+from minisgl.core import FinishReason, GrammarKind, ModelFacts, SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -56,9 +55,8 @@ class DecodeIds(Message, frozen=True, kw_only=True):
 
 
 class CompileGrammar(Message, frozen=True, kw_only=True):
-    """Check the grammar of a request. The result has the source for core.Grammar in `text`.
+    """Check the grammar of a request: a JSON schema, regex, JSON list of choices, Lark or GBNF.
 
-    text                a JSON schema, a regex, a JSON list of choices, or Lark or GBNF text.
     whitespace_pattern  regex of the white space between two tokens of JSON; "": no white space.
     """
 
@@ -72,8 +70,7 @@ class Ping(Message, frozen=True, kw_only=True):
     """The receiver answers with Alive after it has handled all messages before the Ping."""
 
 
-EncodeRequest = TokenizeText | TokenizeChat | DecodeIds
-TokenizeRequest = EncodeRequest | CompileGrammar
+TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds | CompileGrammar
 ToTokenizer = TokenizeRequest | Ping
 
 
@@ -229,9 +226,8 @@ ToDetokenizer = StartText | StepOutput | Ping
 
 
 class TokenizeResult(Message, frozen=True, kw_only=True):
-    """The result of a TokenizeRequest: token_ids (int32 little-endian), or a text.
+    """token_ids (int32 little-endian), the text of DecodeIds, or the source of CompileGrammar.
 
-    text      of DecodeIds, or the source of CompileGrammar.
     thinks    of TokenizeChat: the model may begin its answer with thinking.
     think_ids of CompileGrammar: the ids that open and close thinking, or -1.
     error     a sentence for the client. The result is empty then.

@@ -72,7 +72,8 @@ class Scheduler:
         can end a request, by an EOS or stop token or by non-finite logits. The scheduler then
         releases row and pages at once, although the step in flight may still contain the request.
         A fence delays the reuse of the pages until that step is resolved (FencedPool I1).
-    I3  The plan depends only on the sequence of messages and of sampled tokens.
+    I3  The plan depends only on the sequence of messages and of sampled tokens. Rank 0 announces
+        the end of work in other threads by a message (Prepared).
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Scheduler:
         self._launched_step = 0
         self._resolved_step = 0
         self._decode_launch_s = 0.0  # host time of the last launch of a decode-only step
+        self._mask_s = 0.0  # host time of the token masks of the last launch
         self._plan_hash: int | None = None
         self.totals = SchedulerStats(
             phases=self._meter.phases,
@@ -183,8 +185,10 @@ class Scheduler:
         if pending.done():
             return 0.0
         remaining_s = self._meter.remaining_s(self.planner.predict_decode_s(batch))
-        # The next step must be launched before the device runs out of work.
-        return max(remaining_s - max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s), 0.0)
+        # The next step must be launched before the device runs out of work. A launch with masks
+        # returns late by their time, so the end of the step before it was noticed late.
+        lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s
+        return max(remaining_s - lead_s, 0.0)
 
     def _prepared(self) -> list[int]:
         """Return the uids of the preparing requests whose constraints are prepared.
@@ -304,7 +308,9 @@ class Scheduler:
         for req in self.planner.prefilling:
             req.admitted_s = req.admitted_s or now_s
         self._meter.launched()
+        before_s = self.totals.constraints.mask_seconds
         self._in_flight.append((batch, self._engine.launch(batch)))
+        self._mask_s = self.totals.constraints.mask_seconds - before_s
         # With edited logits a launch may wait for the step before it, so its time says nothing.
         if not batch.num_prefill_tokens and batch.logit_edits is None:
             self._decode_launch_s = self._meter.clock() - now_s

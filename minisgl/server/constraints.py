@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from minisgl.core import Grammar, Unsupported
-from minisgl.core.sampling import GrammarKind
+from minisgl.core import Grammar, GrammarKind, Unsupported
 from minisgl.message.messages import CompileGrammar
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests

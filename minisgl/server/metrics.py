@@ -20,8 +20,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 import minisgl
-from minisgl.core import FinishReason, Overloaded, RequestError
-from minisgl.core.sampling import GrammarKind
+from minisgl.core import FinishReason, GrammarKind, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply

@@ -36,6 +36,7 @@ class GrammarState(Constraint):
     compiled       the matcher, from the thread that compiles the grammar.
     eos_token_ids  of the model.
     totals         counts over all requests.
+    forces_tokens  False: `forced` returns no token.
     _seen          number of tokens, prompt and output, that the state has followed; -1 before the
                    first step that samples.
     _first         position of the first output token; valid from that step on.
@@ -49,6 +50,7 @@ class GrammarState(Constraint):
     compiled: Future[Compiled]
     eos_token_ids: tuple[int, ...]
     totals: ConstraintTotals
+    forces_tokens: bool = True
     _matcher: LLMatcher | None = None
     _seen: int = -1
     _first: int = 0
@@ -83,7 +85,8 @@ class GrammarState(Constraint):
         """As Constraint.forced. An EOS id follows a text that is complete and cannot go on."""
         if self._seen == position - 1:
             self.follow([last])
-        if self._free or self._failed is not None or self.matcher.is_error():
+        free = self._free or not self.forces_tokens
+        if free or self._failed is not None or self.matcher.is_error():
             return []
         if self.matcher.is_stopped():
             return self.eos_token_ids[:1] if self._may_end else []
@@ -113,13 +116,16 @@ class GrammarState(Constraint):
     def follow(self, tokens: Iterable[int]) -> None:
         """Follow the next tokens of the output."""
         for token in tokens:
-            if self._free:
-                self._free = token != self.grammar.think_end
-            elif self._may_think and token == self.grammar.think_start:
-                self._free = True
-            else:
+            if self.count(token):
                 self.matcher.consume_token(token)
-            self._seen += 1
+
+    def count(self, token: int) -> bool:
+        """Count the next token of the output; return True if the matcher has to consume it."""
+        of_thinking = self._free or (self._may_think and token == self.grammar.think_start)
+        if of_thinking:
+            self._free = token != self.grammar.think_end
+        self._seen += 1
+        return not of_thinking
 
     def complete(self, mask: Mask) -> None:
         """Complete the mask of the next token in place. It forbids all ids after a failure.

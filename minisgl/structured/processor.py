@@ -1,5 +1,6 @@
 """`GrammarProcessor`: the logits processor that keeps outputs inside their grammars."""
 
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from minisgl.structured.library import compile_grammar, load_tokenizer
 from minisgl.structured.matcher import Compiled, GrammarState
 
 COMPILE_THREADS = 2
-MASK_THREADS = 4
+MAX_MASK_THREADS = 8
 
 
 def with_grammars(model_path: str, extensions: Extensions = DEFAULT_EXTENSIONS) -> Extensions:
@@ -36,8 +37,12 @@ class GrammarProcessor:
     A thread reads the model's tokenizer at the start, and two threads compile grammars. The masks
     of a step are computed on the host while the device computes the step's forward.
 
-    totals  counts over all requests.
+    totals         counts over all requests.
+    forces_tokens  False: a step samples every token of the requests that are opened from now on.
+                   A benchmark compares both.
     """
+
+    forces_tokens = True
 
     def __init__(self, model_path: str, eos_token_ids: tuple[int, ...]) -> None:
         """Start to read the tokenizer. eos_token_ids: of the model."""
@@ -45,7 +50,8 @@ class GrammarProcessor:
         self._eos_token_ids = eos_token_ids
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
         self._tokenizer = self._threads.submit(load_tokenizer, model_path, eos_token_ids)
-        self._masks = LLExecutor(MASK_THREADS)
+        cores = os.cpu_count() or 1
+        self._library = LLExecutor(max(1, min(cores // 2, MAX_MASK_THREADS)))
 
     def open(self, params: SamplingParams) -> GrammarState | None:
         """As LogitsProcessor.open. Starts to compile the grammar."""
@@ -54,7 +60,9 @@ class GrammarProcessor:
             return None
         assert isinstance(grammar, Grammar), "the front end replaces text: this is a bug"
         compiled = self._threads.submit(_compile, self._tokenizer, grammar.source)
-        return GrammarState(params, grammar, compiled, self._eos_token_ids, self.totals)
+        return GrammarState(
+            params, grammar, compiled, self._eos_token_ids, self.totals, self.forces_tokens
+        )
 
     def prepare(
         self, reqs: Sequence[tuple[EditedReq, GrammarState]], step: ProcessingStep
@@ -71,12 +79,14 @@ class GrammarProcessor:
         def compute() -> tuple[Tensor, Tensor]:
             tokens = {} if newest is None else newest.wait()
             began_s = time.perf_counter()
+            consumed = []
             for (req, state), count in zip(reqs, unseen, strict=True):
-                if count:
-                    history = req.history
-                    state.follow(
-                        [tokens[req.index]] if history is None else history[-count:].tolist()
-                    )
+                if count and req.history is not None:
+                    state.follow(req.history[-count:].tolist())
+                elif count and state.count(tokens[req.index]):
+                    consumed.append((state.matcher, tokens[req.index]))
+            if consumed:
+                self._library.consume_token_par(consumed)
             sent = self._compute_masks(reqs, step)
             self.totals.masks += len(reqs)
             self.totals.mask_seconds += time.perf_counter() - began_s
@@ -100,7 +110,7 @@ class GrammarProcessor:
             (state.matcher, i) for i, (_, state) in enumerate(reqs) if state.masked_by_grammar
         ]
         if targets:
-            self._masks.unsafe_compute_mask_ptr(targets, masks.data_ptr(), words * 4, count)
+            self._library.unsafe_compute_mask_ptr(targets, masks.data_ptr(), words * 4, count)
         for (_, state), mask in zip(reqs, masks.numpy(), strict=True):
             state.complete(mask)
         sent = buffer.to(device, non_blocking=True)

@@ -21,6 +21,7 @@ from minisgl.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
+EncodeRequest = messages.TokenizeText | messages.TokenizeChat | messages.DecodeIds
 CheckGrammar = Callable[[messages.CompileGrammar], messages.TokenizeResult]
 
 
@@ -56,7 +57,7 @@ def run_detokenizer(model_path: str, socket_dir: str) -> NoReturn:
 
 
 def tokenize(
-    tokenizer: TextTokenizer, message: messages.EncodeRequest, timeout_s: float | None
+    tokenizer: TextTokenizer, message: EncodeRequest, timeout_s: float | None
 ) -> messages.TokenizeResult:
     """Return the result of one message. If the message fails, the result has an `error`.
 

@@ -20,7 +20,7 @@ from minisgl.message.messages import AbortReq, AddReq, LeaderStep, SchedulerStat
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
-from minisgl.structured.processor import with_grammars
+from minisgl.structured.processor import GrammarProcessor, with_grammars
 from tests.unit.scheduler.integrity import check_scheduler
 
 _PATTERNS = ["^[a-f]{1,6}$", "^[A-Z][a-z]{0,5}$", "^[0-9]{3}-[0-9]{2}$", "^(no|yes)[.!]?$"]
@@ -105,6 +105,9 @@ class Run:
 
     crowded  the KV pool is so small that requests are preempted.
     aborts   requests are aborted at random.
+    free     every third request has no grammar.
+    random   the checkpoint has no weights; the engine draws them.
+    forced   forced tokens are appended; otherwise every token is sampled.
     params   sampling parameters of all requests.
     """
 
@@ -115,6 +118,8 @@ class Run:
     aborts: bool = False
     free: bool = False
     device: str = "cpu"
+    random: bool = False
+    forced: bool = True
     params: dict[str, Any] = field(default_factory=dict)
 
 
@@ -133,6 +138,7 @@ def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[
     config = EngineConfig(
         model_path=path,
         device=run.device,
+        dummy_weight=run.random,
         tp_size=comm.tp.size,
         page_size=4,
         num_pages=130 if run.crowded else 4000,
@@ -140,7 +146,11 @@ def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[
         max_seq_len=512,
     )
     extensions = with_grammars(path)
+    processor = extensions.logits_processors[-1]
+    assert isinstance(processor, GrammarProcessor)
+    processor.forces_tokens = run.forced
     engine = Engine(config, comm, extensions=extensions)
+    engine.warm_up()
     facts, source, outbox = engine.facts(), LocalInbox(), deque()
     names = [endpoint(folder, f"rank-{rank}") for rank in range(1, comm.tp.size)]
     inbox: Inbox = source

@@ -4,12 +4,15 @@ Every answer that ends by itself matches its grammar, whatever the scheduler doe
 masks get no help from the model.
 """
 
+import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from minisgl.core import FinishReason
+from minisgl.core import FinishReason, SamplingParams
 from minisgl.distributed.comm import SingleCommunicator
+from minisgl.llm import LLM, Completion
 from tests.process.tiny_model import build_tiny_model
 from tests.unit.distributed.ranks import run_ranks
 from tests.unit.structured.grammars import (
@@ -83,3 +86,33 @@ def test_a_failed_grammar_ends_its_request_alone(path: str, tmp_path: Path) -> N
     outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, run, [Task("abc")])
     assert outcome.ends == [FinishReason.ERROR]
     assert "min_tokens=50" in outcome.errors[0]
+
+
+def test_forced_tokens_are_the_tokens_that_would_be_sampled(path: str, tmp_path: Path) -> None:
+    tasks = random_tasks(100, seed=6)
+    single = SingleCommunicator()
+    forced = run_tasks(single, str(tmp_path), path, Run(), tasks)
+    sampled = run_tasks(single, str(tmp_path), path, Run(forced=False), tasks)
+    assert forced.totals.constraints.forced_tokens > 100
+    assert sampled.totals.constraints.forced_tokens == 0
+    assert forced.totals.step_id <= sampled.totals.step_id
+    assert forced.tokens == sampled.tokens
+
+
+def test_log_probabilities_are_those_of_the_raw_logits(path: str) -> None:
+    """The mask changes neither them nor, compared with a request without them, the tokens."""
+    grammar = Task("[0-9]{12}").grammar()
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, grammar=grammar)
+    with LLM(path, device="cpu") as llm:
+        plain = llm.generate("hello", params, progress=False)
+        asked = msgspec.structs.replace(params, logprobs=20)
+        found = llm.generate("hello", asked, progress=False)
+    assert isinstance(plain, Completion)
+    assert isinstance(found, Completion)
+    assert found.token_ids == plain.token_ids
+    assert found.finish_reason is FinishReason.STOP
+    assert len(found.logprobs) == len(found.token_ids)
+    likely = {token for each in found.logprobs for token in each.top_ids[0]}
+    assert not likely <= set(found.token_ids), "the most likely tokens are no digits"
+    chosen = [math.exp(each.logprobs[0]) for each in found.logprobs]
+    assert max(chosen) < 0.05, "a digit is one of over a thousand ids"

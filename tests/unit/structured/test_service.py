@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.core.sampling import GrammarKind
+from minisgl.core import GrammarKind
 from minisgl.demo import model_path
 from minisgl.message.messages import CompileGrammar
 from minisgl.structured.bounded import BoundedProcess

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from minisgl.core import InvalidRequest
-from minisgl.core.sampling import GrammarKind
+from minisgl.core import GrammarKind, InvalidRequest
 from minisgl.message.messages import CompileGrammar
 from minisgl.structured.source import GrammarCompiler
 from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
