@@ -1,5 +1,7 @@
 """Settings of the engine and the scheduler. They are built once, complete, and never edited."""
 
+from typing import ClassVar
+
 import msgspec
 
 from minisgl.core.errors import ConfigError
@@ -68,7 +70,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len         limit of prompt and output tokens together.
     kv_capacity_tokens  tokens that fit into the KV pool.
     sampling_defaults   values that the model's author recommends, by their names in SamplingParams.
+    tool_format         how the model writes tool calls: the name of a format, NO_TOOLS if the chat
+                        template does not render tools, or UNKNOWN_TOOL_FORMAT. A tokenizer process
+                        finds it.
     """
+
+    NO_TOOLS: ClassVar[str] = "none"
+    UNKNOWN_TOOL_FORMAT: ClassVar[str] = "unknown"
 
     max_seq_len: int
     vocab_size: int
@@ -78,3 +86,4 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     sampling_defaults: dict[str, int | float] = {}
+    tool_format: str = NO_TOOLS

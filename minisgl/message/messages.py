@@ -11,11 +11,15 @@ Both ends always have the same version, because they run in one pod from one ima
 need no compatibility rules. Each queue has a decoder for its own union only.
 """
 
-from collections.abc import Callable
-
 import msgspec
 
-from minisgl.core import FinishReason, ModelFacts, SamplingParams
+from minisgl.core import FinishReason, GrammarKind, ModelFacts, SamplingParams
+from minisgl.message.stats import BATCH_SIZE_BOUNDS as BATCH_SIZE_BOUNDS
+from minisgl.message.stats import BATCH_TOKENS_BOUNDS as BATCH_TOKENS_BOUNDS
+from minisgl.message.stats import STEP_PHASES as STEP_PHASES
+from minisgl.message.stats import ConstraintTotals as ConstraintTotals
+from minisgl.message.stats import PhaseStats as PhaseStats
+from minisgl.message.stats import SchedulerStats as SchedulerStats
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -37,13 +41,17 @@ class TokenizeText(Message, frozen=True, kw_only=True):
 class TokenizeChat(Message, frozen=True, kw_only=True):
     """Render a chat with the model's template and encode the result without a second BOS.
 
-    messages_json and template_kwargs_json are JSON that the API server has validated. They stay
-    JSON until the template reads them, so that data of a client is never decoded into our types.
+    messages_json, template_kwargs_json and tools_json are JSON that the API server has validated.
+    They stay JSON until the template reads them, so that data of a client is never decoded into our
+    types.
+
+    tools_json  the tools that the template describes to the model; null: none.
     """
 
     uid: int = 0
     messages_json: bytes
     template_kwargs_json: bytes = b"{}"
+    tools_json: bytes = b"null"
 
 
 class DecodeIds(Message, frozen=True, kw_only=True):
@@ -54,12 +62,37 @@ class DecodeIds(Message, frozen=True, kw_only=True):
     skip_special: bool = True
 
 
+class CompileGrammar(Message, frozen=True, kw_only=True):
+    """Check the grammar of a request: a JSON schema, regex, JSON list of choices, Lark or GBNF.
+
+    For tool calls, `text` is the JSON of a tool_calls.ToolGrammar.
+
+    whitespace_pattern  regex of the white space between two tokens of JSON; "": no white space.
+    """
+
+    uid: int = 0
+    kind: GrammarKind
+    text: str
+    whitespace_pattern: str = ""
+
+
 class Ping(Message, frozen=True, kw_only=True):
     """The receiver answers with Alive after it has handled all messages before the Ping."""
 
 
-TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds
+TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds | CompileGrammar
 ToTokenizer = TokenizeRequest | Ping
+
+
+class ToolOptions(Message, frozen=True, kw_only=True):
+    """How the tool calls in the text of one request are found.
+
+    format           name of the call format.
+    parameters_json  an object with the JSON schema of the arguments of each tool, by its name.
+    """
+
+    format: str
+    parameters_json: bytes
 
 
 class TextOptions(Message, frozen=True, kw_only=True):
@@ -75,6 +108,7 @@ class TextOptions(Message, frozen=True, kw_only=True):
     token_ids            send the output ids in the updates too.
     reasoning            report text between <think> and </think> apart from the answer.
     silent               drop the output tokens, because the client wants the prompt only.
+    tools                report tool calls apart from the answer; None: they are text.
     """
 
     prompt_tail: list[int] = []
@@ -86,6 +120,7 @@ class TextOptions(Message, frozen=True, kw_only=True):
     token_ids: bool = False
     reasoning: bool = False
     silent: bool = False
+    tools: ToolOptions | None = None
 
 
 class StartText(Message, frozen=True, kw_only=True):
@@ -214,8 +249,11 @@ ToDetokenizer = StartText | StepOutput | Ping
 
 
 class TokenizeResult(Message, frozen=True, kw_only=True):
-    """The result of a TokenizeRequest: token_ids (int32 little-endian), or the text of DecodeIds.
+    """token_ids (int32 little-endian), the text of DecodeIds, or the source of CompileGrammar.
 
+    thinks    of TokenizeChat: the model may begin its answer with thinking.
+    think_ids of CompileGrammar: the ids that open and close thinking, or -1.
+    trigger   of CompileGrammar: as in core.Grammar.
     error     a sentence for the client. The result is empty then.
     internal  True if the error is a fault of the server and not of the client.
     limit     the name of the limit that the request exceeded.
@@ -224,6 +262,9 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
     uid: int
     token_ids: bytes = b""
     text: str = ""
+    thinks: bool = False
+    think_ids: tuple[int, int] = (-1, -1)
+    trigger: int = -1
     error: str | None = None
     internal: bool = False
     limit: str | None = None
@@ -246,6 +287,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     ends: bool = False
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a tool call, with its id and name, or a piece of its arguments.
+
+    index      number of the call in its answer, from 0.
+    arguments  the next piece of the JSON text; "" at the beginning of the call.
+    """
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
 class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     """New text of one request. Only the last update has `finish`, and `error` after a failure.
 
@@ -254,6 +308,8 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     reasoning_tokens   number of output tokens so far between <think> and </think>.
     prompt_logprobs, logprobs
                        log-probabilities of new tokens, if the client asked for them.
+    calls              new parts of tool calls, which are not in `text`.
+    call_failures      number of new texts that began as a tool call and were not a complete call.
     stopped            True if a stop string or a failure of the detokenizer ended the request. The
                        scheduler does not know yet that the request has ended.
     admitted_s         as in PrefillDone.
@@ -267,6 +323,8 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     reasoning: str = ""
     reasoning_tokens: int = 0
+    calls: list[ToolCallDelta] = []
+    call_failures: int = 0
     prompt_logprobs: list[TokenLogprob] = []
     logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None
@@ -285,100 +343,21 @@ class StepText(Message, frozen=True, kw_only=True):
 class Ready(Message, frozen=True, kw_only=True):
     """A process has completed its start and can serve requests.
 
-    facts      facts about the model; only rank 0 of the scheduler sends them.
-    startup_s  seconds of each phase of the start.
+    facts        facts about the model; only rank 0 of the scheduler sends them.
+    tool_format  as in ModelFacts; only tokenizer processes send it.
+    startup_s    seconds of each phase of the start.
     """
 
     role: str
     facts: ModelFacts | None = None
+    tool_format: str | None = None
     startup_s: dict[str, float] = {}
-
-
-STEP_PHASES = ("prefill", "decode", "mixed")
-BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-BATCH_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-def _buckets(bounds: tuple[int, ...]) -> Callable[[], list[int]]:
-    return ([0] * (len(bounds) + 1)).copy
-
-
-class PhaseStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Totals since the start, over the steps of one phase. The scheduler counts in this object.
-
-    eager_steps, graph_steps  steps without and with a CUDA graph.
-    seconds                   spent in steps; the time of two overlapping steps counts once.
-    reqs, tokens              summed over the steps.
-    reqs_counts[i]            steps with at most BATCH_SIZE_BOUNDS[i] requests and more than the
-                              bound before; the last entry counts the steps above all bounds.
-    tokens_counts[i]          the same for tokens and BATCH_TOKENS_BOUNDS.
-    """
-
-    eager_steps: int = 0
-    graph_steps: int = 0
-    seconds: float = 0.0
-    reqs: int = 0
-    tokens: int = 0
-    reqs_counts: list[int] = msgspec.field(default_factory=_buckets(BATCH_SIZE_BOUNDS))
-    tokens_counts: list[int] = msgspec.field(default_factory=_buckets(BATCH_TOKENS_BOUNDS))
-
-
-class ConstraintTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Totals since the start, over the requests whose output a grammar constrains.
-
-    compiles, compile_seconds  grammars compiled, and the time of the compiling threads.
-    masks, mask_seconds        token masks computed, and the host time of these computations. The
-                               device computes a forward step meanwhile.
-    forced_tokens              output tokens that a grammar forced, so that no step sampled them.
-    failures                   requests that ended with GrammarFailed, by the code of the error.
-    """
-
-    compiles: int = 0
-    compile_seconds: float = 0.0
-    masks: int = 0
-    mask_seconds: float = 0.0
-    forced_tokens: int = 0
-    failures: dict[str, int] = {}
 
 
 class Alive(Message, frozen=True, kw_only=True):
     """The answer to Ping. role: the name of the process."""
 
     role: str
-
-
-class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Gauges and totals of rank 0, sent every 50 ms while it is busy and once when it becomes idle.
-
-    The scheduler counts in one object of this class and sends it.
-
-    step_id, busy         the API server detects a hung scheduler by these two fields.
-    prompt_tokens_total, cached_tokens_total
-                          counted once per request, with its first output token.
-    prefill_tokens_total  tokens computed in chunks: prompt tokens and forced tokens. A preempted
-                          request computes its tokens again, and they count again.
-    phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
-    constraints           totals of the requests with a grammar.
-    """
-
-    step_id: int = 0
-    busy: bool = False
-    waiting_reqs: int = 0
-    running_reqs: int = 0
-    free_pages: int = 0
-    evictable_pages: int = 0
-    locked_pages: int = 0
-    total_pages: int = 0
-    prompt_tokens_total: int = 0
-    cached_tokens_total: int = 0
-    prefill_tokens_total: int = 0
-    output_tokens_total: int = 0
-    preemptions_total: int = 0
-    overlapped_steps_total: int = 0
-    evicted_pages_total: int = 0
-    nonfinite_rows_total: int = 0
-    phases: dict[str, PhaseStats] = {}
-    constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
 
 
 ToApi = TokenizeResult | StepText | Ready | Alive | SchedulerStats

@@ -12,11 +12,14 @@ import msgspec
 from msgspec import UNSET
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
+from minisgl.core.sampling import CONSTRAINTS
 from minisgl.message.messages import TextOptions, TokenizeChat, TokenizeText
 from minisgl.server.config import ServerConfig
+from minisgl.server.constraints import ConstraintRequest, constraint_of
 from minisgl.server.decode import decode, reject
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.protocol import requests
+from minisgl.server.tools import ToolRequest, shorten_ids, tools_of
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11
 # A chat or text for a tokenizer worker, or token ids.
@@ -24,7 +27,9 @@ Prompt: TypeAlias = "TokenizeChat | TokenizeText | array.array[int]"
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
-_CONVERTED = frozenset({"max_tokens", "stop_token_ids", "logprobs", "prompt_logprobs"})
+_CONVERTED = frozenset(
+    {"max_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "grammar"} | set(CONSTRAINTS)
+)
 # Parameters with the same name and meaning in the body and in SamplingParams.
 _SAME_IN_SAMPLING = tuple(set(SamplingParams.__struct_fields__) - _CONVERTED)
 
@@ -35,10 +40,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     Its token counts are not checked yet, because the tokenizer has not run.
 
     prompts: each with its path in the body, for error messages.
+    grammar: the constraint on the output, for a tokenizer worker; None: the output is free.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
     (max_tokens 0), only the echo with its log-probabilities.
     explicit_max_tokens: the client set sampling.max_tokens, so a prompt that leaves less room is
     refused. Otherwise max_tokens shrinks to the room.
+    named_tool: the client named the tool that the answer calls.
     """
 
     route: str
@@ -46,12 +53,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[tuple[str, Prompt], ...]
     n: int
     sampling: SamplingParams
+    grammar: ConstraintRequest | None
     text: TextOptions
     explicit_max_tokens: bool
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
     cache_salt: str = ""
+    named_tool: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -66,6 +75,7 @@ class RequestConverter:
         self.limits = config.limits
         self._use_model_defaults = not config.ignore_generation_config
         self._allow_unknown = config.allow_unknown_params
+        self._max_json_whitespace = config.max_json_whitespace
 
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
         """The request in the body of a generating route.
@@ -78,7 +88,9 @@ class RequestConverter:
         if options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
         max_tokens = body.max_tokens
+        tools: ToolRequest | None = None
         if isinstance(body, requests.ChatBody):
+            tools = tools_of(body, facts)
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
@@ -97,12 +109,16 @@ class RequestConverter:
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo else None,
         )
+        grammar = constraint_of(body, self._max_json_whitespace)
+        if tools is not None:
+            grammar = tools.constraint(grammar, self._max_json_whitespace)
         return GenerateRequest(
             route=route,
             model=body.model,
-            prompts=tuple(self._prompts(body, facts)),
+            prompts=tuple(self._prompts(body, facts, tools)),
             n=body.n,
             sampling=sampling,
+            grammar=grammar,
             text=TextOptions(
                 stop=[body.stop] if isinstance(body.stop, str) else body.stop,
                 skip_special_tokens=body.skip_special_tokens,
@@ -111,12 +127,14 @@ class RequestConverter:
                 token_ids=route == requests.GENERATE or body.return_token_ids,
                 reasoning=reasoning,
                 silent=silent,
+                tools=tools and tools.options,
             ),
             explicit_max_tokens=max_tokens is not None,
             stream=body.stream,
             include_usage=options is not None and bool(options.include_usage),
             echo=echo,
             cache_salt=body.cache_salt,
+            named_tool=tools is not None and tools.is_named,
         )
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
@@ -145,14 +163,23 @@ class RequestConverter:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
     def chat_prompt(
-        self, messages: list[requests.Message], options: requests.TemplateOptions, facts: ModelFacts
+        self,
+        messages: list[requests.Message],
+        options: requests.TemplateOptions,
+        facts: ModelFacts,
+        tools: ToolRequest | None = None,
     ) -> Prompt:
         """The messages in the form that chat templates expect, with the template's options."""
         chars = sum([_prepare_message(message, i) for i, message in enumerate(messages)])
         self._check_chars("messages", chars, facts)
+        rendered = b"null" if tools is None else tools.rendered
+        self._check_chars("tools", len(rendered), facts)
+        if facts.tool_format.startswith("mistral"):
+            shorten_ids(messages)
         return TokenizeChat(
             messages_json=msgspec.json.encode(messages),
             template_kwargs_json=msgspec.json.encode(options),
+            tools_json=rendered,
         )
 
     def text_prompt(
@@ -183,10 +210,12 @@ class RequestConverter:
             raise reject(f"{param}[{index}]", rule)
         return token_ids
 
-    def _prompts(self, body: requests.AnyBody, facts: ModelFacts) -> list[tuple[str, Prompt]]:
+    def _prompts(
+        self, body: requests.AnyBody, facts: ModelFacts, tools: ToolRequest | None
+    ) -> list[tuple[str, Prompt]]:
         """Each prompt with its path in the body."""
         if isinstance(body, requests.ChatBody):
-            prompt = self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
+            prompt = self.chat_prompt(body.messages, body.chat_template_kwargs, facts, tools)
             return [("messages", prompt)]
         if isinstance(body, requests.GenerateBody):
             return [("input_ids", self.ids_prompt("input_ids", body.input_ids, facts))]

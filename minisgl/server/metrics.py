@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import minisgl
-from minisgl.core import FinishReason, Overloaded, RequestError
+from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply
@@ -92,6 +92,7 @@ class Metrics(Collector):
         self._recent: deque[tuple[int, int]] = deque(maxlen=_HIT_RATIO_REQS)
         self._stats = messages.SchedulerStats()
         self._page_size = 0
+        self._tool_format = ModelFacts.NO_TOOLS
         numbers = self._declared.gauge | self._declared.counter
         self._numbers: dict[str, defaultdict[_Labels, float]] = {
             name: defaultdict(float, dict.fromkeys(product(*metric.labels.values()), 0.0))
@@ -114,6 +115,13 @@ class Metrics(Collector):
             self._set("model_info", 1, facts.dtype, facts.device, str(tp_size))
             for phase, seconds in message.startup_s.items():
                 self.on_started(phase, seconds)
+        if message.tool_format is not None:
+            self._tool_format = message.tool_format
+            self._count_calls(0, 0)
+
+    def _count_calls(self, calls: int, failures: int) -> None:
+        self._count("tool_calls_total", calls, self._tool_format)
+        self._count("tool_call_failures_total", failures, self._tool_format)
 
     def on_started(self, phase: str, seconds: float) -> None:
         self._set("startup_seconds", seconds, phase)
@@ -129,6 +137,8 @@ class Metrics(Collector):
             self._count("prompt_tokens_total", choice.prompt_share)
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
+        if update.calls or update.call_failures:
+            self._count_calls(sum(bool(part.id) for part in update.calls), update.call_failures)
         tokens = update.completion_tokens - choice.latest.completion_tokens
         if tokens <= 0:
             return
@@ -158,6 +168,10 @@ class Metrics(Collector):
         self._observe("request_generation_tokens", choice.latest.completion_tokens)
         if later_tokens > 0:
             self._observe("time_per_output_token_seconds", decode_s / later_tokens)
+
+    def on_constraint(self, kind: str) -> None:
+        """Count a request whose constraint a tokenizer worker has accepted."""
+        self._count("structured_requests_total", 1, kind)
 
     def on_limit(self, name: str) -> None:
         self._count("limits_exceeded_total", 1, name)
@@ -241,6 +255,14 @@ class Metrics(Collector):
         self._set("prefix_cache_evicted_tokens_total", stats.evicted_pages_total * size)
         self._set("preemptions_total", stats.preemptions_total)
         self._set("nonfinite_rows_total", stats.nonfinite_rows_total)
+        totals = stats.constraints
+        self._set("grammar_compiles_total", totals.compiles)
+        self._set("grammar_compile_seconds_total", totals.compile_seconds)
+        self._set("grammar_masks_total", totals.masks)
+        self._set("grammar_mask_seconds_total", totals.mask_seconds)
+        self._set("forced_tokens_total", totals.forced_tokens)
+        for reason, count in totals.failures.items():
+            self._set("grammar_failures_total", count, reason)
         sizes, tokens = messages.BATCH_SIZE_BOUNDS, messages.BATCH_TOKENS_BOUNDS
         unused = messages.PhaseStats()
         self._histograms |= {"batch_size": {}, "batch_tokens": {}}

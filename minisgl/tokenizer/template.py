@@ -56,6 +56,8 @@ class ChatTemplate:
         )
         # Jinja's own `tojson` escapes HTML characters, which would change the prompt.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        # Jinja's own `safe` marks a text as HTML, and a text that is added to it is then escaped.
+        environment.filters["safe"] = str
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         self.source = source

@@ -42,7 +42,7 @@ class StopMatcher:
             self._withheld = ""
             end, minus_length = min(matches)
             return text[: end if self._include_stop else end + minus_length]
-        certain = len(text) - max(_partial_match(stop, text) for stop in self._stops)
+        certain = len(text) - max(partial_match(stop, text) for stop in self._stops)
         self._withheld = text[certain:]
         return text[:certain]
 
@@ -52,7 +52,7 @@ class StopMatcher:
         return withheld
 
 
-def _partial_match(stop: str, text: str) -> int:
+def partial_match(stop: str, text: str) -> int:
     """The number of characters at the end of `text` that begin `stop` without completing it."""
     start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
     while start >= 0 and not stop.startswith(text[start:]):

@@ -10,17 +10,20 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from types import UnionType
 from typing import Any, NoReturn
 
 from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.detokenizer import Detokenizer, OpenCallParser
 from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS, TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
+from minisgl.tokenizer.vocab import Vocabulary
 
 logger = logging.getLogger(__name__)
+
+EncodeRequest = messages.TokenizeText | messages.TokenizeChat | messages.DecodeIds
+CheckGrammar = Callable[[messages.CompileGrammar], messages.TokenizeResult]
 
 
 def run_tokenizer(
@@ -29,23 +32,43 @@ def run_tokenizer(
     socket_dir: str,
     template_timeout_s: float,
     escape_special_tokens: bool,
+    detect_tools: Callable[[TextTokenizer], str],
+    start_grammars: Callable[[Vocabulary], CheckGrammar],
 ) -> NoReturn:
-    """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used."""
+    """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used.
+
+    detect_tools: returns the tool_format of ModelFacts.
+    start_grammars: returns the function that checks the grammars of requests.
+    """
     # One message at a time: the library's thread pool would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS, escape_special_tokens)
-    handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
-    _serve_queue(name, socket_dir, messages.ToTokenizer, handler)
+    check_grammar = start_grammars(tokenizer.vocabulary)
+
+    def handle(message: messages.TokenizeRequest) -> messages.TokenizeResult:
+        if isinstance(message, messages.CompileGrammar):
+            return check_grammar(message)
+        return tokenize(tokenizer, message, template_timeout_s)
+
+    ready = messages.Ready(role=name, tool_format=detect_tools(tokenizer))
+    _serve_queue(ready, socket_dir, messages.ToTokenizer, handle)
 
 
-def run_detokenizer(model_path: str, socket_dir: str) -> NoReturn:
-    """Serve the queue `detokenizer` for ever. Raises ConfigError as `run_tokenizer` does."""
-    detokenizer = Detokenizer(TextTokenizer(model_path).vocabulary)
-    _serve_queue("detokenizer", socket_dir, messages.ToDetokenizer, detokenizer.handle)
+def run_detokenizer(
+    model_path: str, socket_dir: str, call_parsers: Callable[[Vocabulary], OpenCallParser]
+) -> NoReturn:
+    """Serve the queue `detokenizer` for ever. Raises ConfigError as `run_tokenizer` does.
+
+    call_parsers: makes the parsers of tool calls for a vocabulary.
+    """
+    vocabulary = TextTokenizer(model_path).vocabulary
+    detokenizer = Detokenizer(vocabulary, call_parsers(vocabulary))
+    ready = messages.Ready(role="detokenizer")
+    _serve_queue(ready, socket_dir, messages.ToDetokenizer, detokenizer.handle)
 
 
 def tokenize(
-    tokenizer: TextTokenizer, message: messages.TokenizeRequest, timeout_s: float | None
+    tokenizer: TextTokenizer, message: EncodeRequest, timeout_s: float | None
 ) -> messages.TokenizeResult:
     """Return the result of one message. If the message fails, the result has an `error`.
 
@@ -56,13 +79,17 @@ def tokenize(
             ids = array.array("i", message.token_ids).tolist()
             text = tokenizer.vocabulary.decode(ids, message.skip_special)
             return messages.TokenizeResult(uid=message.uid, text=text)
+        thinks = False
         if isinstance(message, messages.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
             chat = json.loads(message.messages_json)
             options = json.loads(message.template_kwargs_json)
+            options["tools"] = json.loads(message.tools_json)
             ids = tokenizer.encode_chat(chat, options, timeout_s)
-        return messages.TokenizeResult(uid=message.uid, token_ids=array.array("i", ids).tobytes())
+            thinks = tokenizer.thinks(ids, options)
+        token_ids = array.array("i", ids).tobytes()
+        return messages.TokenizeResult(uid=message.uid, token_ids=token_ids, thinks=thinks)
     except TemplateError as error:
         return messages.TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
@@ -76,15 +103,20 @@ def tokenize(
 
 
 def _serve_queue(
-    name: str, socket_dir: str, union: UnionType, handle: Callable[[Any], messages.ToApi | None]
+    ready: messages.Ready,
+    socket_dir: str,
+    union: UnionType,
+    handle: Callable[[Any], messages.ToApi | None],
 ) -> NoReturn:
-    """Send Ready, then handle each message of the queue in turn and answer each Ping with Alive.
+    """Send `ready`, then handle each message of the queue in turn, and answer each Ping with Alive.
 
-    `handle` returns the message for the API server, or None. It never raises.
+    The queue has the name of the role. `handle` returns the message for the API server, or None.
+    It never raises.
     """
+    name = ready.role
     receiver: Receiver[Any] = Receiver(endpoint(socket_dir, name), union)
     api: Sender[messages.ToApi] = Sender(endpoint(socket_dir, "api"))
-    api.send(messages.Ready(role=name))
+    api.send(ready)
     while True:
         receiver.poll(None)
         for message in receiver.drain():

@@ -49,6 +49,8 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 _BIAS_KEYS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 LogitBias = Annotated[dict[TokenId, Bias], Meta(extra_json_schema=_BIAS_KEYS)]
 # A client that sends an earlier answer as a message also sends these fields, with an empty value.
+Schema = dict[str, Any] | bool | str  # a JSON schema, or its JSON text
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -102,6 +104,50 @@ class Message(RequestBody, kw_only=True, omit_defaults=True):
     reasoning: Empty = None
 
 
+class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A function that the model may call. `parameters` is a JSON schema of an object."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """The name of a function of `tools`."""
+
+    name: str
+
+
+class ToolName(msgspec.Struct, kw_only=True):
+    """One function of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """The tools that the model may call, and whether it must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolName], Meta(min_length=1, max_length=128)]
+
+
+class ToolChoice(RequestBody, kw_only=True):
+    """The function that the model must call, or the functions that it may call."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 class TemplateOptions(RequestBody, kw_only=True, omit_defaults=True):
     """Variables of the chat template that a request may set."""
 
@@ -119,6 +165,38 @@ class StreamOptions(RequestBody, kw_only=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class NamedSchema(RequestBody, kw_only=True):
+    """A JSON schema as OpenAI's clients send it. The output follows it whatever `strict` says."""
+
+    name: str = ""
+    schema: dict[str, Any] | bool
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(RequestBody, kw_only=True):
+    """text, json_object or json_schema. The last three fields belong to structural_tag."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
+
+
+class StructuredOutputs(RequestBody, kw_only=True):
+    """vLLM's form of a constraint: exactly one of the first five fields, and the white space."""
+
+    json: Schema | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: Text | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class GenerationBody(RequestBody, kw_only=True):
@@ -148,6 +226,14 @@ class GenerationBody(RequestBody, kw_only=True):
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
     cache_salt: Annotated[str, Meta(max_length=128)] = ""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -160,6 +246,9 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool = False
     top_logprobs: Annotated[int, _range("logprobs")] = 0
     separate_reasoning: bool = True
+    tools: Annotated[list[Tool], Meta(max_length=128)] = []
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool = True
 
 
 class TextBody(GenerationBody, kw_only=True):

@@ -50,6 +50,7 @@ def filled() -> Metrics:
     """Metrics with a value for each label, and a model name that needs escapes."""
     metrics = Metrics('a "quoted\\" name')
     metrics.on_ready(Ready(role="scheduler", facts=FACTS, startup_s={"load": 1.5}), tp_size=2)
+    metrics.on_ready(Ready(role="tokenizer-0", tool_format="hermes"), tp_size=2)
     metrics.on_http("/v1/models/{model_id:path}", "GET", 404)
     metrics.on_refused(NotReady("x"), Phase.LOADING)
     return metrics
@@ -332,8 +333,11 @@ def test_hit_ratio_covers_the_last_thousand_requests() -> None:
 # --- engine and service -------------------------------------------------------------------------
 
 
+_NOT_NUMBERS = ("busy", "phases", "constraints")
+
+
 def stats(**fields: int) -> SchedulerStats:
-    zeros = {f: 0 for f in SchedulerStats.__struct_fields__ if f not in ("busy", "phases")}
+    zeros = {f: 0 for f in SchedulerStats.__struct_fields__ if f not in _NOT_NUMBERS}
     return SchedulerStats(busy=True, **(zeros | fields))
 
 

@@ -1,0 +1,71 @@
+"""Mistral: [TOOL_CALLS][{"name": "f", "arguments": {...}}], and [TOOL_CALLS]f[ARGS]{...} since v11.
+
+The models with the tokenizer of version 11 write [TOOL_CALLS]f[CALL_ID]123456789[ARGS]{...}.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl.tool_calls.formats.json_calls import read_json_call
+from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, json_call
+from minisgl.tool_calls.parser import Calls, Format
+from minisgl.tool_calls.reader import NotACall, Reader, Steps
+
+_START, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_MARKERS = (_START, _ID, _ARGUMENTS)
+_NAME = re.compile(r"[^\s\[{]*")
+_ID_CHARS = 9  # The templates refuse ids of another length.
+
+
+def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
+    yield from reader.space()
+    if (yield from reader.literal("[")):
+        yield from _read_list(reader, calls)
+        return
+    name = yield from reader.run(_NAME)
+    if (yield from reader.literal(_ID)):
+        yield from reader.run(_NAME)
+    yield from reader.literal(_ARGUMENTS)
+    yield from reader.space()
+    if (yield from reader.char()) != "{":
+        raise NotACall
+    calls.start(name)
+    yield from reader.json_value(calls.arguments)
+    calls.end()
+
+
+def _read_list(reader: Reader, calls: Calls) -> Steps[None]:
+    while True:
+        yield from reader.space()
+        yield from read_json_call(reader, calls)
+        yield from reader.space()
+        if (yield from reader.literal("]")):
+            reader.commit()
+            return
+        yield from reader.expect(",")
+
+
+def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
+    return f"{writer.text(name)} {writer.text(_ARGUMENTS)} {writer.schema(schema)}"
+
+
+MISTRAL = Format(
+    name="mistral",
+    starts=(_START,),
+    markers=_MARKERS,
+    read=_read,
+    probe=_START,
+    grammar=CallGrammar(
+        start=_START,
+        opening="[",
+        call=json_call("arguments"),
+        separator=", ",
+        end="]",
+        is_list=True,
+    ),
+    id_chars=_ID_CHARS,
+)
+MISTRAL_V11 = MISTRAL._replace(
+    name="mistral-v11", probe=_ARGUMENTS, grammar=CallGrammar(start=_START, call=_write_call)
+)

@@ -1,0 +1,188 @@
+"""Python calls: [f(a=1, b='x'), g()]. Llama 4, small Llama 3.2, LFM2 and OLMo 3 write them.
+
+The values are Python literals. They are converted to JSON while they arrive.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, properties_of
+from minisgl.tool_calls.parser import Calls, Format
+from minisgl.tool_calls.reader import NotACall, Reader, Steps
+
+# The list stands between these markers, or is the whole answer. OLMo 3 writes no brackets.
+_ENDS = {
+    "<|python_start|>": "<|python_end|>",
+    "<|tool_call_start|>": "<|tool_call_end|>",
+    "<function_calls>": "</function_calls>",
+}
+_NAME = re.compile(r"[\w.:/-]*")
+_KEY = re.compile(r"\w*")
+_WORD = re.compile(r"[^\s,:()\[\]{}'\"]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_PLAIN = re.compile(r"[^'\"\\]*")
+_HEX = re.compile(r"[0-9a-fA-F]*")
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
+    yield from reader.space()
+    if not (yield from reader.literal("[")) and start != "<function_calls>":
+        raise NotACall
+    while True:
+        yield from _read_call(reader, calls)
+        yield from reader.space()
+        if (yield from reader.literal(",")):
+            yield from reader.space()
+        if (yield from reader.literal("]")):
+            reader.commit()
+            yield from reader.space()
+            break
+        if (yield from reader.char()) in ("", "<"):
+            break
+    if start and (yield from reader.literal(_ENDS[start])):
+        reader.commit()
+
+
+def _read_call(reader: Reader, calls: Calls) -> Steps[None]:
+    """Read f(a=1). The call begins once the text has the form of a call with named arguments."""
+    yield from reader.space()
+    name = yield from reader.run(_NAME)
+    yield from reader.expect("(")
+    before = "{"
+    while True:
+        yield from reader.space()
+        if (yield from reader.literal(")")):
+            break
+        if before != "{":
+            yield from reader.expect(",")
+            yield from reader.space()
+            if (yield from reader.literal(")")):  # after a comma at the end of the list
+                break
+        key = yield from reader.run(_KEY)
+        yield from reader.space()
+        yield from reader.expect("=")
+        yield from reader.space()
+        if before == "{":
+            calls.start(name)
+        calls.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        before = ", "
+        yield from _read_value(reader, calls.arguments)
+    if before == "{":
+        calls.start(name)
+    else:
+        calls.arguments("}")
+    calls.end()
+
+
+def _read_value(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
+    """Convert one literal, which ends before a comma or bracket outside of it.
+
+    A tuple becomes a list. A word that is no JSON value becomes a string.
+    """
+    open_brackets: list[str] = []
+    separator = ""  # a comma, which JSON does not allow before a closing bracket
+    while char := (yield from reader.char()):
+        if char.isspace():
+            reader.skip(1)
+            continue
+        if char in ",:" or char in ")]}":
+            if not open_brackets:
+                return
+            reader.skip(1)
+            if char in ",:":
+                separator = f"{char} "
+                continue
+            take("}" if _CLOSING[open_brackets.pop()] == "}" else "]")
+            separator = ""
+        else:
+            take(separator)
+            separator = ""
+            if char in _CLOSING:
+                reader.skip(1)
+                open_brackets.append(char)
+                take("{" if char == "{" else "[")
+            elif char in "'\"":
+                yield from _read_string(reader, take)
+            else:
+                word = yield from reader.run(_WORD)
+                constant = _CONSTANTS.get(word, word)
+                is_json = constant in ("true", "false", "null") or _NUMBER.fullmatch(word)
+                take(constant if is_json else json.dumps(word, ensure_ascii=False))
+        if not open_brackets:
+            return
+    raise NotACall
+
+
+def _read_string(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
+    quote = yield from reader.char()
+    reader.skip(1)
+    take('"')
+    while char := (yield from reader.char()):
+        if char == quote:
+            reader.skip(1)
+            take('"')
+            return
+        if char == "\\":
+            reader.skip(1)
+            take((yield from _read_escape(reader)))
+        elif char in "'\"":
+            reader.skip(1)
+            take(_inside_quotes(char))
+        else:
+            text = yield from reader.piece(_PLAIN)
+            take(_inside_quotes(text))
+    raise NotACall
+
+
+def _read_escape(reader: Reader) -> Steps[str]:
+    """Convert what follows a backslash to the inside of a JSON string."""
+    char = yield from reader.char()
+    reader.skip(len(char))
+    if char == "\n":
+        return ""
+    if char not in _HEX_DIGITS:
+        kept = char if char in "'\"\\/" else f"\\{char}"
+        return _inside_quotes(_ESCAPES.get(char, kept))
+    digits = ""
+    while len(digits) < _HEX_DIGITS[char] and _HEX.fullmatch((yield from reader.char()) or "-"):
+        digits += yield from reader.char()
+        reader.skip(1)
+    if len(digits) < _HEX_DIGITS[char] or int(digits, 16) > 0x10FFFF:
+        return _inside_quotes(f"\\{char}{digits}")
+    # JSON has the escape \u too, which may also stand for half of a character.
+    return f"\\u{digits}" if char == "u" else json.dumps(chr(int(digits, 16)))[1:-1]
+
+
+def _inside_quotes(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
+    """The parameters in the order of the schema, with JSON values, which the parser reads too."""
+    # The last parameters, once after a comma and once without one in front of them.
+    after_comma = first = '""'
+    for key, part, is_required in reversed(properties_of(schema)):
+        value = writer.schema(part)
+        written = f"{writer.text(key + '=')} {value}"
+        with_it = f"{written} {after_comma}"
+        first = writer.rule(with_it if is_required else f"{with_it} | {first}")
+        optional = "" if is_required else "?"
+        after_comma = writer.rule(f'( ", " {written} ){optional} {after_comma}')
+    return f"{writer.text(name + '(')} {first} {writer.text(')')}"
+
+
+PYTHONIC = Format(
+    name="pythonic",
+    starts=tuple(_ENDS),
+    markers=(*_ENDS, *_ENDS.values()),
+    read=_read,
+    probe="(",
+    grammar=CallGrammar(call=_write_call, opening="[", separator=", ", end="]", is_list=True),
+    bare="[",
+)

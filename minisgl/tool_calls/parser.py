@@ -1,0 +1,251 @@
+"""`ToolCallParser`: finds the tool calls in the text of one answer, piece by piece.
+
+Text that can no longer belong to a call is content. Text that may belong to a call is withheld.
+Text that looked like a call and is none comes back as content. White space beside a call belongs
+to the format, and is in neither.
+"""
+
+import itertools
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from minisgl.message.messages import ToolCallDelta
+from minisgl.tokenizer.text_stream import partial_match
+from minisgl.tool_calls.grammar import CallGrammar
+from minisgl.tool_calls.reader import NotACall, Reader, Steps
+
+# A failed call is searched for further calls only up to this length, and text is fed in pieces of
+# at most _PIECE_CHARS, so that the cost stays linear for every text.
+_SEARCHED_CHARS = 1024
+_PIECE_CHARS = 4096
+_MAX_SPACE = 256  # White space that is withheld because a call may follow.
+_ID_CHARS = string.ascii_letters + string.digits
+
+
+class Format(NamedTuple):
+    """How the models of a family write tool calls.
+
+    starts   markers that begin a call or a list of calls, at any place of the answer.
+    markers  all markers that may be special tokens, the starts included. With skip_special_tokens,
+             the parser receives the text of these tokens all the same.
+    read     reads the calls that follow a marker, or stand at the beginning of the answer (then
+             the marker is ""). Text that it has read and not committed is outside of the calls.
+    bare     characters; an answer that begins with one of them may be a call without a marker.
+    probe    text that the template of such a model writes for a call.
+    grammar  what constrained calls look like.
+    id_chars length of the ids of calls without the prefix "call_"; 0: the ids have the prefix.
+    """
+
+    name: str
+    starts: tuple[str, ...]
+    read: Callable[[Reader, "Calls", str], Steps[None]]
+    probe: str
+    grammar: CallGrammar
+    markers: tuple[str, ...] = ()
+    bare: str = ""
+    id_chars: int = 0
+
+
+class Calls:
+    """The calls of one answer, as the reader of a format reports them.
+
+    Each report commits the text that the reader has read.
+
+    parameters  the JSON schema of the arguments of each tool, by its name.
+    deltas      reports that have not been taken.
+    count       number of calls that have begun.
+    is_open     the last call has not ended.
+    is_last     no content has followed the last call.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], id_chars: int) -> None:
+        self.parameters = parameters
+        self.deltas: list[ToolCallDelta] = []
+        self.count = 0
+        self.is_open = False
+        self.is_last = False
+        self.reader = Reader("")
+        self._id_chars = id_chars
+        self._has_arguments = False
+
+    def start(self, name: str) -> None:
+        """A call begins. Raises NotACall for an empty name, and for an unknown name of a call
+        without a marker, because such a text may be an ordinary answer.
+        """
+        if not name or (self.reader.is_bare and name not in self.parameters):
+            raise NotACall
+        self.deltas.append(ToolCallDelta(self.count, "", _call_id(self._id_chars), name))
+        self.count += 1
+        self.is_open, self.is_last, self._has_arguments = True, True, False
+        self.reader.commit()
+
+    def arguments(self, piece: str) -> None:
+        """Add a piece of the JSON text of the arguments."""
+        if piece:
+            self._has_arguments = True
+            self.deltas.append(ToolCallDelta(self.count - 1, piece))
+        self.reader.commit()
+
+    def end(self) -> None:
+        """The call is complete."""
+        if not self._has_arguments:
+            self.arguments("{}")
+        self.is_open = False
+        self.reader.commit()
+
+
+class ToolCallParser:
+    """Splits the text of one answer into content and tool calls.
+
+        parser = ToolCallParser(HERMES, {"now": {}})
+        parser.feed('Let me see.\n<tool_call>{"name": "now", "arguments": {}}</tool_call>')
+        parser.finish()
+        parser.take()      # "Let me see.", [ToolCallDelta(0, "", "call_...", "now"), ...]
+
+    marker_ids  the special tokens that are markers, with their texts.
+    failures    markers that no call followed, and calls that the end of the answer cut off.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        parameters: Mapping[str, Any],
+        marker_ids: Mapping[int, str] | None = None,
+    ) -> None:
+        self.marker_ids = marker_ids or {}
+        self.failures = 0
+        self._format = format
+        special = self.marker_ids.values()
+        # A start that is a special token counts only as this token, and not as text.
+        self._starts = tuple(start for start in format.starts if start not in special)
+        self._calls = Calls(parameters, format.id_chars)
+        self._content: list[str] = []
+        self._withheld = ""
+        self._may_be_bare = bool(format.bare)
+        self._steps: Steps[None] | None = None
+
+    def feed(self, text: str, is_marker: bool = False) -> None:
+        """Add text. is_marker: it is the whole text of a special token of `marker_ids`."""
+        if is_marker and text in self._format.starts:
+            self._end_call()  # A start does not occur inside of a call.
+            content = self._withheld.rstrip()
+            space, self._withheld = self._withheld[len(content) :], ""
+            self._emit(content)
+            self._open(Reader(space + text), text, "")
+            return
+        for begin in range(0, len(text), _PIECE_CHARS):
+            self._feed(text[begin : begin + _PIECE_CHARS])
+
+    def finish(self) -> None:
+        """End the answer: withheld text becomes content."""
+        self._end_call()
+        if not (self._calls.is_last and self._withheld.isspace()):
+            self._emit(self._withheld)
+        self._withheld = ""
+
+    def take(self) -> tuple[str, list[ToolCallDelta]]:
+        """Return the content and the deltas of calls since the last call of this method."""
+        if not self._content and not self._calls.deltas:
+            return "", []
+        content, deltas = "".join(self._content), self._calls.deltas
+        self._content, self._calls.deltas = [], []
+        return content, _joined(deltas) if len(deltas) > 1 else deltas
+
+    def _feed(self, text: str) -> None:
+        rest = text
+        while rest:
+            if self._steps is None:
+                rest = self._find_start(rest)
+            else:
+                self._calls.reader.feed(rest)
+                rest = self._advance(self._steps)
+
+    def _end_call(self) -> None:
+        """End the text of a call that is being read."""
+        while self._steps is not None:
+            self._calls.reader.ended = True
+            self._feed(self._advance(self._steps))
+
+    def _find_start(self, text: str) -> str:
+        """Add text outside of calls. Returns the part of it that follows calls."""
+        text = self._withheld + text
+        self._withheld = ""
+        if self._may_be_bare:
+            answer = text.lstrip()
+            if not answer and len(text) <= _MAX_SPACE:
+                self._withheld = text
+                return ""
+            self._may_be_bare = False
+            if answer[:1] and answer[0] in self._format.bare:
+                space = text[: len(text) - len(answer)]
+                return self._open(Reader(space, is_bare=True), "", answer)
+        begins = [(at, -len(s), s) for s in self._starts if (at := text.find(s)) >= 0]
+        if begins:
+            at, _, start = min(begins)
+            content = text[:at].rstrip()
+            self._emit(content)
+            prefix = text[len(content) : at + len(start)]
+            return self._open(Reader(prefix), start, text[at + len(start) :])
+        partial = max((partial_match(start, text) for start in self._starts), default=0)
+        certain = text[: len(text) - partial]
+        content = certain.rstrip()
+        if len(certain) - len(content) > _MAX_SPACE:
+            content = certain
+        self._emit(content)
+        self._withheld = text[len(content) :]
+        return ""
+
+    def _open(self, reader: Reader, start: str, rest: str) -> str:
+        """Begin to read calls. Returns the part of `rest` that follows them."""
+        self._may_be_bare = False
+        self._calls.reader = reader
+        self._steps = self._format.read(reader, self._calls, start)
+        reader.feed(rest)
+        return self._advance(self._steps)
+
+    def _advance(self, steps: Steps[None]) -> str:
+        """Read on. Returns the text that belongs to no call; "" if the call needs more text."""
+        try:
+            next(steps)
+        except StopIteration:
+            is_call = True
+        except NotACall:
+            is_call = False
+        else:
+            return ""
+        self._steps = None
+        reader = self._calls.reader
+        held, rest = reader.split()
+        if not is_call:
+            self.failures += self._calls.is_open or not reader.is_bare
+            # At least the marker becomes content, so that the search cannot find it again.
+            certain = len(reader.prefix) if len(held) <= _SEARCHED_CHARS else len(held)
+            self._emit(held[:certain])
+            held = held[certain:]
+        self._calls.is_open = False
+        return held + rest
+
+    def _emit(self, content: str) -> None:
+        if content:
+            self._content.append(content)
+            self._calls.is_last = False
+
+
+def _joined(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Join the pieces of arguments that follow each other. The beginnings of calls stay apart."""
+    joined: list[ToolCallDelta] = []
+    for is_start, group in itertools.groupby(deltas, lambda delta: bool(delta.id)):
+        pieces = list(group)
+        if is_start:
+            joined += pieces
+        else:
+            arguments = "".join(piece.arguments for piece in pieces)
+            joined.append(ToolCallDelta(pieces[0].index, arguments))
+    return joined
+
+
+def _call_id(chars: int) -> str:
+    text = "".join(secrets.choice(_ID_CHARS) for _ in range(chars or 24))
+    return text if chars else "call_" + text

@@ -1,0 +1,173 @@
+"""`Reader`: the unread text of an answer, read by coroutines that wait for more text.
+
+The reader of a format is a generator. It yields wherever the answer so far is too short to go on,
+and continues at the same place once more text has arrived. No text is read twice, so the cost is
+linear in the length of the answer for every split into pieces.
+"""
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+# A coroutine that yields while it waits for text, and returns a T.
+Steps: TypeAlias = Generator[None, None, T]
+
+MAX_NAME_CHARS = 256
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STRING_PART = re.compile(r'["\\]')
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_SCALAR = re.compile(r"[^\s,}\]]*")
+
+
+class NotACall(Exception):
+    """The text does not continue as the format requires."""
+
+
+class Reader:
+    """Text in order of arrival. `held` is the text that was read since the last `commit`.
+
+    prefix: white space and a marker that stand before the text, and belong to the held text.
+    is_bare: the text began without a marker.
+    """
+
+    def __init__(self, prefix: str, is_bare: bool = False) -> None:
+        self.prefix = prefix
+        self.is_bare = is_bare
+        self.ended = False  # True once no further text will come.
+        self._held = [prefix]
+        self._text = ""
+        self._start = 0  # of the text that is held
+        self._at = 0  # of the next character to read
+
+    def feed(self, text: str) -> None:
+        """Add text."""
+        self._held.append(self._text[self._start : self._at])
+        self._text = self._text[self._at :] + text
+        self._start = self._at = 0
+
+    def commit(self) -> None:
+        """Forget the held text: it is reported as a part of a call."""
+        self.prefix = ""
+        self._held.clear()
+        self._start = self._at
+
+    def split(self) -> tuple[str, str]:
+        """Return the held text, and the text that has not been read."""
+        held = "".join(self._held) + self._text[self._start : self._at]
+        return held, self._text[self._at :]
+
+    def text(self) -> Steps[str]:
+        """Wait for unread text. Returns all of it without reading it; "" at the end."""
+        while self._at == len(self._text) and not self.ended:
+            yield
+        return self._text[self._at :]
+
+    def char(self) -> Steps[str]:
+        """Return the next character without reading it; "" at the end."""
+        while self._at == len(self._text) and not self.ended:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def skip(self, count: int) -> None:
+        """Read this number of characters, which have arrived."""
+        self._at += count
+
+    def piece(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read the text that has arrived, up to the first character that `pattern` does not match.
+
+        Waits for one character. Returns "" if `pattern` does not match it, and at the end.
+        """
+        yield from self.char()
+        found = pattern.match(self._text, self._at)
+        part = found[0] if found is not None else ""
+        self._at += len(part)
+        return part
+
+    def run(self, pattern: re.Pattern[str], max_chars: int = MAX_NAME_CHARS) -> Steps[str]:
+        """Read the longest text that matches `pattern`, in which every character stands for itself.
+
+        Raises NotACall for more than max_chars.
+        """
+        parts: list[str] = []
+        count = 0
+        while part := (yield from self.piece(pattern)):
+            parts.append(part)
+            count += len(part)
+            if count > max_chars:
+                raise NotACall
+        return "".join(parts)
+
+    def space(self) -> Steps[None]:
+        """Read white space."""
+        while (yield from self.piece(_SPACE)):
+            pass
+
+    def literal(self, literal: str) -> Steps[bool]:
+        """Read this text if it comes next. Returns False, and reads nothing, if it does not."""
+        while True:
+            arrived = self._text[self._at : self._at + len(literal)]
+            if arrived == literal:
+                self._at += len(literal)
+                return True
+            if self.ended or not literal.startswith(arrived):
+                return False
+            yield
+
+    def expect(self, literal: str) -> Steps[None]:
+        """Read this text. Raises NotACall if it does not come next."""
+        if not (yield from self.literal(literal)):
+            raise NotACall
+
+    def json_text(self) -> Steps[str]:
+        """Read a JSON string and return its value. Raises NotACall."""
+        parts: list[str] = []
+        if (yield from self.char()) != '"':
+            raise NotACall
+        yield from self.json_value(parts.append, MAX_NAME_CHARS)
+        try:
+            value: str = json.loads("".join(parts))
+        except ValueError:
+            raise NotACall from None
+        return value
+
+    def json_value(self, take: Callable[[str], None], max_chars: int | None = None) -> Steps[None]:
+        """Read a JSON value and pass it to `take` in pieces, unchanged.
+
+        The value of an object, list or string ends where its brackets or quotes close. Its inside
+        is not validated. Raises NotACall if the text ends first, or after more than max_chars.
+        """
+        if (yield from self.char()) not in ('"', "{", "["):
+            take((yield from self.run(_SCALAR)))
+            return
+        depth, in_string, escaped, count = 0, False, False, 0
+        while (yield from self.char()):
+            text, at = self._text, self._at
+            while at < len(text):
+                if escaped:
+                    at += 1
+                    escaped = False
+                    continue
+                found = (_STRING_PART if in_string else _STRUCTURE).search(text, at)
+                at = len(text) if found is None else found.end()
+                part = "" if found is None else found[0]
+                if part == '"':
+                    in_string = not in_string
+                elif part == "\\":
+                    escaped = True
+                elif part:
+                    depth += 1 if part in "{[" else -1
+                if part and not depth and not in_string:
+                    break
+            else:
+                part = ""
+            piece = text[self._at : at]
+            count += len(piece)
+            self._at = at
+            take(piece)
+            if max_chars is not None and count > max_chars:
+                raise NotACall
+            if part:
+                return
+        raise NotACall

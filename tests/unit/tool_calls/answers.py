@@ -1,0 +1,80 @@
+"""Helpers: what a parser makes of an answer, and the chat templates of the formats."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minisgl.tokenizer.template import ChatTemplate
+from minisgl.tool_calls.formats import FORMATS
+from minisgl.tool_calls.parser import ToolCallParser
+
+TEMPLATES = Path(__file__).with_name("templates")
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@dataclass
+class Answer:
+    """Content and calls; `pieces` are the deltas in order of arrival."""
+
+    content: str = ""
+    names: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    failures: int = 0
+
+    @property
+    def calls(self) -> list[tuple[str, Any]]:
+        return [(n, json.loads(a)) for n, a in zip(self.names, self.arguments, strict=True)]
+
+    @property
+    def everything(self) -> str:
+        return self.content + "".join(self.names) + "".join(self.arguments)
+
+
+def parse(
+    format_name: str,
+    pieces: Iterable[str],
+    parameters: dict[str, Any] | None = None,
+    special: Iterable[str] = (),
+) -> Answer:
+    """Feed the pieces to a parser. special: markers that arrive as special tokens."""
+    marker_ids = dict(enumerate(special))
+    parser = ToolCallParser(FORMATS[format_name], parameters or {}, marker_ids)
+    answer = Answer()
+    for piece in pieces:
+        parser.feed(piece, piece in marker_ids.values())
+        _take(parser, answer)
+    parser.finish()
+    _take(parser, answer)
+    answer.failures = parser.failures
+    return answer
+
+
+def _take(parser: ToolCallParser, answer: Answer) -> None:
+    content, deltas = parser.take()
+    answer.content += content
+    for delta in deltas:
+        if delta.id:
+            assert delta.index == len(answer.names)
+            assert not delta.arguments
+            answer.names.append(delta.name)
+            answer.ids.append(delta.id)
+            answer.arguments.append("")
+        else:
+            assert delta.index == len(answer.names) - 1
+            answer.arguments[-1] += delta.arguments
+
+
+def cut(text: str, borders: Iterable[int]) -> Iterator[str]:
+    """The text in pieces that end at these positions."""
+    begin = 0
+    for end in sorted({*borders, len(text)}):
+        if 0 < end <= len(text):
+            yield text[begin:end]
+            begin = end
+
+
+def load_template(path: Path) -> ChatTemplate:
+    return ChatTemplate(path.read_text(encoding="utf-8"), SPECIAL_TOKENS, 1e9)

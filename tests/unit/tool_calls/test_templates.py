@@ -1,0 +1,131 @@
+"""The oracle of the parsers: a chat template renders a random call, and the parser reads it back.
+
+`templates` holds one short template per format, which writes calls as the models of the family do.
+The folder in the variable TOOL_TEMPLATES may hold further templates, such as those of the models
+themselves, as *.jinja files. Files without a known format are skipped.
+"""
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from minisgl.tokenizer.template import ChatTemplate, TemplateError
+from minisgl.tool_calls.detect import answer_in, detect
+from minisgl.tool_calls.formats import FORMATS
+from tests.unit.tool_calls.answers import TEMPLATES, cut, load_template, parse
+
+OWN = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
+GIVEN = {path.stem: path for path in sorted(Path(os.environ.get("TOOL_TEMPLATES", "-")).glob("*"))}
+PATHS = {**OWN, **GIVEN}
+QUESTION = {"role": "user", "content": "question"}
+
+names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,20}", fullmatch=True)
+texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=30)
+scalars = texts | st.integers(-(10**12), 10**12) | st.booleans() | st.none()
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3)
+)
+TAGS = re.compile(r"<[^<>]*>")  # the ends of the turn, and an empty block of thinking
+TYPES = {str: "string", int: "integer", bool: "boolean", type(None): "null", list: "array"}
+
+
+@cache
+def template_of(name: str) -> tuple[ChatTemplate, str]:
+    template = load_template(PATHS[name])
+    return template, detect(lambda chat, options: template.render(chat, options, None))
+
+
+def tool(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A tool whose schema has the types of these arguments."""
+    properties = {
+        key: {"type": TYPES.get(type(value), "object"), "description": key}
+        for key, value in arguments.items()
+    }
+    schema = {"type": "object", "properties": properties, "required": list(arguments)}
+    function = {"name": name, "description": "does it", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def answer_of(template: ChatTemplate, calls: list[tuple[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """The text with which the model would make these calls, and the schemas of the tools."""
+    tools = [tool(name, arguments) for name, arguments in calls]
+    tool_calls = [
+        {"id": f"abcdefg{i:02}", "type": "function", "function": {"name": n, "arguments": a}}
+        for i, (n, a) in enumerate(calls)
+    ]
+    call = {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    options = {"tools": tools, "enable_thinking": False}
+    prompt = template.render([QUESTION], options, None)
+    try:
+        chat = template.render([QUESTION, call], {**options, "add_generation_prompt": False}, None)
+    except TemplateError as error:
+        assume("single tool-calls" not in str(error))  # Llama 3 renders one call only.
+        raise
+    answer = answer_in(chat, prompt)
+    schemas = {t["function"]["name"]: t["function"]["parameters"] for t in tools}
+    return answer, schemas
+
+
+def is_exact(format_name: str, template: str, value: Any) -> bool:
+    """False for a value that the format, or this template, does not write without ambiguity."""
+    if isinstance(value, dict):
+        return all(is_exact(format_name, template, v) for v in value.values())
+    if isinstance(value, list):
+        return all(is_exact(format_name, template, v) for v in value)
+    if format_name == "qwen3-coder" and isinstance(value, str):
+        return "</parameter>" not in value
+    if format_name == "pythonic" and isinstance(value, str) and template not in OWN:
+        return not set("'\"\\") & set(value)  # LFM2's template does not escape them.
+    return True
+
+
+def test_every_format_has_a_template_from_which_it_is_detected() -> None:
+    assert {name: template_of(name)[1] for name in OWN} == {name: name for name in FORMATS}
+
+
+@pytest.mark.parametrize("name", PATHS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(st.data())
+def test_a_rendered_call_is_read_back(name: str, data: st.DataObject) -> None:
+    template, format_name = template_of(name)
+    if format_name not in FORMATS:
+        pytest.skip(f"the format of this template is {format_name}")
+    arguments = st.dictionaries(names, values, max_size=3)
+    calls = data.draw(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
+    calls = list(dict(calls).items())  # One schema for each name.
+    assume(all(is_exact(format_name, name, arguments) for _, arguments in calls))
+    answer, schemas = answer_of(template, calls)
+    whole = parse(format_name, [answer], schemas)
+    assert whole.calls == calls
+    assert whole.failures == 0
+    assert not TAGS.sub("", whole.content).strip()
+    pieces = parse(format_name, cut(answer, data.draw(st.lists(st.integers(0, 400)))), schemas)
+    assert (pieces.content, pieces.names, pieces.arguments) == (
+        whole.content,
+        whole.names,
+        whole.arguments,
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "none"),
+        ("{{ raise_exception('no') }}", "none"),
+        ("{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}", "unknown"),
+        ("{{ tools | tojson }}{% for m in messages %}{{ m.content + '' }}{% endfor %}", "unknown"),
+        (
+            "{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls[0].x.y }}{% endfor %}",
+            "none",
+        ),
+    ],
+)
+def test_a_template_without_a_known_format_is_reported(template: str, expected: str) -> None:
+    chat_template = ChatTemplate(template, {}, 1e9)
+    assert detect(lambda chat, options: chat_template.render(chat, options, None)) == expected
