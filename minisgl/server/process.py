@@ -7,53 +7,34 @@ _drain    waits for the signal to drain, and then ends the process in phases
 """
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
 import resource
 import signal
 import socket
-import sys
 import time
-from collections.abc import Iterator
-
-import uvicorn
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
 from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.config import ChildSpec, ServerConfig
-from minisgl.server.connection import limited_protocol
+from minisgl.server.connection import OTHER_FILES, SPARE_CONNECTIONS, HttpServer
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.utils import process_age_s, supervise
+from minisgl.utils import announce, process_age_s, supervise
 
 logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
 _HUNG_NOTICE_S = 2.0  # /livez answers 503 for this long before a hung worker ends the service.
 _KEEP_ALIVE_S = 15.0
-# Longer than proxies keep an idle connection. The proxy must close it first, because only the proxy
-# knows that it is about to send a request on the connection.
-_IDLE_CONNECTION_S = 75
 _SEND_BUFFER_BYTES = 128 * 2**10
-# Open files besides --max-connections: 60 for the process itself, and the others for connections
-# that `limited_protocol` accepts only to refuse them.
-_OTHER_FILES = 512
 _ERROR_EVENTS_S = 2.0  # Time for the error events of open streams to leave after a failure.
 _LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn server without its signal handlers, because `ApiServer` handles the signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class ApiServer:
@@ -108,8 +89,11 @@ class ApiServer:
             self._watchdog.satisfied("scheduler")
         return self._watchdog.hanging(now_s)
 
-    async def run(self, listener: socket.socket) -> None:
-        """Serve until drained. Raises WorkerDied when the service cannot continue."""
+    async def run(self, *listeners: socket.socket) -> None:
+        """Serve until drained. Raises WorkerDied when the service cannot continue.
+
+        listeners: the sockets of --port and, with that flag, of --probe-port.
+        """
         loop = asyncio.get_running_loop()
         # SIGTERM comes from an orchestrator, which needs the grace period. For a Ctrl-C the
         # launcher sends SIGUSR2. Until the handlers below are installed, a SIGINT would raise
@@ -119,27 +103,12 @@ class ApiServer:
         lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.
         lost = EngineError("another process of the service has ended")
         loop.add_signal_handler(signal.SIGUSR1, lost_worker.set_exception, lost)
-        server = _Server(
-            uvicorn.Config(
-                build_app(self),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                http=limited_protocol(
-                    self.config.limits, self.client.metrics.on_limit, lambda: self.lifecycle.leaving
-                ),
-                ws="none",
-                loop="uvloop",
-                ssl_certfile=self.config.ssl_certfile,
-                ssl_keyfile=self.config.ssl_keyfile,
-                timeout_keep_alive=_IDLE_CONNECTION_S,
-                timeout_graceful_shutdown=3,
-            )
-        )
+        metrics, config = self.client.metrics, self.config
+        app = build_app(self)
+        server = HttpServer(app, config, metrics, lambda: self.lifecycle.leaving, *listeners)
         loops = (self._receive, self._watch, self._beat, self._drain)
         tasks = {lost_worker, *(asyncio.create_task(run()) for run in loops)}
-        serving = asyncio.create_task(server.serve([listener]))
+        serving = asyncio.create_task(server.serve())
         try:
             # The end of any of these ends the process, so that none can fail unnoticed (bug W27 in
             # docs/bugs.md: the task that receives messages ended, and every client hung).
@@ -203,11 +172,7 @@ class ApiServer:
             f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
             f"KV capacity {facts.kv_capacity_tokens:,} tokens)"
         )
-        if self.config.log_format == "json":
-            logger.info(line)
-        else:
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
+        announce(line)
 
     async def _watch(self) -> None:
         """End the service when a worker is hung.
@@ -292,25 +257,26 @@ class ApiServer:
 
 def run_api(spec: ChildSpec) -> None:
     """The main of the API server process: serve on the inherited socket until drained."""
-    assert spec.listen_fd is not None, "the API server has no socket; this is a bug"
+    assert spec.listen_fds, "the API server has no socket; this is a bug"
     # Most systems start processes with a limit of 1,024 open files, which is less than
-    # --max-connections. Unfinished TLS handshakes do not count as connections. With a limit much
-    # above --max-connections, they could fill the memory.
+    # --max-connections.
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = min(max_files, spec.config.limits.max_connections + _OTHER_FILES)
+    needed = spec.config.limits.max_connections + SPARE_CONNECTIONS + OTHER_FILES
+    files = min(max_files, needed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    listener = socket.socket(fileno=spec.listen_fd)
-    # Events are small and must leave at once, without Nagle's delay. Accepted sockets inherit the
-    # options of the listener.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Data that a client does not read stays in a buffer of this size. After read_timeout_s the
-    # kernel closes the connection.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    listeners = [socket.socket(fileno=fd) for fd in spec.listen_fds]
     timeout_ms = round(spec.config.limits.read_timeout_s * 1000)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+    for listener in listeners:
+        # Events are small and must leave at once, without Nagle's delay. Accepted sockets inherit
+        # the options of the listener.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Data that a client does not read stays in a buffer of this size. After read_timeout_s the
+        # kernel closes the connection.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
     async def main() -> None:
-        await ApiServer(spec).run(listener)
+        await ApiServer(spec).run(*listeners)
 
     import uvloop
 
