@@ -39,8 +39,10 @@ _PART_BYTES = 8 * 2**10
 # Longer than proxies keep an idle connection. The proxy must close it first, because only the proxy
 # knows that it is about to send a request on the connection.
 _IDLE_CONNECTION_S = 75
-_START = re.compile(rb"[A-Z]{1,32}(?: |\Z)")  # the start of a request line
-_REQUEST_LINE = re.compile(rb"[^\r\n]* HTTP/1\.[01]\r\n")
+# The start of a request line, maybe incomplete. Some clients send a line end behind a body.
+_START = re.compile(rb"\r?\n?(?:[A-Z]{1,32} |[A-Z]{0,32}\Z)")
+_REQUEST_LINE = re.compile(rb"(?:\r\n)?[^\r\n]* HTTP/1\.[01]\r\n")
+_PROBE = re.compile(rb"(?:GET|HEAD) /(?:livez|readyz|health)[ ?]")
 # A header that offers another protocol, such as h2c from Java's client. The server removes it
 # before parsing, because the parser would read the body as that protocol.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
@@ -117,7 +119,7 @@ class HttpConnection(HttpToolsProtocol, Connection):
             self._start_timer()
         self._received += data
         self.transport.pause_reading()  # until the turn of this connection
-        self._owner.received(self, len(data))
+        self._owner.received(self, len(data), _PROBE.match(data) is not None)
 
     def take_turn(self) -> bool:
         """Parse one head or one part of a body. Returns True if further bytes can be parsed."""
@@ -141,8 +143,6 @@ class HttpConnection(HttpToolsProtocol, Connection):
     def _parse_head(self) -> bool:
         """Parse the head if it is complete, and return True if it is."""
         most = self._limits.max_head_bytes
-        if not self._searched:
-            self._received = self._received.lstrip(b"\r\n")
         end = self._received.find(b"\r\n\r\n", self._searched) + 4
         head = bytes(self._received[:end]) if end > 3 else b""
         if not head:
@@ -181,10 +181,9 @@ class HttpConnection(HttpToolsProtocol, Connection):
 
     def _drop_excess(self) -> None:
         self._overhead += len(self._received)
-        excess = self._received.strip(b"\r\n")  # Some clients send a line end behind a body.
-        self._received.clear()
-        if excess:
+        if self._received != b"\r\n":
             self.cycle.keep_alive = False
+        self._received.clear()
         if self._overhead > self._limits.max_head_bytes:
             self._metrics.on_limit("max_head_bytes")
             self.transport.abort()

@@ -16,7 +16,8 @@ from collections.abc import Callable
 _MAX_HELD_BYTES = 64 * 2**20
 # Turns in one pass of the event loop. A turn starts one request (about 0.4 ms with its refusal) or
 # parses one part of a body.
-_TURNS = 16
+_TURNS = 4
+_ACCEPTS = 16  # connections that are accepted in one pass
 
 
 class Connection(asyncio.Protocol, abc.ABC):
@@ -67,27 +68,35 @@ class Listener:
         self._scheduled = False
         self._held_bytes = 0
         listener.setblocking(False)
-        self._loop.add_reader(listener, self._accept)
+        self._loop.add_reader(listener, self._accept_some)
 
     def close(self) -> None:
         """Accept no more connections. The open connections stay."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
 
-    def _accept(self) -> None:
-        """Accept one connection. The event loop calls this once in each pass."""
-        if len(self._open) >= self._capacity:
-            self._end_oldest("max_connections")
+    def _accept_some(self) -> None:
+        """Accept connections. The event loop calls this in each pass while some wait."""
+        for _ in range(_ACCEPTS):
+            if not self._accept():
+                return
+
+    def _accept(self) -> bool:
+        """Accept one connection. Returns False if none waits."""
         try:
             accepted, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # The client has disconnected.
-            return
+        except BlockingIOError:
+            return False
+        except ConnectionAbortedError:  # The client has disconnected.
+            return True
         except OSError:  # The system has no more files or memory.
             self._end_oldest("max_connections")
-            return
+            return False
         if len(self._open) >= self._capacity:
+            self._end_oldest("max_connections")
+        if len(self._open) >= self._capacity:  # None is idle.
             accepted.close()
-            return
+            return True
         accepted.setblocking(False)
         connection = self._make(self)
         opening = self._loop.connect_accepted_socket(
@@ -97,14 +106,19 @@ class Listener:
             ssl_handshake_timeout=self._handshake_s,
         )
         task = self._loop.create_task(opening)
-        self._open.add(connection)
-        self._idle[connection] = task.cancel
+        self.add(connection, task.cancel)
 
         def on_opened(task: asyncio.Task[object]) -> None:
             if task.cancelled() or task.exception() is not None:
                 self.forget(connection)
 
         task.add_done_callback(on_opened)
+        return True
+
+    def add(self, connection: Connection, end: Callable[[], object]) -> None:
+        """Count a new connection. `end` closes it at once."""
+        self._open.add(connection)
+        self._idle[connection] = end
 
     def idle(self, connection: Connection, end: Callable[[], object]) -> None:
         """The connection has no request from now on. `end` closes it at once."""
@@ -123,12 +137,15 @@ class Listener:
             self._idle.pop(connection, None)
             self._held_bytes -= connection.held_bytes
 
-    def received(self, connection: Connection, count: int) -> None:
-        """Give the connection, which has received `count` bytes, a turn."""
+    def received(self, connection: Connection, count: int, is_probe: bool) -> None:
+        """Give the connection, which has received `count` bytes, a turn. Probes come first."""
         self._held_bytes += count
         while self._held_bytes > _MAX_HELD_BYTES and self._idle:
             self._end_oldest("max_head_bytes")
-        self._turns.append(connection)
+        if is_probe:
+            self._turns.appendleft(connection)
+        else:
+            self._turns.append(connection)
         self._schedule()
 
     def _schedule(self) -> None:
