@@ -123,22 +123,21 @@ class HttpConnection(HttpToolsProtocol, Connection):
 
     def take_turn(self) -> bool:
         """Parse one head or one part of a body. Returns True if further bytes can be parsed."""
+        again = True
         if self._left != 0:
             self._parse_body()
-        elif self._responding:
+        elif not self._responding:
+            again = self._parse_head()
+        if self._left == 0 and self._responding:
             self._drop_excess()
-        elif not self._parse_head():
-            self._resume()
+        if self.transport.is_closing():
             return False
-        if self._received:
-            return not self.transport.is_closing()
-        self._resume()
-        return False
-
-    def _resume(self) -> None:
+        if again and self._received:
+            return True
         # Reading goes on during the response, because a paused transport reports no disconnect.
-        if not (self.transport.is_closing() or self.flow.read_paused):
+        if not self.flow.read_paused:
             self.transport.resume_reading()
+        return False
 
     def _parse_head(self) -> bool:
         """Parse the head if it is complete, and return True if it is."""
@@ -181,7 +180,7 @@ class HttpConnection(HttpToolsProtocol, Connection):
 
     def _drop_excess(self) -> None:
         self._overhead += len(self._received)
-        if self._received != b"\r\n":
+        if bytes(self._received[:3]) not in (b"", b"\r\n"):
             self.cycle.keep_alive = False
         self._received.clear()
         if self._overhead > self._limits.max_head_bytes:

@@ -229,7 +229,7 @@ class Metrics:
 
     def _renew(self) -> None:
         """Clear the cached scrape while at most one request is open, so that a test or a single
-        client sees its own request in the next scrape. _RENEWALS bounds the time that this takes."""
+        client sees its own request in the next scrape. _RENEWALS bounds the time it takes."""
         if self._open_http <= 1 and self._clock() - self._encoded_s[0] >= 1:
             self._scrapes.clear()
 

@@ -1,12 +1,16 @@
 """Access to the real server: HTTPS, keys, heads, connections, and clients that do not read."""
 
 import contextlib
+import fcntl
 import http.client
 import json
+import os
 import select
 import socket
 import ssl
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -124,7 +128,7 @@ def test_endless_head_is_a_431_or_invalid_http(keyed: ServerProcess, head: bytes
 
 def test_head_over_the_limit_in_one_packet_is_refused(keyed: ServerProcess) -> None:
     """Regression: the limit applied to incomplete heads only, so one packet could exceed it."""
-    size, start = 4096, b"GET /livez HTTP/1.1\r\nconnection: close\r\nx: "
+    size, start = 4096, b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: "
     for length, status in ((size, b"200"), (size + 1, b"431")):
         with connect(keyed) as connection:
             connection.sendall(start + b"y" * (length - len(start) - 4) + b"\r\n\r\n")
@@ -143,6 +147,14 @@ def test_connection_with_an_incomplete_head_is_closed(keyed: ServerProcess, befo
         with contextlib.suppress(ConnectionResetError):
             received(connection)
     assert keyed.limits_exceeded()["head_timeout_s"] == count + 1
+
+
+def test_too_many_headers_are_a_431(keyed: ServerProcess) -> None:
+    before = keyed.limits_exceeded()["max_headers"]
+    with connect(keyed) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n" + b"a:b\r\n" * 100 + b"\r\n")
+        assert received(connection).startswith(b"HTTP/1.1 431")
+    assert keyed.limits_exceeded()["max_headers"] == before + 1
 
 
 def posted(head: bytes = b"", **body: object) -> bytes:
@@ -265,6 +277,88 @@ def test_requests_above_max_connections_are_refused_and_probes_are_not(
     wait_for(lambda: client(keyed).get("/v1/models").status_code == 200, "the end of the streams")
 
 
+def test_new_connections_replace_idle_ones(keyed: ServerProcess) -> None:
+    """Regression: 200 idle connections, --max-connections and some more, kept all probes out."""
+    before = keyed.limits_exceeded()["max_connections"]
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(keyed)) for _ in range(300)]
+        assert keyed.status("/livez") == 200
+        assert keyed.limits_exceeded()["max_connections"] >= before + 300 - 3 - 128
+        assert closed(idle[0])
+        assert not closed(idle[-1])
+
+
+def closed(connection: socket.socket) -> bool:
+    """True if the server has closed the connection. It has sent nothing."""
+    connection.settimeout(0.2)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_probe_port_serves_only_the_probes(tiny_model: Path) -> None:
+    with run_server("--model", str(tiny_model), "--probe-port", "0", stub="echo") as server:
+        server.wait_ready()
+        line = next(line for line in server.stderr.splitlines() if "for probes on" in line)
+        url = line.split()[-1]
+        for path in ("/livez", "/readyz", "/health", "/metrics"):
+            assert httpx.get(url + path, timeout=DEADLINE_S).status_code == 200
+            assert server.status(path) == 200
+        for path in ("/v1/models", "/docs", "/server_info"):
+            assert httpx.get(url + path, timeout=DEADLINE_S).status_code == 404
+
+
+@contextlib.contextmanager
+def server_with_output(model: Path, output: int) -> Iterator[httpx.Client]:
+    """A ready stub server that logs to this file descriptor. It must end with code 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.process.stub_server", "echo", "--model", str(model)]
+    process = subprocess.Popen([*command, "--port", str(port)], stdout=output, stderr=output)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as user:
+            wait_for(lambda: process.poll() is None and _ready(user), "readiness")
+            yield user
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_server_starts_and_serves_on_a_full_disk(tiny_model: Path) -> None:
+    """Regression: the launcher and the line with the URL ended the service."""
+    with (
+        open("/dev/full", "wb") as full,
+        server_with_output(tiny_model, full.fileno()) as user,
+    ):
+        body = {"model": "tiny", "prompt": "a b", "max_tokens": 2}
+        assert user.post("/v1/completions", json=body).status_code == 200
+
+
+def test_refused_requests_without_a_reader_of_stderr_do_not_stop_the_probes(
+    tiny_model: Path,
+) -> None:
+    """Regression: each malformed request was a log line, and the 35th blocked the event loop."""
+    read_end, write_end = os.pipe()  # The test does not read.
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        with server_with_output(tiny_model, write_end) as user:
+            for _ in range(200):
+                assert user.get("/nowhere").status_code == 404
+                address = (user.base_url.host, user.base_url.port)
+                with socket.create_connection(address, timeout=DEADLINE_S) as connection:
+                    connection.sendall(b"\x16\x03\x01")
+                    assert received(connection).startswith(b"HTTP/1.1 400")
+            assert user.get("/livez").status_code == 200
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+
+
 def test_client_that_does_not_read_is_disconnected(keyed: ServerProcess) -> None:
     body = {"model": "tiny", "prompt": ["a"] * 8, "max_tokens": 1900, "ignore_eos": True}
     text = json.dumps({**body, "stream": True, "logprobs": 20}).encode()
@@ -305,12 +399,15 @@ def test_https(tiny_model: Path, tmp_path: Path) -> None:
             wait_for(lambda: _ready(user), "readiness")
             body = {"model": "tiny", "prompt": "one two", "max_tokens": 3}
             assert user.post("/v1/completions", json=body).status_code == 200
-        # A connection counts after its TLS handshake, which may take a minute.
-        closed = select.poll()
+        # Connections count from their TLS handshake on. New ones replace the oldest ones.
+        ended = select.poll()
         with contextlib.ExitStack() as stack:
             for _ in range(700):
-                closed.register(stack.enter_context(connect(server)), select.POLLIN)
-            wait_for(lambda: len(closed.poll(0)) > 100, "refusals", deadline_s=30)
+                ended.register(stack.enter_context(connect(server)), select.POLLIN)
+            wait_for(lambda: len(ended.poll(0)) >= 700 - 129, "refusals", deadline_s=30)
+            with httpx.Client(verify=context, base_url=server.url, timeout=DEADLINE_S) as user:
+                assert user.get("/livez").status_code == 200
+            assert len(ended.poll(0)) < 700
 
 
 def _ready(user: httpx.Client) -> bool:

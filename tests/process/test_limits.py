@@ -56,7 +56,13 @@ OVER: dict[str, dict[str, Any]] = {
 }
 BY_THE_ENGINE = {"max_queued_reqs", "max_queued_tokens", "max_wait_s", "max_total_s"}
 BY_ALL_TOGETHER = {"max_bodies_bytes"}
-IN_TEST_ACCESS = {"max_connections", "max_head_bytes", "head_timeout_s", "read_timeout_s"}
+IN_TEST_ACCESS = {
+    "max_connections",
+    "max_head_bytes",
+    "head_timeout_s",
+    "read_timeout_s",
+    "max_headers",
+}
 
 
 def post(server: ServerProcess, **body: Any) -> httpx.Response:
