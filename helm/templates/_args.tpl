@@ -21,6 +21,7 @@ A flag or the value of a flag as text. Helm reads a number of a values file as a
 {{- $server := .Values.server -}}
 - {{ printf "--host=%s" $server.host | quote }}
 - --port=1919
+- --probe-port=1920
 {{- if $model.id }}
 - {{ printf "--model=%s" $model.id | quote }}
 {{- with $model.revision }}

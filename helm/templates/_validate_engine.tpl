@@ -14,7 +14,7 @@ server.maxQueuedRequests: --max-queued-requests
 server.tokenizers: --num-tokenizer --tokenizer-count
 server.logLevel: --log-level
 server.host: --host
-service.port: --port
+service.port: --port --probe-port
 drain.graceSeconds: --drain-grace
 drain.timeoutSeconds: --drain-timeout
 auth.existingSecret: --api-key-file --api-key

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 __all__ = ["DEADLINE_S", "ServerProcess", "run_server", "wait_for"]
 
 DEADLINE_S = 90.0
+_PROBE_URL = re.compile(r"listening for probes on (https?://\S+)")
 _URL = re.compile(r"listening on (https?://\S+)")
 
 T = TypeVar("T")
@@ -62,6 +63,13 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def probe_url(self) -> str:
+        """The URL of --probe-port, once `url` is known."""
+        found = _PROBE_URL.search(self.stderr)
+        assert found, "the server has no --probe-port"
+        return found.group(1)
 
     @property
     def url(self) -> str:

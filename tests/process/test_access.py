@@ -302,8 +302,7 @@ def closed(connection: socket.socket) -> bool:
 def test_probe_port_serves_only_the_probes(tiny_model: Path) -> None:
     with run_server("--model", str(tiny_model), "--probe-port", "0", stub="echo") as server:
         server.wait_ready()
-        line = next(line for line in server.stderr.splitlines() if "for probes on" in line)
-        url = line.split()[-1]
+        url = server.probe_url
         for path in ("/livez", "/readyz", "/health", "/metrics"):
             assert httpx.get(url + path, timeout=DEADLINE_S).status_code == 200
             assert server.status(path) == 200
