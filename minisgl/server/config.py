@@ -20,7 +20,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_body_bytes: int = 16 * 2**20
-    max_bodies_bytes: int = 512 * 2**20
+    max_bodies_bytes: int = 128 * 2**20
     max_prompt_chars: int | None = None
     max_choices: int = 1024
     max_messages: int = 8192

@@ -124,6 +124,12 @@ def test_upgrade_header_is_ignored_in_any_split(name: bytes) -> None:
         assert given.endswith(b"/path body"), parts
 
 
+def test_upgrade_header_of_a_later_request_keeps_its_body() -> None:
+    """Regression: only the first head of a segment was searched for the header."""
+    offer = b"upgrade: h2c\r\nconnection: Upgrade\r\ncontent-length: 4\r\n\r\nbody"
+    assert answers([POST + b"\r\n", POST + offer]).endswith(b"/path body")
+
+
 @pytest.mark.parametrize("start", [b"x: ", b"user-agent: "])
 def test_head_in_parts_is_bounded(start: bytes) -> None:
     room = MOST - len(POST + start + b"\r\n\r\n")
