@@ -11,6 +11,7 @@ import http.client
 import json
 import math
 import multiprocessing
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -148,12 +149,16 @@ def _measure(url: str, probe_url: str, attack: Attack, seconds: float) -> _Found
 def _server_processes() -> dict[str, Path]:
     """The name of each process of the server, and the file with its memory."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
+    for launcher in _children(os.getpid()):
+        for pid in _children(launcher):
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             if "minisgl.server.worker_main" in words:
-                found[words[-3]] = folder / "status"
+                found[words[-3]] = Path(f"/proc/{pid}/status")
     return found
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def main(argv: Sequence[str]) -> int:

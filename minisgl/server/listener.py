@@ -17,7 +17,7 @@ _MAX_HELD_BYTES = 64 * 2**20
 # Turns in one pass of the event loop. A turn starts one request (about 0.4 ms with its refusal) or
 # parses one part of a body.
 _TURNS = 4
-_ACCEPTS = 16  # connections that are accepted in one pass
+_ACCEPTS = 64  # connections that are accepted in one pass
 
 
 class Connection(asyncio.Protocol, abc.ABC):
