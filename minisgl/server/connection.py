@@ -24,7 +24,7 @@ from uvicorn.server import ServerState
 
 from minisgl.core import InvalidRequest, RequestError
 from minisgl.server.config import Limits, ServerConfig
-from minisgl.server.errors import HeadTooLarge, TooManyHeaders, error_reply
+from minisgl.server.errors import HeadTooLarge, error_reply
 from minisgl.server.listener import Connection, Listener
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import ProbesOnly
@@ -149,7 +149,8 @@ class HttpConnection(HttpToolsProtocol, Connection):
         if (len(head) or len(self._received) + 1) > most:
             self._refuse(HeadTooLarge(f"the head exceeds {most} bytes"))
         elif head.count(b"\n") > MAX_HEADERS + 2:  # the request line and the blank line
-            self._refuse(TooManyHeaders(f"the request has more than {MAX_HEADERS} headers"))
+            reason = f"the request has more than {MAX_HEADERS} headers"
+            self._refuse(HeadTooLarge(reason, limit="max_headers"))
         elif self._received and not _START.match(self._received):
             self._refuse(_invalid("the request is not valid HTTP"))
         elif head and not _REQUEST_LINE.match(head):

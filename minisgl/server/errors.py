@@ -32,15 +32,9 @@ class AdminOnly(core.RequestError):
 
 
 class HeadTooLarge(core.RequestError):
-    """Request line and headers exceed max_head_bytes."""
+    """Request line and headers exceed max_head_bytes or max_headers."""
 
     limit = "max_head_bytes"
-
-
-class TooManyHeaders(core.RequestError):
-    """The request has more than 100 headers."""
-
-    limit = "max_headers"
 
 
 class RanTooLong(core.RequestError):
@@ -81,7 +75,6 @@ _TABLE: Mapping[type[BaseException], _Kind] = {
     MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),
     BodyTooLarge: _Kind(413, _INVALID, "body_too_large"),
     HeadTooLarge: _Kind(431, _INVALID, "head_too_large"),
-    TooManyHeaders: _Kind(431, _INVALID, "too_many_headers"),
     NotAuthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
     AdminOnly: _Kind(403, "permission_error", "admin_only"),
     RanTooLong: _Kind(504, _SERVER, "ran_too_long"),
