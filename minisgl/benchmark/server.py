@@ -8,16 +8,18 @@ process.
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+import uvicorn
 import uvloop
 
 from minisgl.benchmark.flag_types import positive_int
@@ -34,7 +36,7 @@ from minisgl.message.messages import (
 )
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
-from minisgl.server.connection import HttpServer
+from minisgl.server.connection import limited_protocol
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
@@ -87,6 +89,12 @@ class _Service:
         return False
 
 
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 async def _all_submitted(
     service: _Service, streams: int, clients: "subprocess.Popen[bytes]"
 ) -> None:
@@ -123,14 +131,18 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     """Return CPU seconds, elapsed seconds, and the summary of the clients."""
     service = _Service()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    metrics = service.client.metrics
+    protocol = limited_protocol(
+        service.config.limits, service.client.metrics.on_limit, lambda: service.lifecycle.leaving
+    )
     app = build_app(service)
-    server = HttpServer(app, service.config, metrics, lambda: service.lifecycle.leaving, listener)
-    serving = asyncio.create_task(server.serve())
+    server = _Server(
+        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http=protocol)
+    )
+    serving = asyncio.create_task(server.serve([listener]))
     load = (
         f"--requests {streams} --concurrency {streams} --prompt-tokens 4 4 --largest-id 9 --quiet"
     )
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     flags = [*load.split(), "--output-tokens", str(tokens), str(tokens), "--url", url]
     command = [sys.executable, "-m", "minisgl", "bench", "online", *flags]
     reader = subprocess.Popen(command, stdout=subprocess.PIPE)

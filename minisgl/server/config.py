@@ -30,7 +30,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: int = 4 * 2**20
     max_wait_s: float = 300.0
     max_total_s: float = 3600.0
-    max_connections: int = 4096
+    max_connections: int = 2048
     max_head_bytes: int = 64 * 2**10
     head_timeout_s: float = 30.0
     read_timeout_s: float = 60.0

@@ -1,48 +1,41 @@
-"""HTTP connections of the server: uvicorn's protocol, hardened against hostile clients.
+"""HTTP connections of the server: uvicorn's protocol with limits for hostile clients.
 
-A connection has one request at a time. The server reads the next request after the response.
-Bytes that arrive earlier are dropped, and the connection then closes with the response: clients
-that send several requests at once (pipelining) do not exist in practice.
+A connection has one request at a time. The server reads the next request after the response. It
+drops bytes that arrive earlier, and then closes the connection with the response: clients that
+send several requests at once (pipelining) do not exist in practice.
 
-`HttpConnection` overrides methods of `HttpToolsProtocol`, which are not a public API of uvicorn:
+The protocol overrides methods of `HttpToolsProtocol`, which are not a public API of uvicorn:
 pyproject.toml pins the versions that it was tested with.
 """
 
 import asyncio
-import contextlib
+import logging
 import re
-import resource
-import socket
-from collections.abc import Callable, Iterator
+import ssl
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import httptools
-import uvicorn
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from minisgl.core import InvalidRequest, RequestError
-from minisgl.server.config import Limits, ServerConfig
+from minisgl.server.config import Limits
 from minisgl.server.errors import HeadTooLarge, error_reply
-from minisgl.server.listener import Connection, Listener
-from minisgl.server.metrics import Metrics
-from minisgl.server.middleware import ProbesOnly
+from minisgl.utils import log_event
 
-# Requests beyond max_connections receive a 503 on these connections.
+logger = logging.getLogger(__name__)
+
+# Requests beyond max_connections receive a 503. The server accepts this many more connections
+# to send the 503, and aborts further connections without a response.
 SPARE_CONNECTIONS = 128
-_PROBE_CONNECTIONS = 32  # connections of the probe port
-OTHER_FILES = 100 + _PROBE_CONNECTIONS  # open files besides the connections of the main port
 MAX_HEADERS = 100
-# Bytes of a chunked body in one turn. Each chunk takes about 0.3 us, however small it is.
-_PART_BYTES = 8 * 2**10
-# Longer than proxies keep an idle connection. The proxy must close it first, because only the proxy
-# knows that it is about to send a request on the connection.
-_IDLE_CONNECTION_S = 75
-# The start of a request line, maybe incomplete. Some clients send a line end behind a body.
+# The start of a request line, which may be incomplete.
 _START = re.compile(rb"\r?\n?(?:[A-Z]{1,32} |[A-Z]{0,32}\Z)")
-_REQUEST_LINE = re.compile(rb"(?:\r\n)?[^\r\n]* HTTP/1\.[01]\r\n")
-_PROBE = re.compile(rb"(?:GET|HEAD) /(?:livez|readyz|health)[ ?]")
+_REQUEST_LINE = re.compile(rb"\r?\n?[A-Z]{1,32} [/Hh*][^\r\n]* HTTP/1\.([01])\r\n")
+_HOST = re.compile(rb"\r\nhost:", re.IGNORECASE)
+_AUTHORIZATION = re.compile(rb"\r\nauthorization:", re.IGNORECASE)
 # A header that offers another protocol, such as h2c from Java's client. The server removes it
 # before parsing, because the parser would read the body as that protocol.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
@@ -50,301 +43,214 @@ KEPT = "kept"  # key in the state of a request: its connection carried an earlie
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
 
-class _Excess(Exception):
-    """Bytes behind a chunked body begin another request."""
+def check_head(head: bytes) -> None:
+    """Refuse a complete head that proxies and servers read differently. Raises RequestError."""
+    if head.count(b"\n") > MAX_HEADERS + 2:  # the request line and the empty line
+        reason = f"the request has more than {MAX_HEADERS} headers"
+        raise HeadTooLarge(reason, limit="max_headers")
+    line = _REQUEST_LINE.match(head)
+    if line is None:
+        raise _invalid("the request line must be METHOD PATH HTTP/1.1 or METHOD PATH HTTP/1.0")
+    hosts = len(_HOST.findall(head))
+    if hosts > 1 or (hosts == 0 and line[1] == b"1"):
+        raise _invalid("a request must have exactly one Host header")
+    if len(_AUTHORIZATION.findall(head)) > 1:
+        raise _invalid("a request must have at most one Authorization header")
 
 
-def _invalid(reason: str) -> InvalidRequest:
+def _invalid(reason: str = "the request is not valid HTTP") -> InvalidRequest:
     return InvalidRequest(reason, code="invalid_http")
 
 
-class HttpConnection(HttpToolsProtocol, Connection):
-    """Receives a whole head before it parses it, and closes when the client is too slow.
+def limited_protocol(
+    limits: Limits, exceeded: Callable[[str], None], leaving: Callable[[], bool]
+) -> type[asyncio.Protocol]:
+    """Make a protocol class for `uvicorn.Config(http=...)`.
 
-    A timer of head_timeout_s runs while a head, or the rest of a rejected body, is incomplete. It
-    is off while a response is being sent.
-
-    _received   received bytes that are not yet parsed
-    _searched   length of the part of `_received` in which no head ends
-    _left       bytes of the body still to come; None: the body is chunked; 0: no body is incomplete
-    _overhead   bytes since the last part of the body: chunk extensions and trailers, or bytes that
-                arrived before the response was complete
+    exceeded: receives the name of each limit that a connection exceeds.
+    leaving: returns True during a drain; a response that begins then closes its connection.
     """
 
-    def __init__(
-        self,
-        owner: Listener,
-        config: uvicorn.Config,
-        state: ServerState,
-        limits: Limits,
-        metrics: Metrics,
-        leaving: Callable[[], bool],
-    ) -> None:
-        """leaving: True during a drain; a response that begins then closes its connection."""
-        super().__init__(config, state, {})
-        self._owner = owner
-        self._limits = limits
-        self._metrics = metrics
-        self._leaving = leaving
-        self._received = bytearray()
-        self._searched = 0
-        self._left: int | None = 0
-        self._overhead = 0
-        self._expects_head = False
-        self._timer: asyncio.TimerHandle | None = None
+    class HttpConnection(HttpToolsProtocol):
+        """Holds the bytes of a head until it is complete, and then parses head and body.
 
-    @property
-    def held_bytes(self) -> int:
-        return len(self._received)
+        A timer of head_timeout_s runs while a head, or the rest of a rejected body, is incomplete.
+        It is off while a response is being sent.
 
-    @property
-    def _responding(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        _searched     length of the part of `_held` in which no head ends
+        _in_head      the parser reads a head
+        _in_request   the parser reads a head or a body
+        _surplus      number of bytes since the last part of the body: chunk extensions and
+                      trailers, and bytes that arrive before the response is complete
+        """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._owner.idle(self, transport.abort)
-        self._start_timer()
+        _searched = _surplus = 0
+        _in_head = _in_request = False
+        _timer: asyncio.TimerHandle | None = None
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
-            self._metrics.on_limit("read_timeout_s")
-        self._owner.forget(self)
-        super().connection_lost(exc)
+        @property
+        def _responding(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
 
-    def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
-        if self._timer is None and not self._responding:
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._held = bytearray()
+            if len(self.connections) > limits.max_connections + SPARE_CONNECTIONS:
+                exceeded("max_connections")
+                transport.abort()
+                return
             self._start_timer()
-        self._received += data
-        self.transport.pause_reading()  # until the turn of this connection
-        self._owner.received(self, len(data), _PROBE.match(data) is not None)
 
-    def take_turn(self) -> bool:
-        """Parse one head or one part of a body. Returns True if further bytes can be parsed."""
-        again = True
-        if self._left != 0:
-            self._parse_body()
-        elif not self._responding:
-            again = self._parse_head()
-        if self._left == 0 and self._responding:
-            self._drop_excess()
-        if self.transport.is_closing():
-            return False
-        if again and self._received:
-            return True
-        # Reading goes on during the response, because a paused transport reports no disconnect.
-        if not self.flow.read_paused:
-            self.transport.resume_reading()
-        return False
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
+                exceeded("read_timeout_s")
+            super().connection_lost(exc)
 
-    def _parse_head(self) -> bool:
-        """Parse the head if it is complete, and return True if it is."""
-        most = self._limits.max_head_bytes
-        end = self._received.find(b"\r\n\r\n", self._searched) + 4
-        head = bytes(self._received[:end]) if end > 3 else b""
-        if not head:
-            self._searched = max(0, len(self._received) - 3)
-        if (len(head) or len(self._received) + 1) > most:
-            self._refuse(HeadTooLarge(f"the head exceeds {most} bytes"))
-        elif head.count(b"\n") > MAX_HEADERS + 2:  # the request line and the blank line
-            reason = f"the request has more than {MAX_HEADERS} headers"
-            self._refuse(HeadTooLarge(reason, limit="max_headers"))
-        elif self._received and not _START.match(self._received):
-            self._refuse(_invalid("the request is not valid HTTP"))
-        elif head and not _REQUEST_LINE.match(head):
-            self._refuse(_invalid("the request line must end with HTTP/1.1 or HTTP/1.0"))
-        elif head:
-            del self._received[:end]
-            self._searched = self._overhead = 0
-            self._expects_head = True
-            self._feed(_UPGRADE.sub(b"", head))
-        return bool(head)
+        def data_received(self, data: bytes) -> None:
+            self._unset_keepalive_if_required()
+            if self.transport.is_closing():
+                return
+            if self._in_request:
+                self._parse(data)
+            elif self._responding:
+                self._drop(len(data))
+            else:
+                if self._timer is None:
+                    self._start_timer()
+                self._held += data
+                try:
+                    self._read_head()
+                except RequestError as error:
+                    self._refuse(error)
 
-    def _parse_body(self) -> None:
-        room = self._left
-        if room is None:
-            room = min(_PART_BYTES, self._limits.max_head_bytes - self._overhead)
-        else:
-            self._left = max(0, room - len(self._received))
-        part = bytes(self._received[:room])
-        del self._received[:room]
-        self._overhead += len(part)
-        self._feed(part)
-        self.cycle.message_event.set()
-        if len(self.cycle.body) > HIGH_WATER_LIMIT:
-            self.flow.pause_reading()
-        if self._overhead >= self._limits.max_head_bytes:
-            most = self._limits.max_head_bytes
-            self._refuse(HeadTooLarge(f"chunk extensions or trailers exceed {most} bytes"))
+        def _read_head(self) -> None:
+            """Parse the head if it is complete, and the bytes behind it."""
+            held, most = self._held, limits.max_head_bytes
+            blank = held.find(b"\r\n\r\n", self._searched)
+            size = len(held) + 1 if blank < 0 else blank + 4
+            self._searched = max(0, len(held) - 3)
+            if size > most:
+                raise HeadTooLarge(f"the head exceeds {most} bytes")
+            if not _START.match(held):
+                raise _invalid()
+            if blank >= 0:
+                head, rest = bytes(held[:size]), bytes(held[size:])
+                check_head(head)
+                held.clear()
+                self._searched = self._surplus = 0
+                self._in_head = self._in_request = True
+                self._parse(_UPGRADE.sub(b"", head))
+                if rest:
+                    self.data_received(rest)
 
-    def _drop_excess(self) -> None:
-        self._overhead += len(self._received)
-        if bytes(self._received[:3]) not in (b"", b"\r\n"):
+        def _parse(self, data: bytes) -> None:
+            self._surplus += len(data) if not self._in_head else 0
+            try:
+                self.parser.feed_data(data)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+                if self._in_request:
+                    self._refuse(_invalid())
+                elif self._responding:
+                    self._drop(0)
+                else:
+                    self.transport.close()
+                return
+            if self._surplus > limits.max_head_bytes:
+                most = limits.max_head_bytes
+                self._refuse(HeadTooLarge(f"chunk extensions or trailers exceed {most} bytes"))
+            elif self._responding:
+                # Once for all chunks in `data`, because a chunk may have one byte.
+                self.cycle.message_event.set()
+                if len(self.cycle.body) > HIGH_WATER_LIMIT:
+                    self.flow.pause_reading()
+
+        def _drop(self, size: int) -> None:
+            """Drop bytes behind a request. The connection ends with the response, or at once."""
             self.cycle.keep_alive = False
-        self._received.clear()
-        if self._overhead > self._limits.max_head_bytes:
-            self._metrics.on_limit("max_head_bytes")
+            self._surplus += size
+            if self._surplus > limits.max_head_bytes:
+                exceeded("max_head_bytes")
+                self.transport.abort()
+
+        def on_message_begin(self) -> None:
+            if not self._in_head:
+                raise _invalid("bytes behind a body begin another request")
+            super().on_message_begin()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:  # ignore trailers, which proxies do not check
+                super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._stop_timer()
+            self.scope["state"][KEPT] = self.cycle is not None
+            super().on_headers_complete()
+            if leaving():
+                self.cycle.keep_alive = False
+
+        def on_body(self, body: bytes) -> None:
+            self._surplus = 0
+            if self._responding:
+                self.cycle.body += body
+
+        def on_message_complete(self) -> None:
+            self._in_request = False
+            super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._in_request:  # The rest of a rejected body may never arrive.
+                self._start_timer()
+
+        def _start_timer(self) -> None:
+            self._timer = self.loop.call_later(limits.head_timeout_s, self._give_up)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _give_up(self) -> None:
+            exceeded("head_timeout_s")
             self.transport.abort()
 
-    def _feed(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            cause = error.__context__
-            if not isinstance(cause, _Excess):
-                invalid = _invalid("the request is not valid HTTP")
-                self._refuse(cause if isinstance(cause, InvalidRequest) else invalid)
-            elif self._responding:
-                self.cycle.keep_alive = False
-            else:
-                self.transport.close()
+        def _refuse(self, error: RequestError) -> None:
+            """Send the error and close. A response that has begun is cut instead."""
+            if self.transport.is_closing():
+                return
+            if error.limit is not None:
+                exceeded(error.limit)
+            if not (self._responding and self.cycle.response_started):
+                reply = error_reply(error)
+                fields = {"status": reply.status, "reason": error.message}
+                log_event(logger, logging.INFO, "call refused", **fields)
+                head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                start = head % (reply.status, _REASONS[reply.status], len(reply.body))
+                self.transport.write(start + b"connection: close\r\n\r\n" + reply.body)
+            self.transport.close()
 
-    def on_message_begin(self) -> None:
-        if not self._expects_head:
-            raise _Excess
-        self._expects_head = False
-        super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._left == 0:  # ignore trailers, which proxies do not check
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._check_head()
-        self._stop_timer()
-        self.scope["state"][KEPT] = self.cycle is not None
-        self._left = int(dict(self.headers).get(b"content-length", b"0")) or None
-        super().on_headers_complete()
-        self._owner.busy(self)
-        if self._leaving():
-            self.cycle.keep_alive = False
-
-    def _check_head(self) -> None:
-        """Refuse heads that proxies and servers read differently. Raises InvalidRequest."""
-        names = [name for name, _ in self.headers]
-        needs_host = self.parser.get_http_version() == "1.1"
-        if not needs_host <= names.count(b"host") <= 1:
-            raise _invalid("a request must have exactly one Host header")
-        if names.count(b"authorization") > 1:
-            raise _invalid("a request must have at most one Authorization header")
-
-    def on_body(self, body: bytes) -> None:
-        self._overhead = 0
-        if not self.cycle.response_complete:
-            self.cycle.body += body
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._left = 0
-        if self.cycle.response_complete:
-            # The rest of the body has stopped uvicorn's keep-alive timer. This timer replaces it.
-            self._stop_timer()
-            self._start_timer()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._owner.idle(self, self.transport.abort)
-        if self._left != 0:  # The rest of a rejected body may never arrive.
-            self._start_timer()
-
-    def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(self._limits.head_timeout_s, self._give_up)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _give_up(self) -> None:
-        self._metrics.on_limit("head_timeout_s")
-        self.transport.abort()
-
-    def _refuse(self, error: RequestError) -> None:
-        """Answer and close. A response that has begun is cut instead."""
-        if self.transport.is_closing():
-            return
-        if error.limit is not None:
-            self._metrics.on_limit(error.limit)
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            reply = error_reply(error)
-            self._metrics.on_http("invalid", "other", reply.status)
-            head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            start = head % (reply.status, _REASONS[reply.status], len(reply.body))
-            self.transport.write(start + b"connection: close\r\n\r\n" + reply.body)
-        self.transport.close()
+    return HttpConnection
 
 
-class HttpServer(uvicorn.Server):
-    """Serves the application on a listener, and the probes also on a second one.
+class TlsContext(ssl.SSLContext):
+    """Refuses TLS connections above `most`.
 
-    It installs no signal handlers, because `ApiServer` handles the signals.
+    uvicorn counts a connection after its handshake. An unfinished handshake takes an open file and
+    60 KiB of memory too.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        config: ServerConfig,
-        metrics: Metrics,
-        leaving: Callable[[], bool],
-        *sockets: socket.socket,
-    ) -> None:
-        """leaving: see `HttpConnection`. sockets: of --port and, if given, of --probe-port."""
-        self._limits = config.limits
-        self._metrics = metrics
-        self._leaving = leaving
-        self._sockets = sockets
-        self._listeners: list[Listener] = []
-        certificate = config.ssl_certfile, config.ssl_keyfile
-        self._app = app
-        super().__init__(self._uvicorn_config(app, *certificate))
+    def __init__(self, _: int, most: int, exceeded: Callable[[str], None]) -> None:
+        """exceeded: see `limited_protocol`."""
+        self._most = most
+        self._exceeded = exceeded
+        self._open: weakref.WeakSet[ssl.SSLObject] = weakref.WeakSet()
 
-    @staticmethod
-    def _uvicorn_config(
-        app: ASGIApp, certfile: str | None = None, keyfile: str | None = None
-    ) -> uvicorn.Config:
-        return uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            http=HttpConnection,
-            ws="none",
-            loop="uvloop",
-            ssl_certfile=certfile,
-            ssl_keyfile=keyfile,
-            timeout_keep_alive=_IDLE_CONNECTION_S,
-            timeout_graceful_shutdown=3,
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])
-        listener, *probe_listeners = self._sockets
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        capacity = min(self._limits.max_connections + SPARE_CONNECTIONS, files - OTHER_FILES)
-        self._listen(listener, capacity, self.config)
-        for probe_listener in probe_listeners:
-            probes = self._uvicorn_config(ProbesOnly(self._app))
-            self._listen(probe_listener, _PROBE_CONNECTIONS, probes)
-
-    def _listen(self, listener: socket.socket, capacity: int, config: uvicorn.Config) -> None:
-        if not config.loaded:
-            config.load()
-        limits, metrics, timeout_s = self._limits, self._metrics, self._limits.head_timeout_s
-
-        def make(owner: Listener) -> HttpConnection:
-            return HttpConnection(owner, config, self.server_state, limits, metrics, self._leaving)
-
-        made = Listener(listener, capacity, make, metrics.on_limit, config.ssl, timeout_s)
-        self._listeners.append(made)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in self._listeners:
-            listener.close()
-        await super().shutdown(sockets=[])
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        if len(self._open) >= self._most:
+            self._exceeded("max_connections")
+            raise ConnectionAbortedError("too many TLS connections")  # closes this connection
+        opened = super().wrap_bio(*arguments, **options)
+        self._open.add(opened)
+        return opened

@@ -143,7 +143,7 @@ class _Service:
             events = self._supervisor.wait(drained_by_s)
             if not events:
                 self._supervisor.kill(self._supervisor.children)
-                _say_error("the API server did not end by its drain deadline")
+                logger.error("error: the API server did not end by its drain deadline")
                 return _FAILED_EXIT
             for event in events:
                 if isinstance(event, supervise.Child):
@@ -200,9 +200,9 @@ class _Service:
         if self._stop_signal is signal.SIGTERM:
             reasons = supervise.read_reasons(self._reason_fd)
             loading = reasons.get(self._api.role, "all processes")
-            _say_error(
-                f"SIGTERM ended the start after {process_age_s(os.getpid()):.0f} s, while still "
-                f"loading: {loading}; if Kubernetes sent it, the startup probe allows too little "
+            logger.error(
+                f"error: SIGTERM ended the start after {process_age_s(os.getpid()):.0f} s, while "
+                f"still loading: {loading}; if Kubernetes sent it, the startup probe allows too little "
                 "time: raise startup.budgetSeconds of the chart"
             )
         return 128 + self._stop_signal
@@ -214,12 +214,8 @@ class _Service:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
             self._supervisor.join([self._api], _API_FAILURE_EXIT_S)
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
-        _say_error(reason)
+        logger.error("error: %s", reason)
         return supervise.CONFIG_EXIT if child.exit_code == supervise.CONFIG_EXIT else _FAILED_EXIT
-
-
-def _say_error(text: str) -> None:
-    logger.error("error: %s", text)
 
 
 def _bind(host: str, port: int) -> socket.socket:

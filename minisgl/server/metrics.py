@@ -30,7 +30,6 @@ from minisgl.server.lifecycle import Phase
 # Encoding a scrape takes 1.8 ms of the event loop, in OpenMetrics 2.9 ms. A scrape is reused for
 # CACHED_S, so that encoding takes at most 3 % of the loop with any number of clients.
 CACHED_S = 0.1
-_RENEWALS = 30  # a scrape is reused for CACHED_S after so many encodings within a second
 _HIT_RATIO_REQS = 1000
 
 _OPENMETRICS = "application/openmetrics-text"
@@ -126,7 +125,6 @@ class Metrics:
         self._model_name = model_name
         self._clock = clock
         self._scrapes: dict[bool, tuple[float, bytes]] = {}
-        self._encoded_s = deque([-inf] * _RENEWALS, _RENEWALS)  # times of the last encodings
         self._open_http = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=_HIT_RATIO_REQS)
         self._stats = StatsCollector(model_name)
@@ -229,8 +227,8 @@ class Metrics:
 
     def _renew(self) -> None:
         """Clear the cached scrape while at most one request is open, so that a test or a single
-        client sees its own request in the next scrape. _RENEWALS bounds the time it takes."""
-        if self._open_http <= 1 and self._clock() - self._encoded_s[0] >= 1:
+        client sees its own request in the next scrape."""
+        if self._open_http <= 1:
             self._scrapes.clear()
 
     def render(
@@ -249,7 +247,6 @@ class Metrics:
         if now_s - made_s >= CACHED_S:
             self._refresh(phase, is_stalled, open_choices)
             body = encode(self._registry)
-            self._encoded_s.append(now_s)
             self._scrapes[is_openmetrics] = now_s, body
         return body, content_type
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.core import Overloaded, RequestError
 from minisgl.server.config import Limits
-from minisgl.server.errors import BodyTooLarge, RouteNotFound, error_reply
+from minisgl.server.errors import BodyTooLarge, error_reply
 from minisgl.server.metrics import Metrics
 
 _MAX_ID_CHARS = 128
@@ -71,20 +71,6 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send_with_id)
         finally:
             self._metrics.on_http_open(-change)
-
-
-@dataclass(eq=False, slots=True)
-class ProbesOnly:
-    """The application of the probe port. It answers 404 on all other paths."""
-
-    _app: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        if scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-        else:
-            error = RouteNotFound("this port serves only the probes; use --port for other paths")
-            await error_response(error)(scope, receive, send)
 
 
 @dataclass(eq=False, slots=True)

@@ -7,34 +7,54 @@ _drain    waits for the signal to drain, and then ends the process in phases
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import resource
 import signal
 import socket
+import ssl
+import sys
 import time
+from collections.abc import Iterator
+
+import uvicorn
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
 from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.config import ChildSpec, ServerConfig
-from minisgl.server.connection import OTHER_FILES, SPARE_CONNECTIONS, HttpServer
+from minisgl.server.connection import SPARE_CONNECTIONS, TlsContext, limited_protocol
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.utils import announce, process_age_s, supervise
+from minisgl.utils import process_age_s, supervise
 
 logger = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 0.5
 _HUNG_NOTICE_S = 2.0  # /livez answers 503 for this long before a hung worker ends the service.
 _KEEP_ALIVE_S = 15.0
+# Longer than proxies keep an idle connection. The proxy must close it first, because only the proxy
+# knows that it is about to send a request on the connection.
+_IDLE_CONNECTION_S = 75
 _SEND_BUFFER_BYTES = 128 * 2**10
+# Open files besides the connections: 60 for the process itself, 160 for the probe port, and the
+# others for connections that `limited_protocol` accepts only to close them.
+_OTHER_FILES = 1024
 _ERROR_EVENTS_S = 2.0  # Time for the error events of open streams to leave after a failure.
 _LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server without its signal handlers, because `ApiServer` handles the signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class ApiServer:
@@ -89,11 +109,8 @@ class ApiServer:
             self._watchdog.satisfied("scheduler")
         return self._watchdog.hanging(now_s)
 
-    async def run(self, *listeners: socket.socket) -> None:
-        """Serve until drained. Raises WorkerDied when the service cannot continue.
-
-        listeners: the sockets of --port and, with that flag, of --probe-port.
-        """
+    async def run(self, listener: socket.socket, *probe_listeners: socket.socket) -> None:
+        """Serve until drained. Raises WorkerDied when the service cannot continue."""
         loop = asyncio.get_running_loop()
         # SIGTERM comes from an orchestrator, which needs the grace period. For a Ctrl-C the
         # launcher sends SIGUSR2. Until the handlers below are installed, a SIGINT would raise
@@ -103,12 +120,26 @@ class ApiServer:
         lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.
         lost = EngineError("another process of the service has ended")
         loop.add_signal_handler(signal.SIGUSR1, lost_worker.set_exception, lost)
-        metrics, config = self.client.metrics, self.config
-        app = build_app(self)
-        server = HttpServer(app, config, metrics, lambda: self.lifecycle.leaving, *listeners)
+        server = _Server(
+            uvicorn.Config(
+                build_app(self),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                http=limited_protocol(
+                    self.config.limits, self.client.metrics.on_limit, lambda: self.lifecycle.leaving
+                ),
+                ws="none",
+                loop="uvloop",
+                ssl_context_factory=self._tls_context if self.config.ssl_certfile else None,
+                timeout_keep_alive=_IDLE_CONNECTION_S,
+                timeout_graceful_shutdown=3,
+            )
+        )
         loops = (self._receive, self._watch, self._beat, self._drain)
         tasks = {lost_worker, *(asyncio.create_task(run()) for run in loops)}
-        serving = asyncio.create_task(server.serve())
+        serving = asyncio.create_task(server.serve([listener]))
         try:
             # The end of any of these ends the process, so that none can fail unnoticed (bug W27 in
             # docs/bugs.md: the task that receives messages ended, and every client hung).
@@ -129,6 +160,13 @@ class ApiServer:
             # handler whose client does not read may not end at all.
             await asyncio.wait({serving, *server.server_state.tasks}, timeout=1)
             self._scheduler.close(linger_ms=500)
+
+    def _tls_context(self, *_: object) -> ssl.SSLContext:
+        most = self.config.limits.max_connections + SPARE_CONNECTIONS
+        context = TlsContext(ssl.PROTOCOL_TLS_SERVER, most, self.client.metrics.on_limit)
+        assert self.config.ssl_certfile is not None, "no certificate for TLS; this is a bug"
+        context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
+        return context
 
     async def _receive(self) -> None:
         while True:
@@ -172,7 +210,11 @@ class ApiServer:
             f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
             f"KV capacity {facts.kv_capacity_tokens:,} tokens)"
         )
-        announce(line)
+        if self.config.log_format == "json":
+            logger.info(line)
+            return
+        with contextlib.suppress(OSError):  # The disk of the output may be full.
+            os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
     async def _watch(self) -> None:
         """End the service when a worker is hung.
@@ -261,7 +303,7 @@ def run_api(spec: ChildSpec) -> None:
     # Most systems start processes with a limit of 1,024 open files, which is less than
     # --max-connections.
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = spec.config.limits.max_connections + SPARE_CONNECTIONS + OTHER_FILES
+    needed = spec.config.limits.max_connections + SPARE_CONNECTIONS + _OTHER_FILES
     files = min(max_files, needed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     listeners = [socket.socket(fileno=fd) for fd in spec.listen_fds]

@@ -1,14 +1,7 @@
 """Logging, child processes and small helpers. Nothing here loads torch."""
 
-from minisgl.utils.logging import announce, log_event, setup_logging
+from minisgl.utils.logging import log_event, setup_logging
 from minisgl.utils.naming import near_names
 from minisgl.utils.process import make_socket_dir, process_age_s
 
-__all__ = [
-    "announce",
-    "log_event",
-    "make_socket_dir",
-    "near_names",
-    "process_age_s",
-    "setup_logging",
-]
+__all__ = ["log_event", "make_socket_dir", "near_names", "process_age_s", "setup_logging"]

@@ -6,21 +6,16 @@ ends the process. It loses lines instead, and reports their number.
 
 import json
 import logging
-import logging.handlers
 import os
 import queue
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
 _FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s"
-_LAUNCHER_FORMAT = "%(asctime)s minisgl: %(message)s"
 _MAX_LINES = 1000  # lines that wait for the thread
 _FLUSH_S = 1.0  # time for the waiting lines to leave when the process ends
-# The logger of the lines that belong on stdout in text logs.
-_ANNOUNCE = "minisgl.announce"
 
 
 class _OneLine(logging.Formatter):
@@ -54,82 +49,86 @@ class _Json(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-class _LineHandler(logging.handlers.QueueHandler):
-    """Gives each line to a thread, which writes it to a file descriptor.
+class _Throttle(logging.Filter):
+    """Passes one "call refused" per reason and second, with the number of those held back."""
 
-    A record is lost if _MAX_LINES lines wait, and a line is lost if the system refuses it. The next
-    line that is written follows a line with the number of lost ones.
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[object, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fields = record.args
+        if not isinstance(fields, Mapping) or not record.msg.startswith("call refused"):
+            return True
+        passed_s, held_back = self._passed.get(fields["reason"], (0.0, 0))
+        passes = record.created - passed_s >= 1
+        self._passed[fields["reason"]] = (
+            (record.created, 0) if passes else (passed_s, held_back + 1)
+        )
+        if passes and held_back:
+            record.msg += " held_back=%(held_back)s"
+            record.args = {**fields, "held_back": held_back}
+        return passes
+
+
+class _LineHandler(logging.Handler):
+    """Gives each line to a thread, which writes it to stderr.
+
+    A line is lost if _MAX_LINES lines wait, or if the system refuses it. The next line that is
+    written follows a line with the number of lost ones.
     """
 
-    def __init__(self, fd: int, formatter: logging.Formatter) -> None:
-        self._lines: queue.Queue[str] = queue.Queue(_MAX_LINES)
-        super().__init__(self._lines)
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
         self.setFormatter(formatter)
-        self._fd = fd
-        self._lost = 0
-        self._thread: threading.Thread | None = None
+        self._lines: queue.Queue[str] = queue.Queue(_MAX_LINES)
+        self._dropped = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
 
-    def prepare(self, record: logging.LogRecord) -> str:
-        return self.format(record)
-
-    def enqueue(self, line: str) -> None:  # type: ignore[override]
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write, name="log", daemon=True)
-            self._thread.start()
+    def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(line)
+            self._lines.put_nowait(self.format(record))
         except queue.Full:
-            self._lost += 1
+            self._dropped += 1
 
     def _write(self) -> None:
+        refused = reported = 0
         while True:
-            line = self._lines.get()
-            lost = self._lost
-            if lost:
-                fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
-                text = f"log lines lost count={lost}"
-                line = f"{self.format(logging.makeLogRecord({**fields, 'msg': text}))}\n{line}"
+            line, lost = self._lines.get(), self._dropped + refused
+            if lost > reported:
+                text = f"log lines lost count={lost - reported}"
+                fields = {"name": __name__, "levelname": "WARNING", "msg": text}
+                line = f"{self.format(logging.makeLogRecord(fields))}\n{line}"
             data = f"{line}\n".encode("utf-8", "backslashreplace")
             try:
+                # Not sys.stderr: the interpreter could not end while this thread writes to it.
                 while data:
-                    data = data[os.write(self._fd, data) :]
-                self._lost -= lost
+                    data = data[os.write(sys.stderr.fileno(), data) :]
+                reported = lost
             except OSError:
-                self._lost += 1
+                refused += 1
             self._lines.task_done()
 
     def flush(self) -> None:
         """Wait until all lines are written, at most _FLUSH_S."""
-        until_s = time.monotonic() + _FLUSH_S
-        while self._lines.unfinished_tasks and time.monotonic() < until_s:
-            time.sleep(0.001)
+        written = self._lines.all_tasks_done
+        with written:
+            written.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
 
 
 def setup_logging(role: str, level: str, log_format: str = "text") -> None:
     """Send all log records of this process to stderr, marked with its role and pid.
 
-    log_format: "text", or "json" for one object per line. Lines of the launcher in text logs carry
-    the time only, because they are for the user in the terminal.
+    log_format: "text", or "json" for one object per line.
     """
-    own_format = _LAUNCHER_FORMAT if role == "launcher" else _FORMAT.format(role=role)
-    own_time = "%H:%M:%S" if role == "launcher" else None
-    text_formatter = _OneLine(own_format, own_time)
-    formatter = _Json(role) if log_format == "json" else text_formatter
-    logging.root.handlers[:] = [_LineHandler(sys.stderr.fileno(), formatter)]
+    text_formatter = _OneLine(_FORMAT.format(role=role))
+    handler = _LineHandler(_Json(role) if log_format == "json" else text_formatter)
+    handler.addFilter(_Throttle())
+    logging.root.handlers[:] = [handler]
     package_logger = logging.getLogger("minisgl")
     package_logger.setLevel(level.upper())
     # At INFO, libraries log each connection, each lock file, and each URL with the keys in it.
     logging.root.setLevel(max(logging.WARNING, package_logger.level))
-    if log_format == "text":
-        announcer = logging.getLogger(_ANNOUNCE)
-        announcer.handlers[:] = [_LineHandler(sys.stdout.fileno(), logging.Formatter())]
-        announcer.setLevel(logging.INFO)
-        announcer.propagate = False
-
-
-def announce(line: str) -> None:
-    """Write a line for the user: on stdout, or as a log record where logs are JSON."""
-    logging.getLogger(_ANNOUNCE).info("%s", line)
 
 
 def log_event(logger: logging.Logger, level: int, event: str, **fields: object) -> None:
