@@ -111,22 +111,29 @@ def limited_protocol(
             self._unset_keepalive_if_required()
             if self.transport.is_closing():
                 return
-            if self._in_request:
-                self._parse(data)
-            elif self._responding:
-                self._drop(len(data))
-            else:
-                if self._timer is None:
-                    self._start_timer()
-                self._held += data
-                try:
-                    self._read_head()
-                except RequestError as error:
-                    self._refuse(error)
+            try:
+                if self._in_request:
+                    self._parse(data)
+                elif self._responding:
+                    self._drop(len(data))
+                else:
+                    self._read_head(data)
+            except RequestError as error:
+                self._refuse(error)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+                if self._in_request:
+                    self._refuse(_invalid())
+                elif self._responding:
+                    self._drop(len(data))
+                else:
+                    self.transport.close()
 
-        def _read_head(self) -> None:
+        def _read_head(self, data: bytes) -> None:
             """Parse the head if it is complete, and the bytes behind it."""
+            if self._timer is None:
+                self._start_timer()
             held, most = self._held, limits.max_head_bytes
+            held += data
             blank = held.find(b"\r\n\r\n", self._searched)
             size = len(held) + 1 if blank < 0 else blank + 4
             self._searched = max(0, len(held) - 3)
@@ -138,28 +145,21 @@ def limited_protocol(
                 head, rest = bytes(held[:size]), bytes(held[size:])
                 check_head(head)
                 held.clear()
-                self._searched = self._surplus = 0
+                self._searched = 0
                 self._in_head = self._in_request = True
                 self._parse(_UPGRADE.sub(b"", head))
                 if rest:
                     self.data_received(rest)
 
         def _parse(self, data: bytes) -> None:
-            self._surplus += len(data) if not self._in_head else 0
-            try:
-                self.parser.feed_data(data)
-            except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-                if self._in_request:
-                    self._refuse(_invalid())
-                elif self._responding:
-                    self._drop(0)
-                else:
-                    self.transport.close()
-                return
-            if self._surplus > limits.max_head_bytes:
-                most = limits.max_head_bytes
-                self._refuse(HeadTooLarge(f"chunk extensions or trailers exceed {most} bytes"))
-            elif self._responding:
+            most = limits.max_head_bytes
+            for start in range(0, len(data), most):
+                part = data[start : start + most]
+                self._surplus += len(part)
+                self.parser.feed_data(part)
+                if self._surplus > most:
+                    raise HeadTooLarge(f"chunk extensions or trailers exceed {most} bytes")
+            if self._responding:
                 # Once for all chunks in `data`, because a chunk may have one byte.
                 self.cycle.message_event.set()
                 if len(self.cycle.body) > HIGH_WATER_LIMIT:
@@ -183,7 +183,7 @@ def limited_protocol(
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._in_head = False
+            self._in_head, self._surplus = False, 0
             self._stop_timer()
             self.scope["state"][KEPT] = self.cycle is not None
             super().on_headers_complete()

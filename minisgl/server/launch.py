@@ -202,8 +202,8 @@ class _Service:
             loading = reasons.get(self._api.role, "all processes")
             logger.error(
                 f"error: SIGTERM ended the start after {process_age_s(os.getpid()):.0f} s, while "
-                f"still loading: {loading}; if Kubernetes sent it, the startup probe allows too little "
-                "time: raise startup.budgetSeconds of the chart"
+                f"still loading: {loading}; if Kubernetes sent it, the startup probe allows too "
+                "little time: raise startup.budgetSeconds of the chart"
             )
         return 128 + self._stop_signal
 

@@ -62,9 +62,8 @@ class _Throttle(logging.Filter):
             return True
         passed_s, held_back = self._passed.get(fields["reason"], (0.0, 0))
         passes = record.created - passed_s >= 1
-        self._passed[fields["reason"]] = (
-            (record.created, 0) if passes else (passed_s, held_back + 1)
-        )
+        entry = (record.created, 0) if passes else (passed_s, held_back + 1)
+        self._passed[fields["reason"]] = entry
         if passes and held_back:
             record.msg += " held_back=%(held_back)s"
             record.args = {**fields, "held_back": held_back}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from minisgl.utils import announce, log_event, setup_logging
+from minisgl.utils import log_event, setup_logging
 
 
 def test_record_is_one_line_with_role_and_pid(capfd: pytest.CaptureFixture[str]) -> None:
@@ -63,11 +63,10 @@ def test_event_is_a_phrase_and_its_fields(caplog: pytest.LogCaptureFixture) -> N
 
 SPEAKER = """
 import logging, sys
-from minisgl.utils import announce, setup_logging
+from minisgl.utils import setup_logging
 setup_logging("api", "info")
 for number in range(5000):
     logging.getLogger("minisgl.x").info("line %d %s", number, "x" * 100)
-    announce("listening")
 sys.stdin.readline()
 logging.getLogger("minisgl.x").info("last")
 """
@@ -98,10 +97,10 @@ def test_lost_lines_are_reported_when_the_reader_comes_back() -> None:
         found = b""
         while b"log lines lost count=" not in found:
             found += process.stderr.readline()
-            if b"line 100 " in found and process.stdin:
-                process.stdin.write(b"go\n")
-                process.stdin.close()
-                process.stdin = None
+        process.stdin.write(b"go\n")
+        process.stdin.close()
+        process.stdin = None
+        process.stderr.read()
         assert process.wait(60) == 0
 
 
@@ -115,16 +114,30 @@ def test_full_disk_does_not_end_the_process(log_format: str) -> None:
     assert done.returncode == 0
 
 
-def test_announcement_is_a_bare_line_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
-    root, announcer = logging.getLogger(), logging.getLogger("minisgl.announce")
+def test_refused_calls_are_one_line_per_reason_and_second(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Regression: one client wrote 183 KB of log lines per second."""
+    root = logging.getLogger()
     before, level = root.handlers[:], root.level
+    logger = logging.getLogger("minisgl.x")
     try:
-        setup_logging("api", "error")
-        announce("minisgl serves 100 % of it")
-        announcer.handlers[0].flush()
+        setup_logging("api", "info")
+        for second in (100.0, 100.5, 101.5):
+            for reason in ("a", "b"):
+                for _ in range(50):
+                    fields = {"reason": reason, "status": 400}
+                    message = "call refused status=%(status)s reason=%(reason)s"
+                    record = logger.makeRecord("x", logging.INFO, "", 0, message, (fields,), None)
+                    record.created = second
+                    logger.handle(record)
+            log_event(logger, logging.INFO, "call ended", reason="a")
+        root.handlers[0].flush()
     finally:
         root.handlers[:] = before
         root.setLevel(level)
-        announcer.handlers.clear()
-        announcer.propagate = True
-    assert capfd.readouterr() == ("minisgl serves 100 % of it\n", "")
+    messages = [line.partition(": ")[2] for line in capfd.readouterr().err.splitlines()]
+    refused = [f"call refused status=400 reason={reason}" for reason in "ab"]
+    later = [f"{message} held_back=99" for message in refused]
+    ended = "call ended reason=a"
+    assert messages == [*refused, ended, ended, *later, ended]
