@@ -74,11 +74,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shell: bool = False
     ignore_generation_config: bool = False
     allow_unknown_params: bool = False
+    escape_special_tokens: bool = False
     api_key_hashes: tuple[str, ...] = ()
     admin_key_hashes: tuple[str, ...] = ()
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     drain_grace_s: float = 5.0
     drain_timeout_s: float = 60.0
     step_timeout_s: float = 60.0

@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from minisgl import core
 from minisgl.core import FinishReason
@@ -23,12 +22,10 @@ from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob
 from minisgl.server.errors import EngineFailure
 
 # The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
-_REFUSALS: Mapping[str, type[core.RequestError]] = MappingProxyType(
-    {
-        c.__name__: c
-        for c in (core.DeadlineExceeded, core.InvalidRequest, core.Overloaded, core.PromptTooLong)
-    }
-)
+_REFUSALS: Mapping[str, type[core.RequestError]] = {
+    kind.__name__: kind
+    for kind in (core.DeadlineExceeded, core.InvalidRequest, core.Overloaded, core.PromptTooLong)
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +48,7 @@ class Choice:
     text, delta   the output that has not been taken.
     latest        the last update, whose token counts are totals.
     finish        finish reason; None while the engine works on the choice.
-    error         the reason of an end without a complete answer.
+    error         the error that ended the choice before its answer was complete.
     prefill_done  the engine has sent its first update. The choice was queued until then.
     submitted     the choice has been sent to the scheduler.
     prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
@@ -167,7 +164,7 @@ class Generation:
             raise self.error
 
     def summary(self) -> dict[str, object]:
-        """The fields of the log line at the end of a call. None contains prompt or answer text."""
+        """The fields of the log line at the end of a call. They hold no prompt and no answer."""
         finishes = {choice.finish or FinishReason.ABORT for choice in self.choices}
         first_s = min((choice.first_s for choice in self.choices if choice.first_s), default=None)
         return {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,6 +27,7 @@ from minisgl.server.generation import Choice, ChoiceDelta, Generation
 from minisgl.server.handler import unless_disconnected
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
+from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +95,7 @@ class ResponseWriter:
         values["finish_reason"] = _finish_name(choice)
         if not self._is_chat:
             return responses.TextChoice(text=generation.echo(choice) + text, **values)
-        message = responses.AnswerMessage(content=text)
-        if delta.reasoning:
-            message.reasoning_content = delta.reasoning
+        message = responses.AnswerMessage(content=text, reasoning_content=delta.reasoning or UNSET)
         return responses.ChatChoice(message=message, **values)
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
@@ -109,12 +109,12 @@ class ResponseWriter:
         return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta), ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
-        """Only new text of one choice. This is the most frequent event."""
+        """The event with new text of one choice and nothing else. It is the most frequent event."""
         value = msgspec.json.encode(text)
         before, field, after = self._text_before, self._text_field, self._text_after
         return b"%b%d%b%b%b" % (before, index, field, value, after)
 
-    def rich_chunk(
+    def delta_chunk(
         self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
     ) -> bytes:
         """New text with reasoning, token ids or log-probabilities.
@@ -122,10 +122,11 @@ class ResponseWriter:
         generation: given for the first event of a choice, which has the ids of the prompt.
         """
         if self._is_chat and delta.reasoning and text:
-            # Send two events. A client that finds reasoning in a delta may not look for content.
-            thought, rest = ChoiceDelta(reasoning=delta.reasoning), replace(delta, reasoning="")
-            before = self.rich_chunk(choice, "", thought, None)
-            return before + self.rich_chunk(choice, text, rest, generation)
+            # Send two events, because a client may ignore the content of a delta with reasoning.
+            reasoning = ChoiceDelta(reasoning=delta.reasoning)
+            rest = replace(delta, reasoning="")
+            before = self.delta_chunk(choice, "", reasoning, None)
+            return before + self.delta_chunk(choice, text, rest, generation)
         values = self._values(choice, delta, generation)
         if not self._is_chat:
             return self._chunk(responses.TextChunkChoice(text=text, **values))
@@ -147,6 +148,7 @@ class ResponseWriter:
         return self._before + b'],"usage":' + usage + b"}\n\n"
 
     def _chunk(self, choice: msgspec.Struct, ids: bytes = b"") -> bytes:
+        """One event of one choice. ids: the field prompt_token_ids of a chat, or b""."""
         return b"%b%b]%b%b" % (self._before, msgspec.json.encode(choice), ids, self._after)
 
     def _values(
@@ -168,13 +170,12 @@ class ResponseWriter:
         if not self._is_chat:
             return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs])
         # As in OpenAI's answers, the token that ended the text has no entry.
-        kept = [_chat_logprob(entry) for entry in delta.logprobs if not entry.ends]
-        return responses.ChatLogprobs(kept)
+        return responses.ChatLogprobs([_chat_logprob(e) for e in delta.logprobs if not e.ends])
 
     def _usage(self, generation: Generation) -> responses.Usage:
         """Each prompt counts once, however many choices it has."""
-        firsts = [choice.latest for choice in generation.choices[:: self.request.n]]
         latest = [choice.latest for choice in generation.choices]
+        firsts = latest[:: self.request.n]  # of the first choice of each prompt
         prompt_tokens = sum(update.prompt_tokens for update in firsts)
         completion_tokens = sum(update.completion_tokens for update in latest)
         cached = sum(update.cached_tokens for update in firsts)
@@ -243,7 +244,7 @@ def _sse(payload: bytes) -> bytes:
 
 
 async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterator[bytes]:
-    """Yield the events of a stream. All events that are ready at one wake-up form one piece."""
+    """Yield the events of a stream. Each wake-up of the call yields all events that are ready."""
     running = list(generation.choices)
     begun: set[int] = set()
     while running:
@@ -258,7 +259,7 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
                 text = generation.echo(choice) + text
                 parts.append(writer.first_chunk(choice, generation))
             if delta is not None or (first and writer.request.text.token_ids):
-                parts.append(writer.rich_chunk(choice, text, delta or ChoiceDelta(), first))
+                parts.append(writer.delta_chunk(choice, text, delta or ChoiceDelta(), first))
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))
             if choice.error is not None:
@@ -295,7 +296,7 @@ class EventStream(Response):
         try:
             await unless_disconnected(receive, asyncio.ensure_future(self._send(send)))
         except (Cancelled, asyncio.CancelledError):  # CancelledError at the end of a drain
-            logger.debug("client gone request_id=%s", self.generation.request_id)
+            log_event(logger, logging.DEBUG, "client gone", request_id=self.generation.request_id)
         finally:
             self.client.close(self.generation)
 

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -72,9 +73,9 @@ logging.getLogger("minisgl.x").info("last")
 """
 
 
-def speaker(**streams: object) -> "subprocess.Popen[bytes]":
+def speaker(**streams: Any) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-c", SPEAKER]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, **streams)  # type: ignore[call-overload]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, **streams)
 
 
 def test_stderr_without_a_reader_blocks_nothing_and_lost_lines_are_counted() -> None:
@@ -141,3 +142,36 @@ def test_refused_calls_are_one_line_per_reason_and_second(
     later = [f"{message} held_back=99" for message in refused]
     ended = "call ended reason=a"
     assert messages == [*refused, ended, ended, *later, ended]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("plain-1.5", "plain-1.5"),
+        (3, "3"),
+        (None, "None"),
+        ("", '""'),
+        ("a b", '"a b"'),
+        ("x status=200", '"x status=200"'),
+        ('a"', r'"a\""'),
+        ("a\nb", r'"a\nb"'),
+        ("\x1b[2J", r'"\u001b[2J"'),
+        ("\x9b2J", r'"\u009b2J"'),
+    ],
+)
+def test_value_that_is_not_one_plain_word_is_quoted(
+    capfd: pytest.CaptureFixture[str], value: object, shown: str
+) -> None:
+    """A request id of a client forged the field `status` of its log line."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        setup_logging("api", "info")
+        fields = {"request_id": value, "status": 400}
+        log_event(logging.getLogger("minisgl.x"), logging.INFO, "call ended", **fields)
+        root.handlers[0].flush()
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith(f"call ended request_id={shown} status=400")
