@@ -31,6 +31,7 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
+from minisgl.server.probes import ProbePort
 from minisgl.utils import log_event, process_age_s, supervise
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class ApiServer:
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: messages.SchedulerStats | None = None
         self._watchdog = Watchdog(config.step_timeout_s)
+        self._probe_port = ProbePort(self.lifecycle)
         self._messages: AsyncReceiver[messages.ToApi] = AsyncReceiver(
             endpoint(directory, "api"), messages.ToApi
         )
@@ -103,7 +105,12 @@ class ApiServer:
         return self._watchdog.hung(now_s)
 
     async def run(self, listener: socket.socket, *probe_listeners: socket.socket) -> None:
-        """Serve until drained. Raises WorkerDied when the service cannot continue."""
+        """Serve until drained. Raises WorkerDied when the service cannot continue.
+
+        listener, probe_listeners: the sockets of --port and, if given, of --probe-port.
+        """
+        for probe_listener in probe_listeners:
+            self._probe_port.serve(probe_listener)
         loop = asyncio.get_running_loop()
         # SIGTERM comes from an orchestrator, which needs the grace period. For a Ctrl-C the
         # launcher sends SIGUSR2. Until the handlers below are installed, a SIGINT would raise
@@ -224,6 +231,7 @@ class ApiServer:
                     if self._watchdog.expect(role, time.monotonic()):
                         sender.send(messages.Ping())
             hung = self.hung_worker()
+            self._probe_port.renew(hung, self.stalled_worker())
             if hung is not None:
                 timeout_s = self.config.step_timeout_s
                 reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"
