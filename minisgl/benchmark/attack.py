@@ -1,7 +1,8 @@
 """`minisgl bench attack`: does a client without a key slow the server down or fill its memory?
 
-It starts a server with the demo model. One process runs an attack, another asks /livez every 20 ms,
-and this process reads the memory of the server's processes. ATTACKS lists the attacks as data.
+It starts a server with the demo model. One process runs an attack, two others ask /livez every
+20 ms on the main port and on the probe port, and this process reads the memory of the server's
+processes. ATTACKS lists the attacks as data.
 """
 
 import argparse
@@ -13,11 +14,14 @@ import math
 import multiprocessing
 import os
 import re
+import ssl
+import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from minisgl.benchmark.flag_types import positive_int
@@ -33,7 +37,8 @@ class Attack(NamedTuple):
     """Connections that send `head` once and then `more` again and again.
 
     more: None sends nothing further. part_bytes: bytes of one send call. reads: the clients read
-    the answers. A connection that the server closes is opened again.
+    the answers. tls: the server speaks TLS; "begin" sends `head` as the start of a handshake,
+    "end" completes it. A connection that the server closes is opened again.
     """
 
     connections: int
@@ -41,13 +46,17 @@ class Attack(NamedTuple):
     more: bytes | None = None
     part_bytes: int = 2**16
     reads: bool = False
+    tls: Literal["", "begin", "end"] = ""
 
 
 class _Found(NamedTuple):
-    """Times of /livez, and the peak memory of each process of the server."""
+    """Median and largest time of /livez on each port, and peak memory of each process.
 
-    p50_ms: float
-    max_ms: float
+    The time is inf where no answer came.
+    """
+
+    probe_port_ms: tuple[float, float]
+    main_port_ms: tuple[float, float]
     peak_mib: dict[str, int]
 
 
@@ -64,14 +73,23 @@ ATTACKS = {
     "trailers": Attack(50, _CHUNKED + b"0\r\n", b"t: u\r\n" * 10_000),
     "empty lines": Attack(50, more=b"\r\n" * 30_000),
     "idle connections": Attack(6000),
+    "900 TLS handshakes": Attack(900, tls="end"),
+    "3,000 unfinished TLS handshakes": Attack(3000, b"\x16\x03\x01\x00\x40\x01", tls="begin"),
 }
+
+
+def _unverified() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 async def _client(host: str, port: int, attack: Attack) -> None:
     """One connection of the attack. A new one follows when the server closes it."""
+    tls = _unverified() if attack.tls == "end" else None
     while True:
         with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls)
             try:
                 writer.write(attack.head)
                 await writer.drain()
@@ -112,7 +130,12 @@ def _probe(url: str, seconds: float, pipe: Connection) -> None:
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         started_s = time.monotonic()
-        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=10)
+        address = str(parts.hostname), parts.port
+        connection = (
+            http.client.HTTPSConnection(*address, timeout=10, context=_unverified())
+            if parts.scheme == "https"
+            else http.client.HTTPConnection(*address, timeout=10)
+        )
         try:
             connection.request("GET", "/livez")
             ok = connection.getresponse().status == 200
@@ -125,25 +148,26 @@ def _probe(url: str, seconds: float, pipe: Connection) -> None:
 
 
 def _measure(url: str, probe_url: str, attack: Attack, seconds: float) -> _Found:
-    """The median and largest time of /livez, and the peak memory of each process of the server."""
     server = _server_processes()
     spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
     attacker = spawn.Process(target=_attack, args=(url, attack, seconds + 3), daemon=True)
-    prober = spawn.Process(target=_probe, args=(probe_url, seconds, sender), daemon=True)
     attacker.start()
     time.sleep(1.5)  # for the start of the attack
-    prober.start()
+    receivers = []
+    for target in (probe_url, url):
+        receiver, sender = spawn.Pipe(duplex=False)
+        spawn.Process(target=_probe, args=(target, seconds, sender), daemon=True).start()
+        receivers.append(receiver)
     peak_mib: dict[str, int] = {}
-    while not receiver.poll(0.05):
+    while not all(receiver.poll(0.05) for receiver in receivers):
         for name, status in server.items():
             rss = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
             peak_mib[name] = int(rss[1]) // 1024 if rss else 0
-    times_ms = sorted(receiver.recv())
+    times_ms = [sorted(receiver.recv()) for receiver in receivers]
     attacker.kill()
     attacker.join()
-    prober.join()
-    return _Found(times_ms[len(times_ms) // 2], times_ms[-1], peak_mib)
+    probe_ms, main_ms = ((times[len(times) // 2], times[-1]) for times in times_ms)
+    return _Found(probe_ms, main_ms, peak_mib)
 
 
 def _server_processes() -> dict[str, Path]:
@@ -168,11 +192,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(ATTACKS), help="names of attacks")
     options, flags = parser.parse_known_args(argv)
     results: dict[str, dict[str, object]] = {}
-    for name in options.only or ATTACKS:
-        with start_server(str(model_path()), flags) as server:
-            found = _measure(server.url, server.url, ATTACKS[name], options.seconds)
-        results[name] = found._asdict()
-        livez = f"livez p50 {found.p50_ms:7.1f} ms, max {found.max_ms:8.1f} ms"
-        print(f"{name:<34} {livez}, API {found.peak_mib['api']} MiB", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tls_flags = _certificate(Path(folder))
+        for name in options.only or ATTACKS:
+            attack = ATTACKS[name]
+            all_flags = [*flags, "--probe-port", "0", *(tls_flags if attack.tls else ())]
+            with start_server(str(model_path()), all_flags) as server:
+                found = _measure(server.url, server.probe_url, attack, options.seconds)
+            results[name] = found._asdict()
+            ports = (("probe port", found.probe_port_ms), ("main port", found.main_port_ms))
+            shown = (f"{port} p50 {p50:6.1f} max {most:8.1f} ms" for port, (p50, most) in ports)
+            print(f"{name:<34} {', '.join(shown)}, API {found.peak_mib['api']} MiB", flush=True)
     print(json.dumps(results))
     return 0
+
+
+def _certificate(folder: Path) -> list[str]:
+    """Make a self-signed certificate, and return the flags of a server that uses it."""
+    key, certificate = str(folder / "key.pem"), str(folder / "cert.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    return ["--ssl-keyfile", key, "--ssl-certfile", certificate]
