@@ -51,11 +51,9 @@ def check_head(head: bytes) -> None:
     line = _REQUEST_LINE.match(head)
     if line is None:
         raise _invalid("the request line must be METHOD PATH HTTP/1.1 or METHOD PATH HTTP/1.0")
-    hosts = len(_HOST.findall(head))
-    if hosts > 1 or (hosts == 0 and line[1] == b"1"):
-        raise _invalid("a request must have exactly one Host header")
-    if len(_AUTHORIZATION.findall(head)) > 1:
-        raise _invalid("a request must have at most one Authorization header")
+    hosts, keys = len(_HOST.findall(head)), len(_AUTHORIZATION.findall(head))
+    if hosts > 1 or keys > 1 or (hosts == 0 and line[1] == b"1"):
+        raise _invalid("a request must have exactly one Host and at most one Authorization header")
 
 
 def _invalid(reason: str = "the request is not valid HTTP") -> InvalidRequest:
@@ -121,12 +119,10 @@ def limited_protocol(
             except RequestError as error:
                 self._refuse(error)
             except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-                if self._in_request:
-                    self._refuse(_invalid())
-                elif self._responding:
+                if self._responding and not self._in_request:
                     self._drop(len(data))
                 else:
-                    self.transport.close()
+                    self._refuse(_invalid())
 
         def _read_head(self, data: bytes) -> None:
             """Parse the head if it is complete, and the bytes behind it."""
