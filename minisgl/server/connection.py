@@ -34,8 +34,7 @@ MAX_HEADERS = 100
 # The start of a request line, which may be incomplete.
 _START = re.compile(rb"\r?\n?(?:[A-Z]{1,32} |[A-Z]{0,32}\Z)")
 _REQUEST_LINE = re.compile(rb"\r?\n?[A-Z]{1,32} [/Hh*][^\r\n]* HTTP/1\.([01])\r\n")
-_HOST = re.compile(rb"\r\nhost:", re.IGNORECASE)
-_AUTHORIZATION = re.compile(rb"\r\nauthorization:", re.IGNORECASE)
+_SINGLE = re.compile(rb"\r\n(host|authorization):", re.IGNORECASE)
 # A header that offers another protocol, such as h2c from Java's client. The server removes it
 # before parsing, because the parser would read the body as that protocol.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
@@ -51,8 +50,8 @@ def check_head(head: bytes) -> None:
     line = _REQUEST_LINE.match(head)
     if line is None:
         raise _invalid("the request line must be METHOD PATH HTTP/1.1 or METHOD PATH HTTP/1.0")
-    hosts, keys = len(_HOST.findall(head)), len(_AUTHORIZATION.findall(head))
-    if hosts > 1 or keys > 1 or (hosts == 0 and line[1] == b"1"):
+    names = [name.lower() for name in _SINGLE.findall(head)]
+    if len(names) != len(set(names)) or (b"host" not in names and line[1] == b"1"):
         raise _invalid("a request must have exactly one Host and at most one Authorization header")
 
 
@@ -214,14 +213,11 @@ def limited_protocol(
 
         def _refuse(self, error: RequestError) -> None:
             """Send the error and close. A response that has begun is cut instead."""
-            if self.transport.is_closing():
-                return
             if error.limit is not None:
                 exceeded(error.limit)
             if not (self._responding and self.cycle.response_started):
                 reply = error_reply(error)
-                fields = {"status": reply.status, "reason": error.message}
-                log_event(logger, logging.INFO, "call refused", **fields)
+                log_event(logger, logging.INFO, "call refused", reason=error.message)
                 head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
                 start = head % (reply.status, _REASONS[reply.status], len(reply.body))
                 self.transport.write(start + b"connection: close\r\n\r\n" + reply.body)
