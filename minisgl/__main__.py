@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _compile(arguments[1:])
         return _serve(arguments)
     except ConfigError as error:
+        logging.shutdown()  # The error is the last line.
         sys.stderr.write(f"minisgl: error: {error}\n")
         return supervise.CONFIG_EXIT
     except KeyboardInterrupt:

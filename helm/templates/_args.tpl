@@ -21,6 +21,7 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 {{- $server := .Values.server -}}
 - {{ printf "--host=%s" $server.host | quote }}
 - --port=1919
+- --probe-port=1920
 {{- if $model.id }}
 - {{ printf "--model=%s" $model.id | quote }}
 {{- with $model.revision }}

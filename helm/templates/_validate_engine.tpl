@@ -17,7 +17,7 @@ server.toolFormat: --tool-format
 server.escapeSpecialTokens: --escape-special-tokens
 server.allowedOrigins: --allow-origin
 server.host: --host
-service.port: --port
+service.port: --port --probe-port
 drain.graceSeconds: --drain-grace
 drain.timeoutSeconds: --drain-timeout
 auth.existingSecret: --api-key-file --api-key

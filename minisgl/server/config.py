@@ -20,7 +20,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_body_bytes: int = 16 * 2**20
-    max_bodies_bytes: int = 512 * 2**20
+    max_bodies_bytes: int = 128 * 2**20
     max_prompt_chars: int | None = None
     max_choices: int = 1024
     max_messages: int = 8192
@@ -30,7 +30,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: int = 4 * 2**20
     max_wait_s: float = 300.0
     max_total_s: float = 3600.0
-    max_connections: int = 4096
+    max_connections: int = 2048
     max_head_bytes: int = 64 * 2**10
     head_timeout_s: float = 30.0
     read_timeout_s: float = 60.0
@@ -42,6 +42,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 # that check them, except max_seq_len, the context length of the model.
 LIMIT_NAMES = (
     *Limits.__struct_fields__,
+    "max_headers",
     "max_n",
     "max_prompts",
     "max_stop_strings",
@@ -69,6 +70,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 1919
+    probe_port: int | None = None
     num_tokenizers: int = 1
     limits: Limits = Limits()
     log_level: str = "info"
@@ -96,7 +98,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     role        api, tokenizer, detokenizer or scheduler.
     index       number of the process among those of its role, from 0.
-    listen_fd   the bound TCP socket (api only).
+    listen_fds  the bound TCP sockets of --port and --probe-port (api only).
     reason_fd   a pipe; the child writes a fatal error there as one line.
     """
 
@@ -106,7 +108,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     socket_dir: str
     reason_fd: int
     config: ServerConfig
-    listen_fd: int | None = None
+    listen_fds: tuple[int, ...] = ()
     url: str = ""
 
     @property
@@ -118,5 +120,4 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     def spawn(self, command: Sequence[str] = CHILD_COMMAND) -> supervise.Child:
         """Start the child, which reads this spec. Its name is an argument, so `ps` shows it."""
         argv, payload = [*command, self.name], msgspec.json.encode(self)
-        fds = [self.reason_fd] if self.listen_fd is None else [self.reason_fd, self.listen_fd]
-        return supervise.spawn_child(self.name, argv, payload, fds)
+        return supervise.spawn_child(self.name, argv, payload, [self.reason_fd, *self.listen_fds])

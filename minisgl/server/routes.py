@@ -20,10 +20,9 @@ from starlette.types import Scope
 
 import minisgl
 from minisgl.core import Cancelled
-from minisgl.server.errors import RETRY_AFTER
+from minisgl.server import probes
 from minisgl.server.generation import Generation
 from minisgl.server.handler import CallContext, CallDep, start, unless_disconnected
-from minisgl.server.lifecycle import Phase
 from minisgl.server.middleware import DOCS_PATHS, json_response
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
@@ -194,22 +193,14 @@ async def flush_cache(call: CallDep) -> Response:
 @router.get("/livez", tags=["probes"])
 async def livez(call: CallDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
-    if (hung := call.service.hung_worker()) is not None:
-        return json_response(responses.StatusResponse(f"the {hung} makes no progress"), 503)
-    if call.service.lifecycle.phase is Phase.FAILED:
-        return json_response(responses.StatusResponse("failed"), 503)
-    return json_response(responses.StatusResponse("ok"))
+    return probes.live(call.service.lifecycle.phase, call.service.hung_worker())
 
 
 @router.get("/readyz", tags=["probes"])
 @router.get("/health", name="health", tags=["probes"])
 async def readyz(call: CallDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
-    phase, stalled = call.service.lifecycle.phase, call.service.stalled_worker()
-    if phase is Phase.READY and stalled is None:
-        return json_response(responses.StatusResponse("ok"))
-    status = f"the {stalled} makes no progress" if stalled else phase.value
-    return json_response(responses.StatusResponse(status), 503, {"retry-after": RETRY_AFTER})
+    return probes.ready(call.service.lifecycle.phase, call.service.stalled_worker())
 
 
 @router.get("/metrics", tags=["probes"])

@@ -65,7 +65,13 @@ IN_TEST_STRUCTURED = {
     "max_enum_entries",
     "max_grammar_seconds",
 }
-IN_TEST_ACCESS = {"max_connections", "max_head_bytes", "head_timeout_s", "read_timeout_s"}
+IN_TEST_ACCESS = {
+    "max_connections",
+    "max_head_bytes",
+    "head_timeout_s",
+    "read_timeout_s",
+    "max_headers",
+}
 
 
 def post(server: ServerProcess, **body: Any) -> httpx.Response:
