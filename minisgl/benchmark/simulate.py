@@ -121,11 +121,14 @@ class _Arrivals:
         if index < len(self._load.prompts):
             heapq.heappush(self.due, (self._engine.now_s, index))
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> list[ToScheduler]:
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+    ) -> list[ToScheduler]:
         engine = self._engine
         messages: list[ToScheduler] = []
         end_s = math.inf if wait_s is None else engine.now_s + wait_s
-        engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in self.due[:1])]))
+        due = () if whole else self.due[:1]
+        engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in due)]))
         while self.due and self.due[0][0] <= engine.now_s:
             self._send(messages)
         return messages
@@ -136,7 +139,9 @@ class _Arrivals:
         max_tokens = self._load.max_tokens[index]
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
         ids = self._load.prompts[index].astype("<i4").tobytes()
-        messages.append(AddReq(uid=index, token_ids=ids, sampling=sampling))
+        client = self._load.clients[index] if self._load.clients else ""
+        message = AddReq(uid=index, token_ids=ids, sampling=sampling, client=client, call=index)
+        messages.append(message)
 
 
 def simulate(

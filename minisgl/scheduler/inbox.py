@@ -1,5 +1,6 @@
 """The sources of a scheduler's messages."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,11 +15,14 @@ Messages = Sequence[ToScheduler]
 class Inbox(Protocol):
     """The ordered input of one rank."""
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+    ) -> Messages:
         """Return the messages of this iteration.
 
         wait_s: wait at most this long for the first message; None waits without a limit.
         plan_hash: hash of the batch that this rank launched last. Ranks compare their hashes.
+        whole: wait for all of wait_s, also after a message has arrived.
         """
 
 
@@ -28,15 +32,24 @@ class QueueInbox:
     def __init__(self, receiver: Receiver[ToScheduler]) -> None:
         self._receiver = receiver
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        """Return as soon as one message has arrived, before wait_s is over.
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+    ) -> Messages:
+        """Return as soon as one message has arrived, before wait_s is over, unless `whole`.
 
         The host takes 5 to 8 ms to launch a step with a new prompt. A launch that began only at the
         end of the wait would come too late, and the GPU would be idle meanwhile.
         """
-        if wait_s != 0.0:
-            self._receiver.poll(wait_s)
-        return list(self._receiver.drain())
+        if wait_s is None or not whole:
+            if wait_s != 0.0:
+                self._receiver.poll(wait_s)
+            return list(self._receiver.drain())
+        messages: list[ToScheduler] = []
+        end_s = time.monotonic() + wait_s
+        while (left_s := end_s - time.monotonic()) > 0.001:  # `poll` counts whole milliseconds
+            self._receiver.poll(left_s)
+            messages += self._receiver.drain()
+        return [*messages, *self._receiver.drain()]
 
 
 class LocalInbox:
@@ -45,7 +58,9 @@ class LocalInbox:
     def __init__(self) -> None:
         self.messages: deque[ToScheduler] = deque()
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+    ) -> Messages:
         """Return at once. The caller adds messages in this thread, so none can arrive in a wait."""
         messages = list(self.messages)
         self.messages.clear()
@@ -60,8 +75,10 @@ class LeaderInbox:
         self._followers = followers
         self._iteration = 0
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        messages = self._source.receive(wait_s)
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+    ) -> Messages:
+        messages = self._source.receive(wait_s, whole=whole)
         self._iteration += 1
         step = LeaderStep(iteration=self._iteration, messages=list(messages), plan_hash=plan_hash)
         for follower in self._followers:
@@ -77,8 +94,10 @@ class FollowerInbox:
         self._steps: deque[LeaderStep] = deque()
         self._iteration = 0
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        """Wait for the leader's next LeaderStep without a limit. wait_s is not used.
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+    ) -> Messages:
+        """Wait for the leader's next LeaderStep without a limit. wait_s and whole are not used.
 
         Raises InvariantBroken when the ranks are at different iterations or planned different
         steps.

@@ -80,18 +80,19 @@ class OutputBuilder:
         self._next.finished.append(Finished(uid=req.uid, reason=req.end_reason, error=error))
 
     def refuse(self, message: AddReq, error: RequestError) -> None:
-        """Add the PrefillDone and the Finished message of a refused request."""
+        """Add the PrefillDone and the Finished message of each request of a refused message."""
         prompt_tokens = len(message.token_ids) // 4
-        done = PrefillDone(uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0)
-        self._next.prefill_done.append(done)
-        self._next.finished.append(
-            Finished(
-                uid=message.uid,
-                reason=FinishReason.ERROR,
-                error=error.message,
-                error_kind=type(error).__name__,
+        for uid in range(message.uid, message.uid + message.count):
+            done = PrefillDone(uid=uid, prompt_tokens=prompt_tokens, cached_tokens=0)
+            self._next.prefill_done.append(done)
+            self._next.finished.append(
+                Finished(
+                    uid=uid,
+                    reason=FinishReason.ERROR,
+                    error=error.message,
+                    error_kind=type(error).__name__,
+                )
             )
-        )
 
     def take(self, step_id: int) -> StepOutput | None:
         """Return the output since the last call; None when there is none."""

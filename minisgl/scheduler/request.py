@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
+from minisgl.core.sampling import MAX_SEED
 from minisgl.kvcache import RadixNode
 from minisgl.message.messages import AddReq, TokenLogprobs
 
@@ -45,6 +46,7 @@ class Req:
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
+    client, call      the client and its call, which take turns in the queue.
     logit_states      state of each logits processor for this request; None if none needs one.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
@@ -63,6 +65,8 @@ class Req:
     sampling: SamplingParams
     arrival_index: int
     cache_salt: str = ""
+    client: str = ""
+    call: int = 0
     logit_states: tuple[Any, ...] | None = None
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
@@ -78,16 +82,17 @@ class Req:
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-def accept_request(
+def accept_requests(
     message: AddReq, vocab_size: int, capacity_tokens: int, arrival_index: int
-) -> Req:
-    """Check `message` against the engine's limits and return a waiting request.
+) -> list[Req]:
+    """Check `message` against the engine's limits and return its requests, which share the prompt.
 
     The API server has already checked the same limits. This second check protects the ranks: an
     invalid message would make all of them fail.
 
     vocab_size: width of the logits; each token id is below it.
     capacity_tokens: prompt and output tokens that context length and KV pool allow one request.
+    arrival_index: position of the first request in the order of arrival.
     Raises RequestError (InvalidRequest, PromptTooLong) for a request that could never complete.
     """
     tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32)
@@ -105,16 +110,25 @@ def accept_request(
             f"{capacity_tokens} tokens that the context length and the KV pool allow",
             param="prompt",
         )
-    if sampling.seed is None:
-        # The API server draws a seed for a request without one. The uid is the fallback for other
-        # senders: every rank must use the same seed.
-        sampling = msgspec.structs.replace(sampling, seed=message.uid)
-    return Req(
-        uid=message.uid,
-        tokens=tokens,
-        prompt_len=len(tokens),
-        max_total_tokens=capacity_tokens if max_tokens is None else needed,
-        sampling=sampling,
-        arrival_index=arrival_index,
-        cache_salt=message.cache_salt,
-    )
+    # The API server draws a seed for a request without one. The uid is the fallback for other
+    # senders: every rank must use the same seed.
+    first_seed = message.uid if sampling.seed is None else sampling.seed
+    reqs = []
+    for index in range(message.count):
+        seed = first_seed + index
+        own: dict[str, Any] = {"seed": seed if seed <= MAX_SEED else seed - 2**64}
+        if index:
+            own["prompt_logprobs"] = None
+        req = Req(
+            uid=message.uid + index,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            max_total_tokens=capacity_tokens if max_tokens is None else needed,
+            sampling=msgspec.structs.replace(sampling, **own),
+            arrival_index=arrival_index + index,
+            cache_salt=message.cache_salt,
+            client=message.client,
+            call=message.call,
+        )
+        reqs.append(req)
+    return reqs

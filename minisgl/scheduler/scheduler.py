@@ -31,7 +31,7 @@ from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.outputs import OutputBuilder
 from minisgl.scheduler.policy import Planner
-from minisgl.scheduler.request import Req, ReqState, accept_request
+from minisgl.scheduler.request import Req, ReqState, accept_requests
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import read_result
 from minisgl.scheduler.stats import StepMeter
@@ -106,6 +106,7 @@ class Scheduler:
         self._launched_step = 0
         self._resolved_step = 0
         self._decode_launch_s = 0.0  # host time of the last launch of a decode-only step
+        self._prefill_launch_s = 0.0  # and of a step with prompt tokens
         self._plan_hash: int | None = None
         self.totals = SchedulerStats(phases=self._meter.phases, total_pages=engine.num_pages)
         self.stopping = False
@@ -117,7 +118,9 @@ class Scheduler:
 
     def iterate(self) -> None:
         """Run one iteration. If idle, or too early to plan a step, first wait for a message."""
-        for message in self._inbox.receive(self._message_wait_s(), self._plan_hash):
+        # With prompts, arrivals of one client must not end the wait for the others.
+        wait_s, whole = self._message_wait_s(), self._has_prompts
+        for message in self._inbox.receive(wait_s, self._plan_hash, whole=whole):
             self._apply(message)
         batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
         if batch is not None:
@@ -156,20 +159,28 @@ class Scheduler:
         """Return the seconds for which `iterate` may wait for a message; None: without a limit.
 
         While all running requests decode, the next step is planned shortly before the step in
-        flight ends. A request that arrives meanwhile is then part of the next step.
+        flight ends. A request that arrives meanwhile is then part of the next step. If there are
+        several clients, this holds for steps with prompts too, because otherwise a request of one
+        client would wait for one more step that another client fills.
         """
         if self.idle:
             return None
         if self._config.target_step_ms is None:
             return 0.0  # without a target only throughput counts, so the scheduler never waits
-        if self.planner.prefilling or self.planner.waiting or not self._in_flight:
+        if not self._in_flight or (self._has_prompts and len(self.planner.clients) < 2):
             return 0.0
         batch, pending = self._in_flight[0]
         if pending.done():
             return 0.0
-        remaining_s = self._meter.remaining_s(self.planner.predict_decode_s(batch))
+        predicted_s = self.planner.predict_s(batch)
+        remaining_s = self._meter.remaining_s(predicted_s, batch.num_prefill_tokens > 0)
+        launch_s = self._prefill_launch_s if self._has_prompts else self._decode_launch_s
         # The next step must be launched before the device runs out of work.
-        return max(remaining_s - max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s), 0.0)
+        return max(remaining_s - max(MIN_LAUNCH_LEAD_S, 2 * launch_s), 0.0)
+
+    @property
+    def _has_prompts(self) -> bool:
+        return bool(self.planner.prefilling or self.planner.waiting)
 
     def _apply(self, message: ToScheduler) -> None:
         match message:
@@ -187,17 +198,22 @@ class Scheduler:
                     self._abort(req, FinishReason.ABORT)
 
     def _add(self, message: AddReq) -> None:
-        self._arrivals += 1
         try:
-            if message.uid in self._reqs:
+            uids = range(message.uid, message.uid + message.count)
+            if not self._reqs.keys().isdisjoint(uids):
                 raise InvalidRequest(f"uid {message.uid} is in use; send another uid")
-            req = accept_request(message, self._vocab_size, self._capacity_tokens, self._arrivals)
-            req.logit_states = self._extensions.open_states(req.sampling)
+            reqs = accept_requests(
+                message, self._vocab_size, self._capacity_tokens, self._arrivals + 1
+            )
+            for req in reqs:
+                req.logit_states = self._extensions.open_states(req.sampling)
         except RequestError as error:
             self._outputs.refuse(message, error)
             return
-        self._reqs[req.uid] = req
-        self.planner.enqueue(req)
+        self._arrivals += message.count
+        for req in reqs:
+            self._reqs[req.uid] = req
+            self.planner.enqueue(req)
 
     def _abort(self, req: Req, reason: FinishReason) -> None:
         req.end_reason = reason
@@ -248,8 +264,11 @@ class Scheduler:
             req.admitted_s = req.admitted_s or now_s
         self._meter.launched()
         self._in_flight.append((batch, self._engine.launch(batch)))
-        if not batch.num_prefill_tokens:
-            self._decode_launch_s = self._meter.clock() - now_s
+        launch_s = self._meter.clock() - now_s
+        if batch.num_prefill_tokens:
+            self._prefill_launch_s = launch_s
+        else:
+            self._decode_launch_s = launch_s
         self._launched_step = batch.step_id
         self.planner.launched(batch)
         if self._config.check_plans:

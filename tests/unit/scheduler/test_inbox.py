@@ -98,7 +98,9 @@ class RecordingInbox(LocalInbox):
         self.messages = harness.inbox.messages
         harness.scheduler._inbox = self
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Sequence[ToScheduler]:
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+    ) -> Sequence[ToScheduler]:
         self.waits_s.append(wait_s)
         return super().receive(wait_s, plan_hash)
 

@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         | st.lists(st.floats(0, 0.03), min_size=3, max_size=3)
         | st.just([0.004, 0.004, 0.03]),  # a mixed step costs little more, as on a GPU
         target_step_ms=st.sampled_from([None, 15.0]),
+        clients=st.sampled_from([[""], ["a", "b"], ["a", "b", "c"]]),
     )
     def start(
         self,
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_type: str,
         seconds: list[float] | None,
         target_step_ms: float | None,
+        clients: list[str],
     ) -> None:
         """seconds: step costs that the planner knows; None: it knows none."""
         num_pages = -(-MAX_LEN // page_size) + slack
@@ -65,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 per_prefill_pair_s=attention_s,
             )
             self.harness.scheduler.planner.cost = cost
+        self.clients = clients
         self.wanted: dict[int, list[int]] = {}
         self.prompts: list[list[int]] = []
         self.sequences: dict[int, tuple[str, list[int]]] = {}
@@ -75,8 +78,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 16),
         ignore_eos=st.booleans(),
         salt=st.sampled_from(["", "", "salt"]),
+        call=st.integers(0, 2),
+        count=st.sampled_from([1, 1, 1, 3]),
     )
-    def arrive(self, data: st.DataObject, max_tokens: int, ignore_eos: bool, salt: str) -> None:
+    def arrive(
+        self,
+        data: st.DataObject,
+        max_tokens: int,
+        ignore_eos: bool,
+        salt: str,
+        call: int,
+        count: int,
+    ) -> None:
         prefix: list[int] = []
         if self.prompts and data.draw(st.booleans(), label="shares a prefix"):
             base = data.draw(st.sampled_from(self.prompts), label="base")
@@ -85,10 +98,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             st.lists(st.integers(0, VOCAB - 1), min_size=0 if prefix else 1, max_size=20)
         )
         prompt = (prefix + tail)[: MAX_LEN - max_tokens]
-        uid = self.harness.add(prompt, salt, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        self.wanted[uid] = expected_output(prompt, max_tokens, ignore_eos)
-        self.prompts.append(prompt + self.wanted[uid])
-        self.sequences[uid] = salt, self.prompts[-1]
+        client = data.draw(st.sampled_from(self.clients), label="client")
+        first = self.harness.add(
+            prompt, salt, client, call, count, max_tokens=max_tokens, ignore_eos=ignore_eos
+        )
+        for uid in range(first, first + count):
+            self.wanted[uid] = expected_output(prompt, max_tokens, ignore_eos)
+            self.prompts.append(prompt + self.wanted[uid])
+            self.sequences[uid] = salt, self.prompts[-1]
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data(), stop=st.booleans())
