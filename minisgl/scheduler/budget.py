@@ -65,7 +65,9 @@ class PrefillBudget:
             return budget
         if target_ms is None:
             return min(self._even_tokens(decode_rows, cost), budget)
-        return min(self._timed_tokens(decode_rows, cost, target_ms / 1000, min(queued.values())), budget)
+        return min(
+            self._timed_tokens(decode_rows, cost, target_ms / 1000, min(queued.values())), budget
+        )
 
     def _even_tokens(self, decode_rows: Int32Array, cost: StepCost) -> int:
         """Spread prompts over the decode steps, in steps of even size.

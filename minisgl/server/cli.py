@@ -21,7 +21,7 @@ import msgspec
 
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
-from minisgl.server.auth import key_hashes
+from minisgl.server.auth import key_hashes, key_names
 from minisgl.server.config import Limits, ServerConfig
 from minisgl.utils import near_names
 
@@ -198,6 +198,7 @@ def resolve(
         log_level=options.log_level or ("warning" if options.shell else "info"),
         api_key_hashes=keys,
         admin_key_hashes=admin_hashes,
+        key_names=key_names(options.api_key_file),
         **given["server"],
     )
 

@@ -13,13 +13,14 @@ Most choices have only text. Reasoning, token ids and log-probabilities are in a
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from minisgl import core
 from minisgl.core import FinishReason
 from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob
+from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import EngineFailure
 
 # The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
@@ -40,6 +41,23 @@ class ChoiceDelta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
+    def parts(self, max_logprobs: int) -> "Iterator[ChoiceDelta]":
+        """This delta in parts, each with at most so many log-probabilities, or with one token.
+
+        The first part has the reasoning and the token ids.
+        """
+        entries = [(entry, True) for entry in self.prompt_logprobs]
+        entries += [(entry, False) for entry in self.logprobs]
+        part, room = ChoiceDelta(self.reasoning, self.token_ids), max_logprobs
+        for entry, is_prompt in entries:
+            count = 1 + len(entry.top)
+            if count > room and room < max_logprobs:
+                yield part
+                part, room = ChoiceDelta(), max_logprobs
+            (part.prompt_logprobs if is_prompt else part.logprobs).append(entry)
+            room -= count
+        yield part
+
 
 @dataclass(eq=False, slots=True)
 class Choice:
@@ -48,11 +66,14 @@ class Choice:
     uid           id of the request in the engine.
     index         position of the choice in the call: prompt index * n + sibling.
     started_s     time of admission, like first_s and last_s in seconds of CLOCK_MONOTONIC.
+    client        the name of the key that sent the call.
     text, delta   the output that has not been taken.
     latest        the last update, whose token counts are totals.
     finish        finish reason; None while the engine works on the choice.
     error         the reason of an end without a complete answer.
     prefill_done  the engine has sent its first update. The choice was queued until then.
+    offset        characters before the text that text offsets count and the engine does not know:
+                  an echoed prompt whose log-probabilities another choice reports.
     submitted     the choice has been sent to the scheduler.
     prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
                   for the others.
@@ -64,12 +85,14 @@ class Choice:
     index: int
     _changed: asyncio.Event
     started_s: float
+    client: str
     text: list[str] = field(default_factory=list)
     delta: ChoiceDelta | None = None
     latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
     finish: FinishReason | None = None
     error: core.RequestError | None = None
     prefill_done: bool = False
+    offset: int = 0
     submitted: bool = False
     prompt_share: int = 0
     first_s: float = 0.0
@@ -105,6 +128,8 @@ class Choice:
 class Generation:
     """One HTTP call with all its choices.
 
+    client         the name of the key that sent the call.
+    tokens         tokens that the call may use, as counted for max_call_tokens.
     changed        set when any choice has changed; the handler waits for it.
     keep_alive     the call was woken without new output, so that an idle stream sends a comment.
     tokenizing     the tokenizer result that the call waits for.
@@ -113,6 +138,8 @@ class Generation:
     """
 
     request_id: str
+    client: str = DEFAULT_CLIENT
+    tokens: int = 0
     started_s: float = field(default_factory=time.monotonic)
     choices: list[Choice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -172,6 +199,7 @@ class Generation:
         first_s = min((choice.first_s for choice in self.choices if choice.first_s), default=None)
         return {
             "request_id": self.request_id,
+            "key": self.client,
             "choices": len(self.choices),
             "finish": ",".join(sorted(finishes)),
             "longest_prompt_tokens": max(choice.latest.prompt_tokens for choice in self.choices),

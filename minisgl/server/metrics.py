@@ -6,10 +6,12 @@ for readers is in docs/operations.md.
 """
 
 import time
+from collections import Counter as Counted
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import inf
+from types import MappingProxyType
 from typing import TypeVar
 
 import prometheus_client
@@ -22,7 +24,7 @@ from prometheus_client.registry import Collector
 import minisgl
 from minisgl.core import FinishReason, Overloaded, RequestError
 from minisgl.message import messages
-from minisgl.server.config import LIMIT_NAMES
+from minisgl.server.config import DEFAULT_CLIENT, LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.generation import Choice
 from minisgl.server.lifecycle import Phase
@@ -50,6 +52,7 @@ _TOKENS = tuple(first * 10**power for power in range(6) for first in (1, 2, 5))
 _GAUGES: Mapping[str, str] = {
     "requests_running": "Requests in the batch.",
     "requests_waiting": "Requests accepted and not yet admitted to the batch.",
+    "key_requests_open": "Requests accepted and not ended, by name of the key.",
     "prefix_cache_hit_ratio": "Share of prompt tokens found in the cache, last 1000 requests.",
     "scheduler_last_step_timestamp_seconds": "Unix time of the end of the last step.",
     "model_info": "Always 1.",
@@ -64,6 +67,11 @@ _COUNTERS: Mapping[str, str] = {
     "generation_tokens_total": "Generated tokens.",
     "requests_total": "Requests that ended; invalid requests do not count.",
     "requests_rejected_total": "Requests rejected with status 503.",
+    "key_requests_total": "Requests that reached the engine and ended, by name of the key.",
+    "key_rejected_total": "Requests rejected with status 503, by name of the key.",
+    "key_prompt_tokens_total": "Prompt tokens of admitted requests, by name of the key.",
+    "key_generation_tokens_total": "Generated tokens, by name of the key.",
+    "key_wait_seconds_total": "Time from arrival to the first output, summed by name of the key.",
     "limits_exceeded_total": "Requests and connections that exceeded a limit.",
     "http_requests_total": "HTTP responses.",
 }
@@ -95,6 +103,15 @@ _OF_ENGINE: Mapping[str, str] = {
     "batch_size": "Requests in a forward pass.",
     "batch_tokens": "Tokens computed by a forward pass.",
 }
+_BY_KEY = (
+    "key_requests_open",
+    "key_requests_total",
+    "key_rejected_total",
+    "key_prompt_tokens_total",
+    "key_generation_tokens_total",
+    "key_wait_seconds_total",
+)
+_MAX_KEYS = 64  # Further keys share the label "other".
 _HTTP = ("http_requests_in_flight", "http_requests_total")
 _OF_PROCESS = (*_HTTP, "startup_seconds", "ready", "draining", "build_info")
 # Further labels with the values that are known from the start: a series exists at 0 for each
@@ -106,6 +123,7 @@ _LABELS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "requests_total": {"outcome": ("stop", "length", "abort", "error", "rejected")},
     "requests_rejected_total": {"reason": ("queue_full", "loading", "draining", "failed")},
     "limits_exceeded_total": {"limit": LIMIT_NAMES},
+    **dict.fromkeys(_BY_KEY, {"key": ()}),
     "http_requests_total": {"route": (), "method": (), "code": ()},
 }
 
@@ -117,8 +135,13 @@ class Metrics:
     """Counts events of the API server, and renders the scrape. Use it in the event loop only."""
 
     def __init__(
-        self, model_name: str, commit: str = "unknown", clock: Callable[[], float] = time.monotonic
+        self,
+        model_name: str,
+        commit: str = "unknown",
+        clock: Callable[[], float] = time.monotonic,
+        keys: Iterable[str] = (),
     ) -> None:
+        """keys: the names of all API keys. The first 64 have series of their own."""
         # The library otherwise adds a gauge with the creation time of each counter and histogram.
         prometheus_client.disable_created_metrics()
         self._registry = registry = CollectorRegistry()
@@ -137,7 +160,12 @@ class Metrics:
             ).labels(model_name)
             for name, (text, bounds) in HISTOGRAMS.items()
         }
-        self._new_tokens = 0  # Tokens since the last scrape; adding to a counter costs 1 us.
+        self._keys = {key: key for key in sorted({DEFAULT_CLIENT, *keys})[:_MAX_KEYS]}
+        for name in _BY_KEY:
+            for key in self._keys:
+                {**self._counters, **self._gauges}[name].labels(model_name, key)
+        # Tokens since the last scrape by client; adding to a counter costs 1 us.
+        self._new_tokens: Counted[str] = Counted()
         self._set("scheduler_last_step_timestamp_seconds", time.time())
         self._gauges["build_info"].labels(minisgl.__version__, commit).set(1)
         text = "Unix time of the start of the API process."
@@ -164,17 +192,20 @@ class Metrics:
         """Count an update of the engine. Call this before the choice applies the update."""
         if not choice.prefill_done and update.admitted_s:
             self._count("prompt_tokens_total", choice.prompt_share)
+            self._count("key_prompt_tokens_total", choice.prompt_share, self._key(choice.client))
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
         tokens = update.completion_tokens - choice.latest.completion_tokens
         if tokens <= 0:
             return
-        self._new_tokens += tokens
+        self._new_tokens[choice.client] += tokens
         if choice.first_s:
             self._observe("inter_token_latency_seconds", now_s - choice.last_s)
         else:
             choice.first_s = now_s
-            self._observe("time_to_first_token_seconds", now_s - choice.started_s)
+            wait_s = now_s - choice.started_s
+            self._observe("time_to_first_token_seconds", wait_s)
+            self._count("key_wait_seconds_total", wait_s, self._key(choice.client))
             if update.admitted_s:
                 self._observe("request_prefill_seconds", now_s - update.admitted_s)
         choice.last_s = now_s
@@ -186,6 +217,7 @@ class Metrics:
         finish = choice.finish or FinishReason.ABORT
         self._renew()
         self._count("requests_total", 1, finish.value)
+        self._count("key_requests_total", 1, self._key(choice.client))
         if finish not in _COMPLETE or not choice.first_s:
             return
         decode_s, later_tokens = choice.last_s - choice.first_s, choice.latest.completion_tokens - 1
@@ -200,8 +232,8 @@ class Metrics:
         self._count("limits_exceeded_total", 1, name)
         self._renew()
 
-    def on_refused(self, error: RequestError, phase: Phase) -> None:
-        """Count a call that ended with this error response."""
+    def on_refused(self, error: RequestError, phase: Phase, client: str = DEFAULT_CLIENT) -> None:
+        """Count a call of a client that ended with this error response."""
         if error.limit is not None:
             self.on_limit(error.limit)
         if isinstance(error, Overloaded):
@@ -209,6 +241,7 @@ class Metrics:
             reason = closed if isinstance(error, NotReady) else "queue_full"
             self._count("requests_rejected_total", 1, reason)
             self._count("requests_total", 1, "rejected")
+            self._count("key_rejected_total", 1, self._key(client))
 
     def on_failed(self) -> None:
         """Count a call that failed in the server before it reached the engine."""
@@ -232,7 +265,12 @@ class Metrics:
             self._scrapes.clear()
 
     def render(
-        self, accept: str, phase: Phase, is_stalled: bool, open_choices: int
+        self,
+        accept: str,
+        phase: Phase,
+        is_stalled: bool,
+        open_choices: int,
+        open_by_client: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[bytes, str]:
         """The body of a scrape, and its content type.
 
@@ -246,6 +284,11 @@ class Metrics:
         made_s, body = self._scrapes.get(is_openmetrics, (-inf, b""))
         if now_s - made_s >= CACHED_S:
             self._refresh(phase, is_stalled, open_choices)
+            by_key = Counted(dict.fromkeys(self._keys, 0))
+            for client, count in open_by_client.items():
+                by_key[self._key(client)] += count
+            for key, count in by_key.items():
+                self._set("key_requests_open", count, key)
             body = encode(self._registry)
             self._scrapes[is_openmetrics] = now_s, body
         return body, content_type
@@ -253,8 +296,10 @@ class Metrics:
     def _refresh(self, phase: Phase, is_stalled: bool, open_choices: int) -> None:
         self._gauges["ready"].set(phase is Phase.READY and not is_stalled)
         self._gauges["draining"].set(phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
-        self._count("generation_tokens_total", self._new_tokens)
-        self._new_tokens = 0
+        self._count("generation_tokens_total", self._new_tokens.total())
+        for client, tokens in self._new_tokens.items():
+            self._count("key_generation_tokens_total", tokens, self._key(client))
+        self._new_tokens.clear()
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)
         self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
@@ -262,6 +307,9 @@ class Metrics:
         running = min(self._stats.latest.running_reqs, open_choices)
         self._set("requests_running", running)
         self._set("requests_waiting", open_choices - running)
+
+    def _key(self, client: str) -> str:
+        return self._keys.get(client, "other")
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._gauges[name].labels(self._model_name, *labels).set(value)

@@ -73,7 +73,7 @@ class ApiServer:
             self._workers["detokenizer"].send,
             self._scheduler.send,
             config.limits,
-            Metrics(config.served_names[0], config.commit),
+            Metrics(config.served_names[0], config.commit, keys=config.key_names.values()),
         )
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))

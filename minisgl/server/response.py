@@ -2,6 +2,8 @@
 
 Whole answers are encoded from the structs of `protocol`. The parts that all events of a stream have
 in common are encoded once, because a busy server sends tens of thousands of events per second.
+
+Large answers are encoded in parts, and the event loop serves other calls between two parts.
 """
 
 import asyncio
@@ -37,6 +39,7 @@ _HEADERS = (
     (b"x-accel-buffering", b"no"),  # keeps nginx from collecting events before it forwards them
 )
 _LOWEST_LOGPROB = -9999.0
+_LOGPROBS_PER_PART = 2**14  # Encoding so many takes 12 ms of the event loop.
 _KINDS = {
     CHAT: ("chatcmpl-", "chat.completion"),
     COMPLETIONS: ("cmpl-", "text_completion"),
@@ -74,9 +77,12 @@ class ResponseWriter:
         self._text_field = b',"delta":{"content":' if self._is_chat else b',"text":'
         self._text_after = b"}" + rest if self._is_chat else rest
 
-    def whole(self, generation: Generation) -> bytes:
+    async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
-        choices = [self._whole_choice(choice, generation) for choice in generation.choices]
+        choices = []
+        for choice in generation.choices:
+            choices.append(msgspec.Raw(await self._whole_choice(choice, generation)))
+            await asyncio.sleep(0)
         body = {**self._head, "choices": choices, "usage": self._usage(generation)}
         if not self._is_chat:
             return msgspec.json.encode(responses.Completion(**body))
@@ -84,19 +90,37 @@ class ResponseWriter:
             body["prompt_token_ids"] = generation.prompt_ids[0]
         return msgspec.json.encode(responses.ChatCompletion(**body))
 
-    def _whole_choice(
-        self, choice: Choice, generation: Generation
-    ) -> responses.ChatChoice | responses.TextChoice:
+    async def _whole_choice(self, choice: Choice, generation: Generation) -> bytes:
         text, delta = choice.take()
         delta = delta or ChoiceDelta()
-        values = self._values(choice, delta, generation)
+        values = self._values(choice, replace(delta, logprobs=[], prompt_logprobs=[]), generation)
         values["finish_reason"] = _finish_name(choice)
+        if self.request.sampling.logprobs is not None:
+            values["logprobs"] = msgspec.Raw(await self._whole_logprobs(choice, delta))
         if not self._is_chat:
-            return responses.TextChoice(text=generation.echo(choice) + text, **values)
+            whole = responses.TextChoice(text=generation.echo(choice) + text, **values)
+            return msgspec.json.encode(whole)
         message = responses.AnswerMessage(content=text)
         if delta.reasoning:
             message.reasoning_content = delta.reasoning
-        return responses.ChatChoice(message=message, **values)
+        return msgspec.json.encode(responses.ChatChoice(message=message, **values))
+
+    async def _whole_logprobs(self, choice: Choice, delta: ChoiceDelta) -> bytes:
+        """The log-probabilities of a choice as JSON, encoded in parts: each list is joined."""
+        lists: dict[str, list[bytes]] = {}
+        whole: dict[str, Any] = {}
+        for part in delta.parts(_LOGPROBS_PER_PART):
+            logprobs = self._logprobs(choice, part)
+            assert logprobs is not None, "the request asks for log-probabilities; this is a bug"
+            for name, value in msgspec.structs.asdict(logprobs).items():
+                if isinstance(value, list):
+                    lists.setdefault(name, []).append(msgspec.json.encode(value)[1:-1])
+                else:
+                    whole[name] = value
+            await asyncio.sleep(0)
+        for name, encoded in lists.items():
+            whole[name] = msgspec.Raw(b"[%b]" % b",".join(filter(None, encoded)))
+        return msgspec.json.encode(whole)
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
         """The event before any generated text: the role of a chat, nothing for a completion."""
@@ -153,7 +177,8 @@ class ResponseWriter:
         self, choice: Choice, delta: ChoiceDelta, generation: Generation | None
     ) -> dict[str, Any]:
         """The fields beside the text of a choice, for its struct."""
-        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(delta)}
+        logprobs = self._logprobs(choice, delta)
+        values: dict[str, Any] = {"index": choice.index, "logprobs": logprobs}
         if self.request.text.token_ids:
             values["token_ids"] = delta.token_ids
             if generation is not None and not self._is_chat:
@@ -161,12 +186,12 @@ class ResponseWriter:
         return values
 
     def _logprobs(
-        self, delta: ChoiceDelta
+        self, choice: Choice, delta: ChoiceDelta
     ) -> responses.ChatLogprobs | responses.TextLogprobs | None:
         if self.request.sampling.logprobs is None:
             return None
         if not self._is_chat:
-            return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs])
+            return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs], choice.offset)
         # As in OpenAI's answers, the token that ended the text has no entry.
         kept = [_chat_logprob(entry) for entry in delta.logprobs if not entry.ends]
         return responses.ChatLogprobs(kept)
@@ -218,8 +243,11 @@ def _text_token(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
-    """Return four parallel lists. `top_logprobs` always includes the token itself."""
+def _text_logprobs(entries: list[TokenLogprob], offset: int) -> responses.TextLogprobs:
+    """Return four parallel lists. `top_logprobs` always includes the token itself.
+
+    offset: characters to add to the offset of each entry.
+    """
     tops: list[dict[str, float] | None] = []
     for entry in entries:
         if entry.logprob is None:  # the first token of a prompt
@@ -233,7 +261,7 @@ def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
         tokens=[_text_token(entry.token_bytes) for entry in entries],
         token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
         top_logprobs=tops,
-        text_offset=[entry.offset for entry in entries],
+        text_offset=[offset + entry.offset for entry in entries],
     )
 
 
@@ -249,24 +277,29 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
     while running:
         await generation.wait_for_change()
         parts = []
-        for choice in running:
+        for choice in [*running]:
             text, delta = choice.take()
-            first = None
+            # More output may arrive while a large part is encoded. The next round takes it.
+            finish, error, first = choice.finish, choice.error, None
             if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
                 first = generation
                 text = generation.echo(choice) + text
                 parts.append(writer.first_chunk(choice, generation))
             if delta is not None or (first and writer.request.text.token_ids):
-                parts.append(writer.rich_chunk(choice, text, delta or ChoiceDelta(), first))
+                for number, part in enumerate((delta or ChoiceDelta()).parts(_LOGPROBS_PER_PART)):
+                    if number:
+                        await asyncio.sleep(0)
+                    parts.append(writer.rich_chunk(choice, text, part, first))
+                    text, first = "", None
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))
-            if choice.error is not None:
-                yield b"".join(parts) + _sse(error_reply(choice.error).body) + DONE
+            if error is not None:
+                yield b"".join(parts) + _sse(error_reply(error).body) + DONE
                 return
-            if choice.finish is not None:
+            if finish is not None:
                 parts.append(writer.last_chunk(choice))
-        running = [choice for choice in running if choice.finish is None]
+                running.remove(choice)
         if not running:
             if writer.request.include_usage:
                 parts.append(writer.usage_chunk(generation))

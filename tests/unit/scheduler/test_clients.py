@@ -176,9 +176,7 @@ class CountingEngine(VirtualEngine):
         return super().launch(batch)
 
 
-@pytest.mark.parametrize(
-    ("prompt_tokens", "output_tokens"), [(256, 1000), (8000, 4), (1000, 300)]
-)
+@pytest.mark.parametrize(("prompt_tokens", "output_tokens"), [(256, 1000), (8000, 4), (1000, 300)])
 def test_simulated_overload_delays_another_client_by_few_steps(
     prompt_tokens: int, output_tokens: int
 ) -> None:
