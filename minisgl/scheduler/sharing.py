@@ -18,8 +18,8 @@ class ClientShares:
     the newest request of the client that holds the most. This is max-min fairness for each of the
     two resources; it looks at present holdings only and not at past use.
 
-    With several clients and at least 32 rows, the last free row is kept for a client without running
-    requests. Such a client would otherwise wait for one more step, in which a row becomes free.
+    With several clients and at least 32 rows, the last free row is kept for a client without
+    running requests. Such a client would otherwise wait one more step for a row.
 
     The last running request of a client is never preempted for another client, so that each client
     makes progress. A request that needs more than the fair share of pages waits until the other

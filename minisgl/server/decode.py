@@ -33,8 +33,8 @@ _LIMITS = {
     ("stop", "str"): "max_stop_chars",
     ("stop_token_ids", "array"): "max_stop_token_ids",
 }
-# Bounds of one body, which keep its decoding below 50 ms. Lists, objects and their fields take up to
-# 400 ns each to decode, with the time of the garbage collector, and other values up to 20 ns.
+# Bounds of one body, which keep its decoding below 50 ms. Lists, objects and their fields take up
+# to 400 ns each to decode, with the time of the garbage collector, and other values up to 20 ns.
 _MAX_FIELDS = 2**17
 _MAX_VALUES = 2**20
 # Rules for parameters whose refusal says more than "is not supported".

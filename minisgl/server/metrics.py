@@ -123,7 +123,7 @@ _LABELS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "requests_total": {"outcome": ("stop", "length", "abort", "error", "rejected")},
     "requests_rejected_total": {"reason": ("queue_full", "loading", "draining", "failed")},
     "limits_exceeded_total": {"limit": LIMIT_NAMES},
-    **dict.fromkeys(_BY_KEY, {"key": ()}),
+    **{name: {"key": ()} for name in _BY_KEY},
     "http_requests_total": {"route": (), "method": (), "code": ()},
 }
 
@@ -314,7 +314,7 @@ class Metrics:
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._gauges[name].labels(self._model_name, *labels).set(value)
 
-    def _count(self, name: str, amount: int, *labels: str) -> None:
+    def _count(self, name: str, amount: float, *labels: str) -> None:
         self._counters[name].labels(self._model_name, *labels).inc(amount)
 
     def _observe(self, name: str, amount: float) -> None:

@@ -113,10 +113,9 @@ class ResponseWriter:
             logprobs = self._logprobs(choice, part)
             assert logprobs is not None, "the request asks for log-probabilities; this is a bug"
             for name, value in msgspec.structs.asdict(logprobs).items():
+                whole[name] = value
                 if isinstance(value, list):
                     lists.setdefault(name, []).append(msgspec.json.encode(value)[1:-1])
-                else:
-                    whole[name] = value
             await asyncio.sleep(0)
         for name, encoded in lists.items():
             whole[name] = msgspec.Raw(b"[%b]" % b",".join(filter(None, encoded)))

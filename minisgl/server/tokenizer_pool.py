@@ -46,8 +46,8 @@ class TokenizerPool:
     def __init__(self, send_functions: Sequence[Callable[[ToTokenizer], int]]) -> None:
         self._workers = [_Worker(send, index) for index, send in enumerate(send_functions)]
         self._uids = itertools.count(1)
-        # By client; the client that is served next comes first.
-        self._waiting: dict[str, dict[Result, TokenizeRequest]] = {}
+        self._waiting: dict[str, dict[Result, TokenizeRequest]] = {}  # By client.
+        self._last_uids: dict[str, int] = {}  # Of each client's last request that was sent.
         self._sent: dict[int, tuple[_Worker, int, Result]] = {}  # By uid: worker, bytes, result.
 
     def submit(self, request: TokenizeRequest, client: str) -> Result:
@@ -76,11 +76,9 @@ class TokenizerPool:
         """Send waiting requests while a process has room for one."""
         while (found := self._next()) is not None:
             client, result, worker = found
-            # The client is served again after the others.
-            queue = self._waiting.pop(client)
-            request, uid = queue.pop(result), next(self._uids)
-            if queue:
-                self._waiting[client] = queue
+            request, uid = self._waiting[client][result], next(self._uids)
+            self._forget(result, client)
+            self._last_uids[client] = uid
             size = worker.send(msgspec.structs.replace(request, uid=uid))
             worker.outstanding_bytes += size
             self._sent[uid] = worker, size, result
@@ -91,8 +89,9 @@ class TokenizerPool:
         worker_for_long = _least_busy(self._workers[:-1] or self._workers)
         if any_worker is None:
             return None
-        for client, queue in self._waiting.items():
-            for result, request in queue.items():
+        # The client that has waited longest for its turn comes first.
+        for client in sorted(self._waiting, key=lambda client: self._last_uids.get(client, 0)):
+            for result, request in self._waiting[client].items():
                 worker = worker_for_long if _size(request) > _QUEUED_BYTES else any_worker
                 if worker is not None:
                     return client, result, worker
