@@ -12,6 +12,11 @@
   emptyDir:
     sizeLimit: {{ .Values.cache.size }}
   {{- end }}
+{{- with .Values.auth.keysSecret }}
+- name: keys
+  secret:
+    secretName: {{ . | quote }}
+{{- end }}
 {{- if gt (int .Values.tensorParallelSize) 1 }}
 - name: shm
   emptyDir:
@@ -46,6 +51,11 @@
   mountPath: /tmp
 - name: cache
   mountPath: /cache
+{{- if .Values.auth.keysSecret }}
+- name: keys
+  mountPath: /keys
+  readOnly: true
+{{- end }}
 {{- if gt (int .Values.tensorParallelSize) 1 }}
 - name: shm
   mountPath: /dev/shm

@@ -37,6 +37,8 @@ ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
 FIXED_LIMITS = (
     "| `--max-choices` | | `max_n` | n of one request |",
     "| `--max-choices` | | `max_prompts` | prompts of one completions request |",
+    "| none | 131,072 and 1,048,576 | `max_body_values` | lists, objects and fields of one body; "
+    "all values of one body |",
     "| none | 16 | `max_stop_strings` | stop strings of one request |",
     "| none | 256 chars | `max_stop_chars` | characters of one stop string |",
     "| none | 128 | `max_stop_token_ids` | stop token ids of one request |",

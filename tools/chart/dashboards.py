@@ -138,6 +138,32 @@ def _traffic() -> list[Panel]:
             "The metrics that the autoscaler and the endpoint picker use.",
         ),
         graph(
+            "Generated tokens by key",
+            {"{{key}}": "sum by (key) (rate(minisgl_key_generation_tokens_total{m}[r]))"},
+            "none",
+            "Tokens per second that the server generates for each key.",
+            stacked=True,
+        ),
+        graph(
+            "Open and refused requests by key",
+            {
+                "{{key}}": "sum by (key) (minisgl_key_requests_open{m})",
+                "{{key}} refused per second": "sum by (key) "
+                "(rate(minisgl_key_rejected_total{m}[r]))",
+            },
+            "none",
+            "Requests accepted and not ended, and requests refused with 503.",
+        ),
+        graph(
+            "Mean time to first token by key",
+            {
+                "{{key}}": "sum by (key) (rate(minisgl_key_wait_seconds_total{m}[r])) / "
+                "sum by (key) (rate(minisgl_key_requests_total{m}[r]))",
+            },
+            "s",
+            "Time from arrival to the first output, per request that ended.",
+        ),
+        graph(
             "HTTP requests in flight",
             {"{{pod}}": "sum by (pod) (minisgl_http_requests_in_flight{p})"},
             "none",

@@ -121,6 +121,7 @@ RULES: dict[str, Json] = {
     "httpRoute.path": _PATH,
     "httpRoute.requestTimeout": _DURATION,
     "image.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+    "auth.cacheIsolation": {"enum": ["none", "key"]},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "imagePullSecrets": _NAMED,
     "inferencePool.endpointPicker.failureMode": {"enum": ["FailOpen", "FailClose"]},
