@@ -47,8 +47,8 @@ A flag or the value of a flag as text. Helm reads a number of a values file as a
 - --max-queued-requests={{ int $server.maxQueuedRequests }}
 - --num-tokenizer={{ int $server.tokenizers }}
 - --log-level={{ $server.logLevel }}
-{{- with .Values.auth.keysSecret }}
-- {{ printf "--api-key-file=/keys/%s" $.Values.auth.keysSecretKey | quote }}
+{{- if .Values.auth.keysSecret }}
+- --api-key-file=/keys/keys
 {{- end }}
 - --cache-isolation={{ .Values.auth.cacheIsolation }}
 {{ include "minisgl.drainArgs" . }}

@@ -12,11 +12,7 @@
   emptyDir:
     sizeLimit: {{ .Values.cache.size }}
   {{- end }}
-{{- with .Values.auth.keysSecret }}
-- name: keys
-  secret:
-    secretName: {{ . | quote }}
-{{- end }}
+{{ with .Values.auth.keysSecret }}- {name: keys, secret: {secretName: {{ . | quote }}}}{{ end }}
 {{- if gt (int .Values.tensorParallelSize) 1 }}
 - name: shm
   emptyDir:
@@ -51,11 +47,7 @@
   mountPath: /tmp
 - name: cache
   mountPath: /cache
-{{- if .Values.auth.keysSecret }}
-- name: keys
-  mountPath: /keys
-  readOnly: true
-{{- end }}
+{{ with .Values.auth.keysSecret }}- {name: keys, mountPath: /keys, readOnly: true}{{ end }}
 {{- if gt (int .Values.tensorParallelSize) 1 }}
 - name: shm
   mountPath: /dev/shm

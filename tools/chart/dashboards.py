@@ -138,11 +138,14 @@ def _traffic() -> list[Panel]:
             "The metrics that the autoscaler and the endpoint picker use.",
         ),
         graph(
-            "Generated tokens by key",
-            {"{{key}}": "sum by (key) (rate(minisgl_key_generation_tokens_total{m}[r]))"},
+            "Tokens by key",
+            {
+                "{{key}} prompt": "sum by (key) (rate(minisgl_key_prompt_tokens_total{m}[r]))",
+                "{{key}} generated": "sum by (key) "
+                "(rate(minisgl_key_generation_tokens_total{m}[r]))",
+            },
             "none",
-            "Tokens per second that the server generates for each key.",
-            stacked=True,
+            "Prompt tokens of admitted requests and generated tokens per second, for each key.",
         ),
         graph(
             "Open and refused requests by key",

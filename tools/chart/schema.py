@@ -88,6 +88,7 @@ OPEN = ("resources", "podSecurityContext", "securityContext", "affinity", "tests
 NULLABLE = (*OPEN, "podDisruptionBudget.maxUnavailable", "tolerations")
 
 RULES: dict[str, Json] = {
+    "auth.cacheIsolation": {"enum": ["none", "key"]},
     "autoscaling.maxReplicas": _POSITIVE,
     "autoscaling.minReplicas": _POSITIVE,
     "autoscaling.scaleDownWindowSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
@@ -121,7 +122,6 @@ RULES: dict[str, Json] = {
     "httpRoute.path": _PATH,
     "httpRoute.requestTimeout": _DURATION,
     "image.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
-    "auth.cacheIsolation": {"enum": ["none", "key"]},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "imagePullSecrets": _NAMED,
     "inferencePool.endpointPicker.failureMode": {"enum": ["FailOpen", "FailClose"]},
