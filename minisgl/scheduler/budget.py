@@ -1,7 +1,6 @@
 """`PrefillBudget`: the number of prompt tokens of the next step."""
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -58,16 +57,16 @@ class PrefillBudget:
         target_ms = self._config.target_step_ms
         if cost is None or not (self._prefilling or self._waiting):
             return budget
-        queued = Counter({req.client: 0 for req in self._prefilling})
-        for req in self._waiting:
-            queued[req.client] += req.uncached_tokens
-        if not len(decode_rows) and (len(queued) < 2 or target_ms is None):
+        clients = {req.client for req in self._prefilling}.union(self._waiting.clients)
+        if not len(decode_rows) and (len(clients) < 2 or target_ms is None):
             return budget
         if target_ms is None:
             return min(self._even_tokens(decode_rows, cost), budget)
-        return min(
-            self._timed_tokens(decode_rows, cost, target_ms / 1000, min(queued.values())), budget
-        )
+        queued = dict.fromkeys(clients, 0)
+        for req in self._waiting:
+            queued[req.client] += req.uncached_tokens
+        shortest = min(queued.values())
+        return min(self._timed_tokens(decode_rows, cost, target_ms / 1000, shortest), budget)
 
     def _even_tokens(self, decode_rows: Int32Array, cost: StepCost) -> int:
         """Spread prompts over the decode steps, in steps of even size.
