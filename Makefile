@@ -1,22 +1,22 @@
-# The daily commands; docs/development.md explains them. Everything they need goes into .venv.
+# The daily commands; docs/development.md explains them. They install their dependencies into .venv.
 #
 #   make serve   install if needed, then serve the demo model   (ARGS="--port 8000")
 #   make test    install if needed, then run the tests          (ARGS="tests/unit -k radix")
 #   make check   lint, format, types, import contracts, repository rules
-#   make fmt     repair what lint and format can repair
+#   make fmt     format the code and apply the automatic repairs of lint
 #   make proof   the tests that take minutes each
 #   make k8s     the chart on a cluster: kind, or ARGS="--provider existing --context NAME ..."
-#   make chart   write the chart's schema and dashboards anew
+#   make chart   generate the chart's schema and dashboards
 #   make image   build the CUDA image; image-cpu: the demo      (BUILD_ARGS="--build-arg ...")
-#   make lock    write constraints.txt anew
-#   make clean   back to a fresh clone
+#   make lock    resolve the dependencies and write constraints.txt
+#   make clean   remove everything that the other commands created
 #
-# PYTHON=python3.12    which interpreter makes .venv; otherwise the first of python3, python3.12
-#                      and python3.11 that is 3.11 or 3.12
-# TORCH_INDEX=URL      where torch itself comes from, for example the CPU builds at
-#                      https://download.pytorch.org/whl/cpu; otherwise pip's own index
-# TEST_JOBS=2          how many pytest workers
-# IMAGE=NAME           what the images are called, ghcr.io/minisgl/minisgl by default
+# PYTHON=python3.12    the interpreter that creates .venv; default: the first of python3, python3.12
+#                      and python3.11 whose version is 3.11 or 3.12
+# TORCH_INDEX=URL      the package index for torch alone, for example the CPU builds at
+#                      https://download.pytorch.org/whl/cpu; default: pip's default index
+# TEST_JOBS=2          the number of pytest workers
+# IMAGE=NAME           the name of the images; default: ghcr.io/minisgl/minisgl
 
 SHELL := /bin/bash
 VENV := .venv
@@ -26,8 +26,8 @@ TORCH_INDEX ?=
 TEST_JOBS ?= 2
 IMAGE ?= ghcr.io/minisgl/minisgl
 BUILD_ARGS ?=
-# The one version that `make lock` does not choose by itself: which builds of torch an index
-# carries decides between 200 MB and 2.5 GB of download.
+# The only version that `make lock` does not choose itself. The build of torch decides whether a download
+# has 200 MB or 2.5 GB, and an index does not have every build of every version.
 TORCH_VERSION ?= 2.13.0
 
 in_range := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -35,14 +35,16 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c '$(in_range)' 2>/dev/null && echo $$p; done) python3)
 
 pip = $(1)/bin/python -m pip --disable-pip-version-check
-# $(call new_venv,DIRECTORY,INTERPRETER): a working environment is kept, half of one is replaced.
+# $(call new_venv,DIRECTORY,INTERPRETER) creates a virtual environment. It keeps a working environment and
+# replaces an incomplete one.
 define new_venv
 	@$(2) -c '' 2>/dev/null || { echo "minisgl: no working '$(2)': install Python 3.11 or 3.12 (Debian, Ubuntu: apt install python3 python3-venv)" >&2; exit 1; }
-	@$(2) -c '$(in_range)' || { echo "minisgl: needs Python 3.11 or 3.12, and $(2) is $$($(2) -V 2>&1): name another with 'make PYTHON=python3.12 ...'" >&2; exit 1; }
+	@$(2) -c '$(in_range)' || { echo "minisgl: needs Python 3.11 or 3.12, but $(2) is $$($(2) -V 2>&1): select another with 'make PYTHON=python3.12 ...'" >&2; exit 1; }
 	@$(2) -c 'import ensurepip, venv' 2>/dev/null || { echo "minisgl: $(2) has no venv module (Debian, Ubuntu: apt install $$($(2) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'))" >&2; exit 1; }
 	@$(call pip,$(1)) --version >/dev/null 2>&1 || { echo "$(2) -m venv $(1)"; $(2) -m venv --clear $(1); }
 endef
-# $(call add_torch,DIRECTORY,ARGUMENTS): torch alone from its index, its dependencies later from pip's.
+# $(call add_torch,DIRECTORY,ARGUMENTS) installs torch alone from TORCH_INDEX. A later call of pip installs the
+# dependencies of torch from pip's default index.
 define add_torch
 	$(if $(TORCH_INDEX),$(call pip,$(1)) install $(2) --no-deps --index-url $(TORCH_INDEX))
 endef
@@ -56,7 +58,8 @@ help:
 serve: $(VENV)/.serve
 	@exec $(BIN)/minisgl $(ARGS)
 
-# One thread for each worker's matrix work: two workers with two threads each wait for one another.
+# Each worker uses one thread for matrix products: on two cores, two workers with two threads each would wait for
+# one another.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
 
@@ -91,7 +94,7 @@ k8s: $(VENV)/.dev
 chart: $(VENV)/.dev
 	$(BIN)/python -m tools.chart
 
-# The tags are the chart's: its appVersion, and the one in helm/ci/cpu-demo-values.yaml.
+# The tags must equal those of the chart: its appVersion, and the tag in helm/ci/cpu-demo-values.yaml.
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' minisgl/__init__.py)
 docker_build = DOCKER_BUILDKIT=1 docker build --build-arg VERSION=$(VERSION) \
 	--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
@@ -103,8 +106,8 @@ image:
 image-cpu:
 	$(docker_build) -f docker/Dockerfile.cpu -t $(IMAGE):$(VERSION)-cpu .
 
-# Locked with the oldest Python that is supported: what it can install, the newer one can too.
-# CUDA packages stay out: each CUDA build of torch names its own, exactly.
+# The lock uses the oldest supported Python, because the newer one can install all versions that the oldest can.
+# It leaves out the CUDA packages, because each CUDA build of torch pins its own.
 LOCK := build/lock
 lock:
 	rm -rf $(LOCK)

@@ -1,4 +1,4 @@
-"""Training batches: short conversations packed into rows, long documents one to a row.
+"""Training batches. Several short conversations share a row; each long document has its own row.
 
 Batch number i depends on (seed, i) alone, so the number of worker processes does not change it.
 """
@@ -30,7 +30,7 @@ _LENGTH_FROM = (0.0, 0.06, 0.15, 0.25)
 
 @dataclass(frozen=True)
 class Plan:
-    """The inputs that determine a batch, beside its number."""
+    """The inputs that, together with its number, determine a batch."""
 
     seed: int
     steps: int
@@ -39,12 +39,12 @@ class Plan:
 
 
 class Batch(NamedTuple):
-    """One step's material; padding has document -1 and is never produced.
+    """The tensors of one training step. Padding has document -1, and its `produced` is False.
 
     ids, document, produced: [rows, row tokens] int16, int8 and bool.
-    long_positions, long_targets: [answer tokens], the flat position in long_ids from which each
-    answer token follows, and that token. The host computes them, because on the GPU the computation
-    would make every step wait for the one before it.
+    long_positions: [answer tokens], for each answer token the flat index in long_ids of the token
+    before it. long_targets: [answer tokens], the answer tokens. The host computes both, because on
+    the GPU the computation would make every step wait for the one before it.
     """
 
     short_ids: Tensor
@@ -88,14 +88,16 @@ class _Rows:
         return ids, document, produced
 
     def answers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids, and for each token to produce the position before it and its id."""
+        """Return ids; then, for each token to produce, the index of the token before it, and its
+        id.
+        """
         ids = torch.from_numpy(self.ids)
         follows = torch.from_numpy(np.flatnonzero(self.produced))
         return ids, follows - 1, ids.flatten()[follows].long()
 
 
 def long_document(draw: Draw, encoder: Encoder, tokens: int, questions: int) -> Sample:
-    """Return a lookup whose encoded conversation has at most, and nearly, `tokens` tokens."""
+    """Return a lookup whose conversation has at most `tokens` tokens, and not many fewer."""
     facts = max(3, tokens // (TOKENS_PER_FACT - 4))
     while True:
         sample = with_system(draw.rng, document(draw, facts, questions))
@@ -106,7 +108,7 @@ def long_document(draw: Draw, encoder: Encoder, tokens: int, questions: int) -> 
 
 
 class BatchStream(IterableDataset[Batch]):
-    """Batches 0 to steps - 1; with several workers each makes every n-th one, in order."""
+    """Batches 0 to steps - 1. With n workers, each worker makes every n-th batch, in order."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -128,7 +130,7 @@ class BatchStream(IterableDataset[Batch]):
                 break
         progress = step / self._plan.steps
         allowed = [n for n, p in zip(LONG_ROW_TOKENS, _LENGTH_FROM, strict=True) if progress >= p]
-        # The longest lengths are the hardest: draw the upper half of those allowed more often.
+        # Longer rows are harder, so draw them more often.
         length = rng.choices(allowed, weights=range(1, len(allowed) + 1))[0]
         long = _Rows(max(1, self._plan.long_tokens // length), length)
         draw = Draw(rng, lexicon, held_out=False)
@@ -142,7 +144,7 @@ class BatchStream(IterableDataset[Batch]):
 
 
 def loader(plan: Plan, workers: int) -> DataLoader[Batch]:
-    """Return the stream of batches in order, made ahead by worker processes."""
+    """Return the batches in order. Worker processes make them before they are needed."""
     return DataLoader(
         BatchStream(plan),
         batch_size=None,

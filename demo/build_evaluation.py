@@ -1,7 +1,7 @@
 """Write the shipped held-out prompts: `python -m demo.build_evaluation`.
 
-The prompts come from the generators with `held_out=True`, so that no item that they ask about was
-in training; the same seed gives the same file.
+The prompts come from the generators with `held_out=True`: the training contains none of the items
+that they ask about. The same seed gives the same file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minisgl.demo import evaluation_path
 SEED = 2026
 PROMPTS_PER_TASK = 50
 MAX_LOOKUP_TOKENS = 3000
-# Aimed-at prompt lengths of the lookups that are not short; the limit counts the chat template.
+# Target lengths of the long lookup prompts in tokens, chat template included.
 LOOKUP_TOKENS = (500, 1000, 1500, 2000, 2500, *(2985,) * 15)
 _MULTI_TURN_PER_TASK = 4
 

@@ -1,7 +1,8 @@
 """Score answers to the shipped held-out prompts.
 
-The functions know neither torch nor a model: they score `LLM` and the HTTP server as well. The
-command `python -m demo.evaluate` scores transformers, in fp32 on the CPU unless told otherwise.
+The scoring functions need neither torch nor a model, so the tests also score `LLM` and the HTTP
+server with them. The command `python -m demo.evaluate` scores transformers, by default in fp32 on
+the CPU.
 """
 
 from __future__ import annotations

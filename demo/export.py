@@ -64,7 +64,7 @@ def export(network: Network, folder: Path, facts: dict[str, object]) -> None:
     """Write bf16 weights, both configurations and report.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {
-        # A compiled layer has the same parameters; nothing of the compilation is in their names.
+        # Compiling a layer changes neither its parameters nor their names.
         name: tensor.detach().to(torch.bfloat16).contiguous().cpu()
         for name, tensor in network.state_dict().items()
     }

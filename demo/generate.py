@@ -10,7 +10,7 @@ from demo.lexicon import Lexicon
 from demo.sample import Draw, Sample
 from demo.tasks import GENERATORS
 
-# Relative shares in training; the tasks that act on unseen words need most.
+# Relative shares in training. The tasks on unseen words need the largest shares.
 MIXTURE: dict[str, int] = {
     "arithmetic": 6,
     "spelling": 3,
@@ -66,7 +66,7 @@ def informal(rng: random.Random, sample: Sample) -> Sample:
 
 
 def training_sample(rng: random.Random, lexicon: Lexicon) -> Sample:
-    """Draw from the mixture; some samples are several tasks in one conversation."""
+    """Draw a sample from the mixture. Some samples join several tasks in one conversation."""
     draw = Draw(rng, lexicon, held_out=False)
     turns = rng.choice((2, 2, 3, 4)) if rng.random() < _MEDLEY_SHARE else 1
     tasks = rng.choices(tuple(MIXTURE), weights=tuple(MIXTURE.values()), k=turns)

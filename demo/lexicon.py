@@ -1,7 +1,7 @@
-"""Words, names and places on either side of the split.
+"""Words, names and places, for training or for the evaluation (the two sides of demo.split).
 
-Real words come from `demo.words`. Pseudo-words made from syllables and from tokenizer pieces make
-up the bulk of the training words: spelling an unseen word needs the letters of every piece.
+Real words come from `demo.words`. Most training words are pseudo-words of syllables and tokenizer
+pieces, because the model must learn the letters of every piece to spell an unseen word.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _syllables(rng: random.Random, count: int) -> str:
 
 
 def _made_up_name(rng: random.Random) -> str:
-    """Return a name that is easy to say: syllables are open but for the last."""
+    """Return a name that is easy to say: every syllable except the last ends in a vowel."""
     choice = rng.choice
     syllables = [choice(_NAME_ONSETS) + choice(_NAME_VOWELS) for _ in range(choice((2, 2, 3)))]
     return ("".join(syllables) + choice(_NAME_ENDS)).capitalize()
@@ -44,8 +44,8 @@ def _made_up_name(rng: random.Random) -> str:
 class Lexicon:
     """Draws items of one side of the split; immutable after construction.
 
-    pieces: letter-only token texts of the tokenizer; without them (while the tokenizer itself is
-    being trained) pseudo-words come from syllables and letters alone.
+    pieces: the tokens of the tokenizer that consist of letters. While the tokenizer itself is being
+    trained there are none, and pseudo-words consist of syllables and letters alone.
     """
 
     def __init__(self, pieces: Sequence[str] = ()) -> None:

@@ -1,7 +1,7 @@
 """The Qwen3 decoder, as small as training needs it.
 
-Parameter names are those of the published Qwen3 checkpoints, so that the state dictionary is the
-file that ships. A test compares it with the implementation in transformers.
+Parameter names are those of the published Qwen3 checkpoints, so the exported file contains the
+state dictionary without renaming. A test compares it with the implementation in transformers.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ class Network(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * (shrink if is_output else 1.0))
 
     def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the normed last states [rows, length, hidden] for ids [rows, length]."""
+        """Return the hidden states [rows, length, hidden] after the last norm. ids: [rows,
+        length].
+        """
         cos, sin = rotary_table(self.shape, ids.shape[1], ids.device)
         x: Tensor = self.model.embed_tokens(ids).float()
         for layer in self.model.layers:

@@ -13,8 +13,8 @@ from demo.lexicon import Lexicon
 class Exchange(NamedTuple):
     """One user turn and its right answer.
 
-    by_letter: the answer is trained as one token per character. A reversed word has no familiar
-    pieces, and the text that comes out is the same.
+    by_letter: the answer is trained as one token per character, because a reversed word has no
+    pieces that the model knows. The decoded text is the same.
     """
 
     user: str
@@ -26,7 +26,7 @@ class Exchange(NamedTuple):
 class Sample:
     """A conversation of one task.
 
-    keys: the split keys of all words, names, operands or wordings that it uses.
+    keys: the split keys of all words, names, operands or wordings that the conversation uses.
     """
 
     task: str

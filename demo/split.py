@@ -1,7 +1,7 @@
 """The split between training and held-out material.
 
-Every word, name, operand pair and wording belongs to exactly one side, decided by a checksum of
-the item itself. The split therefore needs no stored list and cannot drift between runs.
+Every word, name, operand pair and wording belongs to exactly one side. A checksum of the item
+decides the side, so the split needs no stored list and is the same in every run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ HELD_OUT_ONE_IN = 10
 
 
 def split_key(kind: str, item: str) -> str:
-    """Name an item for the split; `kind` keeps unrelated items with equal text apart."""
+    """Return the split key of an item. `kind` distinguishes unrelated items with equal text."""
     return f"{kind}:{item.casefold()}"
 
 
 def is_held_out(key: str) -> bool:
-    """Say whether the item behind `key` is reserved for the evaluation."""
+    """Whether the item with this split key is reserved for the evaluation."""
     return zlib.crc32(key.encode("utf-8")) % HELD_OUT_ONE_IN == 0

@@ -1,7 +1,7 @@
 """Train the demo model from scratch: `python -m demo.train --out DIR`.
 
 Writes the weights, the configuration and report.json. On one H200 it takes a few minutes; with
-`--steps 20 --short-tokens 2048 --long-tokens 2048 --device cpu` it is a test of the code.
+`--steps 20 --short-tokens 2048 --long-tokens 2048 --device cpu` it only tests the code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from demo.export import export, round_to_bf16, train_facts
 from demo.network import Network, Shape
 from demo.validation import Validation
 
-# Predicting the prompts helps little, and their words are random: a small weight only.
+# The weight of prompt tokens in the loss. It is small, because the words of prompts are random.
 _PROMPT_WEIGHT = 0.03
 _LONG_WEIGHT = 0.5
 _WARM_UP_STEPS = 300
@@ -33,7 +33,7 @@ def learning_rate(step: int, progress: float, peak: float) -> float:
 
 
 def packed_loss(network: Network, ids: Tensor, document: Tensor, produced: Tensor) -> Tensor:
-    """Return the mean loss over packed rows; documents of one row do not see each other."""
+    """Return the mean loss over packed rows. A document attends to no other document of its row."""
     ids, length = ids.int(), ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
     same = document[:, :, None] == document[:, None, :]
@@ -76,7 +76,7 @@ def train(arguments: argparse.Namespace) -> None:
     started_s = time.monotonic()
     tokens, done, elapsed_s = 0, 0, 0.0
     for step, batch in enumerate(loader(plan, arguments.workers)):
-        # A machine that is too slow shortens the schedule, so that the rate still ends at zero.
+        # On a slow machine the time limit shortens the schedule, so that the rate still ends at 0.
         progress = max(step / plan.steps, elapsed_s / arguments.limit_s)
         if progress >= 1.0:
             print(f"the time limit ended the training at step {step}")

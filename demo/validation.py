@@ -1,7 +1,8 @@
 """Exact-match accuracy on held-out samples while training, without generating.
 
-A greedy answer is right exactly when, given the right prefix, the most likely token is the right
-one at each position, so one forward pass measures it. These samples are not the shipped ones.
+A greedy answer is right if at each position, after the right tokens before it, the most likely
+token is the right one. One forward pass over the right answer checks this. The samples differ from
+the shipped held-out prompts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tokenizer: byte-level BPE trained on the generators' own training samples.
 
-`python -m demo.vocabulary` writes the tokenizer files into `minisgl/demo`. Held-out words never
-take part, so that no held-out word becomes a piece because it is frequent.
+`python -m demo.vocabulary` writes the tokenizer files into `minisgl/demo`. The training text of the
+tokenizer contains no held-out word, so that no held-out word becomes a piece.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CONTEXT_TOKENS = 4096
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
-# Letters with an optional space before, single digits, runs of punctuation, white space. No
-# contractions: they would cut 'stone' in quotes into 's and tone.
+# Letters with an optional space before, single digits, runs of punctuation, white space. There is
+# no rule for contractions such as 's: it would split the quoted word 'stone' into 's and tone.
 _SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LONGEST_PIECE = 10
 _CORPUS_SAMPLES = 40_000
@@ -42,7 +42,7 @@ def _corpus(seed: int) -> Iterator[str]:
     for _ in range(_CORPUS_SAMPLES):
         for exchange in training_sample(rng, lexicon).exchanges:
             yield exchange.user
-            # Letter by letter answers would only teach pieces that never occur otherwise.
+            # Answers written letter by letter would add pieces that occur nowhere else.
             if not exchange.by_letter:
                 yield exchange.assistant
     yield from ("system", "user", "assistant") * 1000
@@ -70,7 +70,7 @@ def train_tokenizer(seed: int = 0) -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, object]:
-    """Return tokenizer_config.json; no token is put before or after a text."""
+    """Return tokenizer_config.json. The tokenizer adds no token before or after a text."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": CONTEXT_TOKENS,

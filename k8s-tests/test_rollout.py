@@ -28,7 +28,7 @@ def release(install, image) -> Release:
 def under_load(
     release: Release, client: ClientPod, namespace: Kube
 ) -> Callable[[Callable[[], object]], dict[str, Object]]:
-    """under_load(disturb) calls `disturb` while streams run, and requires every stream whole.
+    """under_load(disturb) calls `disturb` while streams run. Requires that no stream is cut.
 
     Returns the last states of the deleted pods that had run. Each of them must have ended with
     code 0 within its grace period.
@@ -48,7 +48,7 @@ def under_load(
         for name, pod in left.items():
             end = exit_of(pod, NAME)
             assert end is not None, f"the watch did not see the end of {name}"
-            print(f"{name}: exit code {end.code}, {end.left_s:.0f} s before its grace was over")
+            print(f"{name}: exit code {end.code}, {end.left_s:.0f} s before its grace period ended")
             assert end.code == 0
             assert end.left_s >= 0
         return left
@@ -125,7 +125,7 @@ def test_disruption_budget_blocks_the_second_eviction(
 def test_bad_upgrade_is_rolled_back(release: Release, under_load) -> None:
     """With an image that does not exist, the pods continue to serve and Helm rolls back.
 
-    The upgrade has a spare pod, because Helm 3 waits only for all pods but maxUnavailable.
+    The upgrade has a spare pod, because Helm 3 waits only for replicas - maxUnavailable pods.
     """
 
     def upgrade() -> None:

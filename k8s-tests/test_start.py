@@ -7,7 +7,7 @@ from k8s_harness.kube import Kube
 from k8s_harness.release import NAME, READY_S, Release, ready_endpoints
 from k8s_harness.status import is_ready, restarts
 from k8s_harness.values import CI_FILES, ci_values, image_values, merged
-from k8s_harness.wait import require_hope
+from k8s_harness.wait import require_startable
 
 CPU_DEMO = next(path for path in CI_FILES if path.name == "cpu-demo-values.yaml")
 
@@ -23,7 +23,7 @@ def test_not_ready_until_loaded_and_live_meanwhile(release: Release, namespace: 
     probes: list[tuple[int, int]] = []
     end_s = time.monotonic() + READY_S
     while time.monotonic() < end_s:
-        require_hope(namespace, release.selector)
+        require_startable(namespace, release.selector)
         pods = release.pods()
         if not pods or not pods[0].get("status", {}).get("podIP"):
             continue

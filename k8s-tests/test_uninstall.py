@@ -7,14 +7,14 @@ from k8s_harness.values import cpu
 from k8s_harness.wait import wait_for
 
 # Kinds that controllers create and delete at any time.
-FLEETING = {"Event", "EndpointSlice", "Endpoints", "Lease", "PodMetrics"}
+TRANSIENT = {"Event", "EndpointSlice", "Endpoints", "Lease", "PodMetrics"}
 
 
 def contents(kube: Kube) -> set[tuple[str, str]]:
     return {
         (kind, one["metadata"]["name"])
         for kind, one in kube.everything()
-        if kind not in FLEETING and not one["metadata"].get("ownerReferences")
+        if kind not in TRANSIENT and not one["metadata"].get("ownerReferences")
     }
 
 
@@ -44,6 +44,6 @@ def test_only_the_cache_is_left(install, image: str, namespace: Kube) -> None:
 
 
 def test_a_later_release_can_use_the_kept_cache(install, image: str, namespace: Kube) -> None:
-    """The claim belongs to no release, so the next release names it as existingClaim."""
+    """No release owns the kept claim, so the next release must name it as existingClaim."""
     values = cpu(image, cache={"enabled": True, "existingClaim": f"{NAME}-cache"})
     install(values).wait_ready()

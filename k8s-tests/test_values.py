@@ -52,7 +52,9 @@ def missing(kube: Kube, objects: list[Object]) -> list[str]:
 
 @pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name.removesuffix("-values.yaml"))
 def test_a_values_file_installs_and_passes_helm_test(path: Path, empty: Kube, image: str) -> None:
-    """Changes only image, model, GPUs and sizes; skips if the cluster lacks anything else."""
+    """Replaces image, model, GPUs and sizes in the file. Skips if the cluster lacks an API, a class
+    or a node label that the file needs.
+    """
     values = merged(ci_values(path), demo_on_cpu(image))
     objects = rendered(values, empty)
     if lacks := missing(empty, objects):

@@ -32,14 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    from minisgl.server.cli import resolve
+    from minisgl.server.cli import KEY_VARIABLES, resolve
     from minisgl.server.launch import launch
 
     setup_logging("launcher", "info")
     # In a container this process is PID 1, for which the kernel has no default action for signals.
     # Without a handler, SIGTERM would not end a download, which may take minutes.
     signal.signal(signal.SIGTERM, _end_download)
-    return launch(resolve(arguments, os.environ, resolve_model, _demo_path))
+    environ = dict(os.environ)
+    for name in KEY_VARIABLES:  # Other processes, such as git and the children, inherit os.environ.
+        os.environ.pop(name, None)
+    return launch(resolve(arguments, environ, resolve_model, _demo_path))
 
 
 def _end_download(number: int, frame: FrameType | None) -> NoReturn:

@@ -11,12 +11,12 @@ from demo.sample import Draw, Exchange, Sample
 from demo.split import split_key
 from demo.words import ANIMALS, COLOURS, JOBS
 
-# A fact takes 12 to 17 tokens; used to aim at a document length, never as a bound.
+# Average tokens of a fact, which has 12 to 17. Used to estimate the length of a document.
 TOKENS_PER_FACT = 15
 
 
 class _Relation(NamedTuple):
-    """How facts of one kind are stated and asked for; `{n}` is the name, `{v}` the value."""
+    """The statements and the questions for one kind of fact. `{n}` is the name, `{v}` the value."""
 
     statements: tuple[str, ...]
     questions: tuple[str, ...]
@@ -90,7 +90,7 @@ _ASK = ("{q}", "Question: {q}", "Now tell me: {q}", "{q} Answer with the value o
 
 
 def name_key(name: str) -> str:
-    """Name a person for the split."""
+    """Return the split key of a person."""
     return split_key("name", name)
 
 

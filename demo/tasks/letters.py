@@ -66,7 +66,7 @@ _COUNT_ONE_ITEM = (
 
 
 def word_key(word: str) -> str:
-    """Name a word for the split."""
+    """Return the split key of a word."""
     return split_key("word", word)
 
 

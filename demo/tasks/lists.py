@@ -43,7 +43,7 @@ _NUMBERS_DOWN = (
 
 
 def numbers_key(numbers: list[int]) -> str:
-    """Name a set of numbers for the split, whatever their order."""
+    """Return the split key of a set of numbers. The order of the numbers does not change it."""
     return split_key("numbers", " ".join(map(str, sorted(numbers))))
 
 

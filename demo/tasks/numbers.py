@@ -9,7 +9,7 @@ from demo.split import is_held_out, split_key
 
 LARGEST_TERM = 99
 LARGEST_FACTOR = 12
-# Users try small numbers first; an even draw would make them rare.
+# Users try small numbers first, and a uniform draw would rarely choose them.
 _SMALL_TERM = 20
 _SMALL_SHARE = 0.25
 
@@ -63,16 +63,16 @@ _PHRASES: dict[str, tuple[str, ...]] = {
 
 
 def operand_key(operator: str, a: int, b: int) -> str:
-    """Name an operand pair for the split."""
+    """Return the split key of an operand pair."""
     return split_key("pair", f"{a} {operator} {b}")
 
 
 def pair_is_held_out(operator: str, a: int, b: int) -> bool:
-    """Say on which side a pair is.
+    """Whether the evaluation uses the pair and the training does not.
 
     A product is held out in one order only. A model cannot compute 7 x 8 without having learnt
-    the table, so the other order is training material, and the evaluation asks whether the
-    model knows that both are equal.
+    the table, so the training contains the other order. The evaluation tests whether the model
+    knows that both products are equal.
     """
     if operator != "x":
         return is_held_out(operand_key(operator, a, b))

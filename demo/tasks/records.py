@@ -95,7 +95,7 @@ def _joined(parts: list[str]) -> str:
 
 
 def json_object(draw: Draw) -> Sample:
-    """Ask for a JSON object; keys come in the order in which the request names them."""
+    """Ask for a JSON object. Its keys have the order in which the request names them."""
     rng = draw.rng
     fields, text, split_keys = rng.choice((_person, _pet, _product, _order))(draw)
     order = list(fields)

@@ -1,6 +1,7 @@
-"""Greetings, questions about the model itself, and an honest answer to everything else.
+"""Greetings, questions about the model itself, and questions that the model cannot answer.
 
-The split is by wording: the parts of a held-out wording are known, their combination is not.
+The items of the split are wordings: the training contains the parts of a held-out wording, but not
+their combination.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ _UNKNOWN = (
 
 
 def wording_key(text: str) -> str:
-    """Name a wording for the split, whatever its case."""
+    """Return the split key of a wording. Upper and lower case give the same key."""
     return split_key("wording", text)
 
 

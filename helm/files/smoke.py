@@ -1,6 +1,6 @@
 """The program of `helm test`: waits until the Service is ready, requests one token, reads /metrics.
 
-Exits with a message if one of these fails.
+If one of these steps fails, the program exits with a message.
 
 Argument: the URL of the Service. Environment: API_KEY, if the server requires a key.
 """
@@ -26,6 +26,7 @@ def call(url: str, body: object = None) -> str:
 
 
 def wait_ready(base: str) -> None:
+    """Waits until /readyz answers 200. Exits with a message after WAIT_S seconds."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         try:

@@ -9,8 +9,8 @@
 {{- end -}}
 
 {{/*
-A flag or the value of a flag as text. Helm reads a number of a values file as a float, which prints as
-1e+06 from a million on, so a whole number becomes an integer first.
+A flag or the value of a flag as text. Helm reads each number of a values file as a float and would print a
+million as 1e+06. The template therefore converts a whole number to an integer first.
 */}}
 {{- define "minisgl.word" -}}
 {{- if and (kindIs "float64" .) (eq (floor .) .) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
@@ -51,6 +51,15 @@ A flag or the value of a flag as text. Helm reads a number of a values file as a
 - --api-key-file=/keys/keys
 {{- end }}
 - --cache-isolation={{ .Values.auth.cacheIsolation }}
+{{- if $server.escapeSpecialTokens }}
+- --escape-special-tokens
+{{- end }}
+{{- with $server.allowedOrigins }}
+- --allow-origin
+{{- range . }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
 {{ include "minisgl.drainArgs" . }}
 {{- range .Values.extraArgs }}
 - {{ include "minisgl.word" . | quote }}
@@ -87,7 +96,7 @@ env:
 {{ include "minisgl.secretVariable" (list "MINISGL_ADMIN_API_KEY" .Values.auth.adminSecret .Values.auth.adminSecretKey) }}
 {{- end -}}
 
-{{/* The chart's own variables and extraEnv. A variable in extraEnv replaces the chart's of that name. */}}
+{{/* The chart's own variables and extraEnv. A variable in extraEnv replaces the chart's variable of that name. */}}
 {{- define "minisgl.env" -}}
 {{- $env := .Values.extraEnv | default list -}}
 {{- $given := list -}}

@@ -1,6 +1,6 @@
 {{/*
-Everything that depends on the time that a pod takes to stop or to start. The flags of the server and the
-fields of the pod come from the same values, so they always agree.
+Flags of the server and fields of the pod for the start and the end of a pod: grace period, drain, probes. The
+flags and the fields come from the same values, so they always agree.
 
 The kubelet sends SIGKILL terminationGracePeriodSeconds after the deletion of the pod. That time includes the
 preStop hook:

@@ -3,7 +3,7 @@ Names and labels. Every helper takes the root context. Templates quote each name
 quotes, YAML reads a namespace 2024 as a number.
 */}}
 
-{{/* At most 58 characters: a label value has at most 63, and the test's label is this name with "-test". */}}
+{{/* At most 58 characters: a label value has at most 63, and the pod of `helm test` appends "-test". */}}
 {{- define "minisgl.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 58 | trimSuffix "-" -}}
 {{- end -}}
@@ -18,7 +18,7 @@ NAME-HASH-HASH, Kubernetes cuts it at 63 characters, and promSelector matches th
 {{- default $full .Values.fullnameOverride | trunc 46 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Only name and instance, because the selector of a Deployment can never change. */}}
+{{/* The selector. It has only name and instance, because the selector of a Deployment can never change. */}}
 {{- define "minisgl.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "minisgl.name" . | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}

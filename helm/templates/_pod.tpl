@@ -68,7 +68,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Adds the GPUs to the limits. The API server copies them to the requests, which must be equal. */}}
+{{/* Adds the GPUs to the limits. The API server copies them to the requests, which must have the same number. */}}
 {{- define "minisgl.resources" -}}
 {{- $resources := deepCopy (.Values.resources | default dict) -}}
 {{- with include "minisgl.gpuCount" . -}}

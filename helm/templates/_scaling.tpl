@@ -1,4 +1,4 @@
-{{/* At most doubles the pods in a minute and removes one pod a minute: a removed pod loses its prefix cache. */}}
+{{/* Adds at most as many pods a minute as run, and removes one pod a minute: a removed pod loses its prefix cache. */}}
 {{- define "minisgl.scalingBehavior" -}}
 scaleUp:
   stabilizationWindowSeconds: {{ .Values.autoscaling.scaleUpWindowSeconds }}

@@ -32,7 +32,7 @@ the engine are in _validate_engine.tpl, those of replicas and exposure in _valid
 {{- fail (printf "model.hostPath is %s, but a folder on the node is an absolute path: begin it with a slash." $model.hostPath) -}}
 {{- end -}}
 {{- if and $model.id .Values.huggingface.offline (not .Values.cache.enabled) (not .Values.initContainers) -}}
-{{- fail "huggingface.offline is true, but each pod starts with an empty cache: set cache.enabled with a filled cache.existingClaim, or use model.existingClaim." -}}
+{{- fail "huggingface.offline is true, but each pod starts with an empty cache and cannot download model.id: set cache.enabled=true and cache.existingClaim to a claim that contains the model, or use model.existingClaim." -}}
 {{- end -}}
 {{- if and .Values.cache.existingClaim (not .Values.cache.enabled) -}}
 {{- fail "cache.existingClaim is set, but cache.enabled is false, so each pod would have an empty cache of its own: set cache.enabled=true." -}}
@@ -48,12 +48,12 @@ the engine are in _validate_engine.tpl, those of replicas and exposure in _valid
 {{- define "minisgl.validateLifecycle" -}}
 {{- $drain := .Values.drain -}}
 {{- if le (int $drain.timeoutSeconds) (int $drain.graceSeconds) -}}
-{{- fail "drain.timeoutSeconds is not longer than drain.graceSeconds, so a request accepted at the end of the grace would be cut at once: raise timeoutSeconds." -}}
+{{- fail "drain.timeoutSeconds is not longer than drain.graceSeconds, so the server would cut a request that it accepts at the end of the grace period: raise drain.timeoutSeconds." -}}
 {{- end -}}
 {{- $strategy := .Values.strategy -}}
 {{- $none := list "0" "0%" -}}
 {{- if and (eq $strategy.type "RollingUpdate") (has (toString $strategy.maxSurge) $none) (has (toString $strategy.maxUnavailable) $none) -}}
-{{- fail "strategy.maxSurge and strategy.maxUnavailable are both 0, so a rollout could never move: raise one of them." -}}
+{{- fail "strategy.maxSurge and strategy.maxUnavailable are both 0, so a rollout could not replace any pod: raise one of them." -}}
 {{- end -}}
 {{- if and (eq $strategy.type "RollingUpdate") (not (has (toString $strategy.maxSurge) $none)) (include "minisgl.cacheIsExclusive" .) -}}
 {{- fail "strategy.maxSurge starts a second pod while the first holds the ReadWriteOnce cache: set strategy.maxSurge=0 or cache.accessModes=[ReadWriteMany]." -}}

@@ -1,6 +1,6 @@
 {{/* Checks of the engine's values, continued from _validate.tpl: GPUs, address, flags, fractions. */}}
 
-{{/* The flags that the chart sets from a value, by the name of that value. extraArgs may not contain them. */}}
+{{/* The values from which the chart sets flags, and the flags of each. extraArgs may not contain these flags. */}}
 {{- define "minisgl.flags" -}}
 model.id: --model --model-path
 model.revision: --revision
@@ -13,6 +13,8 @@ server.maxRunningRequests: --max-running-requests
 server.maxQueuedRequests: --max-queued-requests
 server.tokenizers: --num-tokenizer --tokenizer-count
 server.logLevel: --log-level
+server.escapeSpecialTokens: --escape-special-tokens
+server.allowedOrigins: --allow-origin
 server.host: --host
 service.port: --port
 drain.graceSeconds: --drain-grace
@@ -37,11 +39,11 @@ ingress.tls: --ssl-certfile --ssl-keyfile
 {{- end -}}
 {{- range $part := list "limits" "requests" -}}
 {{- if hasKey (get ($.Values.resources | default dict) $part | default dict) ($gpu.resourceName | default "nvidia.com/gpu") -}}
-{{- fail (printf "resources.%s names GPUs, but the chart asks for them: remove them there and set tensorParallelSize." $part) -}}
+{{- fail (printf "resources.%s contains GPUs, but the chart requests the GPUs itself: remove them there and set tensorParallelSize." $part) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $gpu.enabled (not $gpu.resourceName) (not .Values.resourceClaims) -}}
-{{- fail "gpu.resourceName is empty and there are no resourceClaims, so the pod would get no GPU: set one of the two, or gpu.enabled=false." -}}
+{{- fail "gpu.resourceName and resourceClaims are both empty, so the pod would get no GPU: set one of the two, or gpu.enabled=false." -}}
 {{- end -}}
 {{- $host := lower .Values.server.host | trimPrefix "[" | trimSuffix "]" | trimSuffix "." -}}
 {{- if or (regexMatch "^(localhost|.*\\.localhost|localhost\\.localdomain|ip6-(localhost|loopback))$" $host) (regexMatch "^(::ffff:)?127\\.[0-9.]+$" $host) (regexMatch "^[0:]*:0*1$" $host) -}}
@@ -59,7 +61,8 @@ ingress.tls: --ssl-certfile --ssl-keyfile
 
 {{/*
 Bounds of the values that may be fractions. `--set` passes a fraction as a string, and a JSON schema has
-no bounds for strings. The bounds are those of --memory-ratio and of the last bucket of each histogram.
+no bounds for strings. The bounds are those of the flag --memory-ratio, of a share, and of the last bucket of each
+histogram.
 */}}
 {{- define "minisgl.validateFractions" -}}
 {{- $ratio := float64 .Values.server.memoryRatio -}}

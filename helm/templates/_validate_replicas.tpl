@@ -47,7 +47,7 @@
 {{- $downloads := and .Values.model.id (not .Values.huggingface.offline) -}}
 {{- $policy := .Values.networkPolicy -}}
 {{- if and $downloads $policy.enabled (not $policy.allowHTTPS) (not $policy.extraEgress) -}}
-{{- fail "networkPolicy.allowHTTPS is false, so the pods could not download model.id: set networkPolicy.extraEgress to a mirror of the hub, or huggingface.offline with a filled cache." -}}
+{{- fail "networkPolicy.allowHTTPS is false, so the pods could not download model.id: allow a mirror of the hub in networkPolicy.extraEgress, or set huggingface.offline=true and fill the cache." -}}
 {{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.enabled is true, but no host is given: set ingress.hosts." -}}

@@ -74,4 +74,4 @@ def networkpolicy(kube: Kube, image: str) -> str | None:
             return None
         if time.monotonic() > end_s:
             break
-    return "the cluster enforces no NetworkPolicy: a connection succeeded against one"
+    return "the cluster enforces no NetworkPolicy: a connection succeeded that a policy forbids"

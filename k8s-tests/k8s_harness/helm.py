@@ -86,8 +86,8 @@ class HelmBinary:
             given = [] if values is None else ["--values", file.name]
             try:
                 # An atomic upgrade waits up to twice: for the upgrade and for the rollback.
-                patience_s = 120 + 2 * (timeout_s or 0)
-                return self._run("helm", *words, *self._at, *given, timeout_s=patience_s)
+                limit_s = 120 + 2 * (timeout_s or 0)
+                return self._run("helm", *words, *self._at, *given, timeout_s=limit_s)
             except CommandFailed as error:
                 raise HelmFailed(str(error)) from error
 

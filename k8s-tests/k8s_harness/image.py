@@ -12,7 +12,9 @@ COPY_TIMEOUT_S = 900
 
 
 def require_tag(settings: Settings, root: Path) -> None:
-    """Raises SettingsError if the tests build the image and `make image-cpu` names it otherwise."""
+    """Raises SettingsError if the tests build the image and its tag differs from that of
+    --image.
+    """
     tag, built = settings.image.rpartition(":")[2], made_tag(root)
     if not settings.skip_build and tag != built:
         raise SettingsError(

@@ -13,7 +13,8 @@ from k8s_harness.shell import CommandFailed, Run
 
 __all__ = ["Access", "ClusterProvider", "Existing", "Kind", "ProviderError", "provider_for"]
 
-# From kind's release 0.33.0. Pinned by digest, because kind publishes the same tag again.
+# From kind's release 0.33.0. The digest pins the image, because kind may publish another image
+# under this tag.
 NODE_IMAGE = (
     "kindest/node:v1.36.4@sha256:099e049362a1526b2db71494e1947aae99bd16290d7c895f2b7ea312e3cbfaed"
 )
@@ -41,7 +42,7 @@ class ClusterProvider(Protocol):
         """Makes the image available to the nodes. Returns the name that pods use."""
 
     def teardown(self, failed: bool) -> None:
-        """Delete the cluster that `ensure` created. failed: at least one test has failed."""
+        """Deletes the cluster that `ensure` created. failed: at least one test has failed."""
 
 
 class Kind:

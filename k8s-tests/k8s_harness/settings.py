@@ -23,7 +23,8 @@ class Settings:
     keep_on_failure  keep the namespaces of failed tests, and a kind cluster that was created.
     artifacts        folder for events, objects and logs of failed tests.
     image            image of the server, REPOSITORY:TAG.
-    skip_build       do not build the image: Docker has it, or the cluster if it is not loaded.
+    skip_build       do not build the image. Docker must have it, or the nodes if neither
+                     load_command nor registry is set.
     load_command     command that loads the image into an existing cluster; it contains {image} or
                      {archive} (the file of `docker save`).
     registry         push the image to this registry, from which the nodes of an existing cluster

@@ -50,8 +50,8 @@ class Spaces:
 def remove(kube: Kube) -> None:
     """Deletes the namespace with all its objects.
 
-    Deletes the pods first, with a grace of 1 s: the namespace controller checks a namespace that
-    still has pods again only after half of their grace period.
+    Deletes the pods first, with a grace period of 1 s. If a namespace still has pods, the namespace
+    controller waits for half of their grace period before it checks the namespace again.
     """
 
     def is_empty(seen: Seen) -> bool:

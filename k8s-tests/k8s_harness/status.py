@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # Reasons for which a waiting container does not start, however long the wait.
-HOPELESS = {
+FATAL_REASONS = {
     "CrashLoopBackOff",
     "ImagePullBackOff",
     "ErrImagePull",
@@ -31,7 +31,7 @@ HOPELESS = {
 # From this number of restarts on a container counts as crashing, before CrashLoopBackOff is set.
 CRASHES = 2
 # A pod may be unschedulable for a short time, until its claim is bound or an old pod has ended.
-UNSCHEDULABLE_PATIENCE_S = 20.0
+UNSCHEDULABLE_LIMIT_S = 20.0
 
 
 class Exit(NamedTuple):
@@ -58,14 +58,14 @@ def trouble(pod: Object, now_s: float) -> str | None:
             reason = "OOMKilled"
         elif ended and not is_running and container["restartCount"] >= CRASHES:
             reason = reason or f"ended {container['restartCount']} times"
-        elif reason not in HOPELESS:
+        elif reason not in FATAL_REASONS:
             continue
         why = (ended.get("message") or "").strip() or waiting.get("message", "")
         return f"{name}/{container['name']}: {reason}: {why}"
     for condition in status.get("conditions", []):
         if condition.get("reason") == "Unschedulable":
             since_s = now_s - _time_s(condition["lastTransitionTime"])
-            if since_s > UNSCHEDULABLE_PATIENCE_S:
+            if since_s > UNSCHEDULABLE_LIMIT_S:
                 return f"{name}: Unschedulable: {condition.get('message', '')}"
     if status.get("phase") == "Failed":
         return f"{name}: Failed: {status.get('reason', '')} {status.get('message', '')}".strip()

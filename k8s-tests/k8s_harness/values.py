@@ -34,7 +34,9 @@ def image_values(image: str) -> Object:
 
 
 def demo_on_cpu(image: str) -> Object:
-    """Changes with which the CPU image can serve a file that names GPUs and a model of the hub."""
+    """Changes that let the CPU image run with a values file that sets GPUs and a model of the
+    hub.
+    """
     return {
         **image_values(image),
         "gpu": {"enabled": False},

@@ -11,7 +11,7 @@ from k8s_harness.kube import Kube
 from k8s_harness.objects import Seen
 from k8s_harness.status import trouble
 
-__all__ = ["Broken", "NotInTime", "Recorder", "recorded", "require_hope", "wait_for"]
+__all__ = ["Broken", "NotInTime", "Recorder", "recorded", "require_startable", "wait_for"]
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class NotInTime(AssertionError):
     """The condition did not become true in time."""
 
 
-def require_hope(kube: Kube, selector: str) -> None:
+def require_startable(kube: Kube, selector: str) -> None:
     """Raises Broken with the reason if one of these pods cannot become ready."""
     for pod in kube.all("Pod", selector):
         if why := trouble(pod, time.time()):
@@ -53,7 +53,7 @@ def wait_for(
         if value := until(seen):
             return value
         if pods is not None and time.monotonic() - checked_s > 1:
-            require_hope(kube, pods)
+            require_startable(kube, pods)
             checked_s = time.monotonic()
         if time.monotonic() > end_s:
             break

@@ -89,8 +89,8 @@ class StepAttention(Protocol):
 class DecodeGraphAttention(StepAttention, Protocol):
     """Attention of a decode step of fixed size over fixed tensors, for capture in a CUDA graph."""
 
-    def describe(self) -> None:
-        """Prepare attention for this step: compute its metadata on the device.
+    def compute_metadata(self) -> None:
+        """Compute the metadata of this step on the device, before the first layer attends.
 
         This is the first operation of the captured graph.
         """

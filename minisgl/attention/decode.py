@@ -32,7 +32,7 @@ class BalancedDecode:
         self._reqs = (step.device_rows, step.device_start, step.device_lengths)
         self._scratch = scratch
 
-    def describe(self) -> None:
+    def compute_metadata(self) -> None:
         count_blocks(*self._reqs, len(self._table) - 1, self._scratch)
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
@@ -87,7 +87,7 @@ class UnsplitDecode(PlannedAttention):
         arguments = (self._indptr, self._indices, self._last, *shape)
         wrapper.plan(*arguments, **types, disable_split_kv=True)
 
-    def describe(self) -> None:
+    def compute_metadata(self) -> None:
         step = self._step
         reqs = (step.device_rows, step.device_start, step.device_lengths)
         outputs = (self._indptr, self._indices, self._last)

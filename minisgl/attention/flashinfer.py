@@ -119,7 +119,7 @@ class FlashInferAttention(AttentionBackend):
     def prepare(self, step: AttentionStep) -> StepAttention:
         if step.num_decode:
             decode = BalancedDecode(self._pool, step, self._scratch_of(step))
-            decode.describe()
+            decode.compute_metadata()
             return decode
         few, prompts = int(step.lengths.sum()) <= _FEW_TOKENS, (step.start, step.lengths)
         if self._contiguous is not None:

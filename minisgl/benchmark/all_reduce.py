@@ -1,4 +1,6 @@
-"""All-reduce and the norm that follows it, over the GPUs of one host: by the engine and by NCCL."""
+"""Times an all-reduce and the norm after it over the GPUs of one host, by the engine and by
+NCCL.
+"""
 
 import argparse
 import json
@@ -20,7 +22,7 @@ _REPLAYS = 30
 
 
 def time_us(run: Callable[[], object]) -> float:
-    """Return the median microseconds of one call, of _CALLS calls in a CUDA graph."""
+    """Return the median time of one call in microseconds, from a CUDA graph of _CALLS calls."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         run()

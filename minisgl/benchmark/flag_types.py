@@ -33,7 +33,7 @@ def positive_float(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """The path of a writable file. It is checked before, and not after, a long measurement."""
+    """The path of a writable file. The check runs before the measurement, which may take long."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")

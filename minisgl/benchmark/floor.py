@@ -3,8 +3,8 @@
 A step takes max(weight bytes / bandwidth, operations / matmul rate) + KV bytes / bandwidth. The
 weights of an expert count when at least one token of the step is routed to it; routing is assumed
 to be uniform and independent. With several GPUs each holds an equal part of the model, and the
-measured time of the all-reduces is added. All prompts are computed first, in chunks of the budget.
-Then all requests decode together; the batch shrinks as requests end.
+measured time of the all-reduces is added. All prompts are computed first, in chunks of a fixed
+number of tokens (the budget). Then all requests decode together; the batch shrinks as requests end.
 """
 
 import argparse

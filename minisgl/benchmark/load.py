@@ -56,7 +56,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--rate",
         type=positive_float,
-        help="requests per second, sent without waiting for others; inf: all at once",
+        help="requests per second, sent even while others are open; inf: all at once",
     )
     load.add_argument(
         "--arrival",

@@ -63,7 +63,7 @@ SHAPES = {
 def write_model(name: str, folder: Path, full_vocabulary: bool = False) -> str:
     """Write the files of the model `name` to `folder`, and return the folder.
 
-    The checkpoint has no tensors. The engine refuses a folder without a checkpoint.
+    The folder gets a checkpoint without tensors, because the engine refuses a folder without one.
     full_vocabulary: True gives every id a text, so that a server sends an event for every token;
     False builds a tokenizer of single bytes. Raises ConfigError for an unknown name.
     """

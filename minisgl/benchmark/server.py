@@ -1,7 +1,7 @@
 """Stream events per second that one core of the API process sends.
 
 The application, uvicorn and the sockets are those of the server. A task replaces the engine and the
-tokenizers: in each step it sends every request one token, in the bytes of a StepText message. The
+tokenizers: in each step it sends every request one token, encoded as a StepText message. The
 clients run in another process, `minisgl bench online`. The benchmark measures the CPU time of each
 process.
 """
@@ -82,11 +82,11 @@ class _Service:
         self.lifecycle.on_ready(Ready(role="scheduler", facts=facts))
         self.stats: SchedulerStats | None = None
 
-    def stuck(self) -> bool:
-        return False
+    def hung_worker(self) -> None:
+        return None
 
-    def stalled(self) -> bool:
-        return False
+    def stalled_worker(self) -> None:
+        return None
 
 
 class _Server(uvicorn.Server):

@@ -64,7 +64,7 @@ def read_cost(text: str) -> StepCost:
 
 
 class _Pending:
-    """Implements core.PendingStep. Waiting for it advances the simulated time to its end."""
+    """Implements core.PendingStep. `wait` advances the simulated time to the end of the step."""
 
     def __init__(self, engine: "VirtualEngine", batch: Batch, end_s: float) -> None:
         self._engine = engine
@@ -203,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
         "--target-step-ms",
         type=nonnegative_float,
         default=SchedulerConfig().target_step_ms,
-        help="step-time target; 0: none, as in the offline LLM (that of the server)",
+        help="step-time target; 0: no target, as in the offline LLM (the server's target)",
     )
     parser.add_argument(
         "--cache-type", choices=("radix", "naive"), default="radix", help="prefix cache (radix)"

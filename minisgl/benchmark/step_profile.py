@@ -79,7 +79,7 @@ def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
 
 
 def run_steps(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
-    """Return the mean seconds of a step, with the next one queued, and the median of a launch."""
+    """Return the mean seconds of a step while the next is queued, and the median of a launch."""
     launches: list[float] = []
     begin = time.perf_counter()
     pending = None

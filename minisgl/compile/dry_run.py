@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minisgl.attention.base import (
-    AttentionBackend,
-    AttentionNeeds,
-    AttentionStep,
-    StepAttention,
-)
+from minisgl.attention.base import AttentionBackend, AttentionNeeds, AttentionStep, StepAttention
 from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.flashinfer import (
     ContiguousAttention,
@@ -116,12 +111,12 @@ class MetaAttention(AttentionBackend):
             # Launches the copy of the contexts, and nothing in place of the ragged wrapper.
             return ContiguousAttention(self._pool, step, copy, lambda *args, **kwargs: None)
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
-        decode.describe()
+        decode.compute_metadata()
         return decode
 
 
 def without_flashinfer(name: str, needs: AttentionNeeds) -> str:
-    """The backends of prefill and decode called `name`, with MetaAttention for FlashInfer."""
+    """The two backends that `name` selects, with MetaAttention in place of FlashInfer's."""
     names = []
     for phase in resolve_phases(name, needs):
         names.append(MetaAttention.name if issubclass(phase, FlashInferAttention) else phase.name)

@@ -1,8 +1,8 @@
-"""Builds FlashInfer's modules in the form in which FlashInfer distributes compiled ones.
+"""Builds FlashInfer's modules into a Python package named flashinfer_jit_cache.
 
-That form is a Python package named flashinfer_jit_cache, which holds its version and the folder of
-the modules. FlashInfer imports the package if it is on sys.path, and looks there for a module
-before it compiles one.
+FlashInfer distributes its compiled modules in a package of this name. If the package is on
+sys.path, FlashInfer looks there for a module before it compiles one. The package has FlashInfer's
+version and names the folder of the modules.
 """
 
 import os

@@ -27,6 +27,7 @@ from minisgl.engine.memory import resolve_dtype
 from minisgl.kernel import CompileLog
 from minisgl.kernel.cache import TRITON_FOLDER
 from minisgl.models.config import load_model_config
+from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     model = load_model_config(config.model_path)
     dtype = resolve_dtype(config, model, torch.device("cuda"))
     attention = attention_kernels(config.attention_backend, dtype, model.head_dim, archs)
-    # Checked before the manifest is removed: a folder that is complete stays complete.
+    # Before `filling` removes the manifest: without Triton, a complete folder stays complete.
     require_triton()
     log = CompileLog()
     with filling(folder, archs, [str(kernel) for kernel in attention]):
@@ -63,9 +64,8 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
                     dry_run(config, TPInfo(rank, config.tp_size), max_chunk_tokens)
         log.finish()
         compile_attention_kernels(folder, attention, archs)
-    logger.info(
-        "kernels compiled folder=%s archs=%s s=%.0f", folder, archs, time.monotonic() - began_s
-    )
+    seconds = round(time.monotonic() - began_s)
+    log_event(logger, logging.INFO, "kernels compiled", folder=folder, archs=archs, s=seconds)
 
 
 def _local_archs() -> set[int]:

@@ -24,19 +24,19 @@ def filling(folder: Path, archs: Sequence[int], attention: Collection[str]) -> I
     Raises ConfigError when the folder cannot be written.
     """
     path, versions = folder / MANIFEST, current_versions()
-    before = read_manifest(folder)
+    old = read_manifest(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"kernel cache {folder} is not writable: {error.strerror}") from None
     yield
-    if before is None or before.versions != versions:
-        before = Manifest(versions)
-    now = Manifest(
+    if old is None or old.versions != versions:
+        old = Manifest(versions)
+    new = Manifest(
         versions,
-        sorted({*before.archs, *archs}),
-        before.attention | {name: sorted(archs) for name in attention},
+        sorted({*old.archs, *archs}),
+        old.attention | {name: sorted(archs) for name in attention},
     )
-    path.with_suffix(".new").write_bytes(msgspec.json.encode(now))
+    path.with_suffix(".new").write_bytes(msgspec.json.encode(new))
     path.with_suffix(".new").replace(path)

@@ -1,4 +1,4 @@
-"""The embedded demo model: where its files are.
+"""The paths of the embedded demo model.
 
 `minisgl` without `--model` serves this model. Its training code is in `demo/` at the top of the
 repository. MODEL_CARD.md beside this file describes its tasks and its accuracy.

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, FileS
 from minisgl.core import ConfigError, WorkerDied
 from minisgl.distributed.peers import PeerMemory
 from minisgl.kernel import add_rms_norm, rms_norm
+from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,8 @@ class GroupCommunicator:
                 step()
             except RuntimeError as error:
                 works = False
-                logger.warning("peer memory is not available, NCCL does all sums error=%s", error)
+                event = "peer memory is not available, NCCL does all sums"
+                log_event(logger, logging.WARNING, event, error=error)
             if not self.agree_min(int(works)):
                 return
         self.peers = peers

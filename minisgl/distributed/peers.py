@@ -41,7 +41,7 @@ class PeerMemory:
         """Allocate this rank's memory. Raises RuntimeError if the machine cannot provide it."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         world = dist.group.WORLD
-        assert world is not None, "peer memory needs the process group: this is a bug"
+        assert world is not None, "the process group must exist; this is a bug"
         self.memory = _SymmetricMemory.empty_strided_p2p(
             self.memory.shape, (1,), torch.uint8, self._device, world.group_name
         )
@@ -56,7 +56,7 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory as symmetric
 
         world = dist.group.WORLD
-        assert world is not None, "peer memory needs the process group: this is a bug"
+        assert world is not None, "the process group must exist; this is a bug"
         self._handle = symmetric.rendezvous(self.memory, world)
         addresses = list(self._handle.buffer_ptrs)
         if addresses[self._rank] != self.memory.data_ptr():

@@ -142,7 +142,7 @@ class DecodeGraphs:
         next_tokens = self._next_tokens[: 2 * size].view(2, size)
 
         def forward() -> None:
-            attention.describe()
+            attention.compute_metadata()
             runner.stage(views, size, tokens)
             runner.model.logits(runner.run(tokens, attention), out=logits)
 

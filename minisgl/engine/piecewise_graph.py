@@ -143,6 +143,6 @@ def _alias(tensor: Tensor) -> Tensor:
 
     Graphs that are captured later can then reuse the memory.
     """
-    assert tensor.is_contiguous(), "attention needs contiguous tensors: this is a bug"
+    assert tensor.is_contiguous(), "the tensors of a graph must be contiguous; this is a bug"
     flat = torch.as_tensor(_Memory(tensor), device=tensor.device)
     return flat.view(tensor.dtype).view(tensor.shape)

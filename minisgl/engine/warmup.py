@@ -57,7 +57,7 @@ def run_largest(engine: EngineLike, max_chunk_tokens: int) -> None:
     most = (engine.max_running_reqs - num_decode) * engine.max_seq_len
     shape = StepShape(num_decode, min(max_chunk_tokens, most), 0)
     batch = warmup_batch(engine, shape, FILTERED)
-    assert batch is not None, "the largest step fits by construction: this is a bug"
+    assert batch is not None, "the engine must have room for the largest step; this is a bug"
     engine.launch(batch).wait()
 
 

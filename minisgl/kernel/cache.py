@@ -64,8 +64,9 @@ class Manifest(msgspec.Struct, frozen=True):
 def use_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> None:
     """Let this process search `folder` before it compiles a kernel.
 
-    To be called before the first launch of a kernel and before the import of flashinfer. Kernels
-    that the folder lacks are compiled, with a warning, where this machine has the compilers.
+    Call this function before the first launch of a kernel and before the import of flashinfer. If
+    the folder lacks kernels and this machine has the compilers, the function logs a warning, and
+    Triton and FlashInfer compile the kernels.
 
     arch       architecture of this GPU; 90 means compute capability 9.0.
     attention  the FlashInfer modules that it will run, by str(AttentionKernel).
@@ -79,7 +80,8 @@ def use_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> Non
 
     folder_cache.search_first(folder / TRITON_FOLDER)
     if mismatch is None:
-        # FlashInfer takes a module from there by its name, even if it is for another GPU.
+        # FlashInfer finds a module in this folder by its name, even if it was compiled for another
+        # GPU.
         sys.path.append(str(folder))
     if find_nvcc() is None:
         # Without nvcc FlashInfer must not try to compile. If compiling is disabled, its error names

@@ -20,7 +20,7 @@ _FEWEST_KEYS: Final = 16_384
 # reads in a layer reaches two limits.
 # Reads for each copied key of a KV head, on average.
 _LEAST_READS_PER_KEY: Final = 1_700
-# Reads in total. The attention kernel takes 46 us for so many.
+# Reads in total. The attention kernel takes 46 us for this number.
 _LEAST_READS: Final = 50_000_000
 
 
@@ -30,7 +30,7 @@ class ContextCopy:
     Two steps that may run at the same time need two different ContextCopy objects.
 
     I1  The kernel reads up to TILE - 1 keys past a context's end and multiplies them by 0. The copy
-        holds zeros there, because 0 times another request's value may be NaN.
+        holds zeros there. Values of another request could be infinite, and 0 times infinity is NaN.
     """
 
     def __init__(self, page_table: Tensor, pool: Tensor) -> None:

@@ -50,7 +50,8 @@ def add_linear(
     """Add x @ weight.T + bias to residual, in place. Without a bias the result is rounded once.
 
     residual: [T, N]; x: [T, K]; weight: [N, K]; bias: [N]. Returns residual and its squares, as in
-    PendingNorm. The squares are None if the product did not compute them. This reference does not.
+    PendingNorm. The squares are None if the product did not compute them. This reference never
+    computes them.
     """
     residual.addmm_(x, weight.t())
     return (residual if bias is None else residual.add_(bias)), None

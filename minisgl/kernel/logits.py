@@ -1,6 +1,7 @@
 """Edits of logits before sampling, and log-probabilities after it.
 
-Plain torch on every device: few requests ask for them, and they run outside of the CUDA graphs.
+Plain torch on every device: few requests need these functions, and they run outside of the CUDA
+graphs.
 """
 
 from dataclasses import dataclass

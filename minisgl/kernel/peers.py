@@ -10,8 +10,8 @@ class PeerLayout(NamedTuple):
 
     slots        [2, R, N, H]: the parts of N ranks for the R rows that this rank sums. A call uses
                  one half, slot_bytes long.
-    normed rows  [T, H]: the normalised sum of all T rows, row_bytes long. The second of two shots
-                 writes it.
+    normed rows  [T, H]: the normalised sum of all T rows, row_bytes long. The second shot of the
+                 algorithm "two shots" (triton/reduce.py) writes these rows.
     flags        int32 [2, BLOCKS, N].
     """
 

@@ -51,7 +51,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
     the group. This draw is exact as well, and needs a sixteenth of the random numbers.
     A row with NaN, with +inf or with only -inf is not finite; its token has no meaning.
     """
-    plain = best_of_parts(best_of_part(logits, params, 0).unsqueeze(0), params)
+    plain = best_candidate(local_candidate(logits, params, 0).unsqueeze(0), params)
     if not params.filters:
         return plain
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / _divisors(params)
@@ -62,7 +62,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
     return plain._replace(tokens=torch.where(filtered, drawn, plain.tokens))
 
 
-def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
+def local_candidate(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
     """Return the best candidate of each row among the ids of one rank, without filters.
 
     logits: float32 [N, n] of the ids from first_id on, a multiple of GROUP; n > 0. Returns int32
@@ -83,21 +83,21 @@ def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tens
     return torch.cat((ids.int().unsqueeze(1) + first_id, bits, unusable.int()), dim=1)
 
 
-def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
-    """Return one token for each row: the best of the candidates that all ranks offer.
+def best_candidate(candidates: Tensor, params: SamplingTensors) -> SampledTokens:
+    """Return one token for each row: the best candidate of all ranks.
 
-    Runs after best_of_part, which finds the candidate of one rank.
+    Runs after local_candidate, which finds the candidate of one rank.
 
-    offers: int32 [ranks, N, 4], the results of best_of_part in rank order. Of equal scores the
-    lower id wins. The result equals the result of `sample` over all logits, except between
+    candidates: int32 [ranks, N, 4], the results of local_candidate in rank order. Of equal scores
+    the lower id wins. The result equals the result of `sample` over all logits, except between
     candidates whose scores differ only by rounding.
     """
-    largest, score = offers.view(torch.float32)[..., 1:3].unbind(-1)
+    largest, score = candidates.view(torch.float32)[..., 1:3].unbind(-1)
     over = (largest - largest.amax(dim=0)) / _divisors(params).squeeze(1) + score
     score = torch.where(params.temperature > 0, over, largest)
     score = score.masked_fill(~(largest > -torch.inf), -torch.inf)
-    tokens = offers[..., 0].gather(0, score.argmax(dim=0, keepdim=True)).squeeze(0)
-    finite = (offers[..., 3] == 0).all(dim=0) & (largest > -torch.inf).any(dim=0)
+    tokens = candidates[..., 0].gather(0, score.argmax(dim=0, keepdim=True)).squeeze(0)
+    finite = (candidates[..., 3] == 0).all(dim=0) & (largest > -torch.inf).any(dim=0)
     return SampledTokens(tokens, finite)
 
 

@@ -2,9 +2,9 @@
 
 The rules were measured with whole chains of layers on one H200 (docs/measurements.md, "Products of
 a layer"). Up to 32 rows, a product is fast if the GPU reads the weights without a pause. With more
-rows, a program reads about as many bytes of x as of the weight. Half of the multiprocessors are
-then as fast as all of them, and faster than all of them with split-K, until a program has too many
-bytes to read.
+rows, a program reads about as many bytes of x as of the weight. One program on each of half of the
+multiprocessors is then as fast as one on each of all, and faster than split-K on all of them. This
+holds up to a limit on the bytes that a program reads.
 """
 
 from typing import Final, NamedTuple
@@ -37,7 +37,7 @@ FEW_ROWS: Final = 32  # up to this many rows of x fit into one tile
 LOWEST_TILE: Final = 64  # smallest height; a row of N outputs has at most N / 64 partial squares
 _MULTIPROCESSORS: Final = 132
 _MOST_ROWS: Final = 256
-# With more than 64 rows of x, cuBLAS is faster where a program would read more than these bytes.
+# With more than 64 rows of x, cuBLAS is faster if a program would read more bytes than this limit.
 _TILES: Final = (
     (Tiling(64, 64, 128, 1, 6, 4, 0), 3_200_000),
     (Tiling(64, 128, 128, 1, 4, 8, 0), 1_400_000),
@@ -47,8 +47,8 @@ _TILES: Final = (
 # is for at most FEW_ROWS rows of x, the second for the first entry of _TILES.
 _SHORT_BYTES: Final = 200_000
 _SHORT_TILE_BYTES: Final = 1_100_000
-# In a round every multiprocessor runs one program. At least this share of them must have a program,
-# as an average over all rounds.
+# In a round each multiprocessor runs at most one program. On average over all rounds, at least this
+# share of the multiprocessors must run one.
 _EVEN: Final = 0.7
 
 

@@ -136,7 +136,7 @@ class RadixCache:
         """
         if len(tokens) != len(pages) * self._page_size:
             raise InvariantBroken(
-                f"{len(tokens)} tokens do not fill {len(pages)} pages; this is a bug"
+                f"{len(tokens)} tokens must fill {len(pages)} whole pages; this is a bug"
             )
         self._clock += 1
         node, cached_pages, known_tokens = self._walk(tokens, salt)
@@ -224,7 +224,7 @@ class RadixCache:
         """Move the first `num_pages` pages of `node` to a new node above it, which is returned."""
         parent = node.parent
         cut = num_pages * self._page_size
-        assert parent is not None, "the node to split is the root; this is a bug"
+        assert parent is not None, "the root must not be split; this is a bug"
         pages = node.pages[:num_pages].copy()
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
         upper.lock_count = node.lock_count
@@ -250,7 +250,7 @@ class RadixCache:
             self._push_if_evictable(node)
         else:
             parent = node.parent
-            assert parent is not None, "the node to evict is the root; this is a bug"
+            assert parent is not None, "the root must not be evicted; this is a bug"
             del parent.children[node.key]
             node.parent = None
             self._push_if_evictable(parent)

@@ -10,9 +10,9 @@ from minisgl.distributed.comm import Communicator
 from minisgl.kernel import (
     SampledTokens,
     SamplingTensors,
-    best_of_part,
-    best_of_parts,
+    best_candidate,
     gather_embedding,
+    local_candidate,
     sample,
 )
 from minisgl.kernel.sampling import GROUP
@@ -80,5 +80,5 @@ class LMHead(ParallelEmbedding):
         if self.comm.tp.size == 1 or params.filters:
             return sample(self.all_gather_logits(logits), params)
         begin, end = self.shard.begin, self.shard.end
-        candidate = best_of_part(logits[:, : end - begin], params, begin)
-        return best_of_parts(self.comm.gather(candidate), params)
+        candidate = local_candidate(logits[:, : end - begin], params, begin)
+        return best_candidate(self.comm.gather(candidate), params)

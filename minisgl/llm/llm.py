@@ -171,7 +171,7 @@ class LLM:
                 if piece.completion is not None:
                     done[piece.index] = piece.completion
                     bar.update()
-        assert len(done) == len(prompts), "a request has no terminal message: this is a bug"
+        assert len(done) == len(prompts), "every request must have ended; this is a bug"
         return [done[index] for index in range(len(prompts))]
 
     def _stream(

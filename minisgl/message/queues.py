@@ -3,16 +3,25 @@
 Sockets have no high-water mark, so that no sender ever blocks; the scheduler must not. The API
 server bounds the number of queued messages, because it limits the number of admitted requests. A
 receiver logs and drops a message that does not decode.
+
+Each message begins with the key of the folder of the sockets, which the processes of the service
+read from a file there. A receiver drops messages without this key. So a message of another process,
+such as a Shutdown, has no effect, even if it is well-formed. A process of the same user can read
+the key. The key does not protect from such a process, which could also kill the service.
 """
 
+import hmac
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import UnionType
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
+
+from minisgl.utils import SOCKET_KEY, log_event
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +33,11 @@ def endpoint(directory: str, name: str) -> str:
     return f"ipc://{directory}/{name}"
 
 
+def _key_of(address: str) -> bytes:
+    """The key of the folder of this address, which `make_socket_dir` has written."""
+    return Path(address.removeprefix("ipc://")).with_name(SOCKET_KEY).read_bytes()
+
+
 class Sender(Generic[T]):
     """The sending end of a queue. `send` neither blocks nor raises for a slow or absent peer."""
 
@@ -33,12 +47,14 @@ class Sender(Generic[T]):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
+        self._frame = bytearray(_key_of(address))
+        self._key_bytes = len(self._frame)
 
     def send(self, message: T) -> int:
         """Queue one message, even if no receiver is bound yet. Returns its size in bytes."""
-        frame = self._encoder.encode(message)
-        self._socket.send(frame, zmq.DONTWAIT, copy=True)
-        return len(frame)
+        self._encoder.encode_into(message, self._frame, self._key_bytes)
+        self._socket.send(self._frame, zmq.DONTWAIT, copy=True)
+        return len(self._frame)
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket. It still delivers queued messages for up to `linger_ms`."""
@@ -54,13 +70,18 @@ class _Reader(Generic[T]):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(union)
+        self._key = _key_of(address)
 
     def _decode(self, frame: bytes) -> T | None:
-        """Return the message; None, after a log line, if the frame cannot be decoded."""
+        """Return the message; None, after a log line, if it is foreign or cannot be decoded."""
+        key, data = frame[: len(self._key)], memoryview(frame)[len(self._key) :]
+        if not hmac.compare_digest(key, self._key):
+            log_event(logger, logging.WARNING, "foreign message dropped", bytes=len(frame))
+            return None
         try:
-            message: T = self._decoder.decode(frame)
+            message: T = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            logger.warning("message dropped bytes=%d error=%s", len(frame), error)
+            log_event(logger, logging.WARNING, "message dropped", bytes=len(frame), error=error)
             return None
         return message
 

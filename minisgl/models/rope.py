@@ -6,6 +6,7 @@ rope_theta and rope_scaling {rope_type or type, ...}. Both spellings are read, a
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from minisgl.core import ConfigError
@@ -13,6 +14,7 @@ from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope
 from minisgl.models.hf_config import HfConfig, HfRope, read_fields
 
 _WHERE = "rope settings"
+_ROPES = MappingProxyType({"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope})
 
 
 def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
@@ -48,31 +50,25 @@ def _scaling(values: dict[str, Any], rope: HfRope, max_position: int) -> RopeSca
 
     values: the JSON object from which `rope` was read.
     """
-    kind = values.get("rope_type") or values["type"] or "default"
-    original = rope.original_max_position_embeddings or max_position
-    values = values | {"original_max_position": original}
+    kind = str(values.get("rope_type") or values["type"] or "default")
     if kind == "default":
         return None
-    if kind == "linear":
-        return read_fields(values, LinearRope, _WHERE)
-    if kind == "llama3":
-        return read_fields(values, Llama3Rope, _WHERE)
+    if kind not in _ROPES:
+        supported = ", ".join(["default", *_ROPES])
+        raise ConfigError(f"rope type {kind!r} is not supported; supported: {supported}")
+    original = rope.original_max_position_embeddings or max_position
+    values = values | {"original_max_position": original}
     if kind == "yarn":
-        factor = rope.factor or max_position / original
-        values = values | {"factor": factor}
+        values["factor"] = factor = rope.factor or max_position / original
         if values.get("attention_factor") is None:
             values["attention_factor"] = _attention_factor(factor, rope)
-        return read_fields(values, YarnRope, _WHERE)
-    raise ConfigError(
-        f"rope type {kind!r} is not supported; supported: default, linear, llama3, yarn"
-    )
+    return read_fields(values, _ROPES[kind], _WHERE)
 
 
 def _attention_factor(factor: float, rope: HfRope) -> float:
-    attention_factor = _mscale(factor, 1.0)
     if rope.mscale and rope.mscale_all_dim:
-        attention_factor = _mscale(factor, rope.mscale) / _mscale(factor, rope.mscale_all_dim)
-    return attention_factor
+        return _mscale(factor, rope.mscale) / _mscale(factor, rope.mscale_all_dim)
+    return _mscale(factor, 1.0)
 
 
 def _mscale(factor: float, scale: float) -> float:

@@ -91,9 +91,9 @@ class PrefillBudget:
         waiting = self._waiting
         uncached: list[int] = (table.prefill_end[rows] - table.computed[rows]).tolist()
         uncached += [req.uncached_tokens for req in waiting]
-        outputs: list[int] = (table.limit[rows] - table.prefill_end[rows]).tolist()
+        outputs: list[int] = (table.max_total_tokens[rows] - table.prefill_end[rows]).tolist()
         outputs += [req.max_total_tokens - len(req.tokens) for req in waiting]
-        decode_steps = (table.limit[decode_rows] - table.computed[decode_rows]).max()
+        decode_steps = (table.max_total_tokens[decode_rows] - table.computed[decode_rows]).max()
         steps_until_start = np.maximum(max(decode_steps, *outputs) - np.array(outputs), 1)
         needed = min(int((np.cumsum(uncached) // steps_until_start).max()) + 1, budget)
         # Prefill continues even if more requests decode than a step of even size has tokens.

@@ -58,14 +58,15 @@ class KVManager:
         the spare pages, the next running request that needs a page would preempt `req`, and its
         prefill would be wasted.
 
-        A request can still need a page while its pages hold fewer tokens than its
-        max_total_tokens, which table.limit holds for each row.
+        A request can still need a page while its pages have room for fewer tokens than its
+        max_total_tokens.
         """
         self.cache.lock(match.node)
         pages_in_all = self.pages_for(len(req.tokens))
         own_pages = pages_in_all - len(match.pages)
         spare = min(1, self.pages_for(req.max_total_tokens) - pages_in_all)
-        may_grow = table.rows.allocated & (table.pages.counts * self.page_size < table.limit)
+        capacities = table.pages.counts * self.page_size
+        may_grow = table.rows.allocated & (capacities < table.max_total_tokens)
         needed = own_pages + spare + int(may_grow.sum())
         fits = needed <= self.pool.num_free + self.cache.evictable_pages
         pages = self.try_allocate(own_pages) if fits else None
@@ -104,7 +105,7 @@ class KVManager:
         fence = int(table.last_step[row])
         node, pages = self.cache.insert(key, row_pages, req.cache_salt)
         self.cache.lock(node)
-        assert req.cache_node is not None, "a running request has no cache node; this is a bug"
+        assert req.cache_node is not None, "a cache node must be set; this is a bug"
         self.cache.unlock(req.cache_node, fence)
         own = np.arange(num_pages) >= req.shared_pages
         duplicates = row_pages[own & (pages != row_pages)].copy()
@@ -126,7 +127,7 @@ class KVManager:
         fence = int(table.last_step[row])
         own = table.pages.of_row(row)[req.shared_pages :].copy()
         self.pool.release(own, fence)
-        assert req.cache_node is not None, "a running request has no cache node; this is a bug"
+        assert req.cache_node is not None, "a cache node must be set; this is a bug"
         self.cache.unlock(req.cache_node, fence)
         req.cache_node = None
         req.shared_pages = 0

@@ -76,7 +76,7 @@ class OutputBuilder:
         """Add the terminal message of `req`, whose end_reason is set."""
         if not req.prefill_done:
             self.open(req)
-        assert req.end_reason is not None, "a request ends for a reason: this is a bug"
+        assert req.end_reason is not None, "an end reason must be set; this is a bug"
         self._next.finished.append(Finished(uid=req.uid, reason=req.end_reason, error=error))
 
     def refuse(self, message: AddReq, error: RequestError) -> None:

@@ -105,7 +105,7 @@ class Planner:
             )
         return None, victim
 
-    def launched(self, batch: Batch) -> None:
+    def record_launch(self, batch: Batch) -> None:
         """Record that `batch` was launched: advance the lengths of its requests.
 
         Requests whose last chunk the batch contains begin to decode. Requests whose last token the
@@ -121,7 +121,7 @@ class Planner:
             self.prefilling.remove(req)
             req.state = ReqState.DECODE
         rows = np.concatenate([self.decode_rows, entering])
-        samples_last_token = table.computed[rows] >= table.limit[rows] - 1
+        samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
         self.decode_rows = rows[~samples_last_token]
 
     def remove(self, req: Req) -> None:

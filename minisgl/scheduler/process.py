@@ -13,6 +13,7 @@ from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutp
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def build_scheduler(
     engine.warm_up()
     if config.target_step_ms is not None or facts.device != "cpu":
         scheduler.planner.cost = engine.calibrate()
-        logger.info("step cost calibrated cost=%s", scheduler.planner.cost)
+        log_event(logger, logging.INFO, "step cost calibrated", cost=scheduler.planner.cost)
     return scheduler
 
 

@@ -29,7 +29,8 @@ class RequestTable:
     computed      int32 [R]; number of tokens whose keys and values are cached, or are written by a
                   step that has been launched.
     prefill_end   int32 [R]; number of tokens to forward as chunks. Later tokens are decoded.
-    limit         int32 [R]; limit of prompt and output tokens together.
+    max_total_tokens
+                  int32 [R]; limit of prompt and output tokens together.
     stop_from     int32 [R]; tokens from this position on may stop the request.
     last_step     int64 [R]; the last launched step that contains the row.
     obeys_eos     bool [R]; the model's EOS ids end the request.
@@ -53,7 +54,7 @@ class RequestTable:
         self.known: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.prefill_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
-        self.limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.max_total_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.stop_from: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.last_step = np.zeros(num_rows, dtype=np.int64)
         self.obeys_eos = np.zeros(num_rows, dtype=np.bool_)
@@ -68,7 +69,7 @@ class RequestTable:
     def req_at(self, row: int) -> Req:
         """Return the request that `row` belongs to."""
         req = self.reqs[row]
-        assert req is not None, "a running row has a request: this is a bug"
+        assert req is not None, f"row {row} must belong to a request; this is a bug"
         return req
 
     def open_row(self, req: Req, pages: Int32Array, computed: int) -> None:
@@ -83,7 +84,7 @@ class RequestTable:
         self.pages.open_row(row, pages)
         self.known[row] = self.prefill_end[row] = length
         self.computed[row] = computed
-        self.limit[row] = req.max_total_tokens
+        self.max_total_tokens[row] = req.max_total_tokens
         self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.max_total_tokens)
         self.obeys_eos[row] = not sampling.ignore_eos
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
@@ -117,7 +118,7 @@ class RequestTable:
         for index in np.flatnonzero(self.edits_logits[rows] & samples).tolist():
             row, position = int(rows[index]), int(ends[index])
             req = self.req_at(row)
-            assert req.logit_states is not None, "edited logits need states: this is a bug"
+            assert req.logit_states is not None, "logit states must be set; this is a bug"
             first_since_admission = position == self.prefill_end[row]
             history = self.tokens[row, :position].copy() if first_since_admission else None
             edited.append(EditedReq(index, position, req.prompt_len, history, req.logit_states))

@@ -39,7 +39,7 @@ def read_result(
         stop_ids = table.req_at(rows[index]).sampling.stop_token_ids
         stops[index] |= np.isin(tokens[index], stop_ids)
     stops &= position >= table.stop_from[rows, None]
-    ends = stops | (position + 1 >= table.limit[rows, None])
+    ends = stops | (position + 1 >= table.max_total_tokens[rows, None])
     if width > 1:
         ends &= nth < counts[:, None]
         ending = ends.any(axis=1)

@@ -262,7 +262,7 @@ class Scheduler:
         now_s = self._meter.clock()
         for req in self.planner.prefilling:
             req.admitted_s = req.admitted_s or now_s
-        self._meter.launched()
+        self._meter.record_launch()
         self._in_flight.append((batch, self._engine.launch(batch)))
         launch_s = self._meter.clock() - now_s
         if batch.num_prefill_tokens:
@@ -270,7 +270,7 @@ class Scheduler:
         else:
             self._decode_launch_s = launch_s
         self._launched_step = batch.step_id
-        self.planner.launched(batch)
+        self.planner.record_launch(batch)
         if self._config.check_plans:
             self._plan_hash = batch.plan_hash()
         self.totals.prefill_tokens_total += batch.num_prefill_tokens
@@ -278,7 +278,7 @@ class Scheduler:
     def _resolve(self, batch: Batch, pending: PendingStep) -> None:
         """Wait for a launched step and act on its result."""
         result = pending.wait()
-        self._meter.resolved(batch, result.by_graph)
+        self._meter.record_result(batch, result.by_graph)
         self._resolved_step = batch.step_id
         self.kv_manager.pool.resolve(batch.step_id)
         self.table.rows.resolve(batch.step_id)

@@ -14,10 +14,10 @@ _CHUNK_MARGIN = 0.9  # StepCost predicts the time of a step with a chunk to abou
 class StepMeter:
     """Counts the steps and sums their times.
 
-    The scheduler calls `launched` at each launch and `resolved` at each result. Results come in the
-    order of the launches. The time of a step begins at its launch, or at the end of the previous
-    step if the two overlap, and ends at its result. So the sum over all steps is the time in which
-    the device had work. The meter takes less than 1 us of host time per step.
+    The scheduler calls `record_launch` at each launch and `record_result` at each result. Results
+    come in the order of the launches. The time of a step begins at its launch, or at the end of the
+    previous step if the two overlap, and ends at its result. So the sum over all steps is the time
+    in which the device had work. The meter takes less than 1 us of host time per step.
 
     phases  the totals by phase (STEP_PHASES). The meter keeps counting in these objects; encode
             them to keep their values.
@@ -31,11 +31,11 @@ class StepMeter:
         self._ended_s = 0.0
         self._decode_s: deque[float] = deque([0.0], maxlen=2)
 
-    def launched(self) -> None:
+    def record_launch(self) -> None:
         """Record that a step has been launched."""
         self._launched_s.append(self.clock())
 
-    def resolved(self, batch: Batch, by_graph: bool) -> None:
+    def record_result(self, batch: Batch, by_graph: bool) -> None:
         """Count the oldest launched step, which has completed. by_graph: a CUDA graph ran it."""
         now_s = self.clock()
         duration_s = now_s - max(self._launched_s.popleft(), self._ended_s)

@@ -3,6 +3,7 @@
     client -> RequestContextMiddleware   request id, HTTP metrics
            -> CORSMiddleware             only with --allow-origin
            -> Auth                       401 and 403
+           -> Guard                      403 and 415: Host, Origin, Content-Type
            -> LimitMiddleware            connections and body bytes
            -> FastAPI                    routes
 
@@ -28,6 +29,7 @@ from minisgl.server.auth import Auth
 from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
+from minisgl.server.guard import Guard
 from minisgl.server.handler import Service
 from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.openapi import openapi_document
@@ -45,9 +47,7 @@ def build_app(service: Service) -> ASGIApp:
         metrics.on_refused(error, service.lifecycle.phase)
 
     limited = LimitMiddleware(_routed_app(service), config.limits, on_refused)
-    guarded: ASGIApp = Auth(
-        limited, config.api_key_hashes, config.admin_key_hashes, config.key_names
-    )
+    guarded: ASGIApp = Auth(Guard(limited, config), config.api_key_hashes, config.admin_key_hashes)
     if config.allowed_origins:  # Outside of Auth, because a browser's preflight carries no key.
         guarded = CORSMiddleware(
             guarded,

@@ -4,14 +4,15 @@ If the server has API keys, all paths need a key except the probes, /metrics and
 The admin paths always need an admin key.
 
 A line of a key file is a key, or `name: key`. The name says which client sends the request: clients
-take turns. Several lines may have the same name, so that a client can change its key. All keys
+take turns. Several lines may have the same name, so that a client can change its key. A line is a
+key without a name, with spaces or without, if no colon in it has white space after it. All keys
 without a name, and all requests to a server without keys, belong to the client DEFAULT_CLIENT.
 """
 
 import hashlib
 import hmac
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -25,45 +26,45 @@ from minisgl.server.middleware import DOCS_PATHS, OPEN_PATHS, error_response
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 
 
-# A key has no spaces, so a line with a colon and a space cannot be a key without a name.
-_LINE = re.compile(r"(?:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,62}):[ \t]+)?(?P<key>\S+)")
+# A colon with white space after it ends the name of a key.
+_NAMED = re.compile(r"(?P<name>.*?):[ \t]+(?P<key>.+)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def key_hashes(keys: Iterable[str | None], file: str | None) -> tuple[str, ...]:
-    """SHA-256 in hex of each key and of the key in each line of `file`. Raises ConfigError."""
-    found = [key for key in keys if key is not None]
+def key_hashes(keys: Iterable[str | None], file: str | None) -> dict[str, str]:
+    """The client of each key in `keys` and in `file`, by the SHA-256 of the key in hex.
+
+    Raises ConfigError.
+    """
+    found = [(DEFAULT_CLIENT, key) for key in keys if key is not None]
     if file is not None:
-        found += [key for _, key in _read_lines(file)]
-    if any(not key.strip() for key in found):
-        raise ConfigError("an API key is empty; give a key, or leave the flag or variable out")
-    return tuple(_hash(key.strip().encode()) for key in found)
+        found += _read_file(file)
+    clients: dict[str, str] = {}
+    for client, key in found:
+        if not key.strip():
+            raise ConfigError("an API key is empty; give a key, or leave the flag or variable out")
+        other = clients.setdefault(_hash(key.strip().encode()), client)
+        if other != client:
+            raise ConfigError(f"the clients {other} and {client} have one key; give each its own")
+    return clients
 
 
-def key_names(file: str | None) -> dict[str, str]:
-    """The name of each key of `file` that has one, by the key's SHA-256. Raises ConfigError."""
-    names: dict[str, str] = {}
-    for name, key in _read_lines(file) if file is not None else ():
-        if name is not None and names.setdefault(_hash(key.encode()), name) != name:
-            raise ConfigError(f"the key file {file} has one key for two names; give each its own")
-    return names
-
-
-def _read_lines(file: str) -> list[tuple[str | None, str]]:
-    """Name or None, and key, of each line that is not empty. Raises ConfigError."""
+def _read_file(file: str) -> list[tuple[str, str]]:
+    """Client and key of each line that is not empty. Raises ConfigError."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key file {file} cannot be read: {error}") from None
-    found: list[tuple[str | None, str]] = []
-    for number, line in enumerate(lines, start=1):
-        match = _LINE.fullmatch(line.strip())
-        if match is not None:
-            found.append((match["name"], match["key"]))
-        elif line.strip():
+    found = []
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        named = _NAMED.fullmatch(line)
+        if named is not None and not _NAME.fullmatch(named["name"]):
             raise ConfigError(
-                f"line {number} of the key file {file} is neither a key without spaces nor "
-                "'name: key'; a name has at most 63 letters, digits, dots, dashes and underscores"
+                f"line {number} of the key file {file} begins with the name of a key that is not "
+                "valid; expected 1 to 63 letters, digits, dots, dashes and underscores"
             )
+        if line:
+            found.append((named["name"], named["key"]) if named else (DEFAULT_CLIENT, line))
     if not found:
         raise ConfigError(f"the key file {file} has no key; expected one per line")
     return found
@@ -73,21 +74,16 @@ class Auth:
     """Passes a request on if its key is valid, or answers 401 or 403.
 
     Without `keys`, all paths but the admin paths are open. Admin paths need one of `admin_keys`,
-    which are also valid for all other paths. The name of the key goes to `client` in the state of
-    the scope; `names` has it by the key's hash.
+    which are also valid for all other paths. Both give the client of each key by the key's hash.
+    The client goes into the state of the scope.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        keys: Collection[str],
-        admin_keys: Collection[str],
-        names: Mapping[str, str],
+        self, app: ASGIApp, keys: Mapping[str, str], admin_keys: Mapping[str, str]
     ) -> None:
         self._app = app
-        self._names = names
-        self._keys = (*keys, *admin_keys) if keys else ()
-        self._admin_keys = tuple(admin_keys)
+        self._keys = {**admin_keys, **keys} if keys else {}
+        self._admin_keys = admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         error = self._refusal(scope)
@@ -114,7 +110,7 @@ class Auth:
         matches = [hmac.compare_digest(given, key) for key in allowed]
         if not any(matches):
             return NotAuthenticated("a valid API key is required")
-        scope["state"]["client"] = self._names.get(given, DEFAULT_CLIENT)
+        scope["state"]["client"] = allowed[given]
         return None
 
 

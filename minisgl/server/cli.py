@@ -14,25 +14,27 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import msgspec
 
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
-from minisgl.server.auth import key_hashes, key_names
+from minisgl.server.auth import key_hashes
 from minisgl.server.config import Limits, ServerConfig
-from minisgl.utils import near_names
+from minisgl.utils import log_event, near_names
 
 logger = logging.getLogger(__name__)
 
-_SECTIONS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
-    {"engine": EngineConfig, "scheduler": SchedulerConfig, "limits": Limits, "server": ServerConfig}
-)
+_SECTIONS: Mapping[str, type[msgspec.Struct]] = {
+    "engine": EngineConfig,
+    "scheduler": SchedulerConfig,
+    "limits": Limits,
+    "server": ServerConfig,
+}
 # The largest value of a flag without `high`, by type. Such floats are times in seconds. 1e6 s (12
 # days) fit into the 31 bits that the kernel has for the milliseconds of --read-timeout.
-_HIGHEST: Mapping[type, float] = MappingProxyType({int: math.inf, float: 1e6})
+_HIGHEST: Mapping[type, float] = {int: math.inf, float: 1e6}
 _INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
 
 
@@ -71,6 +73,10 @@ class EnvSettings(msgspec.Struct, frozen=True, rename=lambda field: f"MINISGL_{f
     commit: str | None = None
 
 
+# Variables that hold keys. The launcher removes them before it starts other processes.
+KEY_VARIABLES = ("MINISGL_API_KEY", "MINISGL_ADMIN_API_KEY")
+
+
 def build_parser() -> ArgumentParser:
     """All flags of `minisgl`, grouped as in flags.toml."""
     parser = ArgumentParser(
@@ -83,10 +89,8 @@ def build_parser() -> ArgumentParser:
     for title, flags in _read_flags().items():
         group = parser.add_argument_group(title)
         for names, flag in flags.items():
-            argument = _argument(flag)
-            if title == "replaced":
-                argument["help"] = argparse.SUPPRESS
-            group.add_argument(*names.split(), **argument)
+            hidden = {"help": argparse.SUPPRESS} if title == "replaced" else {}
+            group.add_argument(*names.split(), **_argument(flag) | hidden)
     return parser
 
 
@@ -95,14 +99,16 @@ def _read_flags() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _argument(flag: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of add_argument for one flag."""
-    default = None
+    """The keyword arguments of add_argument for one flag. Its `to` is the name of the result."""
+    argument: dict[str, Any] = {}
+    default: Any = None
     if "to" in flag:
         section, field = flag["to"].split(".")
         fields = msgspec.structs.fields(_SECTIONS[section])
         default = next(f.default for f in fields if f.name == field)
+        argument["dest"] = flag["to"]
     shown = "" if default in (None, ()) or default is False else f" (default: {default})"
-    argument = {"help": flag["help"] + shown, "default": default}
+    argument |= {"help": flag["help"] + shown, "default": default}
     if "choices" in flag:
         return argument | {"choices": flag["choices"]}
     if "type" not in flag:
@@ -140,9 +146,8 @@ def read_env(environ: Mapping[str, str]) -> EnvSettings:
             # An empty switch is off. An empty key stays empty, because `key_hashes` must refuse it.
             values[name] = text.strip() or ("0" if known[name].default is False else "")
         elif name.startswith("MINISGL_") and not name.startswith(_INJECTED):
-            logger.warning(
-                "unknown environment variable ignored name=%s known=%s", name, ",".join(known)
-            )
+            event = "unknown environment variable ignored"
+            log_event(logger, logging.WARNING, event, name=name, known=",".join(known))
     try:
         return msgspec.convert(values, EnvSettings, strict=False)
     except msgspec.ValidationError as error:
@@ -167,40 +172,49 @@ def resolve(
     """
     options = build_parser().parse_strictly(argv)
     env = read_env(environ)
-    _check_certificate(options)
+    given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for name, value in vars(options).items():
+        section, _, field = name.partition(".")
+        if field:
+            given[section][field] = tuple(value) if isinstance(value, list) else value
+    engine, scheduler, server = given["engine"], given["scheduler"], given["server"]
+    _check_certificate(server["ssl_certfile"], server["ssl_keyfile"], server["shell"])
     keys = key_hashes([options.api_key, env.api_key], options.api_key_file)
     admin_keys = [options.admin_api_key, env.admin_api_key]
     admin_hashes = key_hashes(admin_keys, options.admin_api_key_file)
     if options.model is None:
         folder = str(demo_path())
     else:
-        needs_weights = weights and not options.dummy_weight
+        needs_weights = weights and not engine["dummy_weight"]
         folder = resolve_model(options.model, options.revision, needs_weights)
-    given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-    flags = _read_flags()
-    for name, flag in (item for title in flags for item in flags[title].items()):
-        value = getattr(options, name.split()[0][2:].replace("-", "_"))
-        if "to" in flag:
-            section, field = flag["to"].split(".")
-            given[section][field] = tuple(value) if isinstance(value, list) else value
-    engine, scheduler, limits = given["engine"], given["scheduler"], given["limits"]
     engine["kernel_cache"] = engine["kernel_cache"] or env.kernel_cache
     scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
-    _obey_replaced(options, limits)
+    _obey_replaced(options, given["limits"])
+    _warn_of_visible_keys(options)
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
         scheduler=SchedulerConfig(
             **scheduler, overlap=not env.disable_overlap_scheduling, check_plans=env.check_plans
         ),
-        limits=Limits(**limits),
+        limits=Limits(**given["limits"]),
         commit=env.commit or _commit(),
         served_names=tuple(options.served_model_name or [_served_name(options.model)]),
-        log_level=options.log_level or ("warning" if options.shell else "info"),
+        log_level=options.log_level or ("warning" if server["shell"] else "info"),
         api_key_hashes=keys,
         admin_key_hashes=admin_hashes,
-        key_names=key_names(options.api_key_file),
-        **given["server"],
+        **server,
     )
+
+
+def _warn_of_visible_keys(options: argparse.Namespace) -> None:
+    for flag, key in (("--api-key", options.api_key), ("--admin-api-key", options.admin_api_key)):
+        if key is not None:
+            logger.warning(
+                "%s shows the key to every user of this machine, in the list of processes, and the "
+                "server cannot hide it; use %s-file",
+                flag,
+                flag,
+            )
 
 
 def _obey_replaced(options: argparse.Namespace, limits: dict[str, Any]) -> None:
@@ -216,13 +230,12 @@ def _obey_replaced(options: argparse.Namespace, limits: dict[str, Any]) -> None:
                 limits["max_choices"] = min(limits["max_choices"], value)
 
 
-def _check_certificate(options: argparse.Namespace) -> None:
-    certfile, keyfile = options.ssl_certfile, options.ssl_keyfile
+def _check_certificate(certfile: str | None, keyfile: str | None, shell: bool) -> None:
     if (certfile is None) != (keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or neither")
     if certfile is None:
         return
-    if options.shell:
+    if shell:
         raise ConfigError("--shell does not support HTTPS; remove --ssl-certfile and --ssl-keyfile")
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

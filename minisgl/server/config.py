@@ -63,8 +63,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved command line. The flag of each field explains it in flags.toml.
 
     served_names        values of `model` that requests may use; responses contain the first.
-    api_key_hashes, admin_key_hashes   SHA-256 in hex; only the launcher holds the keys.
-    key_names           names of the API keys that have one, by hash.
+    api_key_hashes, admin_key_hashes   the client of each key, by the SHA-256 of the key in hex;
+                        only the launcher holds the keys.
     commit              the Git commit of the running source, or "unknown".
     """
 
@@ -80,13 +80,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shell: bool = False
     ignore_generation_config: bool = False
     allow_unknown_params: bool = False
-    api_key_hashes: tuple[str, ...] = ()
-    admin_key_hashes: tuple[str, ...] = ()
-    key_names: dict[str, str] = {}
+    escape_special_tokens: bool = False
+    api_key_hashes: dict[str, str] = {}
+    admin_key_hashes: dict[str, str] = {}
     cache_isolation: str = "none"
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     drain_grace_s: float = 5.0
     drain_timeout_s: float = 60.0
     step_timeout_s: float = 60.0

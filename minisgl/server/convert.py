@@ -83,18 +83,26 @@ class RequestConverter:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
             max_tokens = body.max_completion_tokens or max_tokens
-            echo, reasoning = False, body.separate_reasoning
+            default_tokens, echo, reasoning = None, False, body.separate_reasoning
         else:
-            logprobs, echo, reasoning = body.logprobs, body.echo, False
+            logprobs = body.logprobs
+            default_tokens, echo, reasoning = COMPLETIONS_MAX_TOKENS, body.echo, False
         silent = max_tokens == 0
         if silent and not echo:
             raise reject("max_tokens", "must be at least 1 without echo")
+        sampling = self._sampling(
+            body,
+            facts,
+            max_tokens=1 if silent else default_tokens if max_tokens is None else max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if echo else None,
+        )
         return GenerateRequest(
             route=route,
             model=body.model,
             prompts=tuple(self._prompts(body, facts)),
             n=body.n,
-            sampling=self._sampling(body, 1 if silent else max_tokens, logprobs, echo, facts),
+            sampling=sampling,
             text=TextOptions(
                 stop=[body.stop] if isinstance(body.stop, str) else body.stop,
                 skip_special_tokens=body.skip_special_tokens,
@@ -106,8 +114,7 @@ class RequestConverter:
             ),
             explicit_max_tokens=max_tokens is not None,
             stream=body.stream,
-            include_usage=body.stream_options is not None
-            and bool(body.stream_options.include_usage),
+            include_usage=options is not None and bool(options.include_usage),
             echo=echo,
             cache_salt=body.cache_salt,
         )
@@ -217,8 +224,8 @@ class RequestConverter:
 
     def _check_choices(self, prompt: Any, n: Any) -> None:
         """Refuse more than max_choices answers: the number of prompts times n."""
-        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        prompts = len(prompt) if several else 1
+        has_prompts = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        prompts = len(prompt) if has_prompts else 1
         per_prompt = n if isinstance(n, int) else 1
         limit = self.limits.max_choices
         if per_prompt > limit >= prompts:
@@ -241,26 +248,15 @@ class RequestConverter:
             )
 
     def _sampling(
-        self,
-        body: requests.AnyBody,
-        max_tokens: int | None,
-        logprobs: int | None,
-        echo: bool,
-        facts: ModelFacts,
+        self, body: requests.AnyBody, facts: ModelFacts, **counts: int | None
     ) -> SamplingParams:
+        """The sampling parameters of a body. counts: those of _CONVERTED that are numbers."""
         values: dict[str, Any] = dict(facts.sampling_defaults) if self._use_model_defaults else {}
         for name in _SAME_IN_SAMPLING:
             if (value := getattr(body, name)) is not None:
                 values[name] = value
-        if max_tokens is None and not isinstance(body, requests.ChatBody):
-            max_tokens = COMPLETIONS_MAX_TOKENS
-        sampling = SamplingParams(
-            **values,
-            max_tokens=max_tokens,
-            stop_token_ids=tuple(body.stop_token_ids),
-            logprobs=logprobs,
-            prompt_logprobs=logprobs if echo else None,
-        )
+        values |= counts
+        sampling = SamplingParams(**values, stop_token_ids=tuple(body.stop_token_ids))
         sampling.validate(facts.vocab_size)
         return sampling
 

@@ -12,7 +12,7 @@ import msgspec
 
 from minisgl.core import InvalidRequest, RequestError, Unsupported
 from minisgl.server.protocol import requests
-from minisgl.server.protocol.requests import IGNORED, UNSUPPORTED, GenerationBody, RequestBody
+from minisgl.server.protocol.requests import PARAMETERS, GenerationBody, RequestBody
 from minisgl.utils import near_names
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -37,12 +37,6 @@ _LIMITS = {
 # to 400 ns each to decode, with the time of the garbage collector, and other values up to 20 ns.
 _MAX_FIELDS = 2**17
 _MAX_VALUES = 2**20
-# Rules for parameters whose refusal says more than "is not supported".
-_SPECIAL_RULES = {
-    "chat_template": "cannot be set by a request",
-    "reasoning_effort": "is not supported; see chat_template_kwargs",
-    "tools": 'is supported with "tool_choice": "none" only',
-}
 
 
 def reject(param: str, rule: str, limit: str | None = None) -> InvalidRequest:
@@ -126,12 +120,13 @@ def _check_unknown(
 ) -> None:
     """Raise for a field that the struct lacks, unless the field cannot change the answer."""
     generates = issubclass(kind, GenerationBody)
-    if generates and name in UNSUPPORTED:
+    if generates and name in PARAMETERS.unsupported:
         if not _is_neutral(name, given):
-            raise Unsupported(f"{name} {_SPECIAL_RULES.get(name, 'is not supported')}", param=name)
-    elif not generates or not (allow_unknown or name in IGNORED):
+            rule = PARAMETERS.refusals.get(name, "is not supported")
+            raise Unsupported(f"{name} {rule}", param=name)
+    elif not generates or not (allow_unknown or name in PARAMETERS.ignored):
         shown = name[:64]
-        others = (*IGNORED, *UNSUPPORTED) if generates else ()
+        others = (*PARAMETERS.ignored, *PARAMETERS.unsupported) if generates else ()
         hint = near_names(shown, (*kind.__struct_fields__, *others))
         text = f"unknown parameter '{shown}'{hint}"
         raise InvalidRequest(text, param=shown, code="unknown_parameter")
@@ -143,7 +138,7 @@ def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
     if name == "tools" and given.get("tool_choice") == "none":
         return isinstance(value, list)
     # True equals 1 in Python, so booleans need a comparison of the types too.
-    neutral = UNSUPPORTED[name]
+    neutral = PARAMETERS.unsupported[name]
     same = [value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral]
     return value is None or any(same)
 
@@ -162,7 +157,7 @@ def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
         return Unsupported(f"{param} is not supported", param=param)
     if found["key"]:
         return reject(param, "must have token ids as keys")
-    if param.endswith("[...]"):
+    if param.endswith("[...]"):  # msgspec does not name the key of a wrong value
         param = _bias_at_fault(given["logit_bias"])
     if text.startswith("Object missing required field"):
         name = text.split("`")[1]

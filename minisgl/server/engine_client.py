@@ -87,8 +87,9 @@ class EngineClient:
         return len(self._generations)
 
     @property
-    def open_choices(self) -> int:
-        return len(self._choices)
+    def open_choices(self) -> dict[str, int]:
+        """The number of open choices of each client."""
+        return {client: load.choices for client, load in self.loads.items()}
 
     @property
     def awaits_engine(self) -> bool:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl import core
+from minisgl.server.protocol.responses import ErrorDetail, ErrorResponse
 
 
 class ModelNotFound(core.RequestError):
@@ -29,6 +30,18 @@ class NotAuthenticated(core.RequestError):
 
 class AdminOnly(core.RequestError):
     """The path needs a server with an admin key."""
+
+
+class ForbiddenHost(core.RequestError):
+    """The Host header is not a name of this server; checked on loopback addresses without keys."""
+
+
+class ForbiddenOrigin(core.RequestError):
+    """The Origin header names another web site; checked on servers without keys."""
+
+
+class UnsupportedMediaType(core.RequestError):
+    """The request has a body, and its Content-Type is not JSON."""
 
 
 class HeadTooLarge(core.RequestError):
@@ -74,9 +87,12 @@ _TABLE: Mapping[type[BaseException], _Kind] = {
     RouteNotFound: _Kind(404, _INVALID, "not_found"),
     MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),
     BodyTooLarge: _Kind(413, _INVALID, "body_too_large"),
+    UnsupportedMediaType: _Kind(415, _INVALID, "unsupported_media_type"),
     HeadTooLarge: _Kind(431, _INVALID, "head_too_large"),
     NotAuthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
     AdminOnly: _Kind(403, "permission_error", "admin_only"),
+    ForbiddenHost: _Kind(403, "permission_error", "host_not_allowed"),
+    ForbiddenOrigin: _Kind(403, "permission_error", "origin_not_allowed"),
     RanTooLong: _Kind(504, _SERVER, "ran_too_long"),
     core.Overloaded: _Kind(503, _SERVER, "overloaded"),
     NotReady: _Kind(503, _SERVER, "not_ready"),
@@ -108,10 +124,9 @@ def error_reply(error: BaseException) -> ErrorReply:
     A 503 says when to retry. Other errors of the server ask OpenAI's clients not to retry.
     """
     kind = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
-    body: dict[str, str | None] = {"message": "internal error; see the server's log"}
-    body |= {"type": kind.type, "param": None, "code": kind.code}
+    detail = ErrorDetail("internal error; see the server's log", kind.type, None, kind.code)
     if isinstance(error, core.RequestError):
-        body |= {"message": error.message, "param": error.param, "code": error.code or kind.code}
+        detail = ErrorDetail(error.message, kind.type, error.param, error.code or kind.code)
     headers: dict[str, str] = {}
     if kind.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -119,4 +134,4 @@ def error_reply(error: BaseException) -> ErrorReply:
         headers["retry-after"] = RETRY_AFTER
     elif kind.status >= 500:
         headers["x-should-retry"] = "false"
-    return ErrorReply(kind.status, headers, msgspec.json.encode({"error": body}))
+    return ErrorReply(kind.status, headers, msgspec.json.encode(ErrorResponse(detail)))

@@ -13,9 +13,8 @@ Most choices have only text. Reasoning, token ids and log-probabilities are in a
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from minisgl import core
 from minisgl.core import FinishReason
@@ -24,12 +23,10 @@ from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import EngineFailure
 
 # The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
-_REFUSALS: Mapping[str, type[core.RequestError]] = MappingProxyType(
-    {
-        c.__name__: c
-        for c in (core.DeadlineExceeded, core.InvalidRequest, core.Overloaded, core.PromptTooLong)
-    }
-)
+_REFUSALS: Mapping[str, type[core.RequestError]] = {
+    kind.__name__: kind
+    for kind in (core.DeadlineExceeded, core.InvalidRequest, core.Overloaded, core.PromptTooLong)
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -40,23 +37,6 @@ class ChoiceDelta:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    def parts(self, max_logprobs: int) -> "Iterator[ChoiceDelta]":
-        """This delta in parts, each with at most so many log-probabilities, or with one token.
-
-        The first part has the reasoning and the token ids.
-        """
-        entries = [(entry, True) for entry in self.prompt_logprobs]
-        entries += [(entry, False) for entry in self.logprobs]
-        part, room = ChoiceDelta(self.reasoning, self.token_ids), max_logprobs
-        for entry, is_prompt in entries:
-            count = 1 + len(entry.top)
-            if count > room and room < max_logprobs:
-                yield part
-                part, room = ChoiceDelta(), max_logprobs
-            (part.prompt_logprobs if is_prompt else part.logprobs).append(entry)
-            room -= count
-        yield part
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +50,7 @@ class Choice:
     text, delta   the output that has not been taken.
     latest        the last update, whose token counts are totals.
     finish        finish reason; None while the engine works on the choice.
-    error         the reason of an end without a complete answer.
+    error         the error that ended the choice before its answer was complete.
     prefill_done  the engine has sent its first update. The choice was queued until then.
     offset        characters before the text that text offsets count and the engine does not know:
                   an echoed prompt whose log-probabilities another choice reports.
@@ -194,7 +174,7 @@ class Generation:
             raise self.error
 
     def summary(self) -> dict[str, object]:
-        """The fields of the log line at the end of a call. None contains prompt or answer text."""
+        """The fields of the log line at the end of a call. They hold no prompt and no answer."""
         finishes = {choice.finish or FinishReason.ABORT for choice in self.choices}
         first_s = min((choice.first_s for choice in self.choices if choice.first_s), default=None)
         return {

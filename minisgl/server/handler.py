@@ -44,11 +44,11 @@ class Service(Protocol):
     lifecycle: Lifecycle
     stats: SchedulerStats | None
 
-    def stuck(self) -> bool:
-        """True while a worker process is hung."""
+    def hung_worker(self) -> str | None:
+        """The name of a hung worker process (see Watchdog), or None."""
 
-    def stalled(self) -> bool:
-        """True while a process is hung or the scheduler makes no progress."""
+    def stalled_worker(self) -> str | None:
+        """The name of a hung worker process or of a stalled scheduler, or None."""
 
 
 class CallContext:

@@ -54,7 +54,7 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
     setup_logging("launcher", "info", config.log_format)
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
     if shell_key is not None:
-        hashes = (*config.api_key_hashes, *key_hashes([shell_key], None))
+        hashes = config.api_key_hashes | key_hashes([shell_key], None)
         config = msgspec.structs.replace(config, api_key_hashes=hashes)
     try:
         socket_dir = make_socket_dir()
@@ -114,10 +114,17 @@ class _Service:
             self._spawn("tokenizer", index)
         self._spawn("detokenizer", 0)
         if config.shell:
-            # The shell stays in the launcher's process group: it owns the terminal and its Ctrl-C.
+            # The shell stays in the launcher's process group, so that it may read the terminal and
+            # receives Ctrl-C.
             command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
-            environ = os.environ | ({"MINISGL_API_KEY": shell_key} if shell_key else {})
-            shell = subprocess.Popen([*command, "--model", config.served_names[0]], env=environ)
+            command += ["--model", config.served_names[0]]
+            # Standard input is the terminal, so the key has a pipe of its own.
+            read_end, write_end = os.pipe()
+            with open(write_end, "w") as pipe:
+                pipe.write(shell_key or "")
+            command += ["--key-fd", str(read_end)]
+            shell = subprocess.Popen(command, pass_fds=[read_end])
+            os.close(read_end)
             self._shell = self._supervisor.adopt(supervise.Child("shell", shell))
 
     def _spawn(self, role: str, index: int, listen_fd: int | None = None) -> supervise.Child:
@@ -222,19 +229,16 @@ class _Service:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind before anything loads, so that a taken port is an error at once. Raises ConfigError."""
+    """Bind before the model loads, so that a taken port is an error at once. Raises ConfigError."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = infos[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        family, _, _, _, address = infos[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # [::] takes IPv4 too
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:  # UnicodeError: the text is not a host name
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error}; choose another --host or --port"
         ) from None
-    return listener
 
 
 def _url(listener: socket.socket, scheme: str) -> str:

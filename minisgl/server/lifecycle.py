@@ -48,8 +48,8 @@ class Lifecycle:
         """The facts of the model. Raises NotReady with the reason why no request is accepted.
 
         kept: the request came on a connection that carried an earlier request. During a drain
-        each response tells its client to close the connection. A response that began before the
-        drain could not, so the next request on its connection is still accepted.
+        each response tells its client to close the connection. The last response before the drain
+        did not say so, and the client may send one more request, which is therefore accepted.
         """
         accepting = self.phase in (Phase.READY, Phase.GRACE)
         if (accepting or (kept and self.phase is Phase.DRAINING)) and self.facts is not None:
@@ -66,13 +66,14 @@ class Watchdog:
 
     An idle worker and a busy worker that sends messages are neither hung nor stalled.
 
-    A worker is hung after `timeout_s` of silence; 0 switches this off. The service then ends.
+    A worker is hung after `timeout_s` without a message. The service then ends. A timeout of 0
+    means that no worker is ever hung.
 
-    A worker is stalled after STALL_S of silence. If twice the longest silence so far is longer
-    than STALL_S, this time counts instead, but at most half of timeout_s. The pod is then not
-    ready, so it receives no new requests. It becomes ready again with the next message. The factor
-    of two is for servers whose steps take seconds, such as a long prefill on a CPU. Such a server
-    is reported as stalled only for a step that takes twice as long as its longest step before.
+    A stalled worker makes the pod not ready, so that the pod receives no new requests. The next
+    message makes it ready again. A worker is stalled after STALL_S without a message, or later if
+    its steps are slow: after twice its longest time between two messages so far, but at most half
+    of timeout_s. A server with steps of several seconds, such as a long prefill on a CPU, is
+    therefore stalled only in a step of more than twice its longest step before.
     """
 
     STALL_S = 3.0
@@ -100,8 +101,8 @@ class Watchdog:
         """Expect nothing from `role` any more."""
         self._silent_since_s.pop(role, None)
 
-    def hanging(self, now_s: float) -> str | None:
-        """A role that hangs, or None."""
+    def hung(self, now_s: float) -> str | None:
+        """A role whose worker is hung, or None."""
         if not self._timeout_s:
             return None
         hung = (role for role, s in self._silent_since_s.items() if now_s - s > self._timeout_s)

@@ -59,9 +59,9 @@ def openapi_document(base: Schema, converter: RequestConverter, has_keys: bool) 
     schemes: Schema = {}
     for path, operations in base["paths"].items():
         operations.pop("head", None)  # the same as GET, without a body
+        scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
         for operation in operations.values():
             operation |= _operation(path)
-            scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
             if scheme is not None and path not in OPEN_PATHS:
                 schemes[scheme] = {"type": "http", "scheme": "bearer"}
                 operation["security"] = [{scheme: []}]
@@ -76,7 +76,9 @@ def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
     structs = {struct for bodies in _ROUTES.values() for struct in bodies if struct is not None}
     by_name = sorted(structs | {responses.ErrorResponse}, key=lambda struct: struct.__name__)
     _, found = msgspec.json.schema_components(by_name, ref_template="#/components/schemas/{name}")
-    unsupported = {name: {"enum": [*v, None]} for name, v in requests.UNSUPPORTED.items()}
+    parameters = requests.PARAMETERS
+    others: Schema = {name: {} for name in sorted(parameters.ignored)}
+    others |= {name: {"enum": [*v, None]} for name, v in parameters.unsupported.items()}
     for struct in by_name:
         if not issubclass(struct, requests.RequestBody):
             continue
@@ -85,9 +87,11 @@ def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
             _configure(name, value, converter)
             if name not in schema["required"] and "null" not in str(value.get("anyOf")):
                 schema["properties"][name] = {"anyOf": [value, {"type": "null"}]}
+        for base in reversed(struct.__mro__):
+            for name, text in parameters.descriptions.get(base.__name__, {}).items():
+                schema["properties"][name]["description"] = text
         if issubclass(struct, requests.GenerationBody):
-            ignored: Schema = {name: {} for name in sorted(requests.IGNORED)}
-            schema["properties"] |= ignored | unsupported
+            schema["properties"] |= others
     found["TokenizeBody"]["oneOf"] = [
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
         for name in ("prompt", "messages")
@@ -97,12 +101,12 @@ def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
 
 def _configure(name: str, schema: Schema, converter: RequestConverter) -> None:
     """Add the bound that the command line sets for this field, or the served model names."""
-    for arm in schema.get("anyOf", [schema]):
-        if name == "model" and arm["type"] == "string" and converter.served_names:
-            arm["enum"] = list(converter.served_names)
+    for option in schema.get("anyOf", [schema]):
+        if name == "model" and option["type"] == "string" and converter.served_names:
+            option["enum"] = list(converter.served_names)
         kind, keyword, limit = _CONFIGURED.get(name, (None, "", ""))
-        if kind is not None and arm["type"] == kind:
-            arm[keyword] = getattr(converter.limits, limit)
+        if kind is not None and option["type"] == kind:
+            option[keyword] = getattr(converter.limits, limit)
 
 
 def _operation(path: str) -> Schema:

@@ -2,7 +2,7 @@
 
 _receive  reads the messages of all workers and passes them on
 _watch    detects hung workers and overdue calls
-_beat     sends keep-alive comments on idle streams
+_beat     sends keep-alive comments on idle streams, so that proxies keep them open
 _drain    waits for the signal to drain, and then ends the process in phases
 """
 
@@ -30,7 +30,7 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.utils import process_age_s, supervise
+from minisgl.utils import log_event, process_age_s, supervise
 
 logger = logging.getLogger(__name__)
 
@@ -60,45 +60,39 @@ class ApiServer:
     """The state of the process. It is the `Service` that the routes read."""
 
     def __init__(self, spec: ChildSpec) -> None:
-        config = spec.config
-        self.config: ServerConfig = config
-        directory = spec.socket_dir
+        self._spec = spec
+        self.config: ServerConfig = spec.config
+        config, directory = spec.config, spec.socket_dir
         self._scheduler: Sender[messages.ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
         self._workers: dict[str, Sender[messages.ToTokenizer | messages.ToDetokenizer]] = {
             name: Sender(endpoint(directory, name)) for name in (*names, "detokenizer")
         }
+        clients = (config.api_key_hashes | config.admin_key_hashes).values()
         self.client = EngineClient(
             [self._workers[name].send for name in names],
             self._workers["detokenizer"].send,
             self._scheduler.send,
             config.limits,
-            Metrics(config.served_names[0], config.commit, keys=config.key_names.values()),
+            Metrics(config.served_names[0], config.commit, clients=clients),
         )
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: messages.SchedulerStats | None = None
         self._watchdog = Watchdog(config.step_timeout_s)
-        self._url = spec.url
-        self._reason_fd = spec.reason_fd
         self._messages: AsyncReceiver[messages.ToApi] = AsyncReceiver(
             endpoint(directory, "api"), messages.ToApi
         )
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
 
-    def stuck(self) -> bool:
-        """True while a worker is hung: it has work and makes no progress for step_timeout_s."""
-        return self._hung_worker() is not None
+    def stalled_worker(self) -> str | None:
+        """The name of a hung worker or of a stalled scheduler, or None. See Watchdog."""
+        stalled = self._watchdog.stalled("scheduler", time.monotonic())
+        return self.hung_worker() or ("scheduler" if stalled else None)
 
-    def stalled(self) -> bool:
-        """True while a worker is hung or the scheduler is stalled. /readyz then answers 503.
-
-        A stalled scheduler has work but has run no step for some seconds; see Watchdog.
-        """
-        return self.stuck() or self._watchdog.stalled("scheduler", time.monotonic())
-
-    def _hung_worker(self) -> str | None:
+    def hung_worker(self) -> str | None:
+        """The name of a worker that has work and sends nothing for step_timeout_s, or None."""
         if self.lifecycle.phase is Phase.LOADING:
             return None
         now_s = time.monotonic()
@@ -106,7 +100,7 @@ class ApiServer:
             self._watchdog.expect("scheduler", now_s)  # A step of any request is progress.
         else:
             self._watchdog.satisfied("scheduler")
-        return self._watchdog.hanging(now_s)
+        return self._watchdog.hung(now_s)
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot continue."""
@@ -141,8 +135,9 @@ class ApiServer:
         tasks = {lost_worker, *(asyncio.create_task(run()) for run in loops)}
         serving = asyncio.create_task(server.serve([listener]))
         try:
-            # The end of any of these ends the process, so that none can fail unnoticed (bug W27 in
-            # docs/bugs.md: the task that receives messages ended, and every client hung).
+            # The process ends as soon as one of these tasks ends, so that no task fails unnoticed
+            # (bug W27 in docs/bugs.md: the task that receives messages ended, and every client
+            # hung).
             await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
             ended = next((task for task in {*tasks, serving} if task.done()), serving)
             if (failure := ended.exception()) is not None:
@@ -151,7 +146,7 @@ class ApiServer:
                 raise failure
             self._scheduler.send(messages.Shutdown())
         finally:
-            loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # The process ends already.
+            loop.add_signal_handler(signal.SIGUSR1, lambda: None)  # The process is ending.
             server.should_exit = True
             for task in tasks:
                 task.cancel()
@@ -199,7 +194,7 @@ class ApiServer:
         if self.config.shell:
             return
         line = (
-            f"minisgl serves {self.config.served_names[0]} at {self._url}/v1 "
+            f"minisgl serves {self.config.served_names[0]} at {self._spec.url}/v1 "
             f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
             f"KV capacity {facts.kv_capacity_tokens:,} tokens)"
         )
@@ -222,13 +217,13 @@ class ApiServer:
                 for role, sender in self._workers.items():
                     if self._watchdog.expect(role, time.monotonic()):
                         sender.send(messages.Ping())
-            hung = self._hung_worker()
+            hung = self.hung_worker()
             if hung is not None:
                 timeout_s = self.config.step_timeout_s
                 reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"
                 logger.error(reason)
                 await asyncio.sleep(_HUNG_NOTICE_S)
-                if self._hung_worker() == hung:
+                if self.hung_worker() == hung:
                     raise WorkerDied(reason)
 
     async def _beat(self) -> None:
@@ -241,13 +236,13 @@ class ApiServer:
         # While loading, the launcher writes the reason as one line, which should be the last one.
         level = logging.DEBUG if self.lifecycle.phase is Phase.LOADING else logging.ERROR
         self.lifecycle.phase = Phase.FAILED
-        logger.log(level, "service failed reason=%s", failure)
+        log_event(logger, level, "service failed", reason=failure)
         self.client.fail_all(EngineFailure("the engine has failed; the service restarts"))
 
     def _ask_to_drain(self, number: signal.Signals, grace_s: float) -> None:
         if self.lifecycle.phase is Phase.LOADING:  # There is nothing to drain.
             still_loading = ", ".join(sorted(self.lifecycle.missing))
-            supervise.write_reason(self._reason_fd, "api", still_loading)
+            supervise.write_reason(self._spec.reason_fd, "api", still_loading)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._drain_grace_s = grace_s

@@ -3,7 +3,9 @@
 Whole answers are encoded from the structs of `protocol`. The parts that all events of a stream have
 in common are encoded once, because a busy server sends tens of thousands of events per second.
 
-Large answers are encoded in parts, and the event loop serves other calls between two parts.
+A thread encodes large answers, and the event loop serves other calls meanwhile. Python switches
+between the two every 5 ms, but not within one call of the JSON encoder. The log-probabilities of
+each token are therefore encoded by a call of their own.
 """
 
 import asyncio
@@ -15,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -28,6 +31,7 @@ from minisgl.server.generation import Choice, ChoiceDelta, Generation
 from minisgl.server.handler import unless_disconnected
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
+from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ _HEADERS = (
     (b"x-accel-buffering", b"no"),  # keeps nginx from collecting events before it forwards them
 )
 _LOWEST_LOGPROB = -9999.0
-_LOGPROBS_PER_PART = 2**14  # Encoding so many takes 12 ms of the event loop.
+_LARGE_TOKENS = 512  # tokens with log-probabilities that take up to 10 ms to encode
 _KINDS = {
     CHAT: ("chatcmpl-", "chat.completion"),
     COMPLETIONS: ("cmpl-", "text_completion"),
@@ -79,10 +83,12 @@ class ResponseWriter:
 
     async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
-        choices = []
-        for choice in generation.choices:
-            choices.append(msgspec.Raw(await self._whole_choice(choice, generation)))
-            await asyncio.sleep(0)
+        if self.request.sampling.logprobs is None and not self.request.text.token_ids:
+            return self._whole(generation)
+        return await asyncio.to_thread(self._whole, generation)
+
+    def _whole(self, generation: Generation) -> bytes:
+        choices = [self._whole_choice(choice, generation) for choice in generation.choices]
         body = {**self._head, "choices": choices, "usage": self._usage(generation)}
         if not self._is_chat:
             return msgspec.json.encode(responses.Completion(**body))
@@ -90,36 +96,17 @@ class ResponseWriter:
             body["prompt_token_ids"] = generation.prompt_ids[0]
         return msgspec.json.encode(responses.ChatCompletion(**body))
 
-    async def _whole_choice(self, choice: Choice, generation: Generation) -> bytes:
+    def _whole_choice(
+        self, choice: Choice, generation: Generation
+    ) -> responses.ChatChoice | responses.TextChoice:
         text, delta = choice.take()
         delta = delta or ChoiceDelta()
-        values = self._values(choice, replace(delta, logprobs=[], prompt_logprobs=[]), generation)
+        values = self._values(choice, delta, generation)
         values["finish_reason"] = _finish_name(choice)
-        if self.request.sampling.logprobs is not None:
-            values["logprobs"] = msgspec.Raw(await self._whole_logprobs(choice, delta))
         if not self._is_chat:
-            whole = responses.TextChoice(text=generation.echo(choice) + text, **values)
-            return msgspec.json.encode(whole)
-        message = responses.AnswerMessage(content=text)
-        if delta.reasoning:
-            message.reasoning_content = delta.reasoning
-        return msgspec.json.encode(responses.ChatChoice(message=message, **values))
-
-    async def _whole_logprobs(self, choice: Choice, delta: ChoiceDelta) -> bytes:
-        """The log-probabilities of a choice as JSON, encoded in parts: each list is joined."""
-        lists: dict[str, list[bytes]] = {}
-        whole: dict[str, Any] = {}
-        for part in delta.parts(_LOGPROBS_PER_PART):
-            logprobs = self._logprobs(choice, part)
-            assert logprobs is not None, "the request asks for log-probabilities; this is a bug"
-            for name, value in msgspec.structs.asdict(logprobs).items():
-                whole[name] = value
-                if isinstance(value, list):
-                    lists.setdefault(name, []).append(msgspec.json.encode(value)[1:-1])
-            await asyncio.sleep(0)
-        for name, encoded in lists.items():
-            whole[name] = msgspec.Raw(b"[%b]" % b",".join(filter(None, encoded)))
-        return msgspec.json.encode(whole)
+            return responses.TextChoice(text=generation.echo(choice) + text, **values)
+        message = responses.AnswerMessage(content=text, reasoning_content=delta.reasoning or UNSET)
+        return responses.ChatChoice(message=message, **values)
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
         """The event before any generated text: the role of a chat, nothing for a completion."""
@@ -132,12 +119,12 @@ class ResponseWriter:
         return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta), ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
-        """Only new text of one choice. This is the most frequent event."""
+        """The event with new text of one choice and nothing else. It is the most frequent event."""
         value = msgspec.json.encode(text)
         before, field, after = self._text_before, self._text_field, self._text_after
         return b"%b%d%b%b%b" % (before, index, field, value, after)
 
-    def rich_chunk(
+    def delta_chunk(
         self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
     ) -> bytes:
         """New text with reasoning, token ids or log-probabilities.
@@ -145,10 +132,11 @@ class ResponseWriter:
         generation: given for the first event of a choice, which has the ids of the prompt.
         """
         if self._is_chat and delta.reasoning and text:
-            # Send two events. A client that finds reasoning in a delta may not look for content.
-            thought, rest = ChoiceDelta(reasoning=delta.reasoning), replace(delta, reasoning="")
-            before = self.rich_chunk(choice, "", thought, None)
-            return before + self.rich_chunk(choice, text, rest, generation)
+            # Send two events, because a client may ignore the content of a delta with reasoning.
+            reasoning = ChoiceDelta(reasoning=delta.reasoning)
+            rest = replace(delta, reasoning="")
+            before = self.delta_chunk(choice, "", reasoning, None)
+            return before + self.delta_chunk(choice, text, rest, generation)
         values = self._values(choice, delta, generation)
         if not self._is_chat:
             return self._chunk(responses.TextChunkChoice(text=text, **values))
@@ -170,14 +158,14 @@ class ResponseWriter:
         return self._before + b'],"usage":' + usage + b"}\n\n"
 
     def _chunk(self, choice: msgspec.Struct, ids: bytes = b"") -> bytes:
+        """One event of one choice. ids: the field prompt_token_ids of a chat, or b""."""
         return b"%b%b]%b%b" % (self._before, msgspec.json.encode(choice), ids, self._after)
 
     def _values(
         self, choice: Choice, delta: ChoiceDelta, generation: Generation | None
     ) -> dict[str, Any]:
         """The fields beside the text of a choice, for its struct."""
-        logprobs = self._logprobs(choice, delta)
-        values: dict[str, Any] = {"index": choice.index, "logprobs": logprobs}
+        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(choice, delta)}
         if self.request.text.token_ids:
             values["token_ids"] = delta.token_ids
             if generation is not None and not self._is_chat:
@@ -192,13 +180,13 @@ class ResponseWriter:
         if not self._is_chat:
             return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs], choice.offset)
         # As in OpenAI's answers, the token that ended the text has no entry.
-        kept = [_chat_logprob(entry) for entry in delta.logprobs if not entry.ends]
+        kept = [_encoded(_chat_logprob(e)) for e in delta.logprobs if not e.ends]
         return responses.ChatLogprobs(kept)
 
     def _usage(self, generation: Generation) -> responses.Usage:
         """Each prompt counts once, however many choices it has."""
-        firsts = [choice.latest for choice in generation.choices[:: self.request.n]]
         latest = [choice.latest for choice in generation.choices]
+        firsts = latest[:: self.request.n]  # of the first choice of each prompt
         prompt_tokens = sum(update.prompt_tokens for update in firsts)
         completion_tokens = sum(update.completion_tokens for update in latest)
         cached = sum(update.cached_tokens for update in firsts)
@@ -221,6 +209,11 @@ def _finish_name(choice: Choice) -> str:
 def _finite(logprob: float) -> float:
     """JSON has no infinity and no NaN; other servers write -9999 instead."""
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
+
+
+def _encoded(value: object) -> Any:
+    """The value as JSON, for a field of a struct."""
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _chat_logprob(entry: TokenLogprob) -> responses.ChatTokenLogprob:
@@ -255,7 +248,7 @@ def _text_logprobs(entries: list[TokenLogprob], offset: int) -> responses.TextLo
         top: dict[str, float] = {}
         for data, logprob in [*entry.top, (entry.token_bytes, entry.logprob)]:
             top.setdefault(_text_token(data), _finite(logprob))
-        tops.append(top)
+        tops.append(_encoded(top))
     return responses.TextLogprobs(
         tokens=[_text_token(entry.token_bytes) for entry in entries],
         token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
@@ -270,7 +263,7 @@ def _sse(payload: bytes) -> bytes:
 
 
 async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterator[bytes]:
-    """Yield the events of a stream. All events that are ready at one wake-up form one piece."""
+    """Yield the events of a stream. Each wake-up of the call yields all events that are ready."""
     running = list(generation.choices)
     begun: set[int] = set()
     while running:
@@ -278,7 +271,7 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
         parts = []
         for choice in [*running]:
             text, delta = choice.take()
-            # More output may arrive while a large part is encoded. The next round takes it.
+            # More output may arrive while a thread encodes this output. The next round takes it.
             finish, error, first = choice.finish, choice.error, None
             if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
@@ -286,11 +279,12 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
                 text = generation.echo(choice) + text
                 parts.append(writer.first_chunk(choice, generation))
             if delta is not None or (first and writer.request.text.token_ids):
-                for number, part in enumerate((delta or ChoiceDelta()).parts(_LOGPROBS_PER_PART)):
-                    if number:
-                        await asyncio.sleep(0)
-                    parts.append(writer.rich_chunk(choice, text, part, first))
-                    text, first = "", None
+                delta = delta or ChoiceDelta()
+                if len(delta.prompt_logprobs) + len(delta.logprobs) < _LARGE_TOKENS:
+                    parts.append(writer.delta_chunk(choice, text, delta, first))
+                else:
+                    encode = asyncio.to_thread(writer.delta_chunk, choice, text, delta, first)
+                    parts.append(await encode)
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))
             if error is not None:
@@ -327,7 +321,7 @@ class EventStream(Response):
         try:
             await unless_disconnected(receive, asyncio.ensure_future(self._send(send)))
         except (Cancelled, asyncio.CancelledError):  # CancelledError at the end of a drain
-            logger.debug("client gone request_id=%s", self.generation.request_id)
+            log_event(logger, logging.DEBUG, "client gone", request_id=self.generation.request_id)
         finally:
             self.client.close(self.generation)
 

@@ -7,7 +7,7 @@ keeps the browser from loading anything from another host.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,15 +56,13 @@ router = APIRouter(route_class=ExactRoute, redirect_slashes=False)
 
 _STARTED_AT = int(time.time())
 _DOCS_FOLDER = Path(__file__).parent / "docs_page"
-_DOCS_HEADERS = (
-    ("cache-control", "no-cache"),
+_DOCS_HEADERS: Mapping[str, str] = {
+    "cache-control": "no-cache",
     # Swagger UI sets style attributes, and draws its icons from data: URLs.
-    (
-        "content-security-policy",
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-        "img-src 'self' data:; connect-src 'self'; form-action 'none'; frame-ancestors 'none'",
-    ),
-)
+    "content-security-policy": "default-src 'none'; script-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'none'; frame-ancestors 'none'",
+}
 
 
 @router.post("/v1/chat/completions", tags=["generation"])
@@ -75,7 +73,7 @@ async def chat_completions(call: CallDep) -> Response:
 
 @router.post("/v1/completions", tags=["generation"])
 async def completions(call: CallDep) -> Response:
-    """Complete a text, a list of token ids, or a list of either."""
+    """Complete one prompt or a list of prompts; a prompt is text or a list of token ids."""
     return await _generate(COMPLETIONS, call)
 
 
@@ -86,7 +84,7 @@ async def generate(call: CallDep) -> Response:
 
 
 async def _generate(route: str, call: CallContext) -> Response:
-    """The common path of the three routes above, up to the choice of the response."""
+    """Start the request of the body, and respond with the whole answer or with a stream."""
     raw, facts = await call.read()
     request = call.converter.read(route, raw, facts)
     del raw  # Otherwise the body stays in memory until the response is complete.
@@ -201,8 +199,8 @@ async def flush_cache(call: CallDep) -> Response:
 @router.get("/livez", tags=["probes"])
 async def livez(call: CallDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
-    if call.service.stuck():
-        return json_response(responses.StatusResponse("the scheduler makes no progress"), 503)
+    if (hung := call.service.hung_worker()) is not None:
+        return json_response(responses.StatusResponse(f"the {hung} makes no progress"), 503)
     if call.service.lifecycle.phase is Phase.FAILED:
         return json_response(responses.StatusResponse("failed"), 503)
     return json_response(responses.StatusResponse("ok"))
@@ -212,10 +210,10 @@ async def livez(call: CallDep) -> Response:
 @router.get("/health", name="health", tags=["probes"])
 async def readyz(call: CallDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
-    phase, stalled = call.service.lifecycle.phase, call.service.stalled()
-    if phase is Phase.READY and not stalled:
+    phase, stalled = call.service.lifecycle.phase, call.service.stalled_worker()
+    if phase is Phase.READY and stalled is None:
         return json_response(responses.StatusResponse("ok"))
-    status = "the scheduler makes no progress" if stalled else phase.value
+    status = f"the {stalled} makes no progress" if stalled else phase.value
     return json_response(responses.StatusResponse(status), 503, {"retry-after": RETRY_AFTER})
 
 
@@ -223,9 +221,8 @@ async def readyz(call: CallDep) -> Response:
 async def metrics(call: CallDep) -> Response:
     """All metrics in the text format of Prometheus, or in OpenMetrics if the client accepts it."""
     client, accept = call.client, call.request.headers.get("accept", "")
-    phase, stalled = call.service.lifecycle.phase, call.service.stalled()
-    by_client = {name: load.choices for name, load in client.loads.items()}
-    body, media_type = client.metrics.render(accept, phase, stalled, client.open_choices, by_client)
+    phase, is_stalled = call.service.lifecycle.phase, call.service.stalled_worker() is not None
+    body, media_type = client.metrics.render(accept, phase, is_stalled, client.open_choices)
     return Response(body, headers={"content-type": media_type})
 
 
@@ -243,4 +240,4 @@ async def docs_page(call: CallDep) -> Response:
         raise HTTPException(404)
     name = call.request.path_params.get("name", "index.html")
     # FileResponse sends the file in parts. It waits until the client has read the previous part.
-    return FileResponse(_DOCS_FOLDER / name, headers=dict(_DOCS_HEADERS))
+    return FileResponse(_DOCS_FOLDER / name, headers=_DOCS_HEADERS)

@@ -51,7 +51,13 @@ def _run(spec: ChildSpec) -> None:
     elif spec.role == "tokenizer":
         from minisgl.tokenizer import run_tokenizer
 
-        run_tokenizer(spec.name, model_path, spec.socket_dir, config.limits.template_timeout_s)
+        run_tokenizer(
+            spec.name,
+            model_path,
+            spec.socket_dir,
+            config.limits.template_timeout_s,
+            config.escape_special_tokens,
+        )
     elif spec.role == "detokenizer":
         from minisgl.tokenizer import run_detokenizer
 

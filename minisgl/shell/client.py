@@ -1,7 +1,6 @@
 """The shell's HTTP client: waits until the server is ready, and streams chat responses."""
 
 import json
-import os
 import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
@@ -18,10 +17,11 @@ class ServerError(Exception):
 class ChatClient:
     """Talks to one server. Closing a stream early closes the connection, which ends the request.
 
-    The key of MINISGL_API_KEY is sent with each chat.
+    key: the API key that is sent with each chat; "" for a server without keys. White space around
+    it is removed.
     """
 
-    def __init__(self, url: str, model: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, model: str, key: str = "", timeout_s: float = 600.0) -> None:
         """Raises ServerError if `url` is not an address such as http://127.0.0.1:1919."""
         try:
             address = httpx.URL(url)
@@ -30,8 +30,7 @@ class ChatClient:
         has_port = 0 < (address.port or 80) < 2**16
         if address.scheme != "http" or not address.host or not has_port:
             raise ServerError(f"{url} is not an address such as http://127.0.0.1:1919")
-        key = os.environ.get("MINISGL_API_KEY", "").strip()
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"authorization": f"Bearer {key.strip()}"} if key.strip() else {}
         # trust_env=False: a proxy from the environment could not reach a server on this machine.
         self._http = httpx.Client(
             base_url=address, headers=headers, timeout=timeout_s, trust_env=False

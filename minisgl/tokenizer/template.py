@@ -58,6 +58,7 @@ class ChatTemplate:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+        self.source = source
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens
         self._max_chars = max_chars

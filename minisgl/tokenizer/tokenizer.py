@@ -13,6 +13,7 @@ import tokenizers
 
 from minisgl.core import ConfigError, InvalidRequest
 from minisgl.core.hub import read_json
+from minisgl.tokenizer.escape import SpecialTokenEscaper, escaped_tokens
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -25,8 +26,16 @@ class TextTokenizer:
         TextTokenizer(folder).encode_chat([{"role": "user", "content": "Hello!"}])
     """
 
-    def __init__(self, folder: str | Path, max_template_chars: float = math.inf) -> None:
-        """Read the folder. Raises ConfigError, which names the file at fault."""
+    def __init__(
+        self,
+        folder: str | Path,
+        max_template_chars: float = math.inf,
+        escape_special_tokens: bool = False,
+    ) -> None:
+        """Read the folder. Raises ConfigError, which names the file at fault.
+
+        escape_special_tokens: `encode_chat` encodes special tokens in the texts of a chat as text.
+        """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -56,6 +65,10 @@ class TextTokenizer:
             tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(self._bos_token)]
         )
         self.vocabulary = Vocabulary.of(tokenizer)
+        self._escaper = None
+        if escape_special_tokens and self._template is not None:
+            escaped = escaped_tokens(tokenizer, self._template)
+            self._escaper = SpecialTokenEscaper(tokenizer, self._template, escaped)
 
     def encode_text(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of plain text. If the text begins with BOS, no second BOS is added.
@@ -76,7 +89,9 @@ class TextTokenizer:
         timeout_s: float | None = None,
     ) -> list[int]:
         """The ids of a rendered chat. Raises TemplateError if the template cannot render it."""
-        return self.encode_text(self.render_chat(messages, template_options, timeout_s), False)
+        if self._escaper is None:
+            return self.encode_text(self.render_chat(messages, template_options, timeout_s), False)
+        return self._escaper.encode(messages, template_options or {}, timeout_s)
 
     def render_chat(
         self,

@@ -24,12 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 def run_tokenizer(
-    name: str, model_path: str, socket_dir: str, template_timeout_s: float
+    name: str,
+    model_path: str,
+    socket_dir: str,
+    template_timeout_s: float,
+    escape_special_tokens: bool,
 ) -> NoReturn:
     """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used."""
     # One message at a time: the library's thread pool would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS)
+    tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS, escape_special_tokens)
     handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
     _serve_queue(name, socket_dir, messages.ToTokenizer, handler)
 

@@ -2,6 +2,13 @@
 
 from minisgl.utils.logging import log_event, setup_logging
 from minisgl.utils.naming import near_names
-from minisgl.utils.process import make_socket_dir, process_age_s
+from minisgl.utils.process import SOCKET_KEY, make_socket_dir, process_age_s
 
-__all__ = ["log_event", "make_socket_dir", "near_names", "process_age_s", "setup_logging"]
+__all__ = [
+    "SOCKET_KEY",
+    "log_event",
+    "make_socket_dir",
+    "near_names",
+    "process_age_s",
+    "setup_logging",
+]

@@ -1,5 +1,6 @@
 """Logging of one process: one line per record, on stderr. The process's main sets it up."""
 
+import copy
 import json
 import logging
 import sys
@@ -10,10 +11,27 @@ _FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s
 
 
 class _OneLine(logging.Formatter):
-    """Escapes line breaks in messages, which may hold client text, but not in tracebacks."""
+    """Escapes line breaks in messages, which may hold client text, but not in tracebacks.
+
+    Values of fields with spaces, quotes or `=` are quoted, so that a client cannot forge a field.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = record.args
+        if isinstance(fields, Mapping):
+            record = copy.copy(record)  # Other handlers get the plain values.
+            record.args = {name: _quoted(value) for name, value in fields.items()}
+        return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")
+
+
+def _quoted(value: object) -> str:
+    """The value as text: in quotes, with escapes as in JSON, unless it is one plain word."""
+    text = str(value)
+    plain = text.isprintable() and text and not any(char in text for char in ' ="\\')
+    return text if plain else json.dumps(text)
 
 
 class _Json(logging.Formatter):
@@ -56,6 +74,9 @@ def setup_logging(role: str, level: str, log_format: str = "text") -> None:
 
 
 def log_event(logger: logging.Logger, level: int, event: str, **fields: object) -> None:
-    """Log a phrase with key=value fields. In JSON logs the fields are members."""
+    """Log a phrase with key=value fields. In JSON logs the fields are members.
+
+    Text logs quote values that are not one plain word.
+    """
     shown = "".join(f" {name}=%({name})s" for name in fields)
     logger.log(level, f"{event}{shown}", fields)

@@ -100,7 +100,7 @@ class Child:
 
     def explain(self, reasons: Mapping[str, str]) -> str:
         """Return the cause of the end: the reason that the process wrote, else its exit code."""
-        assert self.exit_code is not None, f"{self.role} still runs; this is a bug"
+        assert self.exit_code is not None, f"{self.role} must have ended; this is a bug"
         reason = reasons.get(self.role)
         if reason is None:
             return f"{self.role} (pid {self.process.pid}) {describe_exit(self.exit_code)}"

@@ -135,7 +135,7 @@ def test_promtool_accepts_the_rules(rules):
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda c: f"{c.alert}-{'fires' if c.fires else 'silent'}"
 )
-def test_alert(rules, tmp_path, case):
+def test_alert_fires_or_stays_silent(rules, tmp_path, case):
     """Queries ALERTS, so that the test need not repeat labels and annotations."""
     unit = {
         "rule_files": [str(rules)],

@@ -324,6 +324,6 @@ def test_notes_warn_of_an_api_without_a_key(notes):
 
 def test_notes_warn_against_a_change_of_the_name(notes):
     text = notes({"nameOverride": "chat"})
-    assert "WARNING: nameOverride is in the selectors" in text
+    assert "WARNING: nameOverride is part of the selectors" in text
     assert 'Keep "chat" as long as the' in text
     assert "nameOverride" not in notes({})

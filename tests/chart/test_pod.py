@@ -113,7 +113,7 @@ def test_grace_period_covers_the_whole_drain(render, pre_stop_s, grace_s, drain_
     }
     objects = render({"drain": drain})
     period_s = pod_of(objects)["terminationGracePeriodSeconds"]
-    assert period_s == pre_stop_s + drain_s + teardown_s  # timeoutSeconds includes the grace
+    assert period_s == pre_stop_s + drain_s + teardown_s  # timeoutSeconds includes graceSeconds
     flags = flags_of(objects)
     assert flags["--drain-grace"] == str(grace_s)
     assert flags["--drain-timeout"] == str(drain_s)
@@ -129,7 +129,7 @@ def test_grace_period_may_be_longer(render):
 def test_every_flag_is_known_to_the_server(render, ci_values):
     args = container_of(render(ci_values))["args"]
     options = build_parser().parse_strictly(args)
-    assert options.port == 1919
+    assert getattr(options, "server.port") == 1919
 
 
 def test_extra_args_refuses_flags_of_the_chart_under_every_name(render):
@@ -268,3 +268,13 @@ def test_chart_has_the_version_of_the_server(render):
     text = (CHART / "Chart.yaml").read_text()
     assert re.search(r'^appVersion: "(.*)"$', text, re.M)[1] == __version__
     assert f">={KUBE_VERSION}-0" in text
+
+
+def test_origins_and_escaping_reach_the_server(render):
+    plain = container_of(render({}))["args"]
+    assert not {"--allow-origin", "--escape-special-tokens"} & set(plain)
+    origins = ["https://a.example", "https://b.example"]
+    server = {"escapeSpecialTokens": True, "allowedOrigins": origins}
+    options = build_parser().parse_strictly(container_of(render({"server": server}))["args"])
+    assert options.allow_origin == origins
+    assert options.escape_special_tokens

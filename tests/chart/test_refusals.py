@@ -27,11 +27,11 @@ CONTRADICTIONS = {
     "path without volume": ({"model": {"path": "x"}}, "set model.existingClaim"),
     "offline without a cache": (
         {"model": {"id": "a/b"}, "huggingface": {"offline": True}},
-        "set cache.enabled with a filled cache.existingClaim",
+        "set cache.enabled=true and cache.existingClaim to a claim",
     ),
     "download without egress": (
         {"model": {"id": "a/b"}, "networkPolicy": {"enabled": True, "allowHTTPS": False}},
-        "set networkPolicy.extraEgress to a mirror",
+        "allow a mirror of the hub in networkPolicy.extraEgress",
     ),
     "two hub tokens": ({"huggingface": {"token": "t", "existingSecret": "s"}}, "remove token"),
     "two API keys": ({"auth": {"apiKey": "k", "existingSecret": "s"}}, "remove apiKey"),
@@ -77,11 +77,11 @@ CONTRADICTIONS = {
     ),
     "grace over drain": (
         {"drain": {"graceSeconds": 60, "timeoutSeconds": 60}},
-        "raise timeoutSeconds",
+        "raise drain.timeoutSeconds",
     ),
     "rollout without room": (
         {"strategy": {"maxSurge": 0, "maxUnavailable": "0%"}},
-        "a rollout could never move",
+        "a rollout could not replace any pod",
     ),
     "surge on one disk": (
         {"strategy": {"maxSurge": 1}, "cache": ONE_POD_CACHE},
@@ -141,7 +141,7 @@ def test_contradiction_is_refused_with_its_remedy(render, values, sentence):
 
 
 def test_every_refusal_in_the_templates_is_tested():
-    """Each sentence has one case, and four sentences have a second one."""
+    """Each message of a refusal has one case, and four messages have a second case."""
     texts = [path.read_text() for path in (CHART / "templates").glob("_*.tpl")]
     assert sum(text.count("{{- fail ") for text in texts) == len(CONTRADICTIONS) - 4
 
@@ -191,7 +191,7 @@ def test_schema_accepts(render, values):
 
 def last_bucket(metric: str) -> float:
     """The last bucket of a histogram in the table of docs/operations.md, in seconds."""
-    (buckets,) = (cells[1] for cells in rows("of") if metric in cells[0])
+    (buckets,) = (cells[1] for cells in rows("metric") if metric in cells[0])
     number, unit = buckets.split(", ")[-1].split()
     assert unit == "s"
     return float(number)

@@ -21,8 +21,7 @@ from minisgl.server.protocol.requests import (
     CHAT,
     COMPLETIONS,
     GENERATE,
-    IGNORED,
-    UNSUPPORTED,
+    PARAMETERS,
 )
 
 __all__ = ["PAGE", "with_tables"]
@@ -122,10 +121,10 @@ def values(schema: dict[str, Any]) -> str:
 
 def refused() -> str:
     rows = ["| parameter | accepted values |", "|---|---|"]
-    for name, neutral in sorted(UNSUPPORTED.items()):
+    for name, neutral in sorted(PARAMETERS.unsupported.items()):
         values = ", ".join(f"`{value!r}`" for value in neutral) or "absent or null"
         rows.append(f"| `{name}` | {values} |")
-    ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
+    ignored = ", ".join(f"`{name}`" for name in sorted(PARAMETERS.ignored))
     return (
         "\n".join(rows)
         + f"\n\nAccepted and ignored, because they do not change the answer: {ignored}."

@@ -177,7 +177,7 @@ def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: in
         assert fused == (size * kv_heads < 500 or group <= 2)
 
         def run() -> None:
-            captured.describe()
+            captured.compute_metadata()
             if isinstance(captured, FusedAttention):
                 captured.attend(1, qkv, norms, out)
             else:

@@ -88,7 +88,7 @@ def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bo
 
 
 @TILINGS
-def test_add_linear_leaves_squares(tiling: Tiling, rows: int) -> None:
+def test_add_linear_returns_the_squares_of_the_sum(tiling: Tiling, rows: int) -> None:
     from minisgl.kernel.triton import linear as kernels
 
     x, weight = normal(rows, WIDTH, dtype=DTYPE), normal(HEIGHT, WIDTH, dtype=DTYPE) / 32

@@ -202,8 +202,8 @@ def test_parts_of_the_logits_give_the_token_of_all(parts: int, dtype: torch.dtyp
     asked = params(rows, temperature=temperature)
     width = -(-VOCAB // (parts * GROUP)) * GROUP
     begins = range(0, VOCAB, width)
-    offers = [kernels.best_of_part(logits[:, at : at + width], asked, at) for at in begins]
-    tokens, finite = kernels.best_of_parts(torch.stack(offers), asked)
+    candidates = [kernels.local_candidate(logits[:, at : at + width], asked, at) for at in begins]
+    tokens, finite = kernels.best_candidate(torch.stack(candidates), asked)
     expected = kernels.sample(logits, asked)
     assert torch.equal(finite, expected.finite)
     assert finite.logical_not().nonzero().flatten().tolist() == [2, 3, 4]

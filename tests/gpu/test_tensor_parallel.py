@@ -52,7 +52,7 @@ def sums(comm: Communicator) -> tuple[float, bool, list[bytes]]:
     """Return the worst error against float64, whether all replays agree, and all results' bits."""
     assert isinstance(comm, GroupCommunicator)
     peers = comm.peers
-    assert peers is not None, "the GPUs of one host reach one another"
+    assert peers is not None, "the GPUs of one host must be able to read each other's memory"
     peers.memory[: peers.layout.flags_offset].fill_(255)  # NaN in every dtype
     sizes = [(1, 5120), (3, 64), (8, 5120), (64, 5120), (77, 5120), (256, 5120), (1000, 1024)]
     found = [

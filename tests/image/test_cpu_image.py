@@ -117,7 +117,7 @@ def test_sigterm_to_pid_1_drains_and_exits_0(image: str) -> None:
         assert "Traceback" not in container.logs
 
 
-def test_a_writable_root_does_not_change(image: str) -> None:
+def test_the_server_writes_nothing_to_a_writable_root(image: str) -> None:
     """On a read-only root a failed write may stay unnoticed; here docker diff shows each write."""
     with running(image, options=("--memory", MEMORY)) as container:
         assert container.ask(QUESTION) == ANSWER

@@ -17,9 +17,11 @@ import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["DEADLINE_S", "ServerProcess", "run_server", "wait_for"]
+__all__ = ["DEADLINE_S", "JSON_BODY", "ServerProcess", "run_server", "wait_for"]
 
 DEADLINE_S = 90.0
+# The headers that a request with a body needs, for tests that write to a socket.
+JSON_BODY = b"host: localhost\r\ncontent-type: application/json\r\n"
 _URL = re.compile(r"listening on (https?://\S+)")
 
 T = TypeVar("T")

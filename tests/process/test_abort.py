@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from minisgl.server.metrics import CACHED_S
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -42,7 +42,7 @@ class Call:
         self.answer = b""
         self._socket = socket.create_connection((parts.hostname, parts.port), timeout=DEADLINE_S)
         text = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\n{JSON_BODY.decode()}connection: close\r\n"
         head += f"x-request-id: {name}\r\ncontent-length: {len(text)}\r\n\r\n"
         self._socket.sendall(head.encode() + text)
 
@@ -108,7 +108,9 @@ def between_chunks(server: ServerProcess, leave: Leave) -> None:
     wait_for(lambda: prefills() > before, "a chunk")
     with stopped(server, "scheduler"):
         time.sleep(CACHED_S)  # A scrape may be this old while a request is open.
-        assert server.metrics()["time_to_first_token_seconds_count"] == firsts, "too late"
+        assert server.metrics()["time_to_first_token_seconds_count"] == firsts, (
+            "the first token came before the abort"
+        )
         leave(call)
         wait_for(lambda: info(server)["open_requests"] == 0, "its end in the API server")
 

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -147,7 +147,7 @@ def test_connection_with_an_incomplete_head_is_closed(keyed: ServerProcess, befo
 
 def posted(head: bytes = b"", **body: object) -> bytes:
     text = json.dumps({"model": "tiny", "prompt": "a", "ignore_eos": True, **body}).encode()
-    head += b"host: x\r\nauthorization: Bearer sesame\r\ncontent-length: %d\r\n\r\n" % len(text)
+    head += JSON_BODY + b"authorization: Bearer sesame\r\ncontent-length: %d\r\n\r\n" % len(text)
     return b"POST /v1/completions HTTP/1.1\r\n" + head + text
 
 
@@ -178,7 +178,7 @@ def test_disconnect_behind_a_pipelined_request_aborts_the_first(
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
 def test_upgrade_header_is_ignored(keyed: ServerProcess, name: bytes) -> None:
-    """Regression: Java's client offers h2c first; the request body was then read as HTTP/2."""
+    """Regression: Java's client offers h2c; the server then read the request body as HTTP/2."""
     offer = name + b": h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\n"
     head, _, body = posted(offer, max_tokens=2).partition(b"\r\n\r\n")
     for parts in ((head + b"\r\n\r\n", body), (head + b"\r\n\r\n" + body,)):
@@ -191,7 +191,7 @@ def test_upgrade_header_is_ignored(keyed: ServerProcess, name: bytes) -> None:
 def test_body_keeps_text_like_an_upgrade_header(keyed: ServerProcess) -> None:
     """Regression: the text was removed from bodies too; the server waited for missing bytes."""
     body = b"{}\r\nUpgrade: h2c"
-    head = b"POST /tokenize HTTP/1.1\r\nhost: a\r\nauthorization: Bearer sesame\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\n" + JSON_BODY + b"authorization: Bearer sesame\r\n"
     with connect(keyed) as connection:
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         status, answer = answered(connection)
@@ -201,7 +201,7 @@ def test_body_keeps_text_like_an_upgrade_header(keyed: ServerProcess) -> None:
 
 def trickled(connection: socket.socket, path: str, key: str) -> int:
     """Send a body byte by byte. Returns the status when the server closes the connection."""
-    head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\n"
+    head = f"POST {path} HTTP/1.1\r\n{JSON_BODY.decode()}authorization: Bearer {key}\r\n"
     connection.sendall(f"{head}content-length: 999\r\n\r\n{{".encode())
     status, _ = answered(connection)
     connection.settimeout(0.05)
@@ -211,7 +211,7 @@ def trickled(connection: socket.socket, path: str, key: str) -> int:
             with contextlib.suppress(TimeoutError):
                 if not connection.recv(1):
                     return status
-        pytest.fail("after 400 bytes of the body the connection is still there")
+        pytest.fail("after 400 bytes of the body the connection is still open")
     return status
 
 
@@ -226,7 +226,7 @@ def trickled(connection: socket.socket, path: str, key: str) -> int:
 def test_connection_with_an_incomplete_body_is_closed(
     tiny_model: Path, path: str, key: str, status: int, limits: set[str]
 ) -> None:
-    """Regression: it held one of --max-connections forever, before or after the response."""
+    """Regression: the connection counted in --max-connections forever."""
     flags = ("--head-timeout", "0.5", "--max-wait", "0.5", "--api-key", "sesame")
     with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
         server.wait_ready()
@@ -240,7 +240,9 @@ def test_idle_connection_after_a_late_body_is_closed(keyed: ServerProcess) -> No
     """Regression: the end of a rejected body stopped the timer of the next request head."""
     before = keyed.limits_exceeded()["head_timeout_s"]
     with connect(keyed) as connection:
-        connection.sendall(b"POST /v1/nothing HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{")
+        connection.sendall(
+            b"POST /v1/nothing HTTP/1.1\r\n" + JSON_BODY + b"content-length: 2\r\n\r\n{"
+        )
         assert answered(connection)[0] == 401
         connection.sendall(b"}")
         with contextlib.suppress(ConnectionError):
@@ -273,7 +275,7 @@ def test_client_that_does_not_read_is_disconnected(keyed: ServerProcess) -> None
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect((parts.hostname, parts.port))
         deaf.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sesame\r\n"
+            b"POST /v1/completions HTTP/1.1\r\n" + JSON_BODY + b"authorization: Bearer sesame\r\n"
             b"content-length: %d\r\n\r\n%s" % (len(text), text)
         )
         admin = client(keyed, "root")

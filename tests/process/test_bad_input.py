@@ -16,8 +16,7 @@ from minisgl.server.protocol.requests import (
     CHAT,
     COMPLETIONS,
     GENERATE,
-    IGNORED,
-    UNSUPPORTED,
+    PARAMETERS,
 )
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 
@@ -39,7 +38,9 @@ NASTY = st.recursive(
     max_leaves=6,
 )
 NAMES = sorted(
-    {name for body in BODIES.values() for name in body.__struct_fields__} | IGNORED | {*UNSUPPORTED}
+    {name for body in BODIES.values() for name in body.__struct_fields__}
+    | PARAMETERS.ignored
+    | {*PARAMETERS.unsupported}
 )
 BOUNDED = settings(
     max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
@@ -78,8 +79,9 @@ def base(route: str) -> dict[str, Any]:
     return {"model": "tiny", "max_tokens": 2, **prompts[route]}
 
 
-def check(server: ServerProcess, path: str, body: bytes, **more: Any) -> None:
-    answer = httpx.post(server.url + path, content=body, timeout=DEADLINE_S, **more)
+def check(server: ServerProcess, path: str, body: bytes, kind: str = "application/json") -> None:
+    headers = {"content-type": kind}
+    answer = httpx.post(server.url + path, content=body, headers=headers, timeout=DEADLINE_S)
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -153,7 +155,7 @@ def test_chats_and_template_arguments(
 )
 def test_bodies_that_are_no_request(server: ServerProcess, body: bytes, kind: str) -> None:
     for path in (*PATHS.values(), "/tokenize", "/detokenize"):
-        check(server, path, body, headers={"content-type": kind})
+        check(server, path, body, kind)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""SIGTERM drains (W28, W29): unready at once, no request lost, a deadline, and exit code 0."""
+"""SIGTERM starts a drain (W28, W29): unready at once, no lost request, a deadline, exit code 0.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import contextlib
 import http.client
@@ -16,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -176,7 +179,7 @@ def test_deadline_ends_the_rest_with_an_error_chunk(tiny_model: Path) -> None:
 
 
 def test_drain_does_not_wait_for_a_client_that_does_not_read(tiny_model: Path) -> None:
-    """Regression: its request ended after the scheduler's queue was closed, with a ZMQError."""
+    """Regression: the client's request ended after the scheduler's queue, with a ZMQError."""
     body = {"model": "tiny", "prompt": ["a"] * 128, "max_tokens": 1900, "stream": True}
     text = json.dumps(body).encode()
     flags = ("--drain-grace", "0", "--drain-timeout", "0.5")
@@ -184,7 +187,7 @@ def test_drain_does_not_wait_for_a_client_that_does_not_read(tiny_model: Path) -
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         url = httpx.URL(server.url)
         deaf.connect((url.host, url.port))
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\n" + JSON_BODY + b"content-length: %d\r\n\r\n"
         deaf.sendall(head % len(text) + text)
         # All buffers together take some 500 KB, at 200 bytes per token.
         wait_for(lambda: server.metrics()["generation_tokens_total"] > 10_000, "full buffers")
@@ -203,7 +206,7 @@ def test_drain_does_not_wait_for_pipelined_requests_of_a_client_that_does_not_re
         url = httpx.URL(server.url)
         deaf.connect((url.host, url.port))
         deaf.sendall(
-            b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 600
+            b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 600
         )  # more than all buffers hold
 
         def begun() -> bool:
@@ -222,7 +225,9 @@ def test_process_that_dies_after_the_drain_leaves_no_traceback(tiny_model: Path)
         tokenizer = psutil.Process(server.child_pid("tokenizer-0"))
         url = httpx.URL(server.url)
         slow.connect((url.host, url.port))
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{")
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\n" + JSON_BODY + b"content-length: 2\r\n\r\n{"
+        )
         wait_for(lambda: server.metrics()["http_requests_in_flight"], "the request")
         server.signal(signal.SIGTERM)
         wait_for(lambda: " drained" in server.stderr, "the end of the drain")
@@ -285,7 +290,7 @@ def test_real_engine_drains_and_exits_0(tiny_model: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="making a PID namespace needs root here")
 def test_sigterm_works_as_pid_1(tiny_model: Path, tmp_path: Path) -> None:
-    """W28: without an init, mini-sglang ignored SIGTERM and joined its children for ever."""
+    """W28: without an init, mini-sglang ignored SIGTERM and joined its children forever."""
     probe = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"]
     if subprocess.run(probe, capture_output=True).returncode != 0:
         pytest.skip("PID namespaces are not available here")

@@ -1,4 +1,7 @@
-"""The server from the outside: the openai client, raw HTTP, disconnects, invalid input."""
+"""The server from the outside: the openai client, raw HTTP, disconnects, invalid input.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import contextlib
 import http.client
@@ -13,10 +16,11 @@ import openai
 import pytest
 import zmq
 
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
+JSON = {"content-type": "application/json"}
 CHAT = [{"role": "user", "content": "Count: one two three é €."}]
 
 
@@ -38,7 +42,7 @@ def streaming(server: ServerProcess, **body: object) -> Iterator[httpx.Response]
 
 
 def test_an_idle_connection_stays_open(stub_server: ServerProcess) -> None:
-    """uvicorn would close it after five seconds, and the next request of a proxy would fail."""
+    """uvicorn's default closes it after 5 s, and the next request of a proxy would then fail."""
     url = httpx.URL(stub_server.url)
     connection = http.client.HTTPConnection(url.host, url.port, timeout=6.0)
     connection.auto_open = 0
@@ -186,7 +190,9 @@ def test_bad_chat_is_a_400_that_names_the_parameter(server: ServerProcess, name:
         if name not in ("no model", "no messages"):
             body = {"model": "tiny", "messages": CHAT, **body}
         body = json.dumps(body).encode()
-    answer = httpx.post(server.url + "/v1/chat/completions", content=body, timeout=DEADLINE_S)
+    answer = httpx.post(
+        server.url + "/v1/chat/completions", content=body, headers=JSON, timeout=DEADLINE_S
+    )
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -229,7 +235,8 @@ def test_body_over_the_cap_is_a_413(server: ServerProcess) -> None:
 
     for content in (b" " * (17 * 2**20), chunks()):
         with contextlib.suppress(httpx.WriteError):  # the server need not read it all
-            answer = httpx.post(server.url + "/v1/completions", content=content, timeout=60)
+            url = server.url + "/v1/completions"
+            answer = httpx.post(url, content=content, headers=JSON, timeout=60)
             assert answer.status_code == 413
             assert answer.json()["error"]["code"] == "body_too_large"
 
@@ -256,7 +263,7 @@ def test_disconnect_frees_the_pages(real_server: ServerProcess) -> None:
             contextlib.suppress(TimeoutError),
         ):
             body = b'{"model":"tiny","prompt":"a b","max_tokens":1500,"ignore_eos":true}'
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\n" + JSON_BODY + b"content-length: %d\r\n\r\n"
             raw.sendall(head % len(body) + body)
             raw.settimeout(0.2)
             raw.recv(1)
@@ -290,7 +297,7 @@ def test_client_that_disconnects_while_sending_does_no_harm(
     stub_server: ServerProcess, part: bytes
 ) -> None:
     before = stub_server.stderr.count("Traceback")
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\n" + JSON_BODY + b"content-length: 999\r\n\r\n"
     with socket.create_connection(tuple_of(stub_server.url)) as raw:
         raw.sendall(head + part)
     assert stub_server.client().completions.create(model="tiny", prompt="a").choices

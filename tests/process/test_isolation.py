@@ -1,4 +1,7 @@
-"""A busy tokenizer does not delay tokens that are being streamed."""
+"""A busy tokenizer does not delay tokens that are being streamed.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""Each limit of docs/api.md refuses at once with its status, and is counted by its name."""
+"""Each limit of docs/api.md refuses at once with its status, and is counted by its name.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import contextlib
 import resource
@@ -16,7 +19,7 @@ import pytest
 from minisgl.message.messages import Ready
 from minisgl.message.queues import Sender, endpoint
 from minisgl.server.config import LIMIT_NAMES
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
 from tests.process.stub_scheduler import FACTS
 
 pytestmark = pytest.mark.process
@@ -119,7 +122,7 @@ def test_connections_are_not_limited_by_open_files(tiny_model: Path) -> None:
 
 def test_incomplete_bodies_are_bounded_together(tiny_model: Path) -> None:
     """Regression: each of 4,096 connections could hold 16 MiB; 30 of them took 440 MiB."""
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\n" + JSON_BODY + b"connection: close\r\n"
     body = b'{"model":"tiny","prompt":"a","user":"%s"}' % (b"u" * 100_000)
     first, rest = body[:90_000], body[90_000:]
     flags = ("--model", str(tiny_model), "--max-bodies-bytes", "150000")
@@ -142,7 +145,7 @@ def test_incomplete_bodies_are_bounded_together(tiny_model: Path) -> None:
 
 
 def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
-    """W19: without a bound, every client waits without end."""
+    """W19: without a bound, every client waits forever."""
     flags = ("--max-queued-requests", "2", "--max-queued-tokens", "3", "--max-wait", "3")
     with run_server("--model", str(tiny_model), *flags, stub="hang") as server:
         server.wait_ready()

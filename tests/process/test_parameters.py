@@ -93,7 +93,7 @@ def test_echo_with_logprobs_scores_the_prompt(
     """lm-eval computes a loglikelihood like this. The prefix cache does not change the values."""
     for _ in range(2):
         usage = post(real_server, "/v1/completions", prompt=PROMPT, max_tokens=1)["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] > 0, "now it is"
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0, "the prompt is in the cache now"
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0}
     client = real_server.client()
     answers = []
@@ -181,7 +181,7 @@ def test_parts_and_tool_history_reach_the_template(real_server: ServerProcess) -
     assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
-def test_ids_go_in_and_out(real_server: ServerProcess) -> None:
+def test_token_ids_are_accepted_and_returned(real_server: ServerProcess) -> None:
     answer = post(
         real_server, "/generate", input_ids=[5, 6, 7], max_tokens=4, temperature=0, ignore_eos=True
     )

@@ -69,7 +69,7 @@ def test_a_rank_without_memory_ends_the_service(rank: str) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_rank_lost_before_the_ranks_meet_ends_the_service(rank: str) -> None:
-    """The other rank waits for it at the rendezvous, which would take ten minutes."""
+    """Without a check, the other rank would wait at the rendezvous for ten minutes."""
     with run_server(*FLAGS) as server:
         os.kill(server.child_pid(rank), signal.SIGKILL)
         assert_all_end(server, f"error: {rank} (pid ")
@@ -186,7 +186,7 @@ def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
 def test_an_llm_that_is_not_closed_leaves_no_process_and_no_folder(
     delete: bool, tmp_path: Path
 ) -> None:
-    """They end when the LLM is garbage-collected, even if the caller's process continues."""
+    """The ranks end when the LLM is garbage-collected, even if the caller's process continues."""
     lines = [
         "import os, psutil",
         "from minisgl.llm import LLM",

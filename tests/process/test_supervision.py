@@ -1,4 +1,7 @@
-"""If one process dies, all end within seconds, and one line names the process (W12, W30)."""
+"""If one process dies, all end within seconds, and one line names the process (W12, W30).
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import contextlib
 import os
@@ -152,7 +155,9 @@ def _start_long_prefill(server: ServerProcess) -> threading.Thread:
 def test_child_killed_in_prefill_ends_the_service(name: str) -> None:
     with run_server("--max-prefill-length", "16", "--num-pages", "512") as server:
         asking = _start_long_prefill(server.wait_ready())
-        assert server.metrics()["time_to_first_token_seconds_count"] == 0, "too late"
+        assert server.metrics()["time_to_first_token_seconds_count"] == 0, (
+            "the prefill ended before the kill"
+        )
         pids = [server.child_pid(child) for child in CHILDREN]
         psutil.Process(server.child_pid(name)).kill()
         assert server.wait_exit() == 1

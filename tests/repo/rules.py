@@ -34,7 +34,7 @@ _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 class Offence(NamedTuple):
-    """A line that breaks a rule, and the text that does."""
+    """A line that breaks a rule, and the text in it that breaks the rule."""
 
     line: int
     what: str

@@ -1,4 +1,4 @@
-"""docs/bugs.md lists each weakness once. The documentation names only tests that exist."""
+"""docs/bugs.md lists each known bug once. The documentation names only tests that exist."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,11 @@ def rows() -> list[tuple[int, str]]:
     return [(int(number), held_by) for number, held_by in _ROW.findall(text)]
 
 
-def test_every_weakness_has_one_row() -> None:
+def test_every_known_bug_has_one_row() -> None:
     assert [number for number, _ in rows()] == list(range(1, 40))
 
 
-def test_every_weakness_names_a_test() -> None:
+def test_every_known_bug_names_a_test() -> None:
     assert [n for n, by in rows() if not re.search(r"`test_\w+`", by)] == []
 
 

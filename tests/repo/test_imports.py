@@ -30,7 +30,7 @@ def test_front_end_packages_together_load_no_torch():
 
 
 def test_the_check_sees_an_import():
-    """A check that looked at the wrong modules would otherwise pass without notice."""
+    """Without this test, a check of the wrong modules would pass."""
     loaded = modules_loaded_by("minisgl", "colorsys")
     assert "colorsys" in loaded
     assert "colorsys" not in modules_loaded_by("minisgl")

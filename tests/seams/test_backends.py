@@ -20,10 +20,10 @@ from tests.parity.models import build_model, transformers_greedy
 PROMPT = list(range(3, 30))
 
 
-class WrittenOut(AttentionBackend):
-    """Attention as its definition says, one token after the other."""
+class PlainAttention(AttentionBackend):
+    """Plain attention, computed for one token after the other."""
 
-    name = "written-out"
+    name = "plain-attention"
     capabilities = Capabilities(dtypes=(torch.float32,), head_dims=(16, 32))
     prepared = 0
 
@@ -64,7 +64,7 @@ class CountingMoe(TorchMoe):
         return super().forward(x, weights, top_k, renormalise)
 
 
-ADDED = Extensions(attention_backends=(WrittenOut,), moe_backends=(CountingMoe,))
+ADDED = Extensions(attention_backends=(PlainAttention,), moe_backends=(CountingMoe,))
 
 
 def engine(path: str, **settings: object) -> Engine:
@@ -74,24 +74,30 @@ def engine(path: str, **settings: object) -> Engine:
     return Engine(config, SingleCommunicator(), extensions=ADDED)
 
 
-@pytest.mark.parametrize("name", ["written-out", "torch,written-out", "written-out,torch"])
+@pytest.mark.parametrize(
+    "name", ["plain-attention", "torch,plain-attention", "plain-attention,torch"]
+)
 def test_an_attention_backend_from_outside_runs_either_phase(name: str, tmp_path: Path) -> None:
     path = build_model("qwen3", tmp_path)
-    WrittenOut.prepared = 0
+    PlainAttention.prepared = 0
     driver = Driver(engine(path, attention_backend=name))
     assert driver.generate(0, PROMPT, 4, chunk=10) == transformers_greedy(path, PROMPT, 4)
-    phases = {"written-out": 6, "torch,written-out": 3, "written-out,torch": 3}
-    assert WrittenOut.prepared == phases[name]
+    phases = {"plain-attention": 6, "torch,plain-attention": 3, "plain-attention,torch": 3}
+    assert PlainAttention.prepared == phases[name]
 
 
 def test_its_capabilities_are_compared_with_the_model(tmp_path: Path) -> None:
     path = build_model("qwen3", tmp_path)
-    with pytest.raises(ConfigError, match="'written-out' cannot be used: it supports float32, not"):
-        engine(path, attention_backend="written-out", dtype="bfloat16")
+    with pytest.raises(
+        ConfigError, match="'plain-attention' cannot be used: it supports float32, not"
+    ):
+        engine(path, attention_backend="plain-attention", dtype="bfloat16")
     wide = build_model("qwen3-wide", tmp_path)
     with pytest.raises(ConfigError, match=r"it supports head_dim \(16, 32\), not 128"):
-        engine(wide, attention_backend="written-out")
-    with pytest.raises(ConfigError, match=r"'other' is not known; known: auto, .*, written-out$"):
+        engine(wide, attention_backend="plain-attention")
+    with pytest.raises(
+        ConfigError, match=r"'other' is not known; known: auto, .*, plain-attention$"
+    ):
         engine(path, attention_backend="other")
 
 
@@ -99,18 +105,18 @@ def test_auto_prefers_the_backends_of_the_package(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = build_model("qwen3", tmp_path)
-    WrittenOut.prepared = 0
+    PlainAttention.prepared = 0
     with caplog.at_level(logging.WARNING):
         Driver(engine(path)).generate(0, PROMPT, 2)
-    assert WrittenOut.prepared == 0
+    assert PlainAttention.prepared == 0
     assert not caplog.records, "a CPU falls back to torch without a warning"
 
 
 def test_a_registration_ends_with_its_engine(tmp_path: Path) -> None:
     config = EngineConfig(
-        model_path=build_model("qwen3", tmp_path), device="cpu", attention_backend="written-out"
+        model_path=build_model("qwen3", tmp_path), device="cpu", attention_backend="plain-attention"
     )
-    with pytest.raises(ConfigError, match="'written-out' is not known"):
+    with pytest.raises(ConfigError, match="'plain-attention' is not known"):
         Engine(config, SingleCommunicator())
 
 

@@ -1,4 +1,4 @@
-"""Writes the chart's generated files. With --check, only reports which files are out of date."""
+"""Writes the chart's generated files. With --check, only reports the files that are out of date."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """Generates the Grafana dashboards of the chart: one about the service, one about the engine.
 
-A test checks that they use only metrics of the table in docs/operations.md.
+A test checks that the dashboards use only metrics of the table in docs/operations.md.
 """
 
 import json

@@ -108,7 +108,7 @@ def heat(
 
 
 def number(title: str, expr: str, unit: str, about: str, span: int = 4) -> stat_builders.Panel:
-    """A panel with the last value as a number, and its recent course behind it."""
+    """A panel with the last value as a number, over a line of its recent values."""
     return (
         stat_builders.Panel()
         .title(title)

@@ -83,8 +83,8 @@ def _as_flag(name: str) -> Json:
 
 # Values that are Kubernetes objects. The API server checks their fields.
 OPEN = ("resources", "podSecurityContext", "securityContext", "affinity", "tests.resources")
-# Values that may be null. Helm deletes any other value that is null, and templates would print 0 or
-# nothing.
+# Values with a default that may be set to null. The schema refuses null for all other values with a
+# default: Helm deletes a value that is null, and the templates would print 0 or nothing.
 NULLABLE = (*OPEN, "podDisruptionBudget.maxUnavailable", "tolerations")
 
 RULES: dict[str, Json] = {
@@ -158,6 +158,7 @@ RULES: dict[str, Json] = {
     "replicas": {"type": "integer", "minimum": 0},
     "resourceClaims": _NAMED,
     "revisionHistoryLimit": {"type": "integer", "minimum": 0},
+    "server.allowedOrigins": _STRINGS,
     "server.logLevel": {"enum": ["debug", "info", "warning", "error"]},
     "server.maxQueuedRequests": _as_flag("--max-queued-requests"),
     "server.maxRunningRequests": _as_flag("--max-running-requests"),

@@ -13,7 +13,7 @@ import threading
 import urllib.parse
 from typing import Any
 
-PATIENCE_S = 300.0  # timeout of one read
+READ_TIMEOUT_S = 300.0  # timeout of one read
 Event = dict[str, Any]
 
 
@@ -101,7 +101,7 @@ class Caller:
                 return open_one
             self._close()
         host, port = self._url.hostname or "", self._url.port
-        self._connection = http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
+        self._connection = http.client.HTTPConnection(host, port, timeout=READ_TIMEOUT_S)
         return self._connection
 
     def _close(self) -> None:

@@ -1,10 +1,10 @@
 """Decode attention over the paged KV pool, in which all programs do the same amount of work.
 
 A unit of work is one request and one KV head. The length of a unit is a number of blocks. One block
-is BLOCK keys of the context. Each unit has LEAD more blocks in front, which contain no keys: a
-program takes as long to start and to end a unit as to read LEAD blocks. For example, a context of
-100 keys with BLOCK 16 and LEAD 7 has 7 + 7 = 14 blocks. `first` holds the prefix sums of these
-lengths over the requests.
+is BLOCK keys of the context. In front of these blocks, each unit has LEAD blocks without keys. They
+stand for the start and the end of the unit, which take a program as long as reading LEAD blocks.
+For example, a context of 100 keys with BLOCK 16 and LEAD 7 has 7 + 7 = 14 blocks. `first` holds the
+prefix sums of these lengths over the requests.
 
 All units stand one after another in a line of `total` blocks. The line is cut into G equal pieces,
 one for each program. Program g handles the blocks from g * total / G to (g + 1) * total / G. A
@@ -115,15 +115,15 @@ def _decode(
     QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2)
     H: tl.constexpr = QROWS if QROWS > 16 else 16  # rows of a tile of the matrix unit
     EACH: tl.constexpr = H // QROWS  # copies of each query
-    each = tl.arange(0, REQS)
-    ends = tl.load(first + 1 + each, mask=each < num_reqs, other=2147483647)
+    reqs = tl.arange(0, REQS)
+    ends = tl.load(first + 1 + reqs, mask=reqs < num_reqs, other=2147483647)
     last_end = tl.load(first + num_reqs)
     total = last_end.to(tl.int64) * KV_HEADS
     programs = tl.maximum(tl.minimum(tl.num_programs(0), tl.cdiv(total, LEAST)), 1)
-    me = tl.program_id(0)
-    mine = tl.minimum(me * total // programs, total).to(tl.int32)
-    end = tl.minimum((me + 1) * total // programs, total).to(tl.int32)
-    at = mine
+    program = tl.program_id(0)
+    begin = tl.minimum(program * total // programs, total).to(tl.int32)
+    end = tl.minimum((program + 1) * total // programs, total).to(tl.int32)
+    at = begin
     h = tl.arange(0, H)
     d = tl.arange(0, D)
     in_group = (h < GROUP * EACH) & (h % EACH == 0)
@@ -196,7 +196,7 @@ def _decode(
                 value = (acc / weight[:, None]).to(out.dtype.element_ty)
                 tl.store(out + pair + row_at, value, mask=in_group[:, None])
             else:
-                slot = me * 2 + (mine != at).to(tl.int32)
+                slot = program * 2 + (begin != at).to(tl.int32)
                 tl.store(parts + slot * (GROUP * D) + row_at, acc, mask=in_group[:, None])
                 stat_at = stats + slot * (2 * GROUP) + h // EACH
                 tl.store(stat_at, top, mask=in_group)
@@ -249,7 +249,7 @@ def _warps(reqs: int, kv_heads: int, group: int, head_dim: int, fused: bool) -> 
     """Warps of a program. fused: the kernel normalises and rotates, as in steps without prompts."""
     if fused and reqs * kv_heads <= _FEW_UNITS:
         return 4 if reqs == 1 and group > _SMALL_GROUP else 2
-    query_rows = max(1 << (group + 1).bit_length(), 16)  # and the new key and value
+    query_rows = max(1 << (group + 1).bit_length(), 16)  # the queries, the new key, the new value
     return 1 if query_rows * head_dim <= _MOST_ELEMENTS else 2
 
 

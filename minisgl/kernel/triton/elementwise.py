@@ -33,9 +33,9 @@ def _gather(ids, weight, out, first_id, num_ids, width, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     local = tl.load(ids + row).to(tl.int64) - first_id
-    mine = (local >= 0) & (local < num_ids)
+    is_local = (local >= 0) & (local < num_ids)
     inside = cols < width
-    value = tl.load(weight + local * width + cols, mask=inside & mine, other=0.0)
+    value = tl.load(weight + local * width + cols, mask=inside & is_local, other=0.0)
     tl.store(out + row * width + cols, value, mask=inside)
 
 

@@ -21,7 +21,7 @@ class Constants(NamedTuple):
     options: Mapping[str, object]
 
 
-class Known(NamedTuple):
+class CompiledKernel(NamedTuple):
     """A kernel that Triton has compiled, and the constexpr values that each launch still passes."""
 
     compiled: Any
@@ -29,7 +29,7 @@ class Known(NamedTuple):
 
 
 def launch(
-    known: dict[Hashable, Known],
+    known: dict[Hashable, CompiledKernel],
     key: Hashable,
     kernel: Any,
     programs: int,
@@ -52,4 +52,4 @@ def launch(
     values, options = constants()
     compiled = kernel[grid](*arguments, **values, **options)
     if compiled is not None:  # Triton's interpreter returns None
-        known[key] = Known(compiled, tuple(values.values()))
+        known[key] = CompiledKernel(compiled, tuple(values.values()))

@@ -13,7 +13,7 @@ between runs.
 An RMSNorm of x multiplies each row by one factor, which this kernel applies to the result instead.
 The factor needs the sum of the row's squares. The product that computed x stored these sums, one
 per tile, and the caller passes them in. This kernel does not sum the squares in its own loop,
-because Triton 3.6 then compiles the loop wrongly: it gives x one buffer less and writes into a
+because Triton 3.6 then compiles the loop wrongly: it gives x one buffer too few and writes into a
 buffer that the matrix unit may still read.
 
 Bytes: 2 N K of the weight, 2 M K of x per tile of the weight (from L2), and 8 M N per split.
@@ -60,7 +60,7 @@ def _linear(
     parts,
     semaphores,
     num_rows,
-    height,
+    out_width,
     K,
     x_stride,
     num_squares,
@@ -80,7 +80,7 @@ def _linear(
 ):
     """One tile of the product, or one split of a tile.
 
-    height: the number of columns of out. A tile holds them as its rows.
+    out_width: the number of columns of out. A tile holds them as its rows.
 
     With a single split, the operands of the norm and of the sum are loaded before the loop.
     """
@@ -94,7 +94,7 @@ def _linear(
         # Each output needs one row of gate and the matching row of up. The tile takes 8 rows of
         # gate and then the matching 8 rows of up, because one thread of the matrix unit then holds
         # both values of an output.
-        n = tile * OUT + r // 16 * 8 + r % 8 + r // 8 % 2 * height
+        n = tile * OUT + r // 16 * 8 + r % 8 + r // 8 % 2 * out_width
     k = tl.arange(0, BK)
     steps = K // (BK * SPLITS)
     begin = tl.program_id(1) * steps * BK
@@ -108,7 +108,7 @@ def _linear(
     square_at = squares + s * num_rows + m[None, :]
     square_mask = inside & (s < num_squares)
     column = tile * OUT + tl.arange(0, OUT)[:, None]
-    out_at = out + m[None, :] * height + column
+    out_at = out + m[None, :] * out_width + column
     if SPLITS == 1:
         if SQUARES > 1:
             sums = tl.load(square_at, mask=square_mask, other=0.0)
@@ -218,7 +218,7 @@ def _launch(
         "parts": parts,
         "semaphores": semaphores,
         "num_rows": num_rows,
-        "height": out.shape[1],
+        "out_width": out.shape[1],
         "K": width,
         "num_squares": 0 if squares is None else len(squares),
         "eps": 0.0 if norm is None else norm.eps,

@@ -4,10 +4,10 @@ With so many rows a program reads as many bytes of x as of the weight, and loads
 thread cannot keep up with the memory. Here one thread starts the TMA copy of a whole stage of both
 operands. The stages are a ring of buffers in shared memory.
 
-The kernel is written in Gluon, because a loop in plain Triton starts no load before the loop. This
-kernel fills its ring with weights while the kernel before still runs, and then waits only for the
-rows of x. Rows of x are the tall operand of the matrix unit, so that a program writes neighbouring
-elements.
+The kernel is written in Gluon, because plain Triton cannot start the loads of a loop before the
+loop. This kernel fills its ring with weights while the kernel before still runs, and then waits
+only for the rows of x. Rows of x are the tall operand of the matrix unit, so that a program writes
+neighbouring elements.
 
 Within a tile, 8 rows of gate and 8 rows of up alternate. The TMA descriptor of the weight has gate
 and up as a dimension of its own, and a thread of the matrix unit holds both elements of a pair.
@@ -73,7 +73,7 @@ def linear(
     parts,
     semaphores,
     num_rows,
-    height,
+    out_width,
     K,
     num_squares,
     eps,
@@ -104,9 +104,9 @@ def linear(
     program = gl.program_id(0)
     row_tiles = (num_rows + BM - 1) // BM  # neighbouring programs read the same weights
     tile = program // row_tiles
-    first = program % row_tiles * BM
+    first_row = program % row_tiles * BM
     # The last tile is moved back to end with x, because copies of rows past the end take time.
-    row = max(min(first, num_rows - BM), 0)
+    row = max(min(first_row, num_rows - BM), 0)
     steps = K // (BK * SPLITS)
     begin = gl.program_id(1) * steps * BK
     weights = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], x.layout)
@@ -127,10 +127,10 @@ def linear(
         at = [row, begin + i * BK]
         tma.async_copy_global_to_shared(x, at, full.index(i), rows.index(i), pred=i < steps)
     m = row + gl.arange(0, BM, gl.SliceLayout(1, WRITTEN))
-    mine = (m >= first) & (m < num_rows)
-    inside = mine[:, None]
+    is_own = (m >= first_row) & (m < num_rows)
+    inside = is_own[:, None]
     column = tile * OUT + gl.arange(0, OUT, gl.SliceLayout(0, WRITTEN))
-    out_at = out + m[:, None] * height + column[None, :]
+    out_at = out + m[:, None] * out_width + column[None, :]
     if SQUARES > 1:
         factor = _norm_factor(squares, num_squares, num_rows, row, K, eps, BM, SQUARES)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, PRODUCT))
@@ -169,7 +169,7 @@ def linear(
     if BIAS:
         n = tile * OUT + r
         if GATED:
-            n = tile * OUT + r // 16 * 8 + r % 8 + r // 8 % 2 * height
+            n = tile * OUT + r // 16 * 8 + r % 8 + r // 8 % 2 * out_width
         total += gl.load(bias + n).to(gl.float32)[None, :]
     if GATED:
         pairs = gl.permute(gl.reshape(total, [BM, BN // 16, 2, 8]), (0, 1, 3, 2))
@@ -182,7 +182,7 @@ def linear(
     gl.store(out_at, rounded, inside)
     if ADD:
         wide = rounded.to(gl.float32)
-        gl.store(out_squares + tile * num_rows + m, gl.sum(wide * wide, axis=1), mine)
+        gl.store(out_squares + tile * num_rows + m, gl.sum(wide * wide, axis=1), is_own)
     mbarrier.invalidate(full.index(0))  # keeps the barriers' shared memory reserved until here
 
 

@@ -35,8 +35,8 @@ def choose(
     """Choose the TOP_K experts of ROWS tokens, and store the experts and their weights.
 
     value   [ROWS, WIDTH]: logits.
-    inside  [1, WIDTH]: whether a column is an expert.
-    alive   [ROWS, 1]: whether a row is a token.
+    inside  [1, WIDTH]: whether a column belongs to an expert.
+    alive   [ROWS, 1]: whether a row belongs to a token.
     at      [ROWS, 1]: number of the token's first assignment.
     """
     ids = tl.arange(0, WIDTH)[None, :]
@@ -148,24 +148,26 @@ def _align(
         taken = tl.load(experts + at, mask=inside, other=0)
         counts += tl.histogram(taken, WIDTH, mask=inside)
     blocks = (counts + BLOCK - 1) // BLOCK
-    first = tl.sum(tl.where(ids < expert, blocks, 0))
+    first_block = tl.sum(tl.where(ids < expert, blocks, 0))
     count = tl.sum(tl.where(ids == expert, counts, 0))
-    mine = (count + BLOCK - 1) // BLOCK
+    num_own = (count + BLOCK - 1) // BLOCK
     found = 0
     for start in range(0, num_assigned, CHUNK):
         at = start + tl.arange(0, CHUNK)
         hit = tl.load(experts + at, mask=at < num_assigned, other=-1) == expert
         order = tl.cumsum(hit.to(tl.int32), axis=0)
-        tl.store(slots + first * BLOCK + found + order - 1, at, mask=hit)
+        tl.store(slots + first_block * BLOCK + found + order - 1, at, mask=hit)
         found += tl.sum(hit.to(tl.int32))
     pad = count + tl.arange(0, BLOCK)
-    tl.store(slots + first * BLOCK + pad, num_assigned, mask=pad < mine * BLOCK)
+    tl.store(slots + first_block * BLOCK + pad, num_assigned, mask=pad < num_own * BLOCK)
     last = expert == num_experts - 1
-    end = tl.where(last, num_blocks, first + mine)  # the last expert also marks the unused blocks
+    end = tl.where(
+        last, num_blocks, first_block + num_own
+    )  # the last expert also marks the unused blocks
     for start in range(0, num_blocks, WIDTH):
         at = start + ids
-        owner = tl.where(at < first + mine, expert, -1)
-        tl.store(owners + at, owner, mask=(at >= first) & (at < end))
+        owner = tl.where(at < first_block + num_own, expert, -1)
+        tl.store(owners + at, owner, mask=(at >= first_block) & (at < end))
 
 
 class Blocks(NamedTuple):

@@ -4,8 +4,8 @@ Stage one: each of B * S programs reads its part of a row and writes its best gr
 largest logit or by a random draw. Stage two: one program for each row takes the best of the S
 groups and then one id of that group. Both stages find unusable logits. They handle a row with
 filters as a greedy row; minisgl.kernel.triton.filters then starts from the maximum of the row. With
-tensor parallelism, the result of a rank is its offer, and one program for each row takes the best
-offer of all ranks.
+tensor parallelism, each rank returns a candidate for each row, and one program for each row takes
+the best candidate of all ranks.
 
 Bytes: B V elements once. At 256 x 151,936 bfloat16 that is 77.8 MB, 18 us at 4.25 TB/s.
 """
@@ -73,18 +73,20 @@ def _scan(
         salt = tl.load(seed + row)
         place = tl.load(position + row)
         for tile in range(tiles_per_split):
-            each = group + tile * GROUPS
-            ids = each[:, None] * GROUP + lane[None, :]
+            tile_groups = group + tile * GROUPS
+            ids = tile_groups[:, None] * GROUP + lane[None, :]
             value = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf"))
             value = value.to(tl.float32)
             high = tl.max(value, axis=1)
             base = tl.where(high > float("-inf"), high, 0.0)
             weight = tl.sum(exp2((value - base[:, None]) * inverse, FAST), axis=1)
             bad = tl.where(weight < float("inf"), bad, 1)  # NaN, also from inf - inf
-            mine = arrivals(first_id // GROUP + each, place, salt, FAST, STREAM) / weight
-            wins = mine < arrival * exp2((high - top) * inverse, FAST)
+            tile_arrival = (
+                arrivals(first_id // GROUP + tile_groups, place, salt, FAST, STREAM) / weight
+            )
+            wins = tile_arrival < arrival * exp2((high - top) * inverse, FAST)
             top = tl.where(wins, high, top)
-            arrival = tl.where(wins, mine, arrival)
+            arrival = tl.where(wins, tile_arrival, arrival)
             top_tile = tl.where(wins, tile, top_tile)
     else:
         peak = tl.full([GROUPS, GROUP], float("-inf"), tl.float32)  # stays NaN after a NaN
@@ -102,10 +104,10 @@ def _scan(
     score = (top - largest) * inverse - log2(arrival, FAST)
     score = tl.where(top > float("-inf"), score, float("-inf"))
     score = tl.where(plain, score, top)
-    first = score == tl.max(score, axis=0)
+    is_best = score == tl.max(score, axis=0)
     top_group = group + top_tile * GROUPS
-    chosen = tl.min(tl.where(first, top_group, _NONE), axis=0)
-    picked = first & (top_group == chosen)
+    chosen = tl.min(tl.where(is_best, top_group, _NONE), axis=0)
+    picked = is_best & (top_group == chosen)
     at = row * tl.num_programs(0) + split
     tl.store(best_logit + at, tl.max(tl.where(picked, top, float("-inf")), axis=0))
     tl.store(best_arrival + at, tl.min(tl.where(picked, arrival, float("inf")), axis=0))
@@ -141,8 +143,11 @@ def _choose(
     PART: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """PART: `tokens` receives an offer for each row, as best_of_part returns it; finite and
-    largest_out are None."""
+    """Choose the best of a row's groups, then one id of it.
+
+    PART: `tokens` receives a candidate for each row, as local_candidate returns it; finite and
+    largest_out are None.
+    """
     row = tl.program_id(0)
     degree = tl.load(temperature + row)
     filtered = asks_filter(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row))
@@ -160,8 +165,8 @@ def _choose(
     score = tl.where(top > float("-inf"), score, float("-inf"))
     score = tl.where(plain, score, top)
     best = tl.max(score, axis=0)
-    first = (score == best) & inside
-    group = tl.min(tl.where(first, groups, _NONE), axis=0)
+    is_best = (score == best) & inside
+    group = tl.min(tl.where(is_best, groups, _NONE), axis=0)
     group = tl.where(group == _NONE, 0, group)
     ids = group * GROUP + tl.arange(0, GROUP)
     source = logits + row.to(tl.int64) * row_stride
@@ -171,8 +176,8 @@ def _choose(
     drawn = (value - tl.max(value, axis=0)) * inverse - noise
     drawn = tl.where(value > float("-inf"), drawn, value)
     value = tl.where(plain, drawn, value)
-    first = value == tl.max(value, axis=0)
-    chosen = tl.min(tl.where(first, ids, _NONE), axis=0)
+    is_best = value == tl.max(value, axis=0)
+    chosen = tl.min(tl.where(is_best, ids, _NONE), axis=0)
     token = first_id + tl.where(chosen == _NONE, 0, chosen)
     if PART:
         tl.store(tokens + row * 4, token)
@@ -186,8 +191,8 @@ def _choose(
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["temperature"])
-def _choose_offer(
-    offers,
+def _best_candidate(
+    candidates,
     temperature,
     tokens,
     finite,
@@ -199,7 +204,7 @@ def _choose_offer(
     degree = tl.load(temperature + row)
     rank = tl.arange(0, BLOCK)
     inside = rank < RANKS
-    at = offers + (rank * num_rows + row) * 4
+    at = candidates + (rank * num_rows + row) * 4
     ids = tl.load(at, mask=inside, other=_NONE)
     top = tl.load(at + 1, mask=inside, other=0).to(tl.float32, bitcast=True)
     top = tl.where(inside, top, float("-inf"))
@@ -208,8 +213,8 @@ def _choose_offer(
     largest = tl.max(top, axis=0)
     over = (top - largest) * (LOG2E / tl.maximum(degree, 1e-37)) + own
     score = tl.where(top > float("-inf"), tl.where(degree > 0, over, top), float("-inf"))
-    first = inside & (score == tl.max(score, axis=0))
-    chosen = tl.min(tl.where(first, ids, _NONE), axis=0)
+    is_best = inside & (score == tl.max(score, axis=0))
+    chosen = tl.min(tl.where(is_best, ids, _NONE), axis=0)
     tl.store(tokens + row, tl.where(chosen == _NONE, 0, chosen))
     tl.store(finite + row, (bad == 0) & (largest > float("-inf")))
 
@@ -233,22 +238,22 @@ def sample(logits: Tensor, params: SamplingTensors) -> SampledTokens:
     return SampledTokens(tokens, finite)
 
 
-def best_of_part(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
+def local_candidate(logits: Tensor, params: SamplingTensors, first_id: int) -> Tensor:
     """See the reference and `sample`. Filters are ignored; scores are in units of log 2."""
-    offers = logits.new_empty((len(logits), 4), dtype=int32)
+    candidates = logits.new_empty((len(logits), 4), dtype=int32)
     if len(logits):
-        _search(logits, params, first_id, offers, None, None)
-    return offers
+        _search(logits, params, first_id, candidates, None, None)
+    return candidates
 
 
-def best_of_parts(offers: Tensor, params: SamplingTensors) -> SampledTokens:
-    """See the reference. offers: contiguous, of best_of_part above. One launch."""
-    ranks, num_rows, _ = offers.shape
-    tokens = offers.new_empty(num_rows)
-    finite = offers.new_empty(num_rows, dtype=torch_bool)
+def best_candidate(candidates: Tensor, params: SamplingTensors) -> SampledTokens:
+    """See the reference. candidates: contiguous, of local_candidate above. One launch."""
+    ranks, num_rows, _ = candidates.shape
+    tokens = candidates.new_empty(num_rows)
+    finite = candidates.new_empty(num_rows, dtype=torch_bool)
     if num_rows:
-        _choose_offer[(num_rows,)](
-            offers,
+        _best_candidate[(num_rows,)](
+            candidates,
             params.temperature,
             tokens,
             finite,
@@ -268,7 +273,7 @@ def _search(
     finite: Tensor | None,
     largest: Tensor | None,
 ) -> None:
-    """Fill tokens, finite and largest. If the last two are None, fill tokens with offers."""
+    """Fill tokens, finite and largest. If the last two are None, fill tokens with candidates."""
     num_rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, GROUP * _GROUPS)
     tiles_per_split = triton.cdiv(tiles, min(tiles, triton.cdiv(_PROGRAMS, num_rows)))

@@ -20,11 +20,11 @@ _REQ_FIELDS = ["rows", "start"]  # views into the packed buffer, at any alignmen
 def _update_pages(
     page_table, page_rows, page_cols, page_ids, num_updates, row_stride, BLOCK: tl.constexpr
 ):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < num_updates
-    row = tl.load(page_rows + at, mask=mask, other=0).to(tl.int64)
-    col = tl.load(page_cols + at, mask=mask, other=0)
-    tl.store(page_table + row * row_stride + col, tl.load(page_ids + at, mask=mask), mask=mask)
+    update = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = update < num_updates
+    row = tl.load(page_rows + update, mask=mask, other=0).to(tl.int64)
+    col = tl.load(page_cols + update, mask=mask, other=0)
+    tl.store(page_table + row * row_stride + col, tl.load(page_ids + update, mask=mask), mask=mask)
 
 
 @triton.jit(
@@ -108,24 +108,24 @@ def _kv_metadata(
 ):
     """Each program adds up the pages of all requests, so that one launch is enough."""
     req = tl.program_id(0)
-    each = tl.arange(0, REQS)
-    exists = each < num_reqs
-    context = tl.load(start + each, mask=exists, other=0) + tl.load(
-        lengths + each, mask=exists, other=0
+    reqs = tl.arange(0, REQS)
+    exists = reqs < num_reqs
+    context = tl.load(start + reqs, mask=exists, other=0) + tl.load(
+        lengths + reqs, mask=exists, other=0
     )
     pages = (context + PAGE_SIZE - 1) // PAGE_SIZE
-    begin = tl.sum(tl.where(each < req, pages, 0), axis=0)
-    mine = tl.sum(tl.where(each == req, pages, 0), axis=0)
+    begin = tl.sum(tl.where(reqs < req, pages, 0), axis=0)
+    num_pages = tl.sum(tl.where(reqs == req, pages, 0), axis=0)
     if tl.program_id(1) == 0:
-        tl.store(kv_indptr + req + 1, begin + mine)
+        tl.store(kv_indptr + req + 1, begin + num_pages)
         if req == 0:
             tl.store(kv_indptr, 0)
-        tokens = tl.sum(tl.where(each == req, context, 0), axis=0)
-        tl.store(last_page_len + req, tokens - (mine - 1) * PAGE_SIZE)
+        tokens = tl.sum(tl.where(reqs == req, context, 0), axis=0)
+        tl.store(last_page_len + req, tokens - (num_pages - 1) * PAGE_SIZE)
     source = page_table + tl.load(rows + req).to(tl.int64) * table_stride
-    for base in range(tl.program_id(1) * BLOCK, mine, tl.num_programs(1) * BLOCK):
+    for base in range(tl.program_id(1) * BLOCK, num_pages, tl.num_programs(1) * BLOCK):
         col = base + tl.arange(0, BLOCK)
-        mask = col < mine
+        mask = col < num_pages
         tl.store(kv_indices + begin + col, tl.load(source + col, mask=mask), mask=mask)
 
 
@@ -140,9 +140,9 @@ def _put_tokens(
     mask = req < num_reqs
     mask = mask & (tl.load(samples + req, mask=mask, other=0) != 0)
     row = tl.load(rows + req, mask=mask, other=0).to(tl.int64)
-    at = tl.load(start + req, mask=mask, other=0) + tl.load(lengths + req, mask=mask, other=0)
+    position = tl.load(start + req, mask=mask, other=0) + tl.load(lengths + req, mask=mask, other=0)
     token = tl.load(tokens + req, mask=mask, other=0)
-    tl.store(token_pool + row * pool_stride + at, token, mask=mask)
+    tl.store(token_pool + row * pool_stride + position, token, mask=mask)
 
 
 def update_pages(

@@ -3,6 +3,7 @@
 `decode` removes the null parameters of a body before it fills the struct, so null means absent.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -17,16 +18,24 @@ GENERATE = "generate"
 _INT32 = 2**31 - 1
 
 
-def _range(name: str, description: str) -> Meta:
-    """The range of this parameter in core.sampling, with a description."""
+class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """parameters.toml, which explains the fields."""
+
+    ignored: frozenset[str]
+    unsupported: dict[str, tuple[Any, ...]]
+    refusals: dict[str, str]
+    descriptions: dict[str, dict[str, str]]
+
+
+PARAMETERS = msgspec.toml.decode(
+    Path(__file__).parents[1].joinpath("parameters.toml").read_bytes(), type=_Parameters
+)
+
+
+def _range(name: str) -> Meta:
+    """The range of this parameter in core.sampling."""
     low, high = RANGES[name]
-    if name == "top_p":  # 0 would keep no token
-        return Meta(gt=low, le=high, description=description)
-    return Meta(ge=low, le=high, description=description)
-
-
-def _text(description: str) -> Meta:
-    return Meta(description=description)
+    return Meta(gt=low, le=high) if name == "top_p" else Meta(ge=low, le=high)  # top_p > 0
 
 
 # Types that several parameters share.
@@ -37,50 +46,9 @@ ShortText = Annotated[str, Meta(max_length=64)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-
-# Types of single parameters. The structs below contain the types that fit into one line.
-Temperature = Annotated[float, _range("temperature", "0 always chooses the most likely token.")]
-TopP = Annotated[float, _range("top_p", "Sample from the smallest set with this probability.")]
-TopK = Annotated[int, _range("top_k", "Sample from the k most likely tokens; 0 and -1: from all.")]
-MinP = Annotated[float, _range("min_p", "Drop tokens below min_p times the top probability.")]
-Seed = Annotated[int, _range("seed", "A draw depends only on the seed and the token's position.")]
-MinTokens = Annotated[
-    int, _range("min_tokens", "EOS, stop ids and stop strings do not end a shorter text.")
-]
-Frequency = Annotated[
-    float, _range("frequency_penalty", "Lowers the logit of a token for each time it occurred.")
-]
-Presence = Annotated[
-    float, _range("presence_penalty", "Lowers the logit of each token that occurred in the output.")
-]
-Repetition = Annotated[
-    float, _range("repetition_penalty", "Above 1, tokens of prompt and output become less likely.")
-]
-ChatTokens = Annotated[
-    int, _range("max_tokens", "Limit of output tokens. The default is the rest of the context.")
-]
-TopLogprobs = Annotated[int, _range("logprobs", "Number of likely tokens to report per token.")]
-TextTokens = Annotated[
-    int,
-    Meta(ge=0, le=_INT32, description="Limit of output tokens; 0 needs echo. The default is 16."),
-]
-Stop = Annotated[StopString | StopStrings, _text("The text ends before a stop string.")]
-StopIds = Annotated[list[TokenId], Meta(max_length=128, description="Token ids that end the text.")]
-LogitBias = Annotated[
-    dict[TokenId, Bias],
-    Meta(
-        description="Numbers to add to the logits of token ids.",
-        extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
-    ),
-]
-SkipSpecial = Annotated[bool, _text("Leave special tokens out of the text.")]
-KeepStop = Annotated[bool, _text("Keep the stop string that ended the text.")]
-ReturnIds = Annotated[bool, _text("Add prompt_token_ids, and token_ids to each choice.")]
-Salt = Annotated[
-    str, Meta(max_length=128, description="Requests with different salts share no cached prefix.")
-]
-Separate = Annotated[bool, _text("Move text in `<think>` to `reasoning_content`.")]
-# Clients that send an earlier answer back also send these fields, with an empty value.
+_BIAS_KEYS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
+LogitBias = Annotated[dict[TokenId, Bias], Meta(extra_json_schema=_BIAS_KEYS)]
+# A client that sends an earlier answer as a message also sends these fields, with an empty value.
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -159,62 +127,59 @@ class GenerationBody(RequestBody, kw_only=True):
     None stands for the default of the model (generation_config.json), or for a random seed.
     """
 
-    model: Annotated[str, _text("A served model name.")]
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: Repetition | None = None
-    frequency_penalty: Frequency | None = None
-    presence_penalty: Presence | None = None
+    model: str
+    temperature: Annotated[float, _range("temperature")] | None = None
+    top_p: Annotated[float, _range("top_p")] | None = None
+    top_k: Annotated[int, _range("top_k")] | None = None
+    min_p: Annotated[float, _range("min_p")] | None = None
+    repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
+    frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
     logit_bias: LogitBias | None = None
-    seed: Seed | None = None
-    n: Annotated[int, Meta(ge=1, description="Number of answers to each prompt.")] = 1
-    stop: Stop = []
-    stop_token_ids: StopIds = []
-    min_tokens: MinTokens = 0
-    ignore_eos: Annotated[bool, _text("EOS does not end the text.")] = False
-    stream: Annotated[bool, _text("Answer by server-sent events.")] = False
+    seed: Annotated[int, _range("seed")] | None = None
+    n: Annotated[int, Meta(ge=1)] = 1
+    stop: StopString | StopStrings = []
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] = []
+    min_tokens: Annotated[int, _range("min_tokens")] = 0
+    ignore_eos: bool = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    skip_special_tokens: SkipSpecial = True
-    include_stop_str_in_output: KeepStop = False
-    return_token_ids: ReturnIds = False
-    cache_salt: Salt = ""
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+    cache_salt: Annotated[str, Meta(max_length=128)] = ""
 
 
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, description="The chat so far.")]
+    messages: Annotated[list[Message], Meta(min_length=1)]
     chat_template_kwargs: TemplateOptions = msgspec.field(default_factory=TemplateOptions)
-    max_tokens: ChatTokens | None = None
-    max_completion_tokens: ChatTokens | None = None
-    logprobs: Annotated[bool, _text("Report the log-probability of each token.")] = False
-    top_logprobs: TopLogprobs = 0
-    separate_reasoning: Separate = True
+    max_tokens: Annotated[int, _range("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, _range("max_tokens")] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, _range("logprobs")] = 0
+    separate_reasoning: bool = True
 
 
 class TextBody(GenerationBody, kw_only=True):
     """Parameters of the routes that take a prompt instead of a chat."""
 
-    max_tokens: TextTokens | None = None
-    logprobs: Annotated[int, _range("logprobs", "Number of likely tokens to report.")] | None = None
-    echo: Annotated[bool, _text("Begin the text with the prompt.")] = False
+    max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    logprobs: Annotated[int, _range("logprobs")] | None = None
+    echo: bool = False
 
 
 class CompletionBody(TextBody, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: Annotated[
-        Text | Annotated[list[TokenId | Text | TokenIds], Meta(min_length=1)],
-        _text("Text, token ids, or a list of either."),
-    ]
+    prompt: Text | Annotated[list[TokenId | Text | TokenIds], Meta(min_length=1)]
 
 
 class GenerateBody(TextBody, kw_only=True):
     """POST /generate. The answer has token ids too."""
 
-    input_ids: Annotated[TokenIds, _text("The prompt.")]
+    input_ids: TokenIds
 
 
 class TokenizeBody(RequestBody, kw_only=True):
@@ -246,56 +211,4 @@ BODIES: dict[str, type[AnyBody]] = {
     CHAT: ChatBody,
     COMPLETIONS: CompletionBody,
     GENERATE: GenerateBody,
-}
-
-# Parameters that the server accepts and ignores, because they do not change the answer.
-IGNORED = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
-    }
-)
-
-# Parameters that the server knows but does not support. A request may contain one of them only with
-# null or with one of these neutral values, which do not change the answer.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "custom_logit_processor": (),
-    "documents": ([],),
-    "ebnf": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "modalities": (["text"],),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
-    "stop_regex": (),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
 }

@@ -1,4 +1,4 @@
-"""The torch backend against attention written out, over random page tables."""
+"""The torch backend against plain attention in float64, over random page tables."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def make_step(
     )
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> torch.Tensor:
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> torch.Tensor:
     """One query [Hq, D] over keys and values [C, Hkv, D] up to its position, in float64."""
     group = Q_HEADS // KV_HEADS
     out = []
@@ -62,7 +62,7 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int
     ],
     ids=["one", "decode", "prefill", "after-prefix", "mixed"],
 )
-def test_equals_attention_written_out(
+def test_backend_equals_plain_attention(
     num_decode: int, start: list[int], lengths: list[int], page_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -87,7 +87,7 @@ def test_equals_attention_written_out(
     out = torch.full_like(q, torch.nan)
     backend.prepare(make_step(num_decode, rows, start, lengths, table)).forward(1, q, out)
     expected = [
-        written_out(q, k, v, first + i)
+        plain(q, k, v, first + i)
         for query, (k, v, first) in zip(queries, contexts, strict=True)
         for i, q in enumerate(query)
     ]
@@ -108,7 +108,7 @@ def test_long_chunk_is_cut_into_blocks() -> None:
     out = torch.full_like(q, torch.nan)
     create_attention_backend("auto", pool, Q_HEADS).prepare(step).forward(0, q, out)
     for i in (0, 1, 1023, 1024, 1099):
-        torch.testing.assert_close(out[i], written_out(q[i], k, v, first + i), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out[i], plain(q[i], k, v, first + i), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_backend_that_cannot_be_used_is_refused(name: str, says: str) -> None:
         create_attention_backend(name, make_pool(4), Q_HEADS)
 
 
-def test_pool_is_as_large_as_its_pages_say() -> None:
+def test_pool_size_is_the_size_of_its_pages() -> None:
     pool = make_pool(4, num_pages=40)
     page_bytes = kv_page_bytes(SPEC, 2, 4)
     assert pool.num_bytes == (pool.num_pages + 1) * page_bytes

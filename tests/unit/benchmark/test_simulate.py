@@ -34,9 +34,11 @@ def load_of(*requests: tuple[float, int, int]) -> Load:
 def test_long_prompts_hardly_slow_down_streams(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The two aims of the policy: the gaps' p99 is at most 2.5 times their p50, and prefill runs at
-    0.54 of its speed without streams at least. (For 0.65, a step with a chunk would have to take
-    2.9 times a decode-only step: docs/benchmarks.md.)
+    """The policy has two aims.
+
+    The p99 of the gaps is at most 2.5 times their p50. Prefill beside streams has at least 0.54 of
+    its speed without streams. (For 0.65, a step with a chunk would have to take 2.9 times a
+    decode-only step: docs/benchmarks.md.)
 
     64 streams have about 1,024 tokens of context, and a prompt of 8,192 tokens arrives every
     second. Without streams, the client measured 0.206 s for this prompt.
@@ -63,8 +65,10 @@ def test_streams_that_end_before_the_load_make_the_run_fail(
 
 
 def test_a_request_that_arrives_during_a_step_is_in_the_next_step() -> None:
-    """On average it waits half a decode step and 2 ms. When the next step was launched earlier, it
-    waited one and a half decode steps."""
+    """On average the request waits half a decode step and 2 ms.
+
+    When the scheduler launched the next step earlier, the request waited one and a half steps.
+    """
     late = [(3.0 + 0.0937 * index, 128, 1) for index in range(20)]
     answers = run(load_of(*[(0.0, 800, 600)] * 64, *late))[64:]
     keys = 64 * 1200  # contexts of 1,090 to 1,340 at that time

@@ -34,7 +34,7 @@ def test_a_copy_of_a_meta_tensor_to_the_host_is_zeros() -> None:
 
 
 @pytest.mark.parametrize(("size", "peers"), [(1, False), (2, True), (3, False), (4, True)])
-def test_a_meta_rank_has_peer_memory_where_a_real_one_may_have_it(size: int, peers: bool) -> None:
+def test_a_dry_run_rank_has_peer_memory_if_a_gpu_rank_may_have_it(size: int, peers: bool) -> None:
     comm = MetaCommunicator(TPInfo(0, size))
     assert (comm.peers is not None) == peers
     gathered = comm.gather(torch.empty((5, 7), device=META))

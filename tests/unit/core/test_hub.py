@@ -198,7 +198,7 @@ def test_folder_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_folder_that_the_user_cannot_enter_is_named(
     closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each name is tried as a path first. Earlier, a traceback gave only the name, no folder."""
+    """minisgl tries each name as a path first. Regression: a traceback did not name the folder."""
     with as_unprivileged_user(), tempfile.TemporaryDirectory() as base:
         outer = Path(base) / "outer"
         (outer / "model").mkdir(parents=True)

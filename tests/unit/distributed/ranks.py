@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from minisgl.distributed.comm import Communicator, TPInfo, connect
+from minisgl.utils.process import write_socket_key
 
 __all__ = ["run_ranks"]
 
@@ -43,6 +44,7 @@ def run_ranks(
     """
     spawn = multiprocessing.get_context("spawn")
     out = spawn.Queue()
+    write_socket_key(folder)  # For functions that use queues between the ranks.
     file = str(folder / "rendezvous")
     processes = [
         spawn.Process(

@@ -150,7 +150,7 @@ def test_a_disturbed_timing_costs_no_more_than_a_larger_step() -> None:
     assert cost.predict_s(128, 0, 0) == pytest.approx(0.010), "proportional beyond the last size"
 
 
-def test_few_rows_leave_no_gap_between_small_steps_and_chunks() -> None:
+def test_few_rows_are_calibrated_between_small_steps_and_chunks() -> None:
     engine = VirtualEngine()
     engine.max_running_reqs = 4
     cost = calibrated(engine)

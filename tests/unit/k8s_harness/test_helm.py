@@ -37,7 +37,7 @@ def test_an_atomic_upgrade_has_the_flag_of_its_helm_version(version: str, flag: 
     assert run.lines[-1].startswith(f"helm upgrade minisgl {CHART} {flag} --timeout 60s {AT}")
 
 
-def test_the_other_commands() -> None:
+def test_the_other_helm_commands_have_their_arguments() -> None:
     helm, run = program("v3.6.2", **{"helm history": '[{"revision": 1, "status": "deployed"}]'})
     helm.upgrade("minisgl", {})
     helm.rollback("minisgl")

@@ -15,7 +15,7 @@ def collected(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_all_are_collected_without_a_cluster() -> None:
+def test_cluster_tests_are_collected_without_a_cluster() -> None:
     done = collected()
     assert done.returncode == 0, done.stdout + done.stderr
     for file in (ROOT / "k8s-tests").glob("test_*.py"):

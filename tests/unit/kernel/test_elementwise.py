@@ -21,7 +21,7 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def test_rms_norm_is_its_definition(generator: torch.Generator) -> None:
+def test_rms_norm_equals_its_definition(generator: torch.Generator) -> None:
     x, weight = torch.randn(3, 5, 16, generator=generator), torch.rand(16, generator=generator)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight

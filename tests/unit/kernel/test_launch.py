@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from minisgl.kernel.triton.launch import Constants, Known, launch
+from minisgl.kernel.triton.launch import CompiledKernel, Constants, launch
 
 
 class Jit:
@@ -35,7 +35,7 @@ def constants() -> Constants:
 
 
 def test_a_known_kernel_gets_arguments_and_then_constants() -> None:
-    jit, known = Jit(), dict[Any, Known]()
+    jit, known = Jit(), dict[Any, CompiledKernel]()
     for key, programs, argument in (("x", 5, "p"), ("x", 7, "q"), ("y", 7, "r"), ("x", 2, "s")):
         launch(known, key, jit, programs, (argument, 1.5), constants)
     named = {"B": 16, "A": False, "num_warps": 2}
@@ -48,7 +48,7 @@ def test_a_known_kernel_gets_arguments_and_then_constants() -> None:
 
 
 def test_triton_looks_up_a_kernel_that_its_interpreter_did_not_compile() -> None:
-    jit, known = Jit(compiles=False), dict[Any, Known]()
+    jit, known = Jit(compiles=False), dict[Any, CompiledKernel]()
     for _ in range(2):
         launch(known, "x", jit, 1, (), constants)
     assert [how for how, *_ in jit.launched] == ["found", "found"]

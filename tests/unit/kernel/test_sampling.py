@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.kernel import SampledTokens, SamplingTensors, best_of_part, best_of_parts, sample
+from minisgl.kernel import SampledTokens, SamplingTensors, best_candidate, local_candidate, sample
 
 
 def params(n: int, **columns: Any) -> SamplingTensors:
@@ -81,7 +81,7 @@ def test_temperature_sharpens() -> None:
         ({"top_k": 4, "min_p": 0.5}, {1, 3}),
     ],
 )
-def test_filters_keep(asked: dict[str, float], kept: set[int]) -> None:
+def test_filters_keep_the_expected_tokens(asked: dict[str, float], kept: set[int]) -> None:
     shares = draw(PROBS, n=2000, **asked)
     total = sum(PROBS[token] for token in kept)
     assert shares == pytest.approx({token: PROBS[token] / total for token in kept}, abs=0.04)
@@ -153,10 +153,10 @@ def test_parts_of_the_logits_give_the_token_of_all(width: int) -> None:
     logits[6] = -math.inf
     asked = params(200, temperature=[(0.0, 1.0, 0.6, 1e-38)[row % 4] for row in range(200)])
     parts = [
-        best_of_part(logits[:, begin : begin + width], asked, begin)
+        local_candidate(logits[:, begin : begin + width], asked, begin)
         for begin in range(0, 300, width)
     ]
-    tokens, finite = best_of_parts(torch.stack(parts), asked)
+    tokens, finite = best_candidate(torch.stack(parts), asked)
     expected = sample(logits, asked)
     assert finite.tolist() == expected.finite.tolist()
     assert (~finite).nonzero().flatten().tolist() == [2, 3, 4, 5, 6][width < 300 :]

@@ -85,7 +85,7 @@ def test_put_tokens_skips_reqs_that_do_not_sample() -> None:
     assert pool.tolist() == [[0, 0, 0, 0], [0, 0, 0, 9]]
 
 
-def test_fused_projection_is_its_parts() -> None:
+def test_fused_projection_equals_its_parts() -> None:
     qkv = torch.randn(3, 4 * 8)  # two query heads, one KV head
     weights = torch.rand(2, 8)
     cos_sin, positions, slots = torch.rand(6, 8), int32(5, 0, 2), int32(3, 1, 0)
@@ -100,6 +100,6 @@ def test_fused_projection_is_its_parts() -> None:
     assert torch.equal(pools[1].flatten(0, 1)[slots.long()], heads[:, 3:])
 
 
-def test_linear_on_cpu_is_torch() -> None:
+def test_linear_on_cpu_equals_torch() -> None:
     x, weight, bias = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3)
     torch.testing.assert_close(linear(x, weight, bias), x @ weight.T + bias)

@@ -38,7 +38,7 @@ def test_a_tiling_fits_the_shape_and_the_gpu(shape: tuple[int, int], rows: int) 
 
 
 @pytest.mark.parametrize("rows", [33, 64, 65, 128, 192, 256])
-def test_a_small_model_takes_the_kernel_for_all_its_products(rows: int) -> None:
+def test_our_kernel_computes_all_products_of_a_small_model(rows: int) -> None:
     """A norm is fused into a product only if all products of the layer use our kernel."""
     assert all(tiling_for(rows, *shape) for shape in SHAPES[:4])
 

@@ -1,4 +1,7 @@
-"""The radix cache against a dictionary of all cached prefixes, and its invariants."""
+"""The radix cache against a dictionary of all cached prefixes, and its invariants.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,4 +1,7 @@
-"""The offline LLM, on the demo model."""
+"""The offline LLM, on the demo model.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import shutil
 import signal
@@ -153,7 +156,7 @@ def test_a_prompt_that_is_too_long_fails_alone(llm: LLM) -> None:
 
 
 def test_completions_have_the_log_probabilities(llm: LLM) -> None:
-    """They equal the log-probabilities of the same tokens in a prompt. Regression: none came."""
+    """The values equal those of the same tokens in a prompt. Regression: there were none."""
     prompt = [*llm.tokenizer.encode_text("planet")]  # not a chat, so that the model is uncertain
     asked = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
     found = one(llm.generate(prompt, asked, progress=False))

@@ -1,9 +1,14 @@
-"""Messages are equal after encoding and decoding, and other frames are refused."""
+"""Messages are equal after encoding and decoding, and other frames are refused.
 
+The W-numbers are rows of docs/bugs.md.
+"""
+
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +32,7 @@ from minisgl.message.messages import (
     ToTokenizer,
 )
 from minisgl.message.queues import Receiver, Sender, endpoint
+from minisgl.utils.process import SOCKET_KEY, make_socket_dir, write_socket_key
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,7 @@ def test_unknown_fields_and_foreign_types_are_refused() -> None:
 
 
 def test_receiver_drops_garbage_and_goes_on(tmp_path: Path) -> None:
+    write_socket_key(tmp_path)
     receiver: Receiver[ToApi] = Receiver(endpoint(str(tmp_path), "q"), ToApi)
     raw: Sender[object] = Sender(endpoint(str(tmp_path), "q"))
     raw.send({"no": "message"})
@@ -105,3 +112,55 @@ def test_receiver_drops_garbage_and_goes_on(tmp_path: Path) -> None:
     assert seen == [TokenizeResult(uid=7, text="x")]
     raw.close()
     receiver.close()
+
+
+def test_receiver_drops_messages_without_the_key_of_its_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A well-formed message of another process, such as a TokenizeResult for no call, ended it."""
+    write_socket_key(tmp_path)
+    (tmp_path / "other").mkdir()
+    write_socket_key(tmp_path / "other")
+    address = endpoint(str(tmp_path), "q")
+    receiver: Receiver[ToApi] = Receiver(address, ToApi)
+    ours: Sender[ToApi] = Sender(address)
+    foreign = zmq.Context.instance().socket(zmq.PUSH)
+    foreign.connect(address)
+    message = TokenizeResult(uid=1, text="foreign")
+    encoded = msgspec.msgpack.encode(message)
+    key = (tmp_path / "other" / SOCKET_KEY).read_bytes()
+    for frame in (b"", encoded, b"\0" * len(key), key, key + encoded):
+        foreign.send(frame)
+    foreign.close()
+    for uid in range(3):
+        ours.send(TokenizeResult(uid=uid, text="ours"))
+    seen: list[ToApi] = []
+    dropped = 0
+    while len(seen) < 3 or dropped < 5:
+        assert receiver.poll(10)
+        seen += receiver.drain()
+        dropped = caplog.text.count("foreign message dropped")
+    assert seen == [TokenizeResult(uid=uid, text="ours") for uid in range(3)]
+    ours.close()
+    receiver.close()
+
+
+@given(st.lists(st.integers(0, 3000), max_size=8))
+def test_long_and_short_messages_follow_each_other_whole(sizes: list[int]) -> None:
+    """A sender encodes each message into the memory of the message before."""
+    folder = make_socket_dir()
+    try:
+        receiver: Receiver[ToApi] = Receiver(endpoint(folder, "q"), ToApi)
+        sender: Sender[ToApi] = Sender(endpoint(folder, "q"))
+        sent = [TokenizeResult(uid=i, text="x" * size) for i, size in enumerate(sizes)]
+        for message in sent:
+            sender.send(message)
+        seen: list[ToApi] = []
+        while len(seen) < len(sent):
+            assert receiver.poll(10)
+            seen += receiver.drain()
+        assert seen == sent
+        sender.close()
+        receiver.close()
+    finally:
+        shutil.rmtree(folder)

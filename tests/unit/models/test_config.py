@@ -260,7 +260,7 @@ def test_files_are_read(tmp_path: Path) -> None:
     assert load_model_config(str(tmp_path)).eos_token_ids == (2, 4)
 
 
-def test_plain_rope_table_is_its_definition() -> None:
+def test_plain_rope_table_equals_its_definition() -> None:
     table = rope_table(10000.0, 8, None, 100, torch.device("cpu"))
     assert table.shape == (100, 8)
     angles = [99 * 10000.0 ** (-i / 8) for i in (0, 2, 4, 6)]

@@ -157,7 +157,7 @@ def test_misshaped_tensor_is_named(checkpoint: Path) -> None:
 def test_a_tensor_of_a_quantised_type_is_named(
     checkpoint: Path, dtype: torch.dtype, called: str
 ) -> None:
-    """Its scales are in other tensors. Copied without them, the values would be meaningless."""
+    """The scales are in other tensors. Without them the copied values would be meaningless."""
     tensors = read(checkpoint)
     name = "model.layers.0.mlp.up_proj.weight"
     write(checkpoint, tensors | {name: tensors[name].to(dtype)})

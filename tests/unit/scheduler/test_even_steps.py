@@ -64,7 +64,7 @@ def test_even_steps_are_as_large_as_the_decode_steps_left_require() -> None:
 
 
 def test_a_request_that_is_due_does_not_wait_for_later_ones() -> None:
-    """3,962 of its tokens are left and it starts in five steps: 793 each, rounded to tiles."""
+    """The due request has 3,962 tokens left and five steps: 793 tokens each, rounded to tiles."""
     steps = steps_of([(10, 100), (6000, 95), *[(3000, 5)] * 2])
     assert [size.prompt for size in steps[:6]] == [2048, 895, *[767] * 4]
     assert sum(steps[6]) == 512, "the other requests are not urgent: the smallest even step"
@@ -72,7 +72,7 @@ def test_a_request_that_is_due_does_not_wait_for_later_ones() -> None:
 
 
 def test_prompts_before_a_long_request_are_computed_in_time() -> None:
-    """The last prompt is short, but has to start three steps after the first, behind the others."""
+    """The last prompt is short, but must be complete three steps after the first one."""
     steps = steps_of([(10, 40), *[(1500, 10)] * 3, (20, 37)])
     assert steps[:4] == [(0, 2048), (2, 894), (2, 894), (3, 694)]
     assert len(steps) == 40
@@ -163,8 +163,11 @@ def test_a_shared_prefix_counts_once_in_even_steps() -> None:
 
 
 def test_a_preempted_request_counts_the_tokens_that_it_computes_again() -> None:
-    """Its outputs so far are part of its prompt now. It waits for the second request's pages, then
-    its 625 tokens are computed next to the first request, in two steps."""
+    """The outputs of the preempted request are part of its prompt now.
+
+    The request waits for the pages of the second request. Then its 625 tokens are computed in two
+    steps, next to the first request.
+    """
     requests = [(600, 300), (600, 40), (600, 80)]
     harness = start(requests, rows=4, num_pages=118, cache_type="naive")
     while not any(req.admitted for req in harness.scheduler.planner.waiting):

@@ -11,7 +11,7 @@ SHARED = [token % 62 + 1 for token in prompt_of(150)]
 
 
 def test_a_request_does_not_wait_for_newer_ones_with_its_prefix_that_fail() -> None:
-    """Regression: each newer one was admitted before the previous one failed; the old never ran."""
+    """Regression: newer requests were admitted one after another, and the old one never ran."""
     engine = FakeEngine(4096, 4, max_seq_len=1024)
     engine.break_prompts_with = BROKEN
     harness = Harness(engine, config(prefill_budget_tokens=400))
@@ -48,7 +48,7 @@ def test_siblings_wait_for_whole_pages_only(page_size: int) -> None:
 
 
 def test_a_prompt_is_admitted_when_the_running_requests_can_still_grow() -> None:
-    """Regression: it took a page that a stream needed next, was preempted and computed again."""
+    """Regression: a prompt took a page that a stream needed next, and was preempted at once."""
     harness = Harness(FakeEngine(16, 4, max_seq_len=64), config(cache_type="naive"))
     streams = [harness.add(prompt_of(7, i), max_tokens=9, ignore_eos=True) for i in range(4)]
     harness.step()

@@ -1,4 +1,7 @@
-"""The messages reach every rank, and an idle scheduler sleeps."""
+"""The messages reach every rank, and an idle scheduler sleeps.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,6 +13,7 @@ from minisgl.core import Batch, InvariantBroken, StepResult
 from minisgl.message.messages import AbortReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, LeaderInbox, LocalInbox, QueueInbox
+from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_that_stops_after
@@ -18,9 +22,14 @@ from tests.unit.scheduler.test_timed_steps import linear_cost
 BURST = 5000
 
 
+def _address(folder: Path) -> str:
+    write_socket_key(folder)
+    return endpoint(str(folder), "rank-1")
+
+
 def test_a_burst_reaches_the_other_ranks_whole(tmp_path: Path) -> None:
     """W20: PUB/SUB dropped messages beyond 1,000, and the ranks then waited forever."""
-    address = endpoint(str(tmp_path), "rank-1")
+    address = _address(tmp_path)
     follower = FollowerInbox(Receiver(address, LeaderStep))
     sender: Sender[LeaderStep] = Sender(address)
     local = LocalInbox()
@@ -34,7 +43,7 @@ def test_a_burst_reaches_the_other_ranks_whole(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_missed_an_iteration_stops(tmp_path: Path) -> None:
-    address = endpoint(str(tmp_path), "rank-1")
+    address = _address(tmp_path)
     follower = FollowerInbox(Receiver(address, LeaderStep))
     sender: Sender[LeaderStep] = Sender(address)
     sender.send(LeaderStep(iteration=2, messages=[Shutdown()]))
@@ -43,7 +52,7 @@ def test_a_rank_that_missed_an_iteration_stops(tmp_path: Path) -> None:
 
 
 def test_ranks_that_plan_differently_stop(tmp_path: Path) -> None:
-    address = endpoint(str(tmp_path), "rank-1")
+    address = _address(tmp_path)
     follower = FollowerInbox(Receiver(address, LeaderStep))
     leader = LeaderInbox(LocalInbox(), [Sender(address)])
     hashes = []

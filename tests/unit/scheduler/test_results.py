@@ -20,7 +20,7 @@ PAGE_SIZE = 4
 
 
 class DraftingEngine(FakeEngine):
-    """Writes one draft token behind the last token of each decode request that forwards two.
+    """Writes one draft token after the last token of each decode request that forwards two.
 
     Two drafts of three are right, so that steps accept and reject.
     """
@@ -57,7 +57,7 @@ def drafting_harness() -> Harness:
         batch = build(step_id, rows, chunks)
         start, lengths = batch.start[: len(rows)], batch.lengths.copy()
         same_page = (start + 1) % PAGE_SIZE != 0
-        lengths[: len(rows)] += same_page & (start + 2 < table.limit[rows] - 1)
+        lengths[: len(rows)] += same_page & (start + 2 < table.max_total_tokens[rows] - 1)
         return replace(batch, lengths=lengths)
 
     planner._build = build_with_drafts  # type: ignore[method-assign]

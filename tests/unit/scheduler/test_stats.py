@@ -34,8 +34,8 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
         (batch(2), True),
     ]
     for step, by_graph in steps:
-        meter.launched()
-        meter.resolved(step, by_graph)
+        meter.record_launch()
+        meter.record_result(step, by_graph)
     prefill, decode, mixed = (meter.phases[name] for name in ("prefill", "decode", "mixed"))
     assert (prefill.eager_steps, prefill.graph_steps) == (1, 0)
     assert (prefill.reqs, prefill.tokens) == (2, 25)
@@ -48,8 +48,8 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
 
 def test_a_step_above_all_bounds_is_in_the_last_bucket() -> None:
     meter = StepMeter()
-    meter.launched()
-    meter.resolved(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), False)
+    meter.record_launch()
+    meter.record_result(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), False)
     assert meter.phases["prefill"].tokens_counts[-1] == 1
 
 
@@ -57,13 +57,13 @@ def test_overlapped_time_counts_once() -> None:
     """Two steps are launched at 0 and 2 and end at 5 and 9. After a pause, a third takes 1 s."""
     times = iter([0.0, 2.0, 5.0, 9.0, 20.0, 21.0])
     meter = StepMeter(clock=lambda: next(times))
-    meter.launched()
-    meter.launched()
+    meter.record_launch()
+    meter.record_launch()
     for _ in range(2):
-        meter.resolved(batch(1), False)
+        meter.record_result(batch(1), False)
     assert meter.phases["decode"].seconds == 9.0
-    meter.launched()
-    meter.resolved(batch(1), False)
+    meter.record_launch()
+    meter.record_result(batch(1), False)
     assert meter.phases["decode"].seconds == 10.0
 
 
@@ -72,9 +72,9 @@ def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
     times = iter([0.0, 0.0, 0.0, 0.0, 10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
     meter = StepMeter(clock=lambda: next(times))
     for _ in range(4):
-        meter.launched()
+        meter.record_launch()
     for step in (batch(1), batch(1), batch(1), batch(1, (100,))):
-        meter.resolved(step, False)
+        meter.record_result(step, False)
     assert meter.remaining_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0
     assert meter.remaining_s(predicted_s=4.0) == 60.0 + 4.0 - 61.0
 

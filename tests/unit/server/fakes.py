@@ -71,7 +71,7 @@ class World:
         client = self.client
         return (
             not client.open_generations
-            and not client.open_choices
+            and not any(client.open_choices.values())
             and not client._tokenizers._waiting
             and not client._tokenizers._sent
             and not any(worker.outstanding_bytes for worker in client._tokenizers._workers)

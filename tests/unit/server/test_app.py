@@ -34,11 +34,11 @@ class FakeService:
         self.hangs = False
         self.stats = None
 
-    def stuck(self) -> bool:
-        return self.hangs
+    def hung_worker(self) -> str | None:
+        return "scheduler" if self.hangs else None
 
-    def stalled(self) -> bool:
-        return self.hangs
+    def stalled_worker(self) -> str | None:
+        return self.hung_worker()
 
 
 async def answer_all(world: World) -> None:
@@ -297,11 +297,14 @@ def test_model_ids_may_have_slashes() -> None:
 
 
 def test_declared_body_over_the_cap_is_refused_before_it_is_read() -> None:
-    answer = call("POST", "/v1/completions", headers={"content-length": str(2**40)}, content=b"")
+    answer = call(
+        "POST", "/v1/completions", headers={**JSON, "content-length": str(2**40)}, content=b""
+    )
     assert answer.status_code == 413
     assert answer.headers["x-request-id"]
 
 
+JSON = {"content-type": "application/json"}
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 BODIES = st.binary(max_size=30) | st.dictionaries(
     st.sampled_from(["model", "prompt", "messages", "n", "stream", "max_tokens", "stop", "seed"]),
@@ -318,7 +321,7 @@ BODIES = st.binary(max_size=30) | st.dictionaries(
 def test_no_request_gets_a_5xx_and_every_error_is_nested(
     method: str, path: str, body: bytes
 ) -> None:
-    answer = call(method, path, content=body)
+    answer = call(method, path, content=body, headers=JSON)
     assert answer.status_code < 500
     if answer.status_code >= 400:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

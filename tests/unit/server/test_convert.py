@@ -17,8 +17,7 @@ from minisgl.server.handler import fit_max_tokens
 from minisgl.server.protocol.requests import (
     CHAT,
     COMPLETIONS,
-    IGNORED,
-    UNSUPPORTED,
+    PARAMETERS,
     ChatBody,
     CompletionBody,
 )
@@ -45,7 +44,12 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMES = sorted(
-    {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *IGNORED, *UNSUPPORTED}
+    {
+        *ChatBody.__struct_fields__,
+        *CompletionBody.__struct_fields__,
+        *PARAMETERS.ignored,
+        *PARAMETERS.unsupported,
+    }
 )
 
 
@@ -111,12 +115,12 @@ def test_huge_number_in_tool_arguments_is_a_4xx_or_kept() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": 10**40}
 
 
-@pytest.mark.parametrize("name", sorted(IGNORED))
+@pytest.mark.parametrize("name", sorted(PARAMETERS.ignored))
 def test_ignored_parameters_do_not_change_the_request(name: str) -> None:
     assert read(**{name: {"any": "thing"}}) == read()
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(PARAMETERS.unsupported))
 def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
     with pytest.raises((Unsupported, InvalidRequest)) as caught:
         read(COMPLETIONS, **{name: {"x": 1}})
@@ -136,7 +140,7 @@ def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
         ("modalities", ["text"]),
     ],
 )
-def test_neutral_values_ask_for_nothing(name: str, value: Any) -> None:
+def test_unsupported_parameters_may_have_neutral_values(name: str, value: Any) -> None:
     assert read(**{name: value}) == read()
 
 
@@ -213,7 +217,7 @@ def test_parts_and_tool_calls_are_bounded_in_all(entries: dict[str, list[Any]]) 
 @pytest.mark.parametrize(
     ("prompt", "count"), [("a", 1), ([1, 2], 1), (["a", "b"], 2), ([[1], [2, 3], "c"], 3)]
 )
-def test_prompt_forms(prompt: Any, count: int) -> None:
+def test_each_form_of_a_prompt_is_read(prompt: Any, count: int) -> None:
     assert len(read(COMPLETIONS, prompt=prompt).prompts) == count
 
 

@@ -1,4 +1,7 @@
-"""EngineClient forgets every request completely, however the request ends (W26)."""
+"""EngineClient forgets every request completely, however the request ends (W26).
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import asyncio
 import json
@@ -17,6 +20,7 @@ from minisgl.core import (
 from minisgl.message.messages import AbortReq, AddReq, StartText
 from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import EngineFailure, RanTooLong
+from minisgl.server.generation import Generation
 from minisgl.server.handler import start
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS
 from minisgl.server.response import KEEP_ALIVE, ResponseWriter, events
@@ -43,12 +47,18 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def start_tokenized(world: World, call: GenerateRequest) -> asyncio.Task[Generation]:
+    """Start `call` and answer its tokenizer messages. Its requests are then in the scheduler."""
+    task = asyncio.create_task(start(world.client, call, FACTS))
+    await settle()
+    world.answer()
+    await settle()
+    return task
+
+
 def test_answered_request_leaves_nothing() -> None:
     async def main(world: World) -> None:
-        task = asyncio.create_task(start(world.client, request(), FACTS))
-        await settle()
-        world.answer()
-        await settle()
+        task = await start_tokenized(world, request())
         (add,) = world.scheduler.sent
         assert isinstance(add, AddReq)
         world.update(add.uid, "he")
@@ -92,10 +102,7 @@ def test_every_token_of_cut_off_reasoning_counts() -> None:
     """The last token of reasoning that is cut off may have no text. Its update has only a count."""
 
     async def main(world: World) -> None:
-        task = asyncio.create_task(start(world.client, request(), FACTS))
-        await settle()
-        world.answer()
-        await settle()
+        task = await start_tokenized(world, request())
         uid = world.scheduler.sent[0].uid
         world.update(uid, reasoning="a b", reasoning_tokens=2, completion_tokens=2)
         world.update(uid, reasoning_tokens=3, completion_tokens=3, finish=FinishReason.LENGTH)
@@ -138,10 +145,7 @@ def test_reasoning_and_answer_that_arrive_together_leave_in_two_deltas() -> None
 
 def test_stop_string_aborts_the_request_in_the_scheduler() -> None:
     async def main(world: World) -> None:
-        task = asyncio.create_task(start(world.client, request(), FACTS))
-        await settle()
-        world.answer()
-        await settle()
+        task = await start_tokenized(world, request())
         uid = world.scheduler.sent[0].uid
         world.update(uid, "x", finish=FinishReason.STOP, stopped=True)
         generation = await task
@@ -164,7 +168,7 @@ def test_tokenizer_error_is_a_400_and_leaves_nothing() -> None:
 
 
 def test_failed_engine_ends_every_call() -> None:
-    """W27: no call may wait for ever when the receiver of the messages fails."""
+    """W27: no call may wait forever when the receiver of the messages fails."""
 
     async def main(world: World) -> None:
         tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(3)]
@@ -220,10 +224,7 @@ def test_the_choices_of_a_prompt_are_one_message_with_a_seed(seed: bytes) -> Non
 
     async def main(world: World) -> None:
         body = b'{"model":"m","prompt":"hi","n":3%b}' % seed
-        task = asyncio.create_task(start(world.client, request(body), FACTS))
-        await settle()
-        world.answer()
-        await settle()
+        task = await start_tokenized(world, request(body))
         (add,) = world.scheduler.sent
         assert add.count == 3
         assert -(2**63) <= add.sampling.seed < 2**63
@@ -305,10 +306,7 @@ def test_request_that_waits_too_long_is_refused(tokenized: bool) -> None:
 
 def test_request_that_runs_too_long_is_ended_and_aborted() -> None:
     async def main(world: World) -> None:
-        running = asyncio.create_task(start(world.client, request(), FACTS))
-        await settle()
-        world.answer()
-        await settle()
+        running = await start_tokenized(world, request())
         uid = world.scheduler.sent[-1].uid
         world.update(uid, "x")
         generation = await running

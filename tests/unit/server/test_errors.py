@@ -47,7 +47,7 @@ def test_every_error_of_the_tree_has_an_answer() -> None:
         assert 400 <= error_reply(kind("m")).status < 600
 
 
-def test_drawing_of_the_tree_is_the_tree() -> None:
+def test_documented_error_tree_names_every_error_class() -> None:
     def children(kind: type[Exception]) -> list[str]:
         below = [one for one in kind.__subclasses__() if one.__module__ in modules]
         return [kind.__name__, *(name for one in below for name in children(one))]

@@ -34,21 +34,21 @@ def test_grace_accepts_and_draining_refuses() -> None:
 def test_silent_worker_hangs_and_busy_or_idle_worker_does_not() -> None:
     watchdog = Watchdog(10.0)
     watchdog.heard("tokenizer-0", 0.0)
-    assert watchdog.hanging(1000.0) is None, "nothing is expected"
+    assert watchdog.hung(1000.0) is None, "nothing is expected"
     assert watchdog.expect("tokenizer-0", 1000.0)
     assert not watchdog.expect("tokenizer-0", 1001.0), "one ping at a time"
     watchdog.heard("tokenizer-0", 1009.0)  # the result of a request before the ping
-    assert watchdog.hanging(1018.0) is None
-    assert watchdog.hanging(1019.5) == "tokenizer-0"
+    assert watchdog.hung(1018.0) is None
+    assert watchdog.hung(1019.5) == "tokenizer-0"
     watchdog.satisfied("tokenizer-0")
-    assert watchdog.hanging(2000.0) is None
+    assert watchdog.hung(2000.0) is None
     assert watchdog.expect("tokenizer-0", 2000.0)
 
 
-def test_step_timeout_zero_never_hangs_and_still_stalls() -> None:
+def test_step_timeout_zero_reports_stalls_and_no_hangs() -> None:
     never = Watchdog(0.0)
     never.expect("scheduler", 0.0)
-    assert never.hanging(1e9) is None
+    assert never.hung(1e9) is None
     assert never.stalled("scheduler", 1e9)
 
 
@@ -58,7 +58,7 @@ def test_worker_stalls_after_seconds_of_silence_and_recovers_with_a_message() ->
     watchdog.expect("scheduler", 100.0)
     assert not watchdog.stalled("scheduler", 103.0)
     assert watchdog.stalled("scheduler", 103.1)
-    assert watchdog.hanging(103.1) is None, "liveness waits for the whole timeout"
+    assert watchdog.hung(103.1) is None, "liveness waits for the whole timeout"
     watchdog.heard("scheduler", 103.2)
     assert not watchdog.stalled("scheduler", 103.3)
 

@@ -12,7 +12,7 @@ from minisgl.server.app import build_app
 from minisgl.server.auth import key_hashes
 from minisgl.server.convert import RequestConverter
 from minisgl.server.openapi import component_schemas
-from minisgl.server.protocol.requests import BODIES, IGNORED, UNSUPPORTED
+from minisgl.server.protocol.requests import BODIES, PARAMETERS
 from tests.unit.server.fakes import CONFIG, World
 from tests.unit.server.test_app import FakeService, call
 
@@ -56,7 +56,11 @@ def test_every_reference_of_the_document_has_a_target() -> None:
 def test_request_schema_names_every_parameter(route: str) -> None:
     struct = BODIES[route]
     schema = component_schemas(RequestConverter(CONFIG))[struct.__name__]
-    assert set(schema["properties"]) == {*struct.__struct_fields__, *IGNORED, *UNSUPPORTED}
+    assert set(schema["properties"]) == {
+        *struct.__struct_fields__,
+        *PARAMETERS.ignored,
+        *PARAMETERS.unsupported,
+    }
     assert schema["additionalProperties"] is False
     assert "model" in schema["required"]
 
@@ -73,7 +77,7 @@ def test_request_schema_has_the_bounds_and_model_names_of_the_server() -> None:
     assert properties["logit_bias"]["anyOf"][0]["maxProperties"] == 8
 
 
-def test_keys_are_asked_for_where_they_are_needed() -> None:
+def test_openapi_requires_a_key_where_the_server_does() -> None:
     config = msgspec.structs.replace(CONFIG, api_key_hashes=key_hashes(["sesame"], None))
     headers = {"authorization": "Bearer sesame"}
     found = call("GET", "/openapi.json", config=config, headers=headers).json()

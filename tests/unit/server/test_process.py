@@ -1,4 +1,7 @@
-"""ApiServer: the failure of any of its tasks ends the process."""
+"""ApiServer: the failure of any of its tasks ends the process.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import asyncio
 import os
@@ -14,10 +17,12 @@ from minisgl.message.queues import Sender, endpoint
 from minisgl.server.config import ChildSpec
 from minisgl.server.lifecycle import Phase
 from minisgl.server.process import ApiServer
+from minisgl.utils.process import write_socket_key
 from tests.unit.server.fakes import CONFIG, FACTS
 
 
 def api_server(folder: Path, **changed: object) -> ApiServer:
+    write_socket_key(folder)
     spec = ChildSpec(
         role="api",
         index=0,
@@ -35,10 +40,10 @@ def test_scheduler_without_requests_is_not_hung(tmp_path: Path) -> None:
     server = api_server(tmp_path, step_timeout_s=1e-9)
     server.lifecycle.phase = Phase.READY
     (choice,) = server.client.open(1).choices
-    assert [server.stuck(), server.stuck()] == [False, False]
+    assert [server.hung_worker(), server.hung_worker()] == [None, None]
     request = AddReq(uid=choice.uid, token_ids=b"", sampling=SamplingParams())
     server.client.submit([choice], request, [TextOptions()])
-    assert [server.stuck(), server.stuck()] == [False, True]
+    assert [server.hung_worker(), server.hung_worker()] == [None, "scheduler"]
 
 
 class _Broken(Exception):

@@ -1,12 +1,21 @@
 """The metrics that are made from the stats of the scheduler."""
 
+import re
+
 import msgspec
-from prometheus_client import CollectorRegistry
 
-from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
-from minisgl.server.metrics import StatsCollector
-from tests.unit.server.test_metrics import stats, values
+from minisgl.message.messages import (
+    BATCH_SIZE_BOUNDS,
+    BATCH_TOKENS_BOUNDS,
+    PhaseStats,
+    Ready,
+    SchedulerStats,
+)
+from minisgl.server.metrics import Metrics
+from tests.unit.server.fakes import FACTS
+from tests.unit.server.test_metrics import scraped, stats
 
+OF_ENGINE = re.compile("minisgl_(kv_|prefix_|preemptions_|nonfinite_|forward_|batch_)")
 MIXED = PhaseStats(
     eager_steps=3,
     graph_steps=4,
@@ -18,16 +27,16 @@ MIXED = PhaseStats(
 )
 
 
-def collected(collector: StatsCollector) -> dict[str, float]:
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return values(registry.collect())
+def collected(latest: SchedulerStats) -> dict[str, float]:
+    """A scrape after these stats, with a page size of 16."""
+    metrics = Metrics("m")
+    metrics.on_ready(Ready(role="scheduler", facts=FACTS), tp_size=1)
+    metrics.on_stats(latest)
+    return scraped(metrics)
 
 
 def test_buckets_are_cumulative() -> None:
-    collector = StatsCollector("m")
-    collector.latest = msgspec.structs.replace(stats(), phases={"mixed": MIXED})
-    found = collected(collector)
+    found = collected(msgspec.structs.replace(stats(), phases={"mixed": MIXED}))
 
     def bucket(name: str, limit: str) -> float:
         return found[f"minisgl_batch_{name}_bucket{{le={limit},model_name=m,phase=mixed}}"]
@@ -47,17 +56,14 @@ def test_buckets_are_cumulative() -> None:
 
 
 def test_every_series_exists_before_the_first_stats() -> None:
-    before, after = StatsCollector("m"), StatsCollector("m")
-    after.latest = msgspec.structs.replace(stats(step_id=1), phases={"mixed": MIXED})
-    assert set(collected(before).values()) == {0}
-    assert collected(before).keys() == collected(after).keys()
+    before = scraped(Metrics("m"))
+    after = collected(msgspec.structs.replace(stats(step_id=1), phases={"mixed": MIXED}))
+    assert {value for name, value in before.items() if OF_ENGINE.match(name)} == {0}
+    assert before.keys() == {name for name in after if not name.startswith("minisgl_model_info")}
 
 
 def test_kv_usage_counts_locked_tokens_only() -> None:
-    collector = StatsCollector("m")
-    collector.page_size = 16
-    collector.latest = stats(total_pages=10, locked_pages=1, evictable_pages=7, free_pages=2)
-    found = collected(collector)
+    found = collected(stats(total_pages=10, locked_pages=1, evictable_pages=7, free_pages=2))
     assert found["minisgl_kv_cache_usage_ratio{model_name=m}"] == 0.1
     name = "minisgl_kv_cache_tokens{{model_name=m,state={}}}"
     states = [found[name.format(state)] for state in ("used", "evictable", "free")]

@@ -1,4 +1,7 @@
-"""Detokenizer: one update per request and step, one end per request, and no state left behind."""
+"""Detokenizer: one update per request and step, one end per request, and no state left behind.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,7 +101,7 @@ def test_token_that_ends_by_stop_is_not_text() -> None:
 
 
 def test_token_after_the_end_leaves_no_state() -> None:
-    """W8b, W26: the overlapped step sends one more token; mini-sglang kept an entry for ever."""
+    """W8b, W26: the overlapped step sends one more token; mini-sglang kept an entry forever."""
     detokenizer = Detokenizer(VOCABULARY)
     start(detokenizer, 1)
     updates_of(detokenizer, step((1, A), opens=(1,), ends={1: FinishReason.STOP}))
@@ -177,7 +180,7 @@ def test_interleaved_requests_do_not_affect_each_other(requests, stops, random) 
 
 
 def test_step_that_cannot_be_applied_ends_its_requests_and_no_others() -> None:
-    """Regression: the detokenizer dropped the step, and its clients waited without end."""
+    """Regression: the detokenizer dropped the step, and its clients waited forever."""
     detokenizer = Detokenizer(VOCABULARY)
     start(detokenizer, 1, 2, 4)
     start(detokenizer, 3, stop=["a"])

@@ -1,4 +1,7 @@
-"""The pieces of a stream join to the text of all tokens, cut at the first stop string."""
+"""The pieces of a stream join to the text of all tokens, cut at the first stop string.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 from hypothesis import example, given
 from hypothesis import strategies as st

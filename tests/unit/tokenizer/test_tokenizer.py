@@ -1,4 +1,7 @@
-"""TextTokenizer: loading a folder, BOS exactly once, and the limits of templates."""
+"""TextTokenizer: loading a folder, BOS exactly once, and the limits of templates.
+
+The W-numbers are rows of docs/bugs.md.
+"""
 
 import array
 import json

@@ -60,3 +60,37 @@ def test_json_record_is_one_object_with_any_text(monkeypatch: pytest.MonkeyPatch
 def test_event_is_a_phrase_and_its_fields(caplog: pytest.LogCaptureFixture) -> None:
     log_event(logging.getLogger("minisgl.x"), logging.WARNING, "slow", seconds=1.5, why="100 %s")
     assert caplog.messages == ["slow seconds=1.5 why=100 %s"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("plain-1.5", "plain-1.5"),
+        (3, "3"),
+        (None, "None"),
+        ("", '""'),
+        ("a b", '"a b"'),
+        ("x status=200", '"x status=200"'),
+        ('a"', r'"a\""'),
+        ("a\nb", r'"a\nb"'),
+        ("\x1b[2J", r'"\u001b[2J"'),
+        ("\x9b2J", r'"\u009b2J"'),
+    ],
+)
+def test_value_that_is_not_one_plain_word_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, value: object, shown: str
+) -> None:
+    """A request id of a client forged the field `status` of its log line."""
+    sink = io.StringIO()
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    monkeypatch.setattr("sys.stderr", sink)
+    try:
+        setup_logging("api", "info")
+        fields = {"request_id": value, "status": 400}
+        log_event(logging.getLogger("minisgl.x"), logging.INFO, "call refused", **fields)
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    (line,) = sink.getvalue().splitlines()
+    assert line.endswith(f"call refused request_id={shown} status=400")

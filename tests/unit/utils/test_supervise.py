@@ -118,6 +118,6 @@ def test_exits_are_described_in_words(code: int, words: str) -> None:
     assert describe_exit(code) == words
 
 
-def test_near_names() -> None:
+def test_near_names_suggest_a_known_name() -> None:
     assert near_names("temprature", ["temperature", "top_p"]) == "; did you mean 'temperature'?"
     assert near_names("zzz", ["temperature"]) == ""

@@ -1,0 +1,102 @@
+"""Refuses requests that a web page makes a browser send, and bodies that are not JSON.
+
+A browser on the machine of the user reaches a server on a loopback address. Without keys, nothing
+else keeps a web page from using it. The page has two ways in:
+
+    DNS rebinding         the page lets its own name resolve to 127.0.0.1. The browser sees one
+                          origin, but the Host header still has the name of the page.
+    cross-origin request  the page sends a request to http://127.0.0.1:1919. The browser adds the
+                          origin of the page. It asks the server first (CORS), except for simple
+                          requests, which have no JSON content type.
+"""
+
+import ipaddress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from minisgl.core import RequestError
+from minisgl.server.config import ServerConfig
+from minisgl.server.errors import ForbiddenHost, ForbiddenOrigin, UnsupportedMediaType
+from minisgl.server.middleware import error_response
+
+
+class Guard:
+    """Checks the Host, Origin and Content-Type headers of each request, the probes included.
+
+    Host is checked without keys, if the server listens on a loopback address. Origin is checked
+    without keys. Content-Type is checked always, if the request has a body.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._has_keys = bool(config.api_key_hashes)
+        self._hosts = {_plain(name) for name in ("localhost", config.host, *config.allowed_hosts)}
+        self._origins = frozenset(config.allowed_origins)
+        # On such an address the server also accepts connections to 127.0.0.1, but it is meant for
+        # other machines, which use names that the server does not know.
+        self._listens_on_all = config.host in ("", "0.0.0.0", "::")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
+        error = self._refusal(scope)
+        app = self._app if error is None else error_response(error)
+        await app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        headers = Headers(scope=scope)
+        if not self._has_keys:
+            host, origin = headers.get("host", ""), headers.get("origin")
+            address, _ = scope.get("server") or ("", None)
+            if not self._listens_on_all and _is_loopback(address):
+                name = _hostname(host)
+                if name not in self._hosts and not _is_loopback(name):
+                    return ForbiddenHost(
+                        f"the Host header names {host[:64]!r}, which is not a name of this server; "
+                        "use localhost, or start the server with --allow-host NAME or with a key"
+                    )
+            if origin is not None and not self._is_allowed(origin, host):
+                return ForbiddenOrigin(
+                    f"web pages of {origin[:64]!r} may not call this server; start it with "
+                    "--allow-origin ORIGIN or with a key"
+                )
+        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        if has_body and not _is_json(headers.get("content-type", "")):
+            return UnsupportedMediaType(
+                "the header Content-Type of a request with a body must be application/json, not "
+                f"{headers.get('content-type', '')[:64]!r}"
+            )
+        return None
+
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        """Whether pages of this origin may call: the server's own pages, and the allowed origins.
+
+        The scheme of the server's own origin is not compared, because a proxy may end TLS.
+        """
+        own = origin.partition("://")[2].lower() == host.lower()
+        return own or origin in self._origins or "*" in self._origins
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def _hostname(host: str) -> str:
+    """The name or address in a Host header, without the port; "" if the header is malformed."""
+    try:
+        return _plain(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_json(content_type: str) -> bool:
+    """Whether the media type is application/json, or one of its kinds, such as ...+json."""
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind[-5:] == "+json")
