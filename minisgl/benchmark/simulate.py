@@ -122,13 +122,12 @@ class _Arrivals:
             heapq.heappush(self.due, (self._engine.now_s, index))
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
     ) -> list[ToScheduler]:
         engine = self._engine
         messages: list[ToScheduler] = []
         end_s = math.inf if wait_s is None else engine.now_s + wait_s
-        due = () if whole else self.due[:1]
-        engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in due)]))
+        engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in self.due[:1])]))
         while self.due and self.due[0][0] <= engine.now_s:
             self._send(messages)
         return messages

@@ -1,12 +1,11 @@
 """The sources of a scheduler's messages."""
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.core import InvariantBroken
-from minisgl.message.messages import LeaderStep, ToScheduler
+from minisgl.message.messages import LeaderStep, Prepared, ToScheduler
 from minisgl.message.queues import Receiver, Sender
 
 Messages = Sequence[ToScheduler]
@@ -16,13 +15,14 @@ class Inbox(Protocol):
     """The ordered input of one rank."""
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
     ) -> Messages:
         """Return the messages of this iteration.
 
         wait_s: wait at most this long for the first message; None waits without a limit.
         plan_hash: hash of the batch that this rank launched last. Ranks compare their hashes.
-        whole: wait for all of wait_s, also after a message has arrived.
+        prepared: uids of the requests whose constraints became prepared on this rank. Rank 0 gets
+        them back as a Prepared message, after the other messages; the other ranks get rank 0's.
         """
 
 
@@ -33,23 +33,16 @@ class QueueInbox:
         self._receiver = receiver
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
     ) -> Messages:
-        """Return as soon as one message has arrived, before wait_s is over, unless `whole`.
+        """Return as soon as one message has arrived, before wait_s is over.
 
         The host takes 5 to 8 ms to launch a step with a new prompt. A launch that began only at the
         end of the wait would come too late, and the GPU would be idle meanwhile.
         """
-        if wait_s is None or not whole:
-            if wait_s != 0.0:
-                self._receiver.poll(wait_s)
-            return list(self._receiver.drain())
-        messages: list[ToScheduler] = []
-        end_s = time.monotonic() + wait_s
-        while (left_s := end_s - time.monotonic()) > 0.001:  # `poll` counts whole milliseconds
-            self._receiver.poll(left_s)
-            messages += self._receiver.drain()
-        return [*messages, *self._receiver.drain()]
+        if wait_s != 0.0:
+            self._receiver.poll(wait_s)
+        return [*self._receiver.drain(), *_announce(prepared)]
 
 
 class LocalInbox:
@@ -59,10 +52,10 @@ class LocalInbox:
         self.messages: deque[ToScheduler] = deque()
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
     ) -> Messages:
         """Return at once. The caller adds messages in this thread, so none can arrive in a wait."""
-        messages = list(self.messages)
+        messages = [*self.messages, *_announce(prepared)]
         self.messages.clear()
         return messages
 
@@ -76,9 +69,9 @@ class LeaderInbox:
         self._iteration = 0
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
     ) -> Messages:
-        messages = self._source.receive(wait_s, whole=whole)
+        messages = self._source.receive(wait_s, prepared=prepared)
         self._iteration += 1
         step = LeaderStep(iteration=self._iteration, messages=list(messages), plan_hash=plan_hash)
         for follower in self._followers:
@@ -95,9 +88,9 @@ class FollowerInbox:
         self._iteration = 0
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, *, whole: bool = False
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
     ) -> Messages:
-        """Wait for the leader's next LeaderStep without a limit. wait_s and whole are not used.
+        """Wait for the leader's next LeaderStep without a limit. Uses plan_hash only.
 
         Raises InvariantBroken when the ranks are at different iterations or planned different
         steps.
@@ -114,3 +107,7 @@ class FollowerInbox:
                 f"{self._iteration} with plan hash {plan_hash}; this is a bug"
             )
         return step.messages
+
+
+def _announce(uids: Sequence[int]) -> list[Prepared]:
+    return [Prepared(uids=list(uids))] if uids else []

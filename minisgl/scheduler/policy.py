@@ -28,6 +28,7 @@ class Planner:
         waiting  --admit-->  prefilling  --last chunk launched-->  decoding
            ^                     |                                    |
            +----------------- preempt --------------------------------+
+                                 ^----------- forced tokens ----------+
 
     A plan has three parts:
 
@@ -43,9 +44,8 @@ class Planner:
     rest goes to the clients that can use it. If rows or pages are short, ClientShares decides
     (docs/decisions/20-clients-in-turn.md).
 
-    clients      every client so far; the API server has a fixed number of them.
-    waiting      the queue, which decides the order of service.
-    prefilling   admitted requests with prompt tokens that are not launched yet.
+    waiting      the requests of each client in the order of service.
+    prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
     cost         predicts step times; None when they are unknown.
 
@@ -61,7 +61,6 @@ class Planner:
         self._kv_manager = kv_manager
         self._table = table
         self.cost: StepCost | None = None
-        self.clients: dict[str, None] = {}  # a dict and not a set, because it keeps the order
         self.waiting = WaitingQueue()
         self._shares = ClientShares(table, kv_manager.pool.size)
         self.prefilling: list[Req] = []
@@ -69,15 +68,13 @@ class Planner:
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
-    def predict_s(self, batch: Batch) -> float:
-        """Predict the seconds of a batch; 0.0 without known costs."""
-        if self.cost is None:
-            return 0.0
-        start, lengths = batch.start.astype(np.int64), batch.lengths
-        chunks = slice(batch.num_decode, None)
-        pairs = lengths[chunks] * (start[chunks] + lengths[chunks] // 2)
-        keys = int(start[: batch.num_decode].sum())
-        return self.cost.predict_s(int(lengths.sum()), keys, int(pairs.sum()))
+    def predict_decode_s(self, batch: Batch) -> float:
+        """Predict the seconds of a batch in which all requests decode.
+
+        The result is 0.0 without known costs, and too low for a batch with a chunk.
+        """
+        keys = int(batch.start.sum())
+        return 0.0 if self.cost is None else self.cost.predict_s(batch.num_reqs, keys, 0)
 
     def plan(self, step_id: int, in_flight: bool) -> tuple[Batch | None, Req | None]:
         """Plan the next step.
@@ -86,7 +83,7 @@ class Planner:
         Returns the batch (None when no request can run now) and a request to preempt (None when
         rows and pages suffice). The planner has already removed that request from the running ones.
         """
-        self._shares.measure([*self.clients], self.waiting.clients)
+        self._shares.measure(self.waiting.clients)
         rows, victim = self._decode_rows_with_pages(in_flight)
         starved = victim is not None or len(rows) < len(self.decode_rows)
         chunks, blocked = self._choose_chunks(rows, admit=not starved)
@@ -124,6 +121,15 @@ class Planner:
         samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
         self.decode_rows = rows[~samples_last_token]
 
+    def recompute(self, req: Req) -> None:
+        """Let a decoding request forward its forced tokens as a chunk of the next step.
+
+        It comes before all prompts, because its client is receiving tokens.
+        """
+        self.decode_rows = self.decode_rows[self.decode_rows != req.row]
+        self.prefilling.insert(0, req)
+        req.state = ReqState.PREFILL
+
     def remove(self, req: Req) -> None:
         """Take `req` out of the running requests. It keeps row and pages until their release."""
         if req.state is ReqState.PREFILL:
@@ -136,7 +142,7 @@ class Planner:
     def enqueue(self, req: Req) -> None:
         """Put a new or a preempted request into the queue."""
         req.state = ReqState.WAITING
-        self.clients[req.client] = None
+        self._shares.clients.add(req.client)
         cached = len(self._kv_manager.match(req).pages) * self._kv_manager.page_size
         others = chain(self.uncached, islice(reversed(self.waiting), MAX_DEFERRED))
         shared = self._shared_with_older(req, cached, others)
@@ -235,7 +241,7 @@ class Planner:
         for req in self.waiting.of(client) if admit and left > 0 else ():
             pages = self._kv_manager.pages_for(len(req.tokens))
             is_within = self._shares.is_within(req, pages)
-            if not self._shares.may_take_row(client) or not (is_within or blocked is None):
+            if not self._table.rows.num_free or not (is_within or blocked is None):
                 refused = req if is_within else None
                 break
             match = self._kv_manager.match(req)
@@ -248,7 +254,7 @@ class Planner:
             if not self._kv_manager.try_admit(req, match, self._table):
                 refused = req if is_within else None
                 break
-            self._shares.admitted(req, pages)
+            self._shares.record_admitted(req, pages)
             admitted.append(req)
             if not req.admitted:
                 req.admitted = True
@@ -280,10 +286,7 @@ class Planner:
         running = [*self.prefilling, *map(self._table.req_at, self.decode_rows.tolist())]
         rows = self._table.rows
         ends_soon = rows.num_quarantined or int(rows.allocated.sum()) > len(running)
-        if len(self.clients) < 2 or ends_soon:
-            return None
-        needs_row = not self._shares.may_take_row(req.client)
-        victim = self._shares.victim(req, needs_row, running)
+        victim = None if ends_soon else self._shares.victim(req, running)
         if victim is not None:
             self.remove(victim)
         return victim

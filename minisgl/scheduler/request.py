@@ -9,13 +9,18 @@ import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.core.sampling import MAX_SEED
+from minisgl.engine.logits_processing import Constraint
 from minisgl.kvcache import RadixNode
 from minisgl.message.messages import AddReq, TokenLogprobs
 
 
 class ReqState(StrEnum):
-    """The state of a request. It moves down this list; preemption returns it to WAITING."""
+    """The state of a request. It moves down this list; preemption returns it to WAITING.
 
+    Forced tokens return it from DECODE to PREFILL.
+    """
+
+    PREPARING = "preparing"  # as WAITING, but outside of the queue until its constraint is prepared
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
     DECODE = "decode"  # the whole prompt is launched; each step computes one token
@@ -48,6 +53,7 @@ class Req:
     cache_salt        only requests with an equal salt share cached prefixes.
     client, call      the client and its call, which take turns in the queue.
     logit_states      state of each logits processor for this request; None if none needs one.
+    constraint        the one of logit_states that is a Constraint, if there is one.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
     admitted          True from the first admission on, also while the request waits again after
@@ -68,6 +74,7 @@ class Req:
     client: str = ""
     call: int = 0
     logit_states: tuple[Any, ...] | None = None
+    constraint: Constraint | None = None
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
     row: int = -1
@@ -82,20 +89,21 @@ class Req:
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-def accept_requests(
-    message: AddReq, vocab_size: int, capacity_tokens: int, arrival_index: int
-) -> list[Req]:
-    """Check `message` against the engine's limits and return its requests, which share the prompt.
+def accept_request(
+    message: AddReq, index: int, vocab_size: int, capacity_tokens: int, arrival_index: int
+) -> Req:
+    """Check `message` against the engine's limits and return its waiting request `index`.
+
+    The requests of one message share the memory of the prompt.
 
     The API server has already checked the same limits. This second check protects the ranks: an
     invalid message would make all of them fail.
 
     vocab_size: width of the logits; each token id is below it.
     capacity_tokens: prompt and output tokens that context length and KV pool allow one request.
-    arrival_index: position of the first request in the order of arrival.
     Raises RequestError (InvalidRequest, PromptTooLong) for a request that could never complete.
     """
-    tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32)
+    tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32, copy=False)
     sampling = message.sampling
     sampling.validate(vocab_size)
     if not len(tokens):
@@ -112,23 +120,18 @@ def accept_requests(
         )
     # The API server draws a seed for a request without one. The uid is the fallback for other
     # senders: every rank must use the same seed.
-    first_seed = message.uid if sampling.seed is None else sampling.seed
-    reqs = []
-    for index in range(message.count):
-        seed = first_seed + index
-        own: dict[str, Any] = {"seed": seed if seed <= MAX_SEED else seed - 2**64}
-        if index:
-            own["prompt_logprobs"] = None
-        req = Req(
-            uid=message.uid + index,
-            tokens=tokens,
-            prompt_len=len(tokens),
-            max_total_tokens=capacity_tokens if max_tokens is None else needed,
-            sampling=msgspec.structs.replace(sampling, **own),
-            arrival_index=arrival_index + index,
-            cache_salt=message.cache_salt,
-            client=message.client,
-            call=message.call,
-        )
-        reqs.append(req)
-    return reqs
+    seed = index + (message.uid if sampling.seed is None else sampling.seed)
+    seed = seed if seed <= MAX_SEED else seed - 2**64
+    prompt_logprobs = None if index else sampling.prompt_logprobs
+    sampling = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=prompt_logprobs)
+    return Req(
+        uid=message.uid + index,
+        tokens=tokens,
+        prompt_len=len(tokens),
+        max_total_tokens=capacity_tokens if max_tokens is None else needed,
+        sampling=sampling,
+        arrival_index=arrival_index,
+        cache_salt=message.cache_salt,
+        client=message.client,
+        call=message.call,
+    )

@@ -1,12 +1,10 @@
 """`ClientShares`: the rows and pages of each client, and preemption for the sake of another one."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
-
-_MIN_ROWS = 32  # one row of 32 is 3 % of the requests in a batch
 
 
 class ClientShares:
@@ -18,35 +16,30 @@ class ClientShares:
     the newest request of the client that holds the most. This is max-min fairness for each of the
     two resources; it looks at present holdings only and not at past use.
 
-    With several clients and at least 32 rows, the last free row is kept for a client without
-    running requests. Such a client would otherwise wait one more step for a row.
-
     The last running request of a client is never preempted for another client, so that each client
     makes progress. A request that needs more than the fair share of pages waits until the other
     clients leave that many.
 
     The planner calls `measure` at the start of each plan. With one client, measure does nothing,
     and each method returns the answer of a server that has no clients.
+
+    clients  every client so far; the API server has a fixed number of them.
     """
 
     def __init__(self, table: RequestTable, num_pages: int) -> None:
+        self.clients: set[str] = set()
         self._table = table
         self._num_pages = num_pages
         self._rows: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._fair_rows = table.rows.size
         self._fair_pages = num_pages
-        self._several = False
 
-    def measure(self, clients: Sequence[str], waiting: Iterable[str]) -> None:
-        """Count the holdings.
-
-        clients: every client so far. waiting: the clients of waiting requests.
-        """
+    def measure(self, waiting: Iterable[str]) -> None:
+        """Count the holdings. waiting: the clients of waiting requests."""
         self._rows.clear()
         self._pages.clear()
-        self._several = len(clients) > 1
-        if not self._several:
+        if len(self.clients) < 2:
             return
         table = self._table
         for req in table.reqs:
@@ -78,24 +71,15 @@ class ClientShares:
         rows = self._rows[req.client] + 1
         return rows <= self._fair_rows and self._pages[req.client] + pages <= self._fair_pages
 
-    def may_take_row(self, client: str) -> bool:
-        """A row is free, and it is not the row kept for a client without running requests."""
-        table = self._table
-        keeps_one = self._several and table.rows.size >= _MIN_ROWS and self._rows[client] > 0
-        return table.rows.num_free > int(keeps_one)
-
-    def admitted(self, req: Req, pages: int) -> None:
+    def record_admitted(self, req: Req, pages: int) -> None:
         """Count the row and the pages that `req` has got in this plan."""
         self._rows[req.client] += 1
         self._pages[req.client] += pages
 
-    def victim(self, req: Req, needs_row: bool, running: Iterable[Req]) -> Req | None:
-        """The request of `running` to preempt for `req`; None if no client holds too much.
-
-        needs_row: no row is free; otherwise pages are short.
-        """
+    def victim(self, req: Req, running: Iterable[Req]) -> Req | None:
+        """The request of `running` to preempt for `req`; None if no client holds too much."""
         held, fair = self._pages, self._fair_pages
-        if needs_row:
+        if not self._table.rows.num_free:
             held, fair = self._rows, self._fair_rows
         others = [
             other

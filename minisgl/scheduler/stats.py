@@ -8,8 +8,6 @@ from collections.abc import Callable
 from minisgl.core import Batch
 from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
 
-_CHUNK_MARGIN = 0.9  # StepCost predicts the time of a step with a chunk to about 10 %
-
 
 class StepMeter:
     """Counts the steps and sums their times.
@@ -55,13 +53,11 @@ class StepMeter:
         phase.reqs_counts[bisect_left(BATCH_SIZE_BOUNDS, batch.num_reqs)] += 1
         phase.tokens_counts[bisect_left(BATCH_TOKENS_BOUNDS, tokens)] += 1
 
-    def remaining_s(self, predicted_s: float, has_chunk: bool = False) -> float:
+    def remaining_s(self, predicted_s: float) -> float:
         """Estimate the seconds until the oldest step in flight ends; negative when it is late.
 
         predicted_s: predicted duration of the step. The estimate uses the shortest of the
         prediction and the last two decode steps. It uses two steps because one measured time may be
-        too long: the host may notice the end of a step late. A step with a chunk has no such steps
-        to compare with, so the estimate leaves a margin for the error of the prediction.
+        too long: the host may notice the end of a step late.
         """
-        shortest_s = _CHUNK_MARGIN * predicted_s if has_chunk else min(predicted_s, *self._decode_s)
-        return self._ended_s + shortest_s - self.clock()
+        return self._ended_s + min(predicted_s, *self._decode_s) - self.clock()

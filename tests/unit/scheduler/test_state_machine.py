@@ -1,4 +1,4 @@
-"""Random arrivals, shared prefixes, aborts and tiny pools.
+"""Random arrivals, shared prefixes, forced tokens, aborts and tiny pools.
 
 All invariants hold after each step, and every request gets the tokens of the plain computation.
 """
@@ -78,6 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 16),
         ignore_eos=st.booleans(),
         salt=st.sampled_from(["", "", "salt"]),
+        stretch=st.none() | st.integers(0, 6),
+        polls=st.integers(0, 4),
         call=st.integers(0, 2),
         count=st.sampled_from([1, 1, 1, 3]),
     )
@@ -87,9 +89,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         ignore_eos: bool,
         salt: str,
+        stretch: int | None,
+        polls: int,
         call: int,
         count: int,
     ) -> None:
+        """stretch, polls: as in ScriptedParams; None: the request has no constraint."""
         prefix: list[int] = []
         if self.prompts and data.draw(st.booleans(), label="shares a prefix"):
             base = data.draw(st.sampled_from(self.prompts), label="base")
@@ -98,13 +103,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             st.lists(st.integers(0, VOCAB - 1), min_size=0 if prefix else 1, max_size=20)
         )
         prompt = (prefix + tail)[: MAX_LEN - max_tokens]
+        sampling: dict[str, object] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
+        output = expected_output(prompt, max_tokens, ignore_eos)
+        if stretch is not None:
+            sampling |= {"prompt_len": len(prompt), "script": tuple(output)}
+            sampling |= {"stretch": stretch, "polls": polls}
         client = data.draw(st.sampled_from(self.clients), label="client")
-        first = self.harness.add(
-            prompt, salt, client, call, count, max_tokens=max_tokens, ignore_eos=ignore_eos
-        )
+        first = self.harness.add(prompt, salt, client, call, count, **sampling)
         for uid in range(first, first + count):
-            self.wanted[uid] = expected_output(prompt, max_tokens, ignore_eos)
-            self.prompts.append(prompt + self.wanted[uid])
+            self.wanted[uid] = output
+            self.prompts.append(prompt + output)
             self.sequences[uid] = salt, self.prompts[-1]
 
     @precondition(lambda self: self.wanted)
