@@ -1,7 +1,8 @@
 """`PrefillBudget`: the number of prompt tokens of the next step."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +26,7 @@ class PrefillBudget:
     """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
     While no request decodes, or without known step costs, the limit is prefill_budget_tokens. Next
-    to decoding requests, or if several clients have prompts, it is lower:
+    to decoding requests, or if there are several clients, it is lower:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
       `_timed_tokens`.
@@ -41,6 +42,7 @@ class PrefillBudget:
     _table: RequestTable
     _prefilling: Sequence[Req]
     _waiting: WaitingQueue
+    _clients: Collection[str]  # every client so far
     _sizes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,16 +59,11 @@ class PrefillBudget:
         target_ms = self._config.target_step_ms
         if cost is None or not (self._prefilling or self._waiting):
             return budget
-        clients = {req.client for req in self._prefilling}.union(self._waiting.clients)
-        if not len(decode_rows) and (len(clients) < 2 or target_ms is None):
+        if not len(decode_rows) and (len(self._clients) < 2 or target_ms is None):
             return budget
         if target_ms is None:
             return min(self._even_tokens(decode_rows, cost), budget)
-        queued = dict.fromkeys(clients, 0)
-        for req in self._waiting:
-            queued[req.client] += req.uncached_tokens
-        shortest = min(queued.values())
-        return min(self._timed_tokens(decode_rows, cost, target_ms / 1000, shortest), budget)
+        return min(self._timed_tokens(decode_rows, cost, target_ms / 1000), budget)
 
     def _even_tokens(self, decode_rows: Int32Array, cost: StepCost) -> int:
         """Spread prompts over the decode steps, in steps of even size.
@@ -106,9 +103,7 @@ class PrefillBudget:
         separate_s = cost.predict_s(budget, 0, 0) * chunk / budget
         return chunk if mixed_s < separate_s else budget
 
-    def _timed_tokens(
-        self, decode_rows: Int32Array, cost: StepCost, target_s: float, queued_tokens: int
-    ) -> int:
+    def _timed_tokens(self, decode_rows: Int32Array, cost: StepCost, target_s: float) -> int:
         """Keep the predicted step time below a limit.
 
         The limit is the larger of the step-time target and MAX_SLOWDOWN times the predicted
@@ -118,14 +113,16 @@ class PrefillBudget:
         step is compute-bound, a decode token takes 45 us next to a chunk and 27 us next to other
         decode tokens (8B model, H200).
 
-        queued_tokens: prompt tokens to compute of the waiting requests. If several clients have
-        prompts, the shortest of their queues counts. Otherwise the queue of one client would delay
-        the first tokens of the others.
+        If several clients have prompts, the shortest of their queues counts. Otherwise the queue of
+        one client would delay the first tokens of the others.
         """
         num_decode = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())
         limit_s = max(target_s, MAX_SLOWDOWN * cost.predict_s(num_decode, keys, 0))
-        queue_s = cost.predict_s(queued_tokens, 0, 0)
+        queued = Counter({req.client: 0 for req in self._prefilling})
+        for req in self._waiting:
+            queued[req.client] += req.uncached_tokens
+        queue_s = cost.predict_s(min(queued.values()), 0, 0)
         limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), MAX_QUEUE_FACTOR)
         if self._prefilling:
             start = int(self._table.computed[self._prefilling[0].row])

@@ -64,7 +64,9 @@ class Planner:
         self.waiting = WaitingQueue()
         self._shares = ClientShares(table, kv_manager.pool.size)
         self.prefilling: list[Req] = []
-        self._budget = PrefillBudget(config, table, self.prefilling, self.waiting)
+        self._budget = PrefillBudget(
+            config, table, self.prefilling, self.waiting, self._shares.clients
+        )
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -91,9 +93,7 @@ class Planner:
             victim = self._make_room(blocked)
             if victim is not None:
                 rows = rows[rows != victim.row]
-                # `blocked` starts in the next step, so this step has to be short.
-                others = {row: self._table.req_at(row).client for row in chunks}
-                chunks = {row: n for row, n in chunks.items() if others[row] != victim.client}
+                chunks.pop(victim.row, None)
         if len(rows) or chunks:
             return self._build(step_id, rows, chunks), victim
         if self.waiting and not in_flight and victim is None:
@@ -241,17 +241,15 @@ class Planner:
         for req in self.waiting.of(client) if admit and left > 0 else ():
             pages = self._kv_manager.pages_for(len(req.tokens))
             is_within = self._shares.is_within(req, pages)
-            if not self._table.rows.num_free or not (is_within or blocked is None):
-                refused = req if is_within else None
-                break
+            has_row = self._table.rows.num_free > 0 and (is_within or blocked is None)
             match = self._kv_manager.match(req)
             cached = len(match.pages) * self._kv_manager.page_size
-            if self._shared_with_older(req, cached, self.uncached):
+            if has_row and self._shared_with_older(req, cached, self.uncached):
                 deferred += 1
                 if deferred == MAX_DEFERRED:
                     break
                 continue
-            if not self._kv_manager.try_admit(req, match, self._table):
+            if not (has_row and self._kv_manager.try_admit(req, match, self._table)):
                 refused = req if is_within else None
                 break
             self._shares.record_admitted(req, pages)

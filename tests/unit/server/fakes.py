@@ -72,8 +72,8 @@ class World:
         return (
             not client.open_generations
             and not any(client.open_choices.values())
-            and not client._tokenizers._waiting
+            and not any(client._tokenizers._waiting.values())
             and not client._tokenizers._sent
-            and not any(worker.outstanding_bytes for worker in client._tokenizers._workers)
+            and not any(client._tokenizers._outstanding_bytes)
             and all(load == ClientLoad() for load in client.loads.values())
         )
