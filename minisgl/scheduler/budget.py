@@ -113,8 +113,9 @@ class PrefillBudget:
         step is compute-bound, a decode token takes 45 us next to a chunk and 27 us next to other
         decode tokens (8B model, H200).
 
-        If several clients have prompts, the shortest of their queues counts. Otherwise the queue of
-        one client would delay the first tokens of the others.
+        If there are several clients, the limit grows half as far, and the shortest queue of the
+        clients with prompts counts. Otherwise the queue of one client would delay the first tokens
+        of the others.
         """
         num_decode = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())
@@ -123,7 +124,9 @@ class PrefillBudget:
         for req in self._waiting:
             queued[req.client] += req.uncached_tokens
         queue_s = cost.predict_s(min(queued.values()), 0, 0)
-        limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), MAX_QUEUE_FACTOR)
+        # A request that arrives during step n enters step n + 2, so it waits for two steps.
+        most = MAX_QUEUE_FACTOR / 2 if len(self._clients) > 1 else MAX_QUEUE_FACTOR
+        limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), most)
         if self._prefilling:
             start = int(self._table.computed[self._prefilling[0].row])
         else:  # the cached part of the prompt that is admitted next

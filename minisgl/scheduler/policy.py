@@ -241,15 +241,17 @@ class Planner:
         for req in self.waiting.of(client) if admit and left > 0 else ():
             pages = self._kv_manager.pages_for(len(req.tokens))
             is_within = self._shares.is_within(req, pages)
-            has_row = self._table.rows.num_free > 0 and (is_within or blocked is None)
+            if not self._table.rows.num_free or not (is_within or blocked is None):
+                refused = req if is_within else None
+                break
             match = self._kv_manager.match(req)
             cached = len(match.pages) * self._kv_manager.page_size
-            if has_row and self._shared_with_older(req, cached, self.uncached):
+            if self._shared_with_older(req, cached, self.uncached):
                 deferred += 1
                 if deferred == MAX_DEFERRED:
                     break
                 continue
-            if not (has_row and self._kv_manager.try_admit(req, match, self._table)):
+            if not self._kv_manager.try_admit(req, match, self._table):
                 refused = req if is_within else None
                 break
             self._shares.record_admitted(req, pages)
