@@ -41,7 +41,9 @@ Runs = list[list[Outcome]]
 
 def run_on(size: int, cases: list[RankCase], model_path: ModelPath, folder: Path) -> Runs:
     paths = {case.family: model_path(case.family) for case in cases}
-    write_socket_key(str(folder))
+    for index in range(len(cases)):  # each case has its folder of queues, see run_cases
+        (folder / str(index)).mkdir()
+        write_socket_key(str(folder / str(index)))
     return run_ranks(size, folder, run_cases, str(folder), cases, paths)
 
 
