@@ -49,6 +49,10 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 - --num-tokenizer={{ int $server.tokenizers }}
 - --log-level={{ $server.logLevel }}
 - --tool-format={{ $server.toolFormat }}
+{{- if .Values.auth.keysSecret }}
+- --api-key-file=/keys/keys
+{{- end }}
+- --cache-isolation={{ .Values.auth.cacheIsolation }}
 {{- if $server.escapeSpecialTokens }}
 - --escape-special-tokens
 {{- end }}

@@ -20,7 +20,9 @@ server.host: --host
 service.port: --port --probe-port
 drain.graceSeconds: --drain-grace
 drain.timeoutSeconds: --drain-timeout
-auth.existingSecret: --api-key-file --api-key
+auth.existingSecret: --api-key
+auth.keysSecret: --api-key-file
+auth.cacheIsolation: --cache-isolation
 auth.adminSecret: --admin-api-key --admin-api-key-file
 ingress.tls: --ssl-certfile --ssl-keyfile
 {{- end -}}

@@ -136,16 +136,25 @@ class StartText(Message, frozen=True, kw_only=True):
 
 
 class AddReq(Message, frozen=True, kw_only=True):
-    """Run one request. The scheduler answers with exactly one PrefillDone and one Finished.
+    """Run `count` requests with one prompt, the choices of a call, as uid to uid + count - 1.
+
+    The scheduler answers for each of them with exactly one PrefillDone and one Finished. They share
+    one copy of the prompt. Choice i draws with seed + i. Only the first one reports the
+    log-probabilities of the prompt.
 
     token_ids   int32 little-endian, each below the width of the logits.
     cache_salt  only requests with the same salt share cached prefixes.
+    client      the name of the API key; clients take turns. "" if there is only one.
+    call        number of the call; the calls of a client take turns. 0 in an offline run.
     """
 
     uid: int
     token_ids: bytes
     sampling: SamplingParams
     cache_salt: str = ""
+    count: int = 1
+    client: str = ""
+    call: int = 0
 
 
 class AbortReq(Message, frozen=True, kw_only=True):

@@ -1,12 +1,14 @@
 """`PrefillBudget`: the number of prompt tokens of the next step."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from minisgl.core import Int32Array, SchedulerConfig, StepCost, step_sizes
+from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
@@ -24,7 +26,7 @@ class PrefillBudget:
     """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
     While no request decodes, or without known step costs, the limit is prefill_budget_tokens. Next
-    to decoding requests it is lower:
+    to decoding requests, or if there are several clients, it is lower:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
       `_timed_tokens`.
@@ -39,7 +41,8 @@ class PrefillBudget:
     _config: SchedulerConfig
     _table: RequestTable
     _prefilling: Sequence[Req]
-    _waiting: Sequence[Req]
+    _waiting: WaitingQueue
+    _clients: Collection[str]  # every client so far
     _sizes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +57,9 @@ class PrefillBudget:
         """
         budget = self._config.prefill_budget_tokens
         target_ms = self._config.target_step_ms
-        if not len(decode_rows) or cost is None or not (self._prefilling or self._waiting):
+        if cost is None or not (self._prefilling or self._waiting):
+            return budget
+        if not len(decode_rows) and (len(self._clients) < 2 or target_ms is None):
             return budget
         if target_ms is None:
             return min(self._even_tokens(decode_rows, cost), budget)
@@ -107,16 +112,26 @@ class PrefillBudget:
         token, and small chunks make them wait longer. Small chunks also cost throughput: when a
         step is compute-bound, a decode token takes 45 us next to a chunk and 27 us next to other
         decode tokens (8B model, H200).
+
+        If there are several clients, the limit grows half as far, and the shortest queue of the
+        clients with prompts counts. Otherwise the queue of one client would delay the first tokens
+        of the others.
         """
         num_decode = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())
         limit_s = max(target_s, MAX_SLOWDOWN * cost.predict_s(num_decode, keys, 0))
-        queue_s = cost.predict_s(sum(req.uncached_tokens for req in self._waiting), 0, 0)
-        limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), MAX_QUEUE_FACTOR)
+        queued = Counter({req.client: 0 for req in self._prefilling})
+        for req in self._waiting:
+            queued[req.client] += req.uncached_tokens
+        queue_s = cost.predict_s(min(queued.values()), 0, 0)
+        # A request that arrives during step n enters step n + 2, so it waits for two steps.
+        most = MAX_QUEUE_FACTOR / 2 if len(self._clients) > 1 else MAX_QUEUE_FACTOR
+        limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), most)
         if self._prefilling:
             start = int(self._table.computed[self._prefilling[0].row])
         else:  # the cached part of the prompt that is admitted next
-            start = len(self._waiting[0].tokens) - self._waiting[0].uncached_tokens
+            first = next(iter(self._waiting))
+            start = len(first.tokens) - first.uncached_tokens
 
         def step_s(tokens: int) -> float:
             chunk = tokens - num_decode

@@ -86,12 +86,12 @@ class OutputBuilder:
         assert req.end_reason is not None, "an end reason must be set; this is a bug"
         self._next.finished.append(_finished(req.uid, req.end_reason, error))
 
-    def refuse(self, message: AddReq, error: RequestError) -> None:
-        """Add the PrefillDone and the Finished message of a refused request."""
+    def refuse(self, uid: int, message: AddReq, error: RequestError) -> None:
+        """Add the PrefillDone and the Finished message of a refused request of `message`."""
         prompt_tokens = len(message.token_ids) // 4
-        done = PrefillDone(uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0)
+        done = PrefillDone(uid=uid, prompt_tokens=prompt_tokens, cached_tokens=0)
         self._next.prefill_done.append(done)
-        self._next.finished.append(_finished(message.uid, FinishReason.ERROR, error))
+        self._next.finished.append(_finished(uid, FinishReason.ERROR, error))
 
     def take(self, step_id: int) -> StepOutput | None:
         """Return the output since the last call; None when there is none."""

@@ -205,7 +205,8 @@ class Scheduler:
     def _apply(self, message: ToScheduler) -> None:
         match message:
             case AddReq():
-                self._add(message)
+                for index in range(message.count):
+                    self._add(message, index)
             case AbortReq():
                 req = self._reqs.get(message.uid)
                 if req is not None:  # None: the request has finished or was refused
@@ -222,15 +223,18 @@ class Scheduler:
                 for req in list(self._reqs.values()):
                     self._abort(req, FinishReason.ABORT)
 
-    def _add(self, message: AddReq) -> None:
+    def _add(self, message: AddReq, index: int) -> None:
         self._arrivals += 1
+        uid = message.uid + index
         try:
-            if message.uid in self._reqs:
-                raise InvalidRequest(f"uid {message.uid} is in use; send another uid")
-            req = accept_request(message, self._vocab_size, self._capacity_tokens, self._arrivals)
+            if uid in self._reqs:
+                raise InvalidRequest(f"uid {uid} is in use; send another uid")
+            req = accept_request(
+                message, index, self._vocab_size, self._capacity_tokens, self._arrivals
+            )
             req.logit_states = self._extensions.open_states(req.sampling)
         except RequestError as error:
-            self._outputs.refuse(message, error)
+            self._outputs.refuse(uid, message, error)
             return
         self._reqs[req.uid] = req
         states = req.logit_states or ()

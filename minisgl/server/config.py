@@ -12,6 +12,9 @@ from minisgl.utils import supervise
 # The name of the process and the number of its pipe follow as arguments.
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
 
+# The client of requests whose key has no name, and of all requests to a server without keys.
+DEFAULT_CLIENT = "default"
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on one request and on all requests together. flags.toml explains each of them.
@@ -28,6 +31,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_logit_bias: int = 1024
     max_queued_reqs: int = 1024
     max_queued_tokens: int = 4 * 2**20
+    max_call_tokens: int = 2 * 2**20
+    max_key_reqs: int | None = None
+    max_key_tokens: int | None = None
     max_wait_s: float = 300.0
     max_total_s: float = 3600.0
     max_connections: int = 2048
@@ -45,6 +51,7 @@ LIMIT_NAMES = (
     "max_headers",
     "max_n",
     "max_prompts",
+    "max_body_values",
     "max_stop_strings",
     "max_stop_chars",
     "max_stop_token_ids",
@@ -61,7 +68,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved command line. The flag of each field explains it in flags.toml.
 
     served_names        values of `model` that requests may use; responses contain the first.
-    api_key_hashes, admin_key_hashes   SHA-256 in hex; only the launcher holds the keys.
+    api_key_hashes, admin_key_hashes   the client of each key, by the SHA-256 of the key in hex;
+                        only the launcher holds the keys.
     commit              the Git commit of the running source, or "unknown".
     """
 
@@ -81,8 +89,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     escape_special_tokens: bool = False
     tool_format: str = "auto"
     max_json_whitespace: int = MAX_JSON_WHITESPACE
-    api_key_hashes: tuple[str, ...] = ()
-    admin_key_hashes: tuple[str, ...] = ()
+    api_key_hashes: dict[str, str] = {}
+    admin_key_hashes: dict[str, str] = {}
+    cache_isolation: str = "none"
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()

@@ -55,7 +55,7 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
     setup_logging("launcher", "info", config.log_format)
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
     if shell_key is not None:
-        hashes = (*config.api_key_hashes, *key_hashes([shell_key], None))
+        hashes = config.api_key_hashes | key_hashes([shell_key], None)
         config = msgspec.structs.replace(config, api_key_hashes=hashes)
     try:
         socket_dir = make_socket_dir()

@@ -70,12 +70,13 @@ class ApiServer:
         self._workers: dict[str, Sender[messages.ToTokenizer | messages.ToDetokenizer]] = {
             name: Sender(endpoint(directory, name)) for name in (*names, "detokenizer")
         }
+        clients = (config.api_key_hashes | config.admin_key_hashes).values()
         self.client = EngineClient(
             [self._workers[name].send for name in names],
             self._workers["detokenizer"].send,
             self._scheduler.send,
             config.limits,
-            Metrics(config.served_names[0], config.commit),
+            Metrics(config.served_names[0], config.commit, clients=clients),
         )
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))

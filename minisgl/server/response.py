@@ -2,6 +2,10 @@
 
 Whole answers are encoded from the structs of `protocol`. The parts that all events of a stream have
 in common are encoded once, because a busy server sends tens of thousands of events per second.
+
+A thread encodes large answers, and the event loop serves other calls meanwhile. Python switches
+between the two every 5 ms, but not within one call of the JSON encoder. The log-probabilities of
+each token are therefore encoded by a call of their own.
 """
 
 import asyncio
@@ -40,6 +44,7 @@ _HEADERS = (
     (b"x-accel-buffering", b"no"),  # keeps nginx from collecting events before it forwards them
 )
 _LOWEST_LOGPROB = -9999.0
+_LARGE_TOKENS = 512  # tokens with log-probabilities that take up to 10 ms to encode
 _KINDS = {
     CHAT: ("chatcmpl-", "chat.completion"),
     COMPLETIONS: ("cmpl-", "text_completion"),
@@ -77,8 +82,13 @@ class ResponseWriter:
         self._text_field = b',"delta":{"content":' if self._is_chat else b',"text":'
         self._text_after = b"}" + rest if self._is_chat else rest
 
-    def whole(self, generation: Generation) -> bytes:
+    async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
+        if self.request.sampling.logprobs is None and not self.request.text.token_ids:
+            return self._whole(generation)
+        return await asyncio.to_thread(self._whole, generation)
+
+    def _whole(self, generation: Generation) -> bytes:
         choices = [self._whole_choice(choice, generation) for choice in generation.choices]
         body = {**self._head, "choices": choices, "usage": self._usage(generation)}
         if not self._is_chat:
@@ -169,7 +179,7 @@ class ResponseWriter:
         self, choice: Choice, delta: ChoiceDelta, generation: Generation | None
     ) -> dict[str, Any]:
         """The fields beside the text of a choice, for its struct."""
-        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(delta)}
+        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(choice, delta)}
         if self.request.text.token_ids:
             values["token_ids"] = delta.token_ids
             if generation is not None and not self._is_chat:
@@ -177,14 +187,15 @@ class ResponseWriter:
         return values
 
     def _logprobs(
-        self, delta: ChoiceDelta
+        self, choice: Choice, delta: ChoiceDelta
     ) -> responses.ChatLogprobs | responses.TextLogprobs | None:
         if self.request.sampling.logprobs is None:
             return None
         if not self._is_chat:
-            return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs])
+            return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs], choice.offset)
         # As in OpenAI's answers, the token that ended the text has no entry.
-        return responses.ChatLogprobs([_chat_logprob(e) for e in delta.logprobs if not e.ends])
+        kept = [_encoded(_chat_logprob(e)) for e in delta.logprobs if not e.ends]
+        return responses.ChatLogprobs(kept)
 
     def _usage(self, generation: Generation) -> responses.Usage:
         """Each prompt counts once, however many choices it has."""
@@ -225,6 +236,11 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
+def _encoded(value: object) -> Any:
+    """The value as JSON, for a field of a struct."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
 def _chat_logprob(entry: TokenLogprob) -> responses.ChatTokenLogprob:
     assert entry.logprob is not None, "a generated token has a log-probability; this is a bug"
     top = [_chat_token(data, logprob) for data, logprob in entry.top]
@@ -244,8 +260,11 @@ def _text_token(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
-    """Return four parallel lists. `top_logprobs` always includes the token itself."""
+def _text_logprobs(entries: list[TokenLogprob], offset: int) -> responses.TextLogprobs:
+    """Return four parallel lists. `top_logprobs` always includes the token itself.
+
+    offset: characters to add to the offset of each entry.
+    """
     tops: list[dict[str, float] | None] = []
     for entry in entries:
         if entry.logprob is None:  # the first token of a prompt
@@ -254,12 +273,12 @@ def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
         top: dict[str, float] = {}
         for data, logprob in [*entry.top, (entry.token_bytes, entry.logprob)]:
             top.setdefault(_text_token(data), _finite(logprob))
-        tops.append(top)
+        tops.append(_encoded(top))
     return responses.TextLogprobs(
         tokens=[_text_token(entry.token_bytes) for entry in entries],
         token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
         top_logprobs=tops,
-        text_offset=[entry.offset for entry in entries],
+        text_offset=[offset + entry.offset for entry in entries],
     )
 
 
@@ -275,24 +294,30 @@ async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterato
     while running:
         await generation.wait_for_change()
         parts = []
-        for choice in running:
+        for choice in [*running]:
             text, delta = choice.take()
-            first = None
+            # More output may arrive while a thread encodes this output. The next round takes it.
+            finish, error, first = choice.finish, choice.error, None
             if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
                 first = generation
                 text = generation.echo(choice) + text
                 parts.append(writer.first_chunk(choice, generation))
             if delta is not None or (first and writer.request.text.token_ids):
-                parts.append(writer.delta_chunk(choice, text, delta or ChoiceDelta(), first))
+                delta = delta or ChoiceDelta()
+                if len(delta.prompt_logprobs) + len(delta.logprobs) < _LARGE_TOKENS:
+                    parts.append(writer.delta_chunk(choice, text, delta, first))
+                else:
+                    encode = asyncio.to_thread(writer.delta_chunk, choice, text, delta, first)
+                    parts.append(await encode)
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))
-            if choice.error is not None:
-                yield b"".join(parts) + _sse(error_reply(choice.error).body) + DONE
+            if error is not None:
+                yield b"".join(parts) + _sse(error_reply(error).body) + DONE
                 return
-            if choice.finish is not None:
+            if finish is not None:
                 parts.append(writer.last_chunk(choice))
-        running = [choice for choice in running if choice.finish is None]
+                running.remove(choice)
         if not running:
             if writer.request.include_usage:
                 parts.append(writer.usage_chunk(generation))

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -88,14 +89,18 @@ async def _generate(route: str, call: CallContext) -> Response:
     del raw  # Otherwise the body stays in memory until the response is complete.
     writer = ResponseWriter(request)
     client = call.client
-    started = start(client, request, facts, call.request_id)
+    if call.service.config.cache_isolation == "key":
+        # No name has a newline, so the salts of two names always differ.
+        salt = f"{call.client_name}\n{request.cache_salt}"
+        request = msgspec.structs.replace(request, cache_salt=salt)
+    started = start(client, request, facts, call.request_id, call.client_name)
     generation = await unless_disconnected(call.request.receive, started)
     if request.stream:
         return EventStream(client, writer, generation)
     try:
         ended = asyncio.ensure_future(generation.wait_until(generation.finished))
         await unless_disconnected(call.request.receive, ended)
-        return Response(writer.whole(generation), media_type="application/json")
+        return Response(await writer.whole(generation), media_type="application/json")
     finally:
         client.close(generation)
 
@@ -123,7 +128,7 @@ async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitabl
 
     The call waits in the same queue as the calls that generate.
     """
-    generation = call.client.open(1, call.request_id)
+    generation = call.client.open(1, call.request_id, call.client_name)
     try:
         return await unless_disconnected(call.request.receive, ask(generation))
     finally:

@@ -73,7 +73,8 @@ class StubScheduler:
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, AddReq):
-                    self._reqs[message.uid] = _Req(message)
+                    for uid in range(message.uid, message.uid + message.count):
+                        self._reqs[uid] = _Req(message)
                 elif isinstance(message, AbortReq) and message.uid in self._reqs:
                     self._finish(output, message.uid, message.reason)
             if self._mode != "hang" and (self._reqs or output.finished):

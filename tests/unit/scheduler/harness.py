@@ -47,16 +47,32 @@ class Harness:
         self.answers: dict[int, Answer] = {}
         self.next_uid = 1
 
-    def add(self, prompt: list[int], cache_salt: str = "", **sampling: object) -> int:
-        """Queue a request and return its uid."""
+    def add(
+        self,
+        prompt: list[int],
+        cache_salt: str = "",
+        client: str = "",
+        call: int = 0,
+        count: int = 1,
+        **sampling: object,
+    ) -> int:
+        """Queue `count` requests with consecutive uids and return the first uid."""
         uid = self.next_uid
-        self.next_uid += 1
+        self.next_uid += count
         params = ScriptedParams(**({"max_tokens": 8} | sampling))  # type: ignore[arg-type]
         ids = np.array(prompt, dtype="<i4").tobytes()
         self.inbox.messages.append(
-            AddReq(uid=uid, token_ids=ids, sampling=params, cache_salt=cache_salt)
+            AddReq(
+                uid=uid,
+                token_ids=ids,
+                sampling=params,
+                cache_salt=cache_salt,
+                count=count,
+                client=client,
+                call=call,
+            )
         )
-        self.answers[uid] = Answer()
+        self.answers |= {each: Answer() for each in range(uid, uid + count)}
         return uid
 
     def abort(self, uid: int, reason: FinishReason = FinishReason.ABORT) -> None:
