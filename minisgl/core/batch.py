@@ -32,15 +32,15 @@ class PageUpdates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EditedReq:
-    """A request with edited logits in one step: its next token is sampled from these.
+    """A request whose next token a step samples from edited logits.
 
     index       index of the request in the batch.
     position    position of the token that this step samples.
     prompt_len  position of the request's first output token.
     history     int32 [position]; the tokens of the request so far. Set only in the first step that
-                samples for the request after it got its row, None in later steps. Tokens from the
-                prefix cache do not pass through the engine, so a processor that counts tokens needs
-                this array.
+                samples for the request after the request got its row. None in later steps. Tokens
+                from the prefix cache do not pass through the engine, so a processor that counts
+                tokens needs this array.
     states      one state for each logits processor, as LogitsProcessor.open returned it.
     """
 
@@ -56,7 +56,8 @@ class LogprobsRequest(NamedTuple):
 
     sampled         int32 [B]; number of most likely tokens to report with the sampled token. -1
                     means that the step reports nothing for this request.
-    prompt          int32 [B]; the same number for each prompt token of a chunk.
+    prompt          int32 [B]; number of most likely tokens to report with each prompt token of a
+                    chunk. -1 means that the step reports nothing for this request.
     prompt_targets  int32 [sum of the lengths of the chunks with prompt >= 0]; the prompt token that
                     follows each position, -1 after the end of the prompt.
     """
@@ -67,7 +68,7 @@ class LogprobsRequest(NamedTuple):
 
 
 class Logprobs(NamedTuple, Generic[Array]):
-    """Log-probabilities of n tokens, computed from the logits that the model returns, unedited.
+    """Log-probabilities of n tokens, computed from the model's logits before any edit.
 
     chosen   float32 [n]; the log-probability of each token.
     top_ids  int32 [n, K]; ids of the most likely tokens at the same positions, most likely first.
@@ -91,8 +92,8 @@ class Batch:
                   from its token pool, at (row, start) to (row, start + length - 1). The host need
                   not know these tokens yet.
     rows          int32 [B], distinct; each request's row in the page table and the token pool.
-    start         int32 [B]; tokens in the KV cache before the step, which is also the position of
-                  the first token that the request forwards.
+    start         int32 [B]; number of tokens in the KV cache before the step. This number is also
+                  the position of the first token that the request forwards.
     lengths       int32 [B]; tokens forwarded, at least 1. T = lengths.sum(). A decode request with
                   a length above 1 forwards draft tokens after its last token. Such a request has
                   neither edited logits nor log-probabilities, and no later step may contain it
@@ -103,7 +104,7 @@ class Batch:
     page_updates  changes of the page table, which the engine applies before the forward.
     sampling      the values of sampling columns (core.sampling), [B], by name. A column that is
                   missing has its neutral value for all requests.
-    logit_edits   the sampling requests with edited logits; None when there are none.
+    logit_edits   the requests with samples True and edited logits; None when there are none.
     logprobs      None when no request asks for log-probabilities.
     """
 

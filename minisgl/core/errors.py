@@ -97,7 +97,7 @@ class EngineError(MinisglError):
 
 
 class WorkerDied(EngineError):
-    """A child process ended without being asked to."""
+    """A child process ended although its parent had not stopped it."""
 
 
 class OutOfMemory(EngineError):

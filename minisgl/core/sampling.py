@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from minisgl.core.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
-MAX_LOGPROBS = 20  # limit of the most likely tokens that are reported with one token
+MAX_LOGPROBS = 20  # the largest number of most likely tokens reported with one token
 MAX_TOKENS = 2**31 - 1
 
 
 class FinishReason(StrEnum):
     """Why a request ended. Each request ends exactly once."""
 
-    STOP = "stop"  # it produced an EOS id, a stop token id or a stop string
-    LENGTH = "length"  # it reached max_tokens or the context length
+    STOP = "stop"  # the request produced an EOS id, a stop token id or a stop string
+    LENGTH = "length"  # the request reached max_tokens or the context length
     ABORT = "abort"  # the client disconnected or aborted the request
     ERROR = "error"  # this request failed; other requests go on
 
@@ -40,8 +40,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature    0 means greedy; otherwise the logits are divided by it.
     top_k          keep the k most likely tokens; 0 or -1 keeps all.
-    top_p          keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
-    min_p          drop tokens less likely than min_p times the most likely one, in [0, 1].
+    top_p          keep the smallest set of tokens whose total probability reaches top_p. Above
+                   0, up to 1.
+    min_p          drop tokens whose probability is below min_p times the highest one. From 0 to 1.
     seed           a random draw depends only on the seed and the token's position. None: the front
                    end draws a seed.
     max_tokens     limit of output tokens; None: as many as context and KV pool allow.
@@ -55,8 +56,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty
                    above 1 makes tokens of prompt and output less likely; 1 is off.
     logit_bias     added to the logits of these ids.
-    logprobs       number of most likely tokens whose log-probabilities are reported with each
-                   output token, beside the log-probability of that token; None: report nothing.
+    logprobs       number of most likely tokens to report with each output token, with their
+                   log-probabilities. The log-probability of the output token is always reported
+                   with them. None: report nothing.
     prompt_logprobs
                    the same number for each prompt token except the first.
     """
@@ -78,10 +80,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
     def seeded(self) -> "SamplingParams":
-        """Return these parameters with a random seed where none is given.
+        """Return these parameters, with a random seed if they have none.
 
-        Two equal requests without a seed then get different answers. The seed comes from the
-        system's randomness: a counter would repeat the same answers after every restart.
+        Two equal requests without a seed then get different answers. The operating system
+        draws the seed. Seeds from a counter would repeat the same answers after every restart.
         """
         if self.seed is not None:
             return self
