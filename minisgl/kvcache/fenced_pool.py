@@ -59,7 +59,7 @@ class FencedPool:
             self.num_quarantined += len(ids)
 
     def resolve(self, step: int) -> None:
-        """Free the ids whose fence is at most `step`: these steps have completed on the device."""
+        """Free the ids whose fence is at most `step`. All steps up to `step` have completed."""
         self._resolved_step = step
         for fence in [fence for fence in self._quarantine if fence <= step]:
             for ids in self._quarantine.pop(fence):

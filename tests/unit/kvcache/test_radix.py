@@ -51,7 +51,7 @@ def test_a_locked_prefix_survives_any_eviction() -> None:
 
 
 def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
-    """W25: the head of a split edge kept its old last_use, so shared prefixes went first."""
+    """W25: the head of a split edge kept its last_use, so shared prefixes were evicted first."""
     cache = RadixCache(1)
     fill(cache, ids(1, 2, 3, 4), 0, 1)
     fill(cache, ids(9, 8), 10, 1)
@@ -82,8 +82,7 @@ def test_reused_leaves_keep_at_most_half_of_the_cache() -> None:
     for key in range(6, 10):
         fill(cache, ids(key), key, 1)
     evicted = [page for each in cache.evict(4) for page in each.pages.tolist()]
-    # Six reused of ten pages are more than half, as are five of nine and four of seven. Four of
-    # eight are not.
+    # Reused pages of all pages: 6 of 10, 5 of 9 and 4 of 7 are more than half; 4 of 8 are not.
     assert evicted == [0, 1, 6, 2]
     check_cache(cache)
 
