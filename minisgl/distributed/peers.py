@@ -1,7 +1,8 @@
 """Memory of each rank that all ranks of the host can read and write over NVLink, for small sums.
 
-torch's symmetric memory allocates it and maps the other ranks' memory into this process. The kernel
-that sums over it is minisgl.kernel.triton.reduce. It does not use NVLink multicast.
+torch's symmetric memory allocates this rank's memory and maps the other ranks' memory into this
+process. The kernel minisgl.kernel.triton.reduce adds up the data of all ranks. It does not use
+NVLink multicast.
 """
 
 import os
@@ -16,10 +17,11 @@ from minisgl.kernel.peers import BLOCKS, PeerLayout
 
 _MAX_BYTES = 8192 * 10240  # the largest sum over peer memory; NCCL computes larger sums
 # The largest sum, in bytes by the number of ranks, for which one shot is as fast as two shots (see
-# minisgl.kernel.triton.reduce). Measured on H200s of one host with rows of 10 KiB, in µs with one
-# shot and with two:
-# 4 ranks: 16 rows 7.7 and 8.9, 32 rows 9.3 and 8.8. 2 ranks: 256 rows 15.3 and 17.3, 512 rows 24.8
-# and 23.2.
+# minisgl.kernel.triton.reduce). Measured on H200s of one host with rows of 10 KiB:
+#   4 ranks,  16 rows: one shot  7.7 µs, two shots  8.9 µs
+#   4 ranks,  32 rows: one shot  9.3 µs, two shots  8.8 µs
+#   2 ranks, 256 rows: one shot 15.3 µs, two shots 17.3 µs
+#   2 ranks, 512 rows: one shot 24.8 µs, two shots 23.2 µs
 _ONE_SHOT_BYTES = MappingProxyType({2: 384 * 10240, 4: 24 * 10240})
 _ONE_SHOT_BYTES_OTHER = 8 * 10240  # for other numbers of ranks
 

@@ -14,7 +14,7 @@ def rows(count: int, width: int = 5120, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_sums_up_to_80_mib_in_whole_16_bytes_are_taken(size: int) -> None:
+def test_peer_memory_takes_sums_of_up_to_80_mib_with_rows_of_whole_16_bytes(size: int) -> None:
     peers = PeerMemory(0, size, torch.device("meta"))
     assert all(peers.takes(rows(count)) for count in (1, 7, 256, 8192))
     assert not peers.takes(rows(8193)), (
