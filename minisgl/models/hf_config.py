@@ -1,4 +1,4 @@
-"""The fields that minisgl reads of config.json and generation_config.json, with their types.
+"""The fields that minisgl reads from config.json and generation_config.json, with their types.
 
 Field names are those of Hugging Face checkpoints. A field that is absent or null has the default
 given here. Fields that are not listed are ignored.

@@ -1,7 +1,8 @@
 """Rotary settings from config.json.
 
 transformers 5 writes rope_parameters {rope_type, rope_theta, ...}. Earlier versions write
-rope_theta and rope_scaling {rope_type or type, ...}. Both spellings are read, also together.
+rope_theta and rope_scaling {rope_type or type, ...}. This module reads both
+spellings. A file may have both if they agree.
 """
 
 import math
