@@ -18,8 +18,8 @@ def create_moe_backend(
 ) -> MoeBackend:
     """Make the backend called `name`, or for auto the first that can run on `device`.
 
-    added: backends of other packages. Raises ConfigError that lists the known names, or says why
-    the named backend cannot be used.
+    added: backends of other packages. Raises ConfigError for an unknown name, and for a
+    named backend that cannot run on `device`.
     """
     known = (*MOE_BACKENDS, *added)
     for backend in known:
