@@ -13,7 +13,7 @@ from minisgl.kvcache.pool import KVPool
 
 
 class LayerKind(StrEnum):
-    """How a layer attends."""
+    """The kind of attention of a layer."""
 
     # Each token attends to all earlier tokens of its request and to itself.
     FULL = "full_attention"
@@ -34,7 +34,7 @@ class Capabilities(NamedTuple):
     devices    torch device types.
     dtypes     of keys and values. A backend for an FP8 KV cache lists the FP8 dtype.
     head_dims  sizes of a head.
-    kinds      kinds of layers. Windows and sinks become kinds when a model needs them.
+    kinds      kinds of layers. A window or sinks would be a further kind.
     """
 
     devices: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class AttentionStep(NamedTuple):
     page_table: Tensor
 
     def part(self, first: int, end: int) -> "AttentionStep":
-        """The step of the requests first..end-1 alone."""
+        """Return the step of the requests first to end - 1 alone."""
         return self._replace(
             num_decode=min(self.num_decode, end) - min(self.num_decode, first),
             start=self.start[first:end],
@@ -123,15 +123,15 @@ class FusedAttention(Protocol):
 class AttentionBackend(ABC):
     """One way to compute attention over the KV pool.
 
-    A subclass sets `name` and, unless it supports every model, `capabilities`. It is created from
-    the pool and the number of query heads of this rank, and implements `prepare`. The tuple
-    registry.ATTENTION_BACKENDS lists the backends of minisgl. An entry point passes the backends of
-    other packages in engine.Extensions.
+    A subclass sets `name` and, unless it supports every model, `capabilities`. It implements
+    `prepare`, and a constructor that takes the pool and the number of query heads of this rank. The
+    tuple registry.ATTENTION_BACKENDS lists the backends of minisgl. An entry point passes the
+    backends of other packages in engine.Extensions.
 
     name          the name that users give to --attention-backend.
-    decode_with   None for a backend that runs both phases. A backend that runs prefill chunks only
-                  gives here the name of a second backend. The second backend runs the decode
-                  requests if --attention-backend contains the first backend alone.
+    decode_with   None for a backend that runs both phases. A backend without a decode phase names
+                  here the backend that runs the decode requests. This name counts only if
+                  --attention-backend gives no backend for decode.
     """
 
     name: ClassVar[str]

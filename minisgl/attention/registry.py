@@ -44,8 +44,8 @@ def create_attention_backend(
     name: "auto", the name of one backend for both phases, or two names with a comma between them:
     first the backend for prefill, then the backend for decode.
     q_heads: query heads of this rank. kinds: the kinds of the model's layers. added: backends of
-    other packages. Raises ConfigError that lists the known names, or says why the named backend
-    cannot be used. If auto selects torch on a GPU, a warning says why.
+    other packages. Raises ConfigError for an unknown name, and for a named backend that cannot run
+    with this pool. If auto selects torch on a GPU, a warning gives the reason.
     """
     needs = AttentionNeeds(pool.device, pool.spec.dtype, pool.spec.head_dim, kinds)
     prefill, decode = resolve_phases(name, needs, added)
@@ -78,7 +78,7 @@ def attention_kernels(
 def resolve_phases(
     name: str, needs: AttentionNeeds, added: Sequence[type[AttentionBackend]] = ()
 ) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
-    """The backends of prefill and of decode, with auto replaced by the backend that it means."""
+    """The backends of prefill and of decode, with auto replaced by the selected backend."""
     known = (*ATTENTION_BACKENDS, *added)
     prefill_name, _, decode_name = name.partition(",")
     prefill = _resolve(prefill_name, known, needs)
