@@ -1,4 +1,5 @@
-"""Logging of one process: one line per record, on stderr. The process's main sets it up."""
+"""Logging of one process: one line per record, on stderr. The main function of the process sets
+it up."""
 
 import copy
 import json
@@ -11,7 +12,7 @@ _FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s
 
 
 class _OneLine(logging.Formatter):
-    """Escapes line breaks in messages, which may hold client text, but not in tracebacks.
+    """Escapes line breaks in messages, because a message may hold client text. Keeps tracebacks.
 
     Values of fields with spaces, quotes or `=` are quoted, so that a client cannot forge a field.
     """
