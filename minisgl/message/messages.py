@@ -1,4 +1,4 @@
-"""Every message that crosses a process border, as msgspec structs: one tagged union per direction.
+"""The messages between processes, as msgspec structs: one tagged union per direction.
 
     API server  -> tokenizer    ToTokenizer
     API server  -> scheduler    ToScheduler    one queue: an abort never overtakes its request
@@ -25,7 +25,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 class TokenizeText(Message, frozen=True, kw_only=True):
     """Encode plain text. Text that spells a special token is encoded as that token.
 
-    uid          set by the engine client when it sends the message, also in the other requests.
+    uid          The engine client sets the uid of each TokenizeRequest when it sends it.
     add_special  also add the special tokens that the tokenizer adds by itself, such as BOS.
     """
 
@@ -63,7 +63,7 @@ ToTokenizer = TokenizeRequest | Ping
 
 
 class TextOptions(Message, frozen=True, kw_only=True):
-    """How the tokens of one request become text.
+    """Options for the conversion of one request's tokens to text.
 
     prompt_tail          the last ids of the prompt. A character may begin in the prompt and end in
                          the output; with these ids it is decoded as a whole.
@@ -73,7 +73,7 @@ class TextOptions(Message, frozen=True, kw_only=True):
     min_tokens           ignore stop strings in the first min_tokens output tokens.
     prompt_ids           int32 little-endian; the whole prompt if its log-probabilities are wanted.
     token_ids            send the output ids in the updates too.
-    reasoning            report text between <think> and </think> apart from the answer.
+    reasoning            report text between <think> and </think> separately from the answer.
     silent               drop the output tokens, because the client wants the prompt only.
     """
 
@@ -157,7 +157,7 @@ class PrefillDone(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """The last message about a request. If its reason is STOP, its last token is not in the text.
+    """The last message about a request. If the reason is STOP, the text has no last token.
 
     error       the error message; None unless the reason is ERROR.
     error_kind  class name of the RequestError that refused the request; "" for an internal error.
@@ -238,7 +238,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """New text of one request. Only the last update has `finish`, and `error` after a failure.
+    """New text of one request. Only the last update has `finish` or, after a failure, `error` too.
 
     completion_tokens  number of output tokens so far, with the stop token.
     reasoning          new text between <think> and </think>, which is not in `text`.
@@ -327,7 +327,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
 
     step_id, busy         the API server detects a hung scheduler by these two fields.
     prompt_tokens_total, cached_tokens_total
-                          counted once per request, with its first output token.
+                          counted once per request, at its first output token.
     prefill_tokens_total  computed prompt tokens. A preempted request computes its tokens again, and
                           they count again.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
