@@ -113,7 +113,7 @@ class LocalWorker:
 class RankWorkers:
     """All tensor-parallel ranks as processes, with the interface of LocalWorker.
 
-    The ranks are started as the server starts them. They end with the caller's process, and when
+    This class starts the ranks as the server does. They end with the caller's process, and when
     this object is garbage-collected. On Linux they also end with the thread that created the LLM.
     """
 
@@ -204,7 +204,7 @@ class RankWorkers:
         return facts
 
     def _raise_if_lost(self) -> None:
-        """Raise an error after a rank has ended, at each call the same one."""
+        """Raise an error if a rank has ended. Every later call raises the same error."""
         if self._lost is None and (ended := self._ended()):
             self._lost = self._cause(ended)
         if self._lost is not None:

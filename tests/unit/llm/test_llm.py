@@ -201,7 +201,7 @@ def test_limits_of_one_input_leave_shared_parameters_alone(llm: LLM) -> None:
 def test_wrong_parameters_are_refused_before_any_request_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
         llm.generate([5], SamplingParams(temperature=float("nan")), progress=False)
-    with pytest.raises(InvalidRequest, match="1 sampling parameters for 2 prompts"):
+    with pytest.raises(InvalidRequest, match="sampling has 1 entries; give 2, one per prompt"):
         llm.generate([[5], [6]], [GREEDY], progress=False)
     with pytest.raises(InvalidRequest, match="32 bits"):
         llm.generate([2**40], GREEDY, progress=False)
