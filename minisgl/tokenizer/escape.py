@@ -9,8 +9,8 @@ token that the template wrote looks the same as one that a client wrote. Two ste
             name that no client knows. The marks are removed, and a second tokenizer, which knows
             the special tokens by these names only, encodes the whole string
 
-So the text between two tokens of the template is encoded in one piece, with all its merges, and
-the ids of a chat without special tokens in its texts are those of the first tokenizer.
+The text between two special tokens of the template is therefore encoded in one piece, with all its
+merges. If no text of a chat spells a special token, the ids equal those of the model's tokenizer.
 
 Limit: a special token that begins in the template's text and ends in a text of the client is the
 template's. No known template writes the first characters of a special token before such a text.
@@ -33,7 +33,7 @@ _TRIALS = 16  # A text with half of the marks is refused once in 65,536 chats.
 
 
 class SpecialTokenEscaper:
-    """Renders and encodes the chats of one model. The texts of a chat have no special tokens.
+    """Renders and encodes the chats of one model. No text of a chat becomes a special token.
 
     escaped: the texts of the special tokens. Other added tokens, such as <think>, stay tokens in
     all texts, because templates look for them in histories.
@@ -106,8 +106,9 @@ def escaped_tokens(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> s
 def _renamed(tokenizer: tokenizers.Tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
     """A copy of the tokenizer in which these added tokens have other texts and the same ids.
 
-    The model of the copy cannot produce their ids from plain text either. A SentencePiece model has
-    control tokens such as <s> in its vocabulary, where a merge could join their characters.
+    The model of the copy cannot produce their ids from plain text either. The vocabulary of a
+    SentencePiece model contains control tokens such as <s>, and a merge could join the characters
+    of such a token.
     """
     description = json.loads(tokenizer.to_str())
     model = description["model"]
@@ -123,7 +124,7 @@ def _renamed(tokenizer: tokenizers.Tokenizer, names: dict[str, str]) -> tokenize
         ]
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    description["post_processor"] = None  # It adds BOS to plain text. Templates write their own.
+    description["post_processor"] = None  # It would add a second BOS.
     return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
@@ -153,9 +154,10 @@ def _any_of(words: Collection[str]) -> str:
 
 
 def _begins_any_of(words: Collection[str]) -> str:
-    """A pattern of the first character of a word that follows whole, or up to the end of the text.
+    """A pattern of the first character of each word in a text.
 
-    A text of the client may end within a token, and the next text may complete it.
+    The pattern also matches if the text ends within the word: the next text of the client may
+    complete the word.
     """
     if not words:
         return r"(?!)"

@@ -1,6 +1,6 @@
 """Renders the Jinja chat template of a model in a sandbox, with limits on time and size.
 
-The environment is the one that Hugging Face templates are written for: trimmed blocks, loop
+The Jinja environment has the features that Hugging Face templates use: trimmed blocks, loop
 controls, `tojson` without escaping, `raise_exception`, `strftime_now`, the `generation` tag.
 """
 
