@@ -2,7 +2,7 @@
 
 All its tensors are on torch's meta device: they have shapes and dtypes and no memory. A launch with
 such tensors compiles the kernel (triton_driver.py). Three parts of an engine need memory, and this
-file replaces them at the engine's seams: the weights stay unfilled, FlashInfer's kernels are not
+file replaces them: the weights stay unfilled, FlashInfer's kernels are not
 launched, and a copy to the host gives zeros.
 """
 

@@ -1,9 +1,9 @@
 """Fills a kernel cache with all kernels that one configuration of a server runs.
 
-Our Triton kernels: a dry run takes the same steps as a starting server and compiles each kernel
-that they launch (dry_run.py, triton_driver.py). The variants of a kernel depend on shapes, dtypes
-and alignments, which the engine's code decides. A hand-written list of variants would repeat that
-code.
+Our Triton kernels: a dry run launches the same kernels as a starting server, and each launch
+compiles its kernel (dry_run.py, triton_driver.py). The variants of a kernel depend on shapes,
+dtypes and alignments, which the engine's code decides. A hand-written list of variants would repeat
+that code.
 
 FlashInfer's kernels: attention names the modules that its backends run, and flashinfer.py builds
 them.
@@ -40,8 +40,9 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
                       this machine.
 
     Needs a C and a C++ compiler, nvcc and ninja; needs no GPU. Reads the model's config and no
-    weights. Call it once in a process, which cannot run kernels afterwards. Raises ConfigError when
-    an argument is wrong, Triton is missing or the folder cannot be written.
+    weights. The process cannot run kernels afterwards, so call this function in a
+    process of its own. Raises ConfigError when an argument is wrong, Triton is missing or the
+    folder cannot be written.
     """
     if config.kernel_cache is None:
         raise ConfigError("minisgl compile needs --kernel-cache, the folder to fill")
@@ -53,7 +54,8 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     model = load_model_config(config.model_path)
     dtype = resolve_dtype(config, model, torch.device("cuda"))
     attention = attention_kernels(config.attention_backend, dtype, model.head_dim, archs)
-    # Before `filling` removes the manifest: without Triton, a complete folder stays complete.
+    # This check precedes `filling`, which removes the manifest. If Triton is missing, the folder
+    # keeps its manifest.
     require_triton()
     log = CompileLog()
     with filling(folder, archs, [str(kernel) for kernel in attention]):

@@ -1,4 +1,4 @@
-"""A Triton driver that compiles kernels for a GPU that is not there, and runs none.
+"""A Triton driver that compiles kernels for an absent GPU and runs no kernel.
 
 At a launch Triton asks its driver for the GPU's architecture, compiles the kernel and a C launcher,
 loads the kernel into the GPU and calls the launcher. This driver names the architecture that it is
