@@ -23,8 +23,8 @@ EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B 
 class PrefillBudget:
     """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
-    While no request decodes, or without known step costs, the limit is prefill_budget_tokens. Next
-    to decoding requests it is lower:
+    While no request decodes, or without known step costs, the limit is prefill_budget_tokens. In a
+    step with decoding requests the limit is lower:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
       `_timed_tokens`.
@@ -64,16 +64,16 @@ class PrefillBudget:
         """Spread prompts over the decode steps, in steps of even size.
 
         A decode step with few requests reads all weights for few tokens, so prompt tokens in the
-        same step cost little. They must not delay the end of the whole run, which is the end of the
-        request with the most output tokens left. The method therefore computes the latest step at
-        which each other request has to start to decode. It returns the smallest number of prompt
-        tokens per step with which the prompts of this request and of all requests before it are
-        complete by then, rounded up to a step size. It assumes that each request generates all
-        tokens that it may.
+        same step cost little. The run ends with the request that has the most output tokens left,
+        and prompt tokens must not delay this end. For each other request, the method computes the
+        latest step in which the request has to start to decode. By this step, the prompts of the
+        request and of all requests before it must be complete. The method returns the smallest
+        number of prompt tokens per step that is enough for all requests, rounded up to a step size.
+        It assumes that each request generates as many tokens as it may.
 
         The method returns all of prefill_budget_tokens in two cases: when more requests wait than
-        rows are free, and when prompt tokens next to decode tokens cost more than in a large step
-        of their own, as in small models.
+        rows are free, and when prompt tokens cost more in steps with decode tokens than in a large
+        step without them, as in small models.
         """
         budget = self._config.prefill_budget_tokens
         table = self._table

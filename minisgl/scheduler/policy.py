@@ -1,4 +1,4 @@
-"""`Planner`: decides which requests the next step contains and how many tokens of each.
+"""`Planner`: chooses the requests of the next step and the number of tokens of each.
 
 A plan depends only on the scheduler's state, not on a clock, randomness or I/O, so that all
 tensor-parallel ranks plan the same steps.
@@ -17,7 +17,7 @@ from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
 
-MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, which bounds its time
+MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, so its time is limited
 MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
 
 
@@ -35,8 +35,8 @@ class Planner:
     2. Admitted prompts get chunks, in order of admission, until the step's prompt tokens are used
        up (PrefillBudget).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
-       pages are left. The planner skips a request if an older request is computing its prefix,
-       until that prefix is in the prefix cache (in-batch prefix sharing).
+       pages are left. The planner skips a waiting request while an older request computes a
+       prefix that both share (in-batch prefix sharing).
 
     waiting      the queue: preempted requests first, then new requests in order of arrival.
     prefilling   admitted requests with prompt tokens that are not launched yet.
@@ -107,7 +107,7 @@ class Planner:
         self.decode_rows = rows[~samples_last_token]
 
     def remove(self, req: Req) -> None:
-        """Take `req` out of the running requests. It keeps row and pages until their release."""
+        """Take `req` out of the running requests. `req` keeps its row and pages until `release`."""
         if req.state is ReqState.PREFILL:
             self.prefilling.remove(req)
         elif req.state is ReqState.DECODE:
@@ -132,7 +132,7 @@ class Planner:
     def _decode_rows_with_pages(self, in_flight: bool) -> tuple[Int32Array, Req | None]:
         """Give each decoding row a page for its next token.
 
-        Returns the rows that have one, and a request to preempt when pages are short.
+        Returns the rows that have such a page, and a request to preempt when pages are short.
         """
         table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
@@ -201,7 +201,7 @@ class Planner:
         return chunks
 
     def _shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
-        """Return the number of leading tokens of `req` that an older one of `others` computes.
+        """Return the number of leading tokens of `req` that an older request in `others` computes.
 
         The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
         for so few. With this rule, the n choices of one prompt compute the prompt once, and a burst

@@ -69,8 +69,8 @@ def build_scheduler(
 ) -> Scheduler:
     """Warm up `engine` and return a scheduler for it.
 
-    The function also times steps of the engine, from which the scheduler predicts step times. On a
-    CPU, timing takes 2 s and is skipped if there is no step-time target.
+    The function also times steps of the engine, so that the scheduler can predict step times. On a
+    CPU, timing takes 2 s. Without a step-time target, a CPU does not time steps.
     """
     facts = engine.facts()
     scheduler = Scheduler(

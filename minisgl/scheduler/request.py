@@ -18,7 +18,7 @@ class ReqState(StrEnum):
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
     DECODE = "decode"  # the whole prompt is launched; each step computes one token
-    ENDING = "ending"  # loses its row once the step in flight, which may contain it, is resolved
+    ENDING = "ending"  # keeps its row until the step in flight that contains it is resolved
     FINISHED = "finished"  # owns neither row nor pages; its Finished message has been built
 
 
@@ -39,13 +39,13 @@ class Req:
                       with the highest index first.
     row               index in page table, token pool and RequestTable; -1 while the request owns no
                       row.
-    cache_node        end of the request's prefix in the prefix cache, which it holds locked.
+    cache_node        end of the request's prefix in the prefix cache. The request locks it.
     shared_pages      the first shared_pages pages of the row belong to the prefix cache; the others
                       belong to this request.
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
-    logit_states      state of each logits processor for this request; None if none needs one.
+    logit_states      state of each logits processor for this request; None without edited logits.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
     admitted          True from the first admission on, also while the request waits again after

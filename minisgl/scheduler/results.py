@@ -1,4 +1,4 @@
-"""Reads the result of a completed step: the new tokens of its requests, and which requests end."""
+"""Reads the result of a completed step: the new tokens, and the requests that end."""
 
 import numpy as np
 
@@ -15,8 +15,8 @@ def read_result(
     same order; and the reason of each row that ends, errors first.
 
     A row gets no token if its request ended in the previous step, while this step was in flight. A
-    row with non-finite logits ends with ERROR and gets no token. Tokens after the one that ends a
-    request are dropped. Draft tokens that the step did not accept are subtracted from
+    row with non-finite logits ends with ERROR and gets no token. Tokens after the token that
+    ends a request are dropped. Draft tokens that the step did not accept are subtracted from
     table.computed, so that the row forwards these positions again.
     """
     sampled = batch.samples & table.rows.allocated[batch.rows]

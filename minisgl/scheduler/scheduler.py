@@ -59,9 +59,9 @@ class Scheduler:
 
     I1  The scheduler answers every AddReq with exactly one Finished, also for a request that it
         refuses, aborts or fails.
-    I2  A request keeps its row and pages until the last step that contains it is resolved, which
-        means that the scheduler has read its result. There is one exception: the result of a step
-        can end a request, by an EOS or stop token or by non-finite logits. The scheduler then
+    I2  A step is resolved when the scheduler has read its result. A request keeps its row and pages
+        until the last step that contains it is resolved. There is one exception: the result of a
+        step can end a request, by an EOS or stop token or by non-finite logits. The scheduler then
         releases row and pages at once, although the step in flight may still contain the request.
         A fence delays the reuse of the pages until that step is resolved (FencedPool I1).
     I3  The plan depends only on the sequence of messages and of sampled tokens.
@@ -116,7 +116,7 @@ class Scheduler:
         return not self._reqs and not self._in_flight
 
     def iterate(self) -> None:
-        """Run one iteration. If idle, or too early to plan a step, first wait for a message."""
+        """Run one iteration. If idle, or if no step is due yet, first wait for a message."""
         for message in self._inbox.receive(self._message_wait_s(), self._plan_hash):
             self._apply(message)
         batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
@@ -220,12 +220,12 @@ class Scheduler:
     def _release(self, req: Req, error: str | None = None) -> None:
         """Take the row and the pages from `req`.
 
-        A preempted request then waits again; any other one has finished. error: the error message
-        of a request that failed.
+        A preempted request then waits again; any other request has finished. error: the error
+        message of a request that failed.
         """
         known = int(self.table.known[req.row])
-        # The prompt is cached only if its first token is known, because only then are its logits
-        # known to be finite. The last token is not cached: its KV may not be written yet.
+        # The prompt is cached only if the first output token is known. Only then is it known that
+        # the logits are finite. The last token is not cached: its KV may not be written yet.
         cacheable = error is None and known > self.table.prefill_end[req.row]
         self.kv_manager.release(req, self.table, known - 1 if cacheable else 0)
         if req.end_reason is None:
@@ -291,5 +291,5 @@ class Scheduler:
                 self.kv_manager.publish(req, self.table, int(self.table.prefill_end[req.row]))
         ending, self._ending = self._ending, []
         for req in ending:
-            if req.state is not ReqState.FINISHED:  # this step's own token may have ended it
+            if req.state is not ReqState.FINISHED:  # a token of this step may have ended it
                 self._end_when_resolved(req)

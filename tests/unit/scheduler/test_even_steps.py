@@ -1,4 +1,4 @@
-"""Without a step-time target: prompts computed first, and prompts computed next to decoding."""
+"""Without a step-time target: prompts before decoding, and prompts in the decode steps."""
 
 import hypothesis.strategies as st
 from hypothesis import given, settings

@@ -80,7 +80,7 @@ def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
 
 
 def test_scheduler_stats_hold_every_step_and_every_token() -> None:
-    """A prompt of 20 tokens gives the first of eight tokens, seven decode steps the others."""
+    """The prefill gives the first of eight tokens, and seven decode steps give the others."""
     harness = Harness(FakeEngine(num_pages=64, page_size=4))
     harness.add(list(range(1, 21)), max_tokens=8, ignore_eos=True)
     while not harness.scheduler.idle or harness.inbox.messages:
