@@ -29,7 +29,7 @@ from minisgl.models.decoder import local_kv_spec
 
 logger = logging.getLogger(__name__)
 
-_MAX_GRAPH_REQS = 256  # requests of the largest decode graph, unless the configuration says more
+_MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 # The driver allocates memory in units of this size. A measured size is uncertain by one unit.
 _DRIVER_BLOCK_BYTES = 2 * 2**20
 _TIMED_TOKENS = 128 * 1024  # tokens of all contexts together in the largest timed step

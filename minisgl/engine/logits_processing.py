@@ -53,8 +53,8 @@ class LogitsProcessor(Protocol[State]):
     rank has its own state. The scheduler keeps it from the arrival of the request to its end, also
     through preemption.
 
-    The processors of all ranks must make the same edits. They see the same requests and tokens, so
-    they must only avoid other inputs, such as a clock or the order of a set.
+    The processors of all ranks must make the same edits. All ranks have the same requests and
+    tokens. A processor must read no other input, such as a clock or the order of a set.
 
     A processor may fill a mask on the host, as a grammar does. It must then advance its matcher by
     each token before the next token is sampled. In the first step that edits a request after its
@@ -82,10 +82,10 @@ class LogitsProcessor(Protocol[State]):
     def prepare(self, reqs: Sequence[tuple[EditedReq, State]], step: ProcessingStep) -> Edit | None:
         """Return the edit of one step, or None if the step needs none.
 
-        reqs: the sampling requests of the step that have a state, at least one. Called before the
-        forward is queued, on the engine's stream; must not wait for the device. The edit is called
-        after the forward is queued. It changes only the rows places[req.index], and queues its work
-        on the same stream.
+        reqs: the requests of the step that sample and have a state, at least one. The engine calls
+        `prepare` on its stream before it queues the forward. `prepare` must not wait for the
+        device. The engine calls the edit after it has queued the forward. The edit changes only the
+        rows places[req.index], and queues its work on the same stream.
         """
 
 
@@ -153,8 +153,8 @@ def prepare_edits(
     """Return the edits of one step, in the order in which they apply."""
     edits = []
     for number, processor in enumerate(processors):
-        mine = [(req, req.states[number]) for req in reqs if req.states[number] is not None]
-        edit = processor.prepare(mine, step) if mine else None
+        edited = [(req, req.states[number]) for req in reqs if req.states[number] is not None]
+        edit = processor.prepare(edited, step) if edited else None
         if edit is not None:
             edits.append(edit)
     return edits
