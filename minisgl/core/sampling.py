@@ -40,9 +40,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature    0 means greedy; otherwise the logits are divided by it.
     top_k          keep the k most likely tokens; 0 or -1 keeps all.
-    top_p          keep the smallest set of tokens whose total probability reaches top_p. Above
-                   0, up to 1.
-    min_p          drop tokens whose probability is below min_p times the highest one. From 0 to 1.
+    top_p          keep the smallest set of tokens whose total probability reaches top_p, which is
+                   above 0 and at most 1.
+    min_p          drop tokens whose probability is below min_p times the highest probability. From
+                   0 to 1.
     seed           a random draw depends only on the seed and the token's position. None: the front
                    end draws a seed.
     max_tokens     limit of output tokens; None: as many as context and KV pool allow.
@@ -83,7 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Return these parameters, with a random seed if they have none.
 
         Two equal requests without a seed then get different answers. The operating system
-        draws the seed. Seeds from a counter would repeat the same answers after every restart.
+        draws the seed. Seeds from a counter would give the same answers after every restart.
         """
         if self.seed is not None:
             return self

@@ -65,8 +65,8 @@ class LLM:
         extensions: implementations from outside this package, as in engine.Extensions. They need
         tp=1, because the processes of several ranks get the settings only.
         settings: fields of EngineConfig and SchedulerConfig by name, such as num_pages, max_seq_len
-        or prefill_budget_tokens. By default there is no step-time target, because this gives the highest
-        throughput. target_step_ms sets a target.
+        or prefill_budget_tokens. target_step_ms sets a step-time target. By default there is no
+        target, because this gives the highest throughput.
 
         Raises ConfigError for invalid settings and TypeError for an unknown name. With tp > 1,
         every method raises WorkerDied within seconds after a rank has ended. The LLM can then only
@@ -248,9 +248,7 @@ class LLM:
         sampling = self.default_sampling() if sampling is None else sampling
         params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != count:
-            raise InvalidRequest(
-                f"sampling has {len(params)} entries; give {count}, one per prompt"
-            )
+            raise InvalidRequest(f"sampling has {len(params)} entries for {count} prompts")
         return [_checked(each).seeded() for each in params]
 
 

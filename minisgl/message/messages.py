@@ -157,7 +157,7 @@ class PrefillDone(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """The last message about a request. If the reason is STOP, the text has no last token.
+    """The last message about a request. If the reason is STOP, the text ends before the last token.
 
     error       the error message; None unless the reason is ERROR.
     error_kind  class name of the RequestError that refused the request; "" for an internal error.

@@ -73,7 +73,7 @@ class _Reader(Generic[T]):
         self._key = _key_of(address)
 
     def _decode(self, frame: bytes) -> T | None:
-        """Return the message; log it and return None if its key is wrong or it cannot be decoded."""
+        """Return the message. If the key is wrong or decoding fails, log this and return None."""
         key, data = frame[: len(self._key)], memoryview(frame)[len(self._key) :]
         if not hmac.compare_digest(key, self._key):
             log_event(logger, logging.WARNING, "foreign message dropped", bytes=len(frame))

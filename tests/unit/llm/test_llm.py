@@ -78,7 +78,7 @@ def test_stream_concatenates_to_the_whole_text(llm: LLM) -> None:
 
 
 UNEQUAL = [5, None, 1, 30, 12, None, 30, 2]
-"""max_tokens of the prompts: sorted by length, hardly a prompt keeps its place."""
+"""max_tokens of the prompts. Sorting them moves almost every prompt."""
 
 
 def unequal(llm: LLM) -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
@@ -201,7 +201,7 @@ def test_limits_of_one_input_leave_shared_parameters_alone(llm: LLM) -> None:
 def test_wrong_parameters_are_refused_before_any_request_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
         llm.generate([5], SamplingParams(temperature=float("nan")), progress=False)
-    with pytest.raises(InvalidRequest, match="sampling has 1 entries; give 2, one per prompt"):
+    with pytest.raises(InvalidRequest, match="sampling has 1 entries for 2 prompts"):
         llm.generate([[5], [6]], [GREEDY], progress=False)
     with pytest.raises(InvalidRequest, match="32 bits"):
         llm.generate([2**40], GREEDY, progress=False)

@@ -115,7 +115,7 @@ def test_rope_in_both_spellings(spelling: str) -> None:
 
 
 def test_rope_in_both_spellings_at_once() -> None:
-    """Both spellings may stand together, with equal values or each with a part of them."""
+    """config.json may have both spellings, with equal values or with different settings."""
     old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     model = config(rope_scaling=old, rope_parameters=YARN | {"rope_theta": 5e5})
     assert (model.rope_theta, model.max_position) == (5e5, 512)
@@ -177,7 +177,7 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ),
     ],
 )
-def test_unsupported_or_broken_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
+def test_unsupported_or_malformed_settings_are_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(**changes)
 

@@ -208,7 +208,7 @@ def test_an_index_that_names_the_wrong_file_is_named(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_dtype_is_converted_on_the_way(checkpoint: Path) -> None:
+def test_weights_are_converted_to_the_dtype_of_the_parameters(checkpoint: Path) -> None:
     model = build_model(
         load_model_config(str(checkpoint)),
         str(checkpoint),

@@ -80,7 +80,7 @@ def test_event_is_a_phrase_and_its_fields(caplog: pytest.LogCaptureFixture) -> N
 def test_value_that_is_not_one_plain_word_is_quoted(
     monkeypatch: pytest.MonkeyPatch, value: object, shown: str
 ) -> None:
-    """A request id of a client forged the field `status` of its log line."""
+    """Regression: a request id of a client forged the field `status` of its log line."""
     sink = io.StringIO()
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
