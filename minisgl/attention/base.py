@@ -44,7 +44,7 @@ class Capabilities(NamedTuple):
 
 
 class AttentionStep(NamedTuple):
-    """The metadata from which a backend plans one step of B requests. Decode requests come first.
+    """The metadata with which a backend plans a step of B requests. Decode requests come first.
 
     num_decode       the number of decode requests.
     start, lengths   int32 [B] on the host, as in core.Batch. A context has start + lengths tokens.

@@ -46,7 +46,7 @@ class BalancedDecode:
 
 
 class PlannedAttention:
-    """Implements StepAttention by a FlashInfer wrapper for pages, which is planned for the step."""
+    """Implements StepAttention by a FlashInfer wrapper that is planned for the step."""
 
     def __init__(self, pool: KVPool, wrapper: Any) -> None:
         self._pool = pool

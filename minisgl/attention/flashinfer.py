@@ -28,7 +28,7 @@ from minisgl.kvcache.pool import KVPool
 
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # the size that FlashInfer's documentation recommends
 _MAX_QUERY_ROWS = 128  # query rows of one block of the fa2 kernels
-_BLOCKS_PER_MULTIPROCESSOR = 2  # the number for which FlashInfer plans
+_BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer plans for this number
 # minisgl's decode kernel is faster than FlashInfer's up to this many waves and this many requests.
 # FlashInfer runs one block for each request and KV head. A wave is the number of blocks that the
 # GPU runs at the same time.
@@ -178,7 +178,7 @@ class ContiguousAttention:
 
     All layers copy their keys and values to the same memory.
 
-    run      the method `run` of a ragged wrapper, which the caller plans with `indptrs`.
+    run      the method `run` of a ragged wrapper. The caller plans the wrapper with `indptrs`.
     indptrs  the numbers of queries and of keys before each request.
     """
 

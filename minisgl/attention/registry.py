@@ -52,7 +52,7 @@ def create_attention_backend(
     preferred = ATTENTION_BACKENDS[0]
     reason = preferred.obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
-        logger.warning("attention runs on torch, which is slow: flashinfer is unusable: %s", reason)
+        logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)
     first = prefill(pool, q_heads)
     shared = issubclass(prefill, decode)
     return PhasedAttention(first, first if shared else decode(pool, q_heads))

@@ -88,7 +88,7 @@ class Batch:
     """One forward step, complete and immutable: first the decode requests, then the prefill chunks.
 
     step_id       counts up by one with each launched step, the same on all ranks.
-    num_decode    number of decode requests, which come first. The engine reads their input tokens
+    num_decode    number of decode requests. They come first. The engine reads their input tokens
                   from its token pool, at (row, start) to (row, start + length - 1). The host need
                   not know these tokens yet.
     rows          int32 [B], distinct; each request's row in the page table and the token pool.
@@ -101,7 +101,7 @@ class Batch:
     samples       bool [B]; the request gets tokens from this step. False for a chunk that does not
                   reach the end of its prompt.
     chunk_ids     int32 [T - num_decode_tokens]; token ids of the prefill chunks, concatenated.
-    page_updates  changes of the page table, which the engine applies before the forward.
+    page_updates  changes of the page table. The engine applies them before the forward.
     sampling      the values of sampling columns (core.sampling), [B], by name. A column that is
                   missing has its neutral value for all requests.
     logit_edits   the requests with samples True and edited logits; None when there are none.
@@ -147,8 +147,8 @@ class StepResult(NamedTuple):
 
     tokens           int32 [B, W]; the tokens that the step added to each request. W is 1 unless
                      decode requests forward drafts. The first token of a decode request stands at
-                     position start + 1, that of a chunk at start + length.
-    counts           int32 [B]; how many tokens of each row are valid: 0 where batch.samples is
+                     position start + 1, the token of a chunk at start + length.
+    counts           int32 [B]; number of valid tokens in each row: 0 where batch.samples is
                      False, 1 for a chunk, 1 to its length for a decode request.
     finite           bool [B]; False when the logits of a sampling request hold NaN or infinity.
     logprobs         log-probabilities of the first token of each request, B rows; None if no

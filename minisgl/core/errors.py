@@ -77,7 +77,10 @@ class PromptTooLong(RequestError):
 
 
 class Unsupported(RequestError):
-    """The request sets a known but unsupported parameter, which would change the answer."""
+    """The request sets a parameter that minisgl knows but does not support.
+
+    An answer without the parameter would differ from the answer that the client wants.
+    """
 
 
 class Overloaded(RequestError):

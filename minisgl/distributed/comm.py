@@ -74,7 +74,7 @@ class Communicator(Protocol):
 
 
 class SingleCommunicator:
-    """The communicator of a single rank, which exchanges nothing."""
+    """The communicator of a single rank. It exchanges no data."""
 
     tp = TPInfo(0, 1)
 
@@ -138,7 +138,7 @@ class GroupCommunicator:
         if tp.size & (tp.size - 1):
             return
         peers = PeerMemory(tp.rank, tp.size, self.device)
-        for step in (peers.allocate, peers.meet):
+        for step in (peers.allocate, peers.exchange_addresses):
             works = True
             try:
                 step()
@@ -153,7 +153,7 @@ class GroupCommunicator:
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if self.peers is not None and self.peers.takes(x):
+        if self.peers is not None and self.peers.can_sum(x):
             return self.peers.reduce_norm(x, residual, weight, eps)
         self.all_reduce(x)
         return _add_norm(x, residual, weight, eps)

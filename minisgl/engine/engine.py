@@ -202,7 +202,7 @@ class Engine:
             compile_missing(needed)
 
     def _assemble(self) -> StepLauncher:
-        """Allocate all device memory except that of graphs; the KV pool gets num_pages pages."""
+        """Allocate all device memory except for graphs. The KV pool gets num_pages pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
             self._kv_spec,
@@ -292,11 +292,11 @@ class Engine:
         """Return the memory that all graphs will take, in bytes, from trial captures.
 
         The first trial captures the largest graph of each kind, the second trial the two largest.
-        The tensors of smaller graphs reuse the memory of larger ones, but each further graph also
+        The tensors of smaller graphs reuse the memory of larger graphs, but each further graph also
         takes memory of the driver, outside of torch's pool. The size of this memory depends mostly
-        on the number of kernels in the graph, which is the same for every batch size. Both trials
-        are compared with the free memory before the first trial, since the driver may keep memory
-        of the first trial.
+        on the number of kernels in the graph. That number is the same for every batch size. Both
+        trials are compared with the free memory before the first trial, since the driver may keep
+        memory of the first trial.
         """
         sizes, token_sizes = self._graph_sizes()
         torch.cuda.empty_cache()

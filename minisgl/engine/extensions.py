@@ -10,7 +10,7 @@ from minisgl.models.build import ModelExtensions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extensions(ModelExtensions):
-    """Extensions of the engine and the scheduler, in addition to those of ModelExtensions.
+    """Extensions of the engine and the scheduler, in addition to ModelExtensions.
 
     An entry point passes the same object to the engine and to the scheduler.
 

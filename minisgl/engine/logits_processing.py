@@ -177,7 +177,7 @@ def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, T
 
 
 def _send_history(reqs: Sequence[EditedReq], step: ProcessingStep) -> None:
-    """Write the tokens of these requests, which all have a history, to the token pool."""
+    """Write the histories of these requests to the token pool. Every request must have one."""
     if not reqs:
         return
     lengths = [req.position for req in reqs]

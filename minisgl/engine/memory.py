@@ -1,6 +1,6 @@
 """Values that an EngineConfig may leave open: device, dtype, context length and CPU threads.
 
-They are resolved from the model and the machine. This module also reads the free device memory.
+This module resolves these values from the model and the machine, and reads the free device memory.
 """
 
 import contextlib

@@ -69,7 +69,7 @@ class ModelRunner:
         )
 
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
-        """Run the model over `tokens`, which `stage` has filled, up to the last attention.
+        """Run the model over the tokens that `stage` has written, up to the last attention.
 
         Stores the keys and values of all T tokens. Returns the output of the last attention.
         """

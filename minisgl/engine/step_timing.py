@@ -42,9 +42,9 @@ def calibrate(
     A shape is left out if its predicted time is long, or if its durations scatter because the
     machine does other work.
 
-    A GPU at its power limit takes 5 % longer (8B, H200) when it is warm and the token ids differ
-    than when it is cool and all values are zero. So the steps have different ids, and larger steps
-    are timed only after the GPU has worked for some time.
+    At its power limit, a warm GPU with different token ids takes 5 % longer than a cool GPU with
+    values of zero (8B, H200). The timed steps therefore have different token ids, and the GPU works
+    for some time before larger steps are timed.
 
     slowest_ns(own) returns the longest duration of all ranks. Every decision depends only on these
     durations, so every rank returns the same cost and runs the same steps. The ranks must run the
@@ -103,7 +103,7 @@ class _StopWatch:
     def durations_ns(self, batch: Batch, repeats: int) -> list[int]:
         """Return the times between the ends of two consecutive steps, on the slowest rank.
 
-        The next step is always launched before the one in progress ends, as in serving.
+        As in serving, the next step is launched before the running step ends.
         """
         ends_ns: list[int] = []
         running = self._engine.launch(batch)

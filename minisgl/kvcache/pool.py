@@ -28,7 +28,7 @@ class KVPool:
     """Keys and values of all layers in one allocation, zeroed once.
 
     spec: the state of each layer, with the KV heads of this rank.
-    num_layers: how many layers have keys and values of their own.
+    num_layers: number of layers with keys and values of their own.
 
     Pages 0..num_pages-1 are for requests. One further page, the dummy page, belongs to no request.
     Padding tokens store their keys and values there. Attention reads that page in place of key

@@ -89,13 +89,13 @@ class RadixCache:
         cache.match(ids(1, 2, 5, 6)).pages                # [7]: B computes only 5 6
 
     The cache owns the pages of its nodes. A running request locks the path from the root to the end
-    of its prefix, which forbids eviction. Time is a counter of operations, so that all
+    of its prefix. Locked nodes are not evicted. Time is a counter of operations, so that all
     tensor-parallel ranks evict the same nodes.
 
     evictable_pages  pages of unlocked nodes.
 
-    I1  A node's lock_count is at least that of each child. Every ancestor of a locked node is
-        therefore locked.
+    I1  A node's lock_count is at least the lock_count of each child. Every ancestor of a locked
+        node is therefore locked.
     I2  evictable_pages counts the pages of all nodes whose lock_count is 0.
     I3  Every unlocked leaf has exactly one valid entry, in the heap of its class. The last_use in
         the entry may be outdated; eviction then inserts the node again. The heap of new leaves may

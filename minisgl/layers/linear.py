@@ -59,7 +59,7 @@ class LinearMethod(nn.Module, ABC):
 
     @abstractmethod
     def placements(self, name: str) -> Iterator[Placement]:
-        """Yield the placements of each parameter. This base method yields those of the bias.
+        """Yield the placements of each parameter. This base method places the bias.
 
         name: the full name of the method in the model.
         """
@@ -133,7 +133,7 @@ class UnquantizedLinear(LinearMethod):
 
 
 class LinearBuild(NamedTuple):
-    """The values from which all linear layers of a model are built.
+    """The values that all linear layers of a model share.
 
     dtype: the dtype of the activations.
     """

@@ -1,7 +1,7 @@
 """Rotary position embedding: the table of cosines and sines, for each method of scaling.
 
-A method of scaling extends the context. Its `scale` changes the D/2 frequencies of a head, which
-are a float32 tensor on the CPU.
+A method of scaling extends the context. Its `scale` changes the D/2 frequencies of a head, a
+float32 tensor on the CPU.
 """
 
 import math
@@ -12,13 +12,13 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-# A positive number in the range of float32, in which rotary settings are computed.
+# A positive number in the range of float32. The rotary table is computed in float32.
 Positive = Annotated[float, Meta(gt=0, lt=2.0**128)]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
-    """Positions divided by `factor` (Chen et al. 2023)."""
+    """Divides positions by `factor` (Chen et al. 2023)."""
 
     factor: Positive
 
@@ -28,9 +28,9 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Frequencies of long wavelengths divided by `factor`, those of short ones kept (Llama 3.1).
+    """Divides the frequencies of long wavelengths by `factor`, and keeps the others (Llama 3.1).
 
-    Between the two, a ramp interpolates.
+    A ramp interpolates between long and short wavelengths.
     """
 
     factor: Positive

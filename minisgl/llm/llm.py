@@ -43,9 +43,9 @@ class LLM:
             for piece in llm.stream("Once upon a time"):
                 print(piece.text, end="")
 
-    The model runs in this process, or with tp=N in N processes, one for each GPU. Scheduler, engine
-    and prefix cache are those of the server. Several LLMs may exist side by side. An LLM is not
-    thread-safe: one call at a time.
+    The model runs in this process, or with tp=N in N processes, one for each GPU. The LLM uses the
+    scheduler, the engine and the prefix cache of the server. Several LLMs may exist side by side.
+    An LLM is not thread-safe: one call at a time.
     """
 
     def __init__(

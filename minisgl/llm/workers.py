@@ -164,7 +164,7 @@ class RankWorkers:
     def step(self) -> list[StepOutput]:
         """Wait at most _POLL_S for outputs and return all that have arrived. Raises WorkerDied."""
         self._raise_if_lost()
-        list(self._status.drain())  # statistics, which the LLM does not use
+        list(self._status.drain())  # the LLM does not use the statistics
         outputs = list(self._outputs.drain()) if self._outputs.poll(_POLL_S) else []
         self._unfinished -= {finished.uid for output in outputs for finished in output.finished}
         return outputs
@@ -213,8 +213,8 @@ class RankWorkers:
     def _cause(self, ended: list[supervise.Child]) -> MinisglError:
         """Return the error of the rank that failed first.
 
-        This is a rank that was killed, or else the first one that reported a reason. The other
-        ranks fail because they have lost a peer.
+        If a signal killed a rank, that rank failed first. Otherwise the first rank that reported a
+        reason failed first. The other ranks fail because they have lost a peer.
         """
         killed = [child for child in ended if (child.exit_code or 0) < 0]
         reasons = supervise.read_reasons(self._reasons)

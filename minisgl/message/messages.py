@@ -223,7 +223,7 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """One token as text with its log-probability.
 
-    token_bytes  its bytes, which need not be whole characters.
+    token_bytes  its bytes. They need not be whole characters.
     logprob      None for the first token of a prompt.
     offset       number of characters of the text before this token.
     top          bytes and log-probability of the most likely tokens, the most likely first.
@@ -241,7 +241,7 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     """New text of one request. Only the last update has `finish` or, after a failure, `error` too.
 
     completion_tokens  number of output tokens so far, with the stop token.
-    reasoning          new text between <think> and </think>, which is not in `text`.
+    reasoning          new text between <think> and </think>. It is not in `text`.
     reasoning_tokens   number of output tokens so far between <think> and </think>.
     prompt_logprobs, logprobs
                        log-probabilities of new tokens, if the client asked for them.

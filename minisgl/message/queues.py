@@ -34,7 +34,7 @@ def endpoint(directory: str, name: str) -> str:
 
 
 def _key_of(address: str) -> bytes:
-    """The key of the folder of this address, which `make_socket_dir` has written."""
+    """Return the key that `make_socket_dir` has written to the folder of this address."""
     return Path(address.removeprefix("ipc://")).with_name(SOCKET_KEY).read_bytes()
 
 
@@ -62,7 +62,7 @@ class Sender(Generic[T]):
 
 
 class _Reader(Generic[T]):
-    """The receiving end of a queue, which binds the address."""
+    """The receiving end of a queue. It binds the address."""
 
     def __init__(self, context: zmq.Context[Any], address: str, union: type[T] | UnionType) -> None:
         self._socket = context.socket(zmq.PULL)

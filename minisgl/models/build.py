@@ -25,7 +25,7 @@ from minisgl.moe.registry import create_moe_backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelExtensions:
-    """Implementations from outside this package, which an entry point passes to the engine.
+    """Implementations from outside this package. An entry point passes them to the engine.
 
     attention_backends  classes that --attention-backend can select by their names.
     moe_backends        classes that --moe-backend can select by their names.

@@ -25,7 +25,7 @@ from minisgl.moe.base import MoeBackend
 
 
 class ModelParts(NamedTuple):
-    """The values from which all modules of a model are built.
+    """The values that all modules of a model share.
 
     comm         the collectives between the tensor-parallel ranks.
     linear       the dtype and the method of all linear layers.

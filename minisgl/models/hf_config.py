@@ -18,7 +18,7 @@ from minisgl.layers.rotary import Positive
 _Fields = TypeVar("_Fields")
 
 Count = Annotated[int, Meta(ge=1)]
-# A number in the range of float32, in which the engine stores these settings.
+# A number in the range of float32. The engine stores these settings as float32.
 Number = Annotated[float, Meta(gt=-(2.0**128), lt=2.0**128)]
 
 

@@ -31,8 +31,8 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     """Replace the parameters of a model built on the meta device by zeros on `device`.
 
     Linear methods choose the dtypes of their parameters. All other parameters get `dtype`. A
-    parameter that two modules share stays shared. The loader never writes padding, which therefore
-    stays zero.
+    parameter that two modules share stays shared. Padding stays zero, because the loader never
+    writes it.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -88,8 +88,8 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
     """Read this rank's part of every tensor into a materialised model, in the parameters' dtypes.
 
     Raises ConfigError for an unreadable file, and for a tensor that is missing, that the model does
-    not use, or that has another shape or type. The config may tie the head to the embedding. A head
-    that is stored beside it must then have the same values, or the function raises ConfigError.
+    not use, or that has another shape or type. Also raises it for a stored head that differs from
+    the embedding although the config ties the two.
     The progress bar appears on a terminal only; TQDM_DISABLE=1 switches it off there too.
     """
     files, placements = _tensor_files(Path(folder)), placements_of(model)

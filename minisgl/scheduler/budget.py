@@ -31,7 +31,7 @@ class PrefillBudget:
     - Without one (the offline LLM), only the total time counts. Prompts of requests with few
       output tokens are then spread evenly over the decode steps: `_even_tokens`.
 
-    _prefilling and _waiting are the planner's queues, in the order in which prompts are computed.
+    _prefilling and _waiting are the planner's queues, in the order of computation.
     The budget reads them at each call; the planner keeps changing them. _sizes are the step sizes
     in tokens, in rising order.
     """

@@ -31,8 +31,8 @@ class QueueInbox:
     def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
         """Return as soon as one message has arrived, before wait_s is over.
 
-        The host takes 5 to 8 ms to launch a step with a new prompt. A launch that began only at the
-        end of the wait would come too late, and the GPU would be idle meanwhile.
+        The host takes 5 to 8 ms to launch a step with a new prompt. If the
+        launch began only at the end of the wait, the GPU would be idle during the launch.
         """
         if wait_s != 0.0:
             self._receiver.poll(wait_s)

@@ -204,8 +204,8 @@ class Planner:
         """Return the number of leading tokens of `req` that an older request in `others` computes.
 
         The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
-        for so few. With this rule, the n choices of one prompt compute the prompt once, and a burst
-        of requests with the same system prompt computes that prompt once.
+        for so few. With this rule, the n choices of one prompt compute the prompt once. A burst of
+        requests with the same system prompt computes the system prompt once.
 
         A request waits for older requests only, and these decrease in number. If it also waited for
         newer requests, it could wait forever: a newer request is admitted before it, computes the
@@ -216,8 +216,8 @@ class Planner:
         page_size = self._kv_manager.page_size
         half = (len(req.tokens) - cached + 1) // 2
         min_shared = self._kv_manager.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
-        # The first min_shared tokens have to be equal. Compare the last one of them first, because
-        # most prompts differ there. The slice is empty if the prompt has fewer tokens.
+        # The first min_shared tokens have to be equal. Compare the last of these tokens first,
+        # because most prompts differ there. The slice is empty if the prompt has fewer tokens.
         last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
         if not last_needed:
             return 0

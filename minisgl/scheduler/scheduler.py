@@ -42,7 +42,7 @@ MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a 
 class Scheduler:
     """Runs requests on one engine, each from its AddReq message to its Finished message.
 
-    One iteration, with overlap (the engine computes step n meanwhile):
+    One iteration, with overlap (the engine computes step n at the same time):
 
         inbox ----> receive messages            new requests, aborts
                     plan step n + 1             Planner: which requests, how many tokens
@@ -155,8 +155,8 @@ class Scheduler:
     def _message_wait_s(self) -> float | None:
         """Return the seconds for which `iterate` may wait for a message; None: without a limit.
 
-        While all running requests decode, the next step is planned shortly before the step in
-        flight ends. A request that arrives meanwhile is then part of the next step.
+        While all running requests decode, the scheduler plans the next step shortly before the step
+        in flight ends. A request that arrives before this plan is then part of the next step.
         """
         if self.idle:
             return None

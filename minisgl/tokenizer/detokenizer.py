@@ -114,8 +114,8 @@ class RequestText:
     """The text, reasoning, token ids and log-probabilities of one open request.
 
     `push` adds a token. `take` returns an update with all new output. The log-probability of a
-    token is reported with the first character of its text, so that a token that a stop string cuts
-    off is never reported.
+    token is reported with the first character of its text. If a stop string cuts the token off, its
+    log-probability is therefore never reported.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ token that the template wrote looks the same as one that a client wrote. Two ste
     mark    before rendering, each text of the client that spells a special token, or that ends
             within one, gets a mark after the first character of that token
     encode  after rendering, the special tokens without a mark are the template's. Each becomes a
-            name that no client knows. The marks are removed, and a second tokenizer, which knows
-            the special tokens by these names only, encodes the whole string
+            name that no client knows. Then the marks are removed. A second tokenizer encodes the
+            whole string. It knows the special tokens by these names only
 
 The text between two special tokens of the template is therefore encoded in one piece, with all its
 merges. If no text of a chat spells a special token, the ids equal those of the model's tokenizer.

@@ -33,7 +33,7 @@ class TemplateError(Exception):
         self.limit = limit
 
 
-class _TimeIsUp(BaseException):
+class _TimeLimitExceeded(BaseException):
     """Raised by the timer. It is a BaseException, so that `except Exception` does not catch it."""
 
 
@@ -54,7 +54,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
-        # Jinja's own `tojson` escapes HTML characters, which would change the prompt.
+        # Jinja's own `tojson` would change the prompt, because it escapes HTML characters.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
@@ -81,7 +81,7 @@ class ChatTemplate:
         try:
             with time_limit(timeout_s):
                 return self._collect(variables)
-        except _TimeIsUp:
+        except _TimeLimitExceeded:
             message = f"the chat template ran longer than {timeout_s:g} s"
             raise TemplateError(message, "template_timeout_s") from None
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -103,11 +103,11 @@ class ChatTemplate:
 
 @contextmanager
 def time_limit(timeout_s: float | None) -> Iterator[None]:
-    """Raise _TimeIsUp in the block once `timeout_s` has passed. Calls must not be nested."""
+    """Raise _TimeLimitExceeded in the block after `timeout_s`. Calls must not be nested."""
     if timeout_s is None:
         yield
         return
-    previous = signal.signal(signal.SIGALRM, _time_is_up)
+    previous = signal.signal(signal.SIGALRM, _raise_time_limit)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
         yield
@@ -116,8 +116,8 @@ def time_limit(timeout_s: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _time_is_up(number: int, frame: FrameType | None) -> NoReturn:
-    raise _TimeIsUp
+def _raise_time_limit(number: int, frame: FrameType | None) -> NoReturn:
+    raise _TimeLimitExceeded
 
 
 def _raise_exception(message: object) -> NoReturn:

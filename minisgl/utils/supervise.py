@@ -74,7 +74,7 @@ def write_reason(fd: int, role: str, reason: str) -> None:
 def read_reasons(fd: int) -> dict[str, str]:
     """Read the reasons that children have written to this non-blocking pipe, by role.
 
-    They are in the order in which they were written. Each call returns only new reasons.
+    The oldest reason comes first. Each call returns only new reasons.
     """
     lines: list[str] = []
     with contextlib.suppress(BlockingIOError):
