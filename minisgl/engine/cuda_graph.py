@@ -101,7 +101,7 @@ class DecodeGraphs:
             self.graphs.insert(0, graph)
 
     def pick(self, batch: Batch) -> DecodeGraph | None:
-        """Return the smallest graph that can run this step; None if none can.
+        """Return the smallest graph that can run this step; None if no graph can.
 
         A graph runs steps in which every request decodes one token.
         """

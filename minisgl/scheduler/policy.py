@@ -116,7 +116,7 @@ class Planner:
         req.state = ReqState.ENDING
 
     def enqueue(self, req: Req) -> None:
-        """Put a new request at the end of the queue, a preempted one at its head."""
+        """Put a new request at the end of the queue, a preempted request at the head."""
         req.state = ReqState.WAITING
         cached = len(self._kv_manager.match(req).pages) * self._kv_manager.page_size
         others = chain(self.uncached, islice(reversed(self.waiting), MAX_DEFERRED))
@@ -148,7 +148,7 @@ class Planner:
     def _allocate_to_oldest(
         self, rows: Int32Array, growing: Int32Array, in_flight: bool
     ) -> tuple[Int32Array, Req | None]:
-        """When pages run short, give them to the oldest requests and preempt the newest one."""
+        """When pages run short, give them to the oldest requests and preempt the newest request."""
         req_at = self._table.req_at
         pool = self._kv_manager.pool
         oldest_first = sorted(growing.tolist(), key=lambda row: req_at(row).arrival_index)

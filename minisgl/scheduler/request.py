@@ -13,7 +13,7 @@ from minisgl.message.messages import AddReq, TokenLogprobs
 
 
 class ReqState(StrEnum):
-    """The state of a request. It moves down this list; preemption returns it to WAITING."""
+    """The state of a request, in this order. Preemption returns the request to WAITING."""
 
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched

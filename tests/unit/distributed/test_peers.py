@@ -1,4 +1,4 @@
-"""The sums that go over peer memory. Shape and dtype decide this, so that all ranks agree."""
+"""Shape and dtype decide whether peer memory computes a sum, so that all ranks agree."""
 
 import pytest
 import torch

@@ -111,7 +111,7 @@ ACTS = st.tuples(st.sampled_from(["insert", "match", "match", "evict"]), KEYS)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ACTS, max_size=60))
 def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, int]]) -> None:
-    """Regression: reused leaves were evicted in the order of insertion, not of their last use."""
+    """Regression: reused leaves were evicted in the order of insertion and not of last use."""
     cache = RadixCache(1)
     new: dict[int, None] = {}  # both in the order of their last use
     reused: dict[int, None] = {}
@@ -137,7 +137,7 @@ def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, in
 
 
 def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
-    """When every prompt is matched again, evictions never take entries from the other heap."""
+    """If every prompt is matched again, evictions never remove the void entries of heap 0."""
     cache = RadixCache(1)
     fill(cache, ids(10_000), 10_000, 1)
     for key in range(1000):
@@ -187,7 +187,7 @@ def test_unlocking_too_often_is_a_bug() -> None:
 
 
 class RadixMachine(RuleBasedStateMachine):
-    """Model: a map from each cached prefix (whole pages) to the page that ends it."""
+    """Model: a map from each cached prefix (whole pages) to its last page."""
 
     handles = Bundle("handles")
 

@@ -1,4 +1,4 @@
-"""Reading config.json: both spellings, defaults, and settings that are refused by name."""
+"""Reading config.json: both spellings, defaults, and errors that name the setting."""
 
 import json
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_rope_in_both_spellings(spelling: str) -> None:
     assert llama3.max_position == 512
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=512)
     assert yarn.rope_scaling == YarnRope(4.0, pytest.approx(1.138629), 512, 32.0, 1.0, True)
-    assert yarn.max_position == 2048  # max_position_embeddings was left at the original
+    assert yarn.max_position == 2048  # max_position_embeddings still has the original value
     explicit = rope("yarn", factor=4.0, attention_factor=0.9, beta_fast=16, truncate=False)
     assert explicit.rope_scaling == YarnRope(4.0, 0.9, 512, 16.0, 1.0, False)
     assert explicit.max_position == 512

@@ -93,7 +93,7 @@ def test_heads_that_do_not_divide_are_refused(saved: Callable[[str], Path]) -> N
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, saved: Callable[[str], Path]) -> Path:
-    """A copy that a test may damage, in two files with an index."""
+    """A copy of the checkpoint that a test may damage, in two files with an index."""
     source = saved("qwen2-yarn-tied")
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     write(tmp_path, load_file(source / "model.safetensors"))

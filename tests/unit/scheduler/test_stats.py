@@ -68,7 +68,7 @@ def test_overlapped_time_counts_once() -> None:
 
 
 def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
-    """The host noticed the end at 24 late: the next step looks short. Mixed steps do not matter."""
+    """The host noticed one end late, so the next step seems short. Mixed steps do not count."""
     times = iter([0.0, 0.0, 0.0, 0.0, 10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
     meter = StepMeter(clock=lambda: next(times))
     for _ in range(4):
