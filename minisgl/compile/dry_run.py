@@ -108,7 +108,7 @@ class MetaAttention(AttentionBackend):
         pages_of(self._pool, step)
         if not step.num_decode:
             copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
-            # Launches the copy of the contexts, and nothing in place of the ragged wrapper.
+            # Launch the copy of the contexts, but no attention kernel.
             return ContiguousAttention(self._pool, step, copy, lambda *args, **kwargs: None)
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
         decode.compute_metadata()

@@ -122,7 +122,7 @@ class Batch:
 
     @property
     def num_reqs(self) -> int:
-        """B."""
+        """The number of requests, B."""
         return len(self.rows)
 
     @property
@@ -150,7 +150,7 @@ class StepResult(NamedTuple):
                      position start + 1, the token of a chunk at start + length.
     counts           int32 [B]; number of valid tokens in each row: 0 where batch.samples is
                      False, 1 for a chunk, 1 to its length for a decode request.
-    finite           bool [B]; False when the logits of a sampling request hold NaN or infinity.
+    finite           bool [B]; False when a request samples and its logits hold NaN or infinity.
     logprobs         log-probabilities of the first token of each request, B rows; None if no
                      request asks for them.
     prompt_logprobs  log-probabilities of the prompt tokens of a chunk, by the index of its request

@@ -79,7 +79,7 @@ class PromptTooLong(RequestError):
 class Unsupported(RequestError):
     """The request sets a parameter that minisgl knows but does not support.
 
-    An answer without the parameter would differ from the answer that the client wants.
+    An answer that ignores the parameter would be wrong.
     """
 
 

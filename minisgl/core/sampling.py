@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, and the columns in which they travel to the device.
+"""Sampling parameters of a request, and the columns that carry them to the device.
 
 A parameter that the sampler needs for each row of a step is one entry of `SAMPLING_COLUMNS`. That
 list determines the columns of the request table, the packed buffer of a step, its padding and its
@@ -27,7 +27,7 @@ MAX_TOKENS = 2**31 - 1
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. Each request ends exactly once."""
+    """The reason for the end of a request. Each request ends exactly once."""
 
     STOP = "stop"  # the request produced an EOS id, a stop token id or a stop string
     LENGTH = "length"  # the request reached max_tokens or the context length
@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                    log-probabilities. The log-probability of the output token is always reported
                    with them. None: report nothing.
     prompt_logprobs
-                   the same number for each prompt token except the first.
+                   number of most likely tokens to report with each prompt token except the first.
     """
 
     temperature: float = 1.0

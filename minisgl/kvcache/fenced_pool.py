@@ -9,7 +9,7 @@ class FencedPool:
     """A pool of the ids 0..size-1 that delays the reuse of an id until the GPU no longer uses it.
 
     The GPU runs behind the host, so a step in flight may still write to a page whose request has
-    ended. `release` therefore takes a fence: the last step that touches the ids. They are in
+    ended. `release` therefore takes a fence: the last step that touches the ids. The ids are in
     quarantine until `resolve` reports that this step has completed.
 
         pool = FencedPool(2)

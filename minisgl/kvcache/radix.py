@@ -117,7 +117,7 @@ class RadixCache:
     def match(self, tokens: Int32Array, salt: str = "") -> Match:
         """Find the longest cached prefix of `tokens`, int32, and mark its nodes as used.
 
-        If only the first pages of an edge match, the edge is split after them.
+        If only the first pages of an edge match, the edge is split after these pages.
         """
         self._clock += 1
         end, pages, _ = self._walk(tokens, salt)

@@ -146,8 +146,8 @@ class LLM:
     ) -> Iterator[Piece]:
         """Complete prompts as `generate` does, and yield the text in pieces as it is generated.
 
-        Prompts with the highest max_tokens start first, so that no long prompt runs alone at the
-        end. If the caller leaves the loop early, the prompts that are not complete are aborted.
+        Prompts with the highest max_tokens start first, so that no long answer is generated alone
+        at the end. If the caller leaves the loop early, the unfinished prompts are aborted.
         """
         _, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
         return self._stream(listed, sampling, stop)
@@ -189,7 +189,7 @@ class LLM:
         self.worker.abort_and_wait(())
         running = self._running
         try:
-            # Submit the longest request first, so that no long request runs alone at the end.
+            # Submit the highest max_tokens first, so that no long answer runs alone at the end.
             for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
                 self._submit(index, prompts[index], params[index], stop_strings, text_at_end)
             while running:

@@ -66,12 +66,12 @@ class TextOptions(Message, frozen=True, kw_only=True):
     """Options for the conversion of one request's tokens to text.
 
     prompt_tail          the last ids of the prompt. A character may begin in the prompt and end in
-                         the output; with these ids it is decoded as a whole.
+                         the output. With these ids the detokenizer decodes the whole character.
     stop                 stop strings, in the order in which the client gave them.
     skip_special_tokens  leave special tokens out of the text.
     include_stop         include the stop string that ended the text.
     min_tokens           ignore stop strings in the first min_tokens output tokens.
-    prompt_ids           int32 little-endian; the whole prompt if its log-probabilities are wanted.
+    prompt_ids           int32 little-endian; the whole prompt if the client wants its logprobs.
     token_ids            send the output ids in the updates too.
     reasoning            report text between <think> and </think> separately from the answer.
     silent               drop the output tokens, because the client wants the prompt only.
@@ -238,7 +238,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """New text of one request. Only the last update has `finish` or, after a failure, `error` too.
+    """New text of one request. The last update has `finish` and, after a failure, `error`.
 
     completion_tokens  number of output tokens so far, with the stop token.
     reasoning          new text between <think> and </think>. It is not in `text`.

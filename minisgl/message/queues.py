@@ -2,7 +2,7 @@
 
 Sockets have no high-water mark, so that no sender blocks. The scheduler must never block. The API
 server bounds the number of queued messages, because it limits the number of admitted requests. A
-receiver logs and drops a message that does not decode.
+receiver logs and drops a message that it cannot decode.
 
 The socket folder has a file with a key. The processes of the service read this key, and each
 message begins with it. A receiver drops messages without the key, so a well-formed message from

@@ -200,7 +200,7 @@ def _moe(config: Mapping[str, Any]) -> MoeConfig:
 
 
 def _sampling_defaults(recommended: HfGeneration) -> dict[str, int | float]:
-    """Parameters for requests that do not give them, as the model's author recommends.
+    """Return the parameters that the model's author recommends for requests without them.
 
     do_sample false means greedy decoding, which is temperature 0.
     """

@@ -68,7 +68,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfRope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rope settings that have a default. The classes in layers/rotary.py name all others."""
+    """Rope settings with a default. The classes in layers/rotary.py name all other settings."""
 
     rope_theta: Number | None = None
     partial_rotary_factor: Number = 1.0

@@ -131,7 +131,7 @@ def _check_head(path: Path, embedding: Placement, parameter: Tensor) -> None:
     """Check that a head stored beside tied embeddings equals them. Raises ConfigError."""
     for placement, value in _read(path, [embedding._replace(source=_HEAD)]):
         target = _part(parameter, placement, value)
-        # On the CPU, so that the check takes no GPU memory from the KV pool.
+        # Compare on the CPU, so that the check takes no GPU memory from the KV pool.
         if not torch.equal(target.cpu(), value.to(target.dtype)):
             raise ConfigError(
                 f"{_HEAD} differs from {_EMBEDDING}, although tie_word_embeddings in config.json "

@@ -22,7 +22,7 @@ def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
     """Return theta, the scaling, and the context length in tokens. Raises ConfigError.
 
     A YaRN model that names its original context has `factor` times that context, even if
-    max_position_embeddings still holds the original one. Qwen's instructions for YaRN do not
+    max_position_embeddings still holds the original context. Qwen's instructions for YaRN do not
     change that field.
     """
     old, new = config.rope_scaling, config.rope_parameters

@@ -5,15 +5,16 @@ token that the template wrote looks the same as one that a client wrote. Two ste
 
     mark    before rendering, each text of the client that spells a special token, or that ends
             within one, gets a mark after the first character of that token
-    encode  after rendering, the special tokens without a mark are the template's. Each becomes a
-            name that no client knows. Then the marks are removed. A second tokenizer encodes the
+    encode  after rendering, the special tokens without a mark belong to the template. Each becomes
+            a name that no client knows. Then the marks are removed. A second tokenizer encodes the
             whole string. It knows the special tokens by these names only
 
 The text between two special tokens of the template is therefore encoded in one piece, with all its
 merges. If no text of a chat spells a special token, the ids equal those of the model's tokenizer.
 
-Limit: a special token that begins in the template's text and ends in a text of the client is the
-template's. No known template writes the first characters of a special token before such a text.
+Limit: a special token that begins in the template's text and ends in a text of the client counts
+as a token of the template. No known template writes the first characters of a special token before
+such a text.
 """
 
 import itertools
@@ -27,9 +28,9 @@ import tokenizers
 
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 
-# Code points for private use. Unicode gives them no meaning, so texts rarely contain one.
+# Code points for private use. Unicode gives them no meaning, so texts rarely contain them.
 _MARKS = tuple(chr(code) for code in range(0xE000, 0xF900))
-_TRIALS = 16  # A text with half of the marks is refused once in 65,536 chats.
+_TRIALS = 16  # A chat that contains half of the marks is refused once in 65,536 times.
 
 
 class SpecialTokenEscaper:
@@ -43,7 +44,7 @@ class SpecialTokenEscaper:
         self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate, escaped: Collection[str]
     ) -> None:
         self._template = template
-        nonce = secrets.token_hex(16)  # All names have one length, so none contains another.
+        nonce = secrets.token_hex(16)  # All names have one length: no name contains another.
         self._names = {text: f"{nonce}{n:06x}" for n, text in enumerate(sorted(escaped))}
         self._tokens = re.compile(_any_of(self._names))
         self._beginnings = re.compile(_begins_any_of(self._names))

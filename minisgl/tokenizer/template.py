@@ -34,7 +34,7 @@ class TemplateError(Exception):
 
 
 class _TimeLimitExceeded(BaseException):
-    """Raised by the timer. It is a BaseException, so that `except Exception` does not catch it."""
+    """The timer raises it. It is a BaseException, so that `except Exception` does not catch it."""
 
 
 class _GenerationTag(Extension):

@@ -1,5 +1,4 @@
-"""Logging of one process: one line per record, on stderr. The main function of the process sets
-it up."""
+"""Logging of one process: one line per record, on stderr. Its main function sets the logging up."""
 
 import copy
 import json
@@ -12,9 +11,10 @@ _FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s
 
 
 class _OneLine(logging.Formatter):
-    """Escapes line breaks in messages, because a message may hold client text. Keeps tracebacks.
+    """Escapes line breaks in messages, because a message may hold client text.
 
-    Values of fields with spaces, quotes or `=` are quoted, so that a client cannot forge a field.
+    Tracebacks keep their line breaks. Values of fields with spaces, quotes or `=` are quoted, so
+    that a client cannot forge a field.
     """
 
     def format(self, record: logging.LogRecord) -> str:
