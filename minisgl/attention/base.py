@@ -100,7 +100,7 @@ class NormRope(NamedTuple):
     """The norm and the rotation of query and key heads, between the qkv projection and attention.
 
     q_weight, k_weight  [D], for an RMSNorm of each head with `eps`. Both None: no norm.
-    cos_sin             float32 [M, D], the rotary table.
+    cos_sin             float32 [max_seq_len, D], the rotary table.
     """
 
     q_weight: Tensor | None

@@ -23,7 +23,7 @@ from minisgl.kvcache.pool import KVPool
 
 logger = logging.getLogger(__name__)
 
-# In the order of preference: auto takes the first that can run.
+# In the order of preference: auto takes the first backend that can run.
 ATTENTION_BACKENDS: tuple[type[AttentionBackend], ...] = (
     FlashInferAttention,
     TorchAttention,

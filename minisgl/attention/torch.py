@@ -1,4 +1,4 @@
-"""Attention in plain torch. It supports every device and dtype. CPUs use it.
+"""Attention in plain torch. It supports every device and dtype, and is the backend for CPUs.
 
 Tests of the GPU kernels compare with it. Decode requests run as one padded batch; prefill chunks
 run one after the other, in blocks of queries.

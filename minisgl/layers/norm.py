@@ -77,7 +77,7 @@ class ResidualNorm(RMSNorm):
         """Move the weight into the linear that reads this norm's output, if its method can.
 
         fold: LinearMethod.fold of that linear, which must be the only reader. For one rank only:
-        with several, the norm's kernel also adds up the parts of all ranks.
+        with several ranks, the norm's kernel also adds up the parts of all ranks.
         """
         if fold(self.weight):
             self.weight.fill_(1.0)

@@ -41,7 +41,7 @@ class Llama3Rope:
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         """Keep the frequencies that turn more than high_freq_factor times in the original context.
 
-        Divide those that turn less than low_freq_factor times, and interpolate between.
+        Divide the frequencies that turn less than low_freq_factor times, and interpolate between.
         """
         turns = self.original_max_position * frequencies / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
@@ -67,7 +67,7 @@ class YarnRope:
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         """Keep the dimensions that turn more than beta_fast times in the original context.
 
-        Divide those that turn less than beta_slow times, and interpolate between.
+        Divide the dimensions that turn less than beta_slow times, and interpolate between.
         """
         half = len(frequencies)
 

@@ -9,7 +9,7 @@ from minisgl.moe.base import MoeBackend
 from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
 
-# In the order of preference: auto takes the first that can run.
+# In the order of preference: auto takes the first backend that can run.
 MOE_BACKENDS: tuple[type[MoeBackend], ...] = (TritonMoe, TorchMoe)
 
 
