@@ -6,6 +6,7 @@
         - InvalidRequest
         - PromptTooLong
         - Unsupported
+        - GrammarFailed
         - Overloaded
           - NotReady              (server)
         - DeadlineExceeded
@@ -81,6 +82,10 @@ class Unsupported(RequestError):
 
     An answer that ignores the parameter would be wrong.
     """
+
+
+class GrammarFailed(RequestError):
+    """The output cannot follow the request's grammar to its end: too complex, or no token left."""
 
 
 class Overloaded(RequestError):
