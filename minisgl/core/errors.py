@@ -85,7 +85,7 @@ class Unsupported(RequestError):
 
 
 class GrammarFailed(RequestError):
-    """The output cannot follow the request's grammar to its end: too complex, or no token left."""
+    """The request's grammar is too complex, or it allows no next token."""
 
 
 class Overloaded(RequestError):

@@ -46,7 +46,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     think_end    id of the token that closes the thinking; -1: the model has none.
     thinking     "off": the grammar holds from the first token. "open": the prompt ends inside the
                  thinking; the output is free until think_end. "allowed": the first token is either
-                 think_start, after which the output is free until think_end, or the first token of
+                 think_start, and then the output is free until think_end, or the first token of
                  the grammar.
     """
 

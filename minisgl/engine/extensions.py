@@ -23,8 +23,8 @@ class Extensions(ModelExtensions):
     sampling_columns   parameters with one value for each row of a step; must begin with
                        SAMPLING_COLUMNS, which the sampler reads.
     logits_processors  in the order in which they edit the logits.
-    constraint_totals  the processor of constraints and the scheduler count in this object, which
-                       SchedulerStats reports; None: the scheduler uses an object of its own.
+    constraint_totals  the processor of constraints and the scheduler count in this object.
+                       SchedulerStats reports it. None: the scheduler uses an object of its own.
     """
 
     sampling_columns: tuple[Column, ...] = SAMPLING_COLUMNS

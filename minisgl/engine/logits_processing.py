@@ -71,29 +71,29 @@ class TokenMask:
 
 
 class Constraint(ABC):
-    """A state that decides which tokens the output of its request may contain.
+    """The state of a logits processor that limits the tokens of its request's output.
 
-    The scheduler finds it among the states of a request, of which at most one is a Constraint.
-    Results must depend only on the request and its tokens, so that all ranks get the same.
+    At most one state of a request is a Constraint. The scheduler calls its methods. Results must
+    depend only on the request and its tokens, so that all ranks get the same results.
     """
 
     @abstractmethod
     def prepared(self, wait_s: float | None = 0.0) -> bool:
         """Return True once the state can edit logits, or once it has failed.
 
-        wait_s: wait at most this many seconds; None waits without a limit. Preparation runs in
-        another thread. The scheduler admits the request when it is complete.
+        wait_s: wait at most this many seconds; None waits without a limit. The preparation runs in
+        another thread. The scheduler admits the request after the preparation.
         """
 
     @abstractmethod
     def failure(self, position: int) -> RequestError | None:
-        """Return why no token is allowed at `position`; None if the constraint allows one."""
+        """Return the error if no token is allowed at `position`; None if a token is allowed."""
 
     @abstractmethod
     def forced(self, position: int, last: int) -> Sequence[int]:
-        """Return the ids that must follow. last: the token before `position`, the newest one.
+        """Return the ids that must follow. last: the newest token, which is at position - 1.
 
-        The scheduler may append them to the output. It tells a processor of appended tokens by
+        The scheduler may append these ids to the output. It tells a processor of appended tokens by
         EditedReq.history.
         """
 

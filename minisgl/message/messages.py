@@ -328,7 +328,7 @@ class ConstraintTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fi
 
     compiles, compile_seconds  grammars compiled, and the time of the compiling threads.
     masks, mask_seconds        token masks computed, and the host time of these computations. The
-                               device computes a forward step meanwhile.
+                               device computes a forward step at the same time.
     forced_tokens              output tokens that a grammar forced, so that no step sampled them.
     failures                   requests that ended with GrammarFailed, by the code of the error.
     """

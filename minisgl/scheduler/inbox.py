@@ -22,7 +22,8 @@ class Inbox(Protocol):
         wait_s: wait at most this long for the first message; None waits without a limit.
         plan_hash: hash of the batch that this rank launched last. Ranks compare their hashes.
         prepared: uids of the requests whose constraints became prepared on this rank. Rank 0 gets
-        them back as a Prepared message, after the other messages; the other ranks get rank 0's.
+        them back as a Prepared message, after the other messages. The other ranks get the message
+        of rank 0.
         """
 
 

@@ -110,7 +110,7 @@ class Planner:
     def recompute(self, req: Req) -> None:
         """Let a decoding request forward its forced tokens as a chunk of the next step.
 
-        It comes before all prompts, because its client is receiving tokens.
+        `req` comes before all prompts, because its client is receiving tokens.
         """
         self.decode_rows = self.decode_rows[self.decode_rows != req.row]
         self.prefilling.insert(0, req)

@@ -16,7 +16,7 @@ from minisgl.message.messages import AddReq, TokenLogprobs
 class ReqState(StrEnum):
     """The state of a request, in this order. Preemption returns the request to WAITING.
 
-    Forced tokens return it from DECODE to PREFILL.
+    Forced tokens return the request from DECODE to PREFILL.
     """
 
     PREPARING = "preparing"  # as WAITING, but outside of the queue until its constraint is prepared

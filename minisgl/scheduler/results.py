@@ -45,7 +45,7 @@ def append_tokens(
 ) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
     """Append tokens[i, : counts[i]] to row rows[i] at the positions from first[i] on.
 
-    Returns the same values as read_result. Tokens after the one that ends a request are dropped.
+    Returns the same values as read_result. Tokens after the token that ends a request are dropped.
     """
     width = tokens.shape[1]
     nth: Int32Array = np.arange(width, dtype=np.int32)

@@ -109,7 +109,7 @@ class Scheduler:
         self._outputs = OutputBuilder()
         self._meter = StepMeter(clock)
         self._reqs: dict[int, Req] = {}
-        self._preparing: dict[int, Req] = {}  # those of _reqs whose constraint is not prepared
+        self._preparing: dict[int, Req] = {}  # requests whose constraint is not prepared
         # Requests to end or preempt once the step in flight that contains them is resolved.
         self._ending: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
@@ -185,18 +185,18 @@ class Scheduler:
         if pending.done():
             return 0.0
         remaining_s = self._meter.remaining_s(self.planner.predict_decode_s(batch))
-        # The next step must be launched before the device runs out of work. A launch with masks
-        # returns late by their time, so the end of the step before it was noticed late.
+        # The next step must be launched before the device runs out of work. A launch with token
+        # masks returns later, so the scheduler notices the end of the previous step later.
         lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s
         return max(remaining_s - lead_s, 0.0)
 
     def _prepared(self) -> list[int]:
         """Return the uids of the preparing requests whose constraints are prepared.
 
-        While no other request is open, wait shortly for the oldest one.
+        While no other request is open, wait for at most PREPARING_WAIT_S for the oldest request.
         """
         first = next(iter(self._preparing.values()))
-        assert first.constraint is not None, "a preparing request has a constraint: this is a bug"
+        assert first.constraint is not None, "a constraint must be set; this is a bug"
         if len(self._preparing) == len(self._reqs) and not self._in_flight:
             first.constraint.prepared(PREPARING_WAIT_S)
         reqs = self._preparing.items()
@@ -242,8 +242,8 @@ class Scheduler:
             self._preparing[req.uid] = req
 
     def _start(self, req: Req) -> None:
-        """Enqueue a request whose constraint is prepared on rank 0, or end it if that failed."""
-        assert req.constraint is not None, "a preparing request has a constraint: this is a bug"
+        """Enqueue a request whose constraint is prepared on rank 0, or end it after a failure."""
+        assert req.constraint is not None, "a constraint must be set; this is a bug"
         req.constraint.prepared(None)  # this rank may be later than rank 0
         error = req.constraint.failure(len(req.tokens))
         if error is None:
@@ -311,7 +311,7 @@ class Scheduler:
         before_s = self.totals.constraints.mask_seconds
         self._in_flight.append((batch, self._engine.launch(batch)))
         self._mask_s = self.totals.constraints.mask_seconds - before_s
-        # With edited logits a launch may wait for the step before it, so its time says nothing.
+        # With edited logits a launch may wait for the previous step, so its time is not recorded.
         if not batch.num_prefill_tokens and batch.logit_edits is None:
             self._decode_launch_s = self._meter.clock() - now_s
         self._launched_step = batch.step_id
@@ -357,7 +357,7 @@ class Scheduler:
     def _take_tokens(
         self, rows: Int32Array, tokens: Int32Array, ended: dict[int, FinishReason]
     ) -> None:
-        """Send new tokens, and end the requests that they or broken logits end."""
+        """Send new tokens, and end the requests of the rows in `ended`."""
         self.totals.output_tokens_total += len(rows)
         self._outputs.tokens(self.table.uid[rows], tokens)
         for row, reason in ended.items():
