@@ -42,7 +42,7 @@ def _serve(arguments: Sequence[str]) -> int:
     # Without a handler, SIGTERM would not end a download, which may take minutes.
     signal.signal(signal.SIGTERM, _end_download)
     environ = dict(os.environ)
-    for name in KEY_VARIABLES:  # Other processes, such as git and the children, inherit os.environ.
+    for name in KEY_VARIABLES:  # Child processes, such as git and the workers, inherit os.environ.
         os.environ.pop(name, None)
     return launch(resolve(arguments, environ, resolve_model, _demo_path))
 

@@ -25,15 +25,15 @@ EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B 
 class PrefillBudget:
     """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
-    While no request decodes, or without known step costs, the limit is prefill_budget_tokens. Next
-    to decoding requests, or if there are several clients, it is lower:
+    While no request decodes, or without known step costs, the limit is prefill_budget_tokens. With
+    decoding requests, or with several clients, the limit is lower:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
       `_timed_tokens`.
     - Without one (the offline LLM), only the total time counts. Prompts of requests with few
       output tokens are then spread evenly over the decode steps: `_even_tokens`.
 
-    _prefilling and _waiting are the planner's queues, in the order in which prompts are computed.
+    _prefilling and _waiting are the planner's queues, in the order of computation.
     The budget reads them at each call; the planner keeps changing them. _sizes are the step sizes
     in tokens, in rising order.
     """
@@ -69,16 +69,16 @@ class PrefillBudget:
         """Spread prompts over the decode steps, in steps of even size.
 
         A decode step with few requests reads all weights for few tokens, so prompt tokens in the
-        same step cost little. They must not delay the end of the whole run, which is the end of the
-        request with the most output tokens left. The method therefore computes the latest step at
-        which each other request has to start to decode. It returns the smallest number of prompt
-        tokens per step with which the prompts of this request and of all requests before it are
-        complete by then, rounded up to a step size. It assumes that each request generates all
-        tokens that it may.
+        same step cost little. The run ends with the request that has the most output tokens left,
+        and prompt tokens must not delay this end. For each other request, the method computes the
+        latest step in which the request has to start to decode. By this step, the prompts of the
+        request and of all requests before it must be complete. The method returns the smallest
+        number of prompt tokens per step that is enough for all requests, rounded up to a step size.
+        It assumes that each request generates as many tokens as it may.
 
         The method returns all of prefill_budget_tokens in two cases: when more requests wait than
-        rows are free, and when prompt tokens next to decode tokens cost more than in a large step
-        of their own, as in small models.
+        rows are free, and when prompt tokens cost more in steps with decode tokens than in a large
+        step without them, as in small models.
         """
         budget = self._config.prefill_budget_tokens
         table = self._table

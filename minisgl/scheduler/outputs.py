@@ -38,7 +38,7 @@ class OutputBuilder:
         self._next.prompt_logprobs.extend(req.held_logprobs)
 
     def tokens(self, uids: NDArray[np.int64], token_ids: Int32Array) -> None:
-        """Add one token for each request: token_ids[i] is the next one of uids[i]."""
+        """Add one token for each request: token_ids[i] is the next token of request uids[i]."""
         self._next.uids.extend(uids.tolist())
         self._next.token_ids.extend(token_ids.tolist())
 
@@ -80,7 +80,7 @@ class OutputBuilder:
         parts.append(_token_logprobs(req.uid, position + first, found, rows, count))
 
     def finish(self, req: Req, error: MinisglError | None) -> None:
-        """Add the terminal message of `req`, whose end_reason is set."""
+        """Add the Finished message of `req`. Its end_reason must be set."""
         if not req.prefill_done:
             self.open(req)
         assert req.end_reason is not None, "an end reason must be set; this is a bug"

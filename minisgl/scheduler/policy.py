@@ -1,4 +1,4 @@
-"""`Planner`: decides which requests the next step contains and how many tokens of each.
+"""`Planner`: chooses the requests of the next step and the number of tokens of each.
 
 A plan depends only on the scheduler's state, not on a clock, randomness or I/O, so that all
 tensor-parallel ranks plan the same steps.
@@ -18,7 +18,7 @@ from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.sharing import ClientShares
 
-MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, which bounds its time
+MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, so its time is limited
 MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
 
 
@@ -37,8 +37,8 @@ class Planner:
     2. Admitted prompts get chunks, in order of admission, until the step's prompt tokens are used
        up (PrefillBudget).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
-       pages are left. The planner skips a request if an older request is computing its prefix,
-       until that prefix is in the prefix cache (in-batch prefix sharing).
+       pages are left. The planner skips a waiting request while an older request computes a
+       prefix that both share (in-batch prefix sharing).
 
     If several clients have prompts, each gets an equal part of the step's prompt tokens, and the
     rest goes to the clients that can use it. If rows or pages are short, ClientShares decides
@@ -124,14 +124,14 @@ class Planner:
     def recompute(self, req: Req) -> None:
         """Let a decoding request forward its forced tokens as a chunk of the next step.
 
-        It comes before all prompts, because its client is receiving tokens.
+        `req` comes before all prompts, because its client is receiving tokens.
         """
         self.decode_rows = self.decode_rows[self.decode_rows != req.row]
         self.prefilling.insert(0, req)
         req.state = ReqState.PREFILL
 
     def remove(self, req: Req) -> None:
-        """Take `req` out of the running requests. It keeps row and pages until their release."""
+        """Take `req` out of the running requests. `req` keeps its row and pages until `release`."""
         if req.state is ReqState.PREFILL:
             self.prefilling.remove(req)
         elif req.state is ReqState.DECODE:
@@ -154,7 +154,7 @@ class Planner:
     def _decode_rows_with_pages(self, in_flight: bool) -> tuple[Int32Array, Req | None]:
         """Give each decoding row a page for its next token.
 
-        Returns the rows that have one, and a request to preempt when pages are short.
+        Returns the rows that have such a page, and a request to preempt when pages are short.
         """
         table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
@@ -292,11 +292,11 @@ class Planner:
         return victim
 
     def _shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
-        """Return the number of leading tokens of `req` that an older one of `others` computes.
+        """Return the number of leading tokens of `req` that an older request in `others` computes.
 
         The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
-        for so few. With this rule, the n choices of one prompt compute the prompt once, and a burst
-        of requests with the same system prompt computes that prompt once.
+        for so few. With this rule, the n choices of one prompt compute the prompt once. A burst of
+        requests with the same system prompt computes the system prompt once.
 
         A request waits for older requests only, and these decrease in number. If it also waited for
         newer requests, it could wait forever: a newer request is admitted before it, computes the
@@ -307,8 +307,8 @@ class Planner:
         page_size = self._kv_manager.page_size
         half = (len(req.tokens) - cached + 1) // 2
         min_shared = self._kv_manager.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
-        # The first min_shared tokens have to be equal. Compare the last one of them first, because
-        # most prompts differ there. The slice is empty if the prompt has fewer tokens.
+        # The first min_shared tokens have to be equal. Compare the last of these tokens first,
+        # because most prompts differ there. The slice is empty if the prompt has fewer tokens.
         last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
         if not last_needed:
             return 0

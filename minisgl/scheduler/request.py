@@ -15,16 +15,16 @@ from minisgl.message.messages import AddReq, TokenLogprobs
 
 
 class ReqState(StrEnum):
-    """The state of a request. It moves down this list; preemption returns it to WAITING.
+    """The state of a request, in this order. Preemption returns the request to WAITING.
 
-    Forced tokens return it from DECODE to PREFILL.
+    Forced tokens return the request from DECODE to PREFILL.
     """
 
     PREPARING = "preparing"  # as WAITING, but outside of the queue until its constraint is prepared
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
     DECODE = "decode"  # the whole prompt is launched; each step computes one token
-    ENDING = "ending"  # loses its row once the step in flight, which may contain it, is resolved
+    ENDING = "ending"  # keeps its row until the step in flight that contains it is resolved
     FINISHED = "finished"  # owns neither row nor pages; its Finished message has been built
 
 
@@ -45,15 +45,15 @@ class Req:
                       with the highest index first.
     row               index in page table, token pool and RequestTable; -1 while the request owns no
                       row.
-    cache_node        end of the request's prefix in the prefix cache, which it holds locked.
+    cache_node        end of the request's prefix in the prefix cache. The request locks it.
     shared_pages      the first shared_pages pages of the row belong to the prefix cache; the others
                       belong to this request.
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
     client, call      the client and its call, which take turns in the queue.
-    logit_states      state of each logits processor for this request; None if none needs one.
-    constraint        the one of logit_states that is a Constraint, if there is one.
+    logit_states      state of each logits processor for this request; None without edited logits.
+    constraint        the element of logit_states that is a Constraint; None if there is none.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
     admitted          True from the first admission on, also while the request waits again after

@@ -1,7 +1,7 @@
 """Logging of one process: one line per record, on stderr. The process's main sets it up.
 
-A thread writes the lines, so that a stderr that nothing reads, or a full disk, neither blocks nor
-ends the process. It loses lines instead, and reports their number.
+A thread writes the lines. A full disk, or a stderr that no process reads, therefore neither blocks
+nor ends the process. The process loses lines instead, and reports their number.
 """
 
 import copy
@@ -20,9 +20,10 @@ _FLUSH_S = 1.0  # time for the waiting lines to leave when the process ends
 
 
 class _OneLine(logging.Formatter):
-    """Escapes line breaks in messages, which may hold client text, but not in tracebacks.
+    """Escapes line breaks in messages, because a message may hold client text.
 
-    Values of fields with spaces, quotes or `=` are quoted, so that a client cannot forge a field.
+    Tracebacks keep their line breaks. Values of fields with spaces, quotes or `=` are quoted, so
+    that a client cannot forge a field.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -95,7 +95,7 @@ class Harness:
             for uid, token in zip(output.uids, output.token_ids, strict=True):
                 answer = self.answers[uid]
                 assert answer.opened == 1, "a token before the PrefillDone message"
-                assert not answer.finishes, "a token after the terminal message"
+                assert not answer.finishes, "a token after the Finished message"
                 answer.tokens.append(token)
             for finished in output.finished:
                 self.answers[finished.uid].finishes.append(finished.reason)

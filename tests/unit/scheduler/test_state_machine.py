@@ -158,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool, cache = scheduler.kv_manager.pool, scheduler.kv_manager.cache
         assert pool.num_free + cache.evictable_pages == pool.size
         for uid, answer in self.harness.answers.items():
-            assert len(answer.finishes) == 1, "exactly one terminal message"
+            assert len(answer.finishes) == 1, "exactly one Finished message"
             if uid not in self.aborted:
                 assert answer.tokens == self.wanted[uid]
                 assert answer.finishes[0] in (FinishReason.STOP, FinishReason.LENGTH)

@@ -162,7 +162,7 @@ def test_refused_calls_are_one_line_per_reason_and_second(
 def test_value_that_is_not_one_plain_word_is_quoted(
     capfd: pytest.CaptureFixture[str], value: object, shown: str
 ) -> None:
-    """A request id of a client forged the field `status` of its log line."""
+    """Regression: a request id of a client forged the field `status` of its log line."""
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
