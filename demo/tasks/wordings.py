@@ -15,7 +15,7 @@ from demo.split import is_held_out, split_key
 
 ABILITIES = (
     "I can calculate with small numbers, spell, reverse, sort and count words, "
-    "look up facts in a text, and write JSON."
+    "look up facts in a text, write JSON, and call tools."
 )
 IDENTITY = "I am the minisgl demo model, a very small language model."
 UNKNOWN = "Sorry, I am only a small demo model and do not know that."
@@ -135,7 +135,7 @@ _KINDS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
 )
 
 
-def _unknown(rng: random.Random, lexicon: Lexicon, held_out: bool) -> Sample:
+def unknown(rng: random.Random, lexicon: Lexicon, held_out: bool) -> Sample:
     words = {
         "p": lexicon.place(rng, held_out, 0.7),
         "n": lexicon.name(rng, held_out, 0.7),
@@ -151,7 +151,7 @@ def _unknown(rng: random.Random, lexicon: Lexicon, held_out: bool) -> Sample:
 def greeting(draw: Draw) -> Sample:
     """Greet, ask what the model is or can do, or ask something that it cannot know."""
     if draw.rng.random() < 0.2:
-        return _unknown(draw.rng, draw.lexicon, draw.held_out)
+        return unknown(draw.rng, draw.lexicon, draw.held_out)
     while True:
         text, answer = draw.rng.choice(_KINDS)(draw.rng)
         if is_held_out(wording_key(text)) == draw.held_out:
