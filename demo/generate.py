@@ -12,18 +12,18 @@ from demo.tasks import GENERATORS, TOOL_TASKS
 
 # Relative shares in training. The tasks on unseen words need the largest shares.
 MIXTURE: dict[str, int] = {
-    "arithmetic": 6,
+    "arithmetic": 7,
     "spelling": 3,
     "reversing": 4,
     "sorting": 6,
-    "counting": 8,
-    "lookup": 3,
-    "json": 4,
-    "conversation": 4,
+    "counting": 9,
+    "lookup": 2,
+    "json": 3,
+    "conversation": 3,
     "greeting": 2,
-    "tool-call": 2,
+    "tool-call": 1,
     "tool-choice": 3,
-    "tool-result": 2,
+    "tool-result": 1,
     "tool-none": 2,
     "tool-parallel": 2,
 }

@@ -222,9 +222,7 @@ def _result(
     return value, json.dumps({**arguments, key: value})
 
 
-def round_of(
-    draw: Draw, requests: list[Request], question: str, answered: bool = True
-) -> Exchange:
+def round_of(draw: Draw, requests: list[Request], question: str, answered: bool = True) -> Exchange:
     """Return the exchange in which the assistant calls one tool per request.
 
     answered: the exchange contains the results and the answer, otherwise it ends with the calls.

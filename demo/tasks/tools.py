@@ -1,4 +1,4 @@
-"""The tool tasks: one tool, a choice of tools, the answer from a result, no fitting tool, two calls.
+"""The tool tasks: one tool, a choice, an answer from a result, no fitting tool, two calls.
 
 The client offers one to four tools. In training most conversations go on after the call, with its
 result, an answer, and sometimes a second question: one list of tools then teaches several turns.
@@ -22,8 +22,8 @@ from demo.tasks.wordings import UNKNOWN, greeting
 NO_TOOL = "I have no tool for that."
 
 _MOST_TOOLS = 4
-_RESULT_SHARE = 0.6
-_SECOND_QUESTION_SHARE = 0.3
+_RESULT_SHARE = 0.7
+_SECOND_QUESTION_SHARE = 0.5
 _ALSO = (" ", " Also: ", "\n", " And ")
 
 
@@ -57,7 +57,9 @@ def _called(draw: Draw, task: str, offers: list[Offer]) -> Sample:
     request = draw_request(draw, offers[0])
     keys = set(request.keys)
     if draw.held_out or draw.rng.random() >= _RESULT_SHARE:
-        return _sample(draw, task, offers, [round_of(draw, [request], request.question, answered=False)], keys)
+        return _sample(
+            draw, task, offers, [round_of(draw, [request], request.question, answered=False)], keys
+        )
     exchanges = [round_of(draw, [request], request.question)]
     if draw.rng.random() < _SECOND_QUESTION_SHARE:
         if draw.rng.random() < 0.6:
