@@ -53,7 +53,8 @@ def evaluation_samples() -> Iterator[Sample]:
 
 
 def _line(sample: Sample) -> dict[str, object]:
-    line = {"task": sample.task, "messages": sample.messages(), "answer": sample.answer}
+    line: dict[str, object] = {"task": sample.task, "messages": sample.messages()}
+    line["answer"] = sample.answer
     if sample.tools:
         line["tools"] = sample.schemas()
     if sample.calls:

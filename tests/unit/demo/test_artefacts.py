@@ -78,7 +78,10 @@ def test_lookups_reach_but_do_not_pass_their_limit(prompts: list[Prompt]) -> Non
 
 def test_no_evaluation_prompt_is_ever_trained_on(prompts: list[Prompt]) -> None:
     asked = {
-        prompt.messages[-1]["content"].casefold()
+        (
+            prompt.messages[-1]["content"].casefold(),
+            tuple(tool["function"]["name"] for tool in prompt.tools),
+        )
         for prompt in prompts
         if prompt.task
         in {
@@ -98,8 +101,10 @@ def test_no_evaluation_prompt_is_ever_trained_on(prompts: list[Prompt]) -> None:
     }
     rng, lexicon = random.Random(11), Lexicon()
     for _ in range(20_000):
-        for exchange in training_sample(rng, lexicon).exchanges:
-            assert exchange.user.casefold() not in asked
+        sample = training_sample(rng, lexicon)
+        names = tuple(tool.name for tool in sample.tools)
+        for exchange in sample.exchanges:
+            assert (exchange.user.casefold(), names) not in asked
 
 
 def test_tool_prompts_hold_requests_of_an_openai_api(prompts: list[Prompt]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -124,9 +125,12 @@ def test_tools_of_any_schema_and_several_results_are_rendered() -> None:
             },
         },
     }
-    tools = [{"type": "function", "function": function}, {"type": "function", "name": "flat"}]
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": function},
+        {"type": "function", "name": "flat"},
+    ]
     call = {"type": "function", "id": "0", "function": {"name": "flat", "arguments": {"a": "é"}}}
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "Well.", "tool_calls": [call, call]},
