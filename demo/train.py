@@ -119,7 +119,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the minisgl demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=8_500)
     parser.add_argument("--peak", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--short-tokens", type=int, default=43_008, help="per step, packed")
     parser.add_argument("--long-tokens", type=int, default=15_680, help="per step, documents")
