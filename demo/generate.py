@@ -24,7 +24,7 @@ MIXTURE: dict[str, int] = {
     "tool-call": 1,
     "tool-choice": 3,
     "tool-result": 1,
-    "tool-none": 2,
+    "tool-none": 3,
     "tool-parallel": 2,
 }
 SYSTEM_MESSAGES: tuple[str, ...] = (
