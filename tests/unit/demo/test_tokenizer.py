@@ -102,7 +102,8 @@ def test_a_chat_without_tools_is_plain_chatml(shipped: PreTrainedTokenizerFast) 
         {"role": "user", "content": "c"},
     ]
     expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in chat)
-    for tools in (None, []):
+    no_tools: tuple[list[Any] | None, ...] = (None, [])
+    for tools in no_tools:
         text = shipped.apply_chat_template(chat, tools=tools, tokenize=False)
         assert text == expected
         assert (
