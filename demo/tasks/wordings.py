@@ -135,7 +135,7 @@ _KINDS: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
 )
 
 
-def unknown(rng: random.Random, lexicon: Lexicon, held_out: bool) -> Sample:
+def _unknown(rng: random.Random, lexicon: Lexicon, held_out: bool) -> Sample:
     words = {
         "p": lexicon.place(rng, held_out, 0.7),
         "n": lexicon.name(rng, held_out, 0.7),
@@ -151,7 +151,7 @@ def unknown(rng: random.Random, lexicon: Lexicon, held_out: bool) -> Sample:
 def greeting(draw: Draw) -> Sample:
     """Greet, ask what the model is or can do, or ask something that it cannot know."""
     if draw.rng.random() < 0.2:
-        return unknown(draw.rng, draw.lexicon, draw.held_out)
+        return _unknown(draw.rng, draw.lexicon, draw.held_out)
     while True:
         text, answer = draw.rng.choice(_KINDS)(draw.rng)
         if is_held_out(wording_key(text)) == draw.held_out:
