@@ -15,6 +15,7 @@ from minisgl.message.messages import AbortReq, AddReq, LeaderStep, Shutdown
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
+from minisgl.utils.process import write_socket_key
 from tests.parity.models import VOCAB_SIZE
 from tests.unit.scheduler.integrity import check_scheduler
 
@@ -79,17 +80,27 @@ class _Counted:
         return self._engine.launch(batch)
 
 
+def make_queue_folders(folder: Path, cases: list[RankCase]) -> None:
+    """Make the folder of queues of each case, with its key. The ranks then share this key.
+
+    Each case has a folder of its own, because the ranks finish a case at different times.
+    """
+    for index in range(len(cases)):
+        (folder / str(index)).mkdir()
+        write_socket_key(folder / str(index))
+
+
 def run_cases(
     comm: Communicator, folder: str, cases: list[RankCase], paths: dict[str, str]
 ) -> list[Outcome]:
-    """Run the cases on this rank, with queues in `folder`; return the outcome of each case."""
-    outcomes = []
-    for index, case in enumerate(cases):
-        # One folder for each case, since the ranks finish a case at different times.
-        queues = Path(folder) / str(index)
-        queues.mkdir(exist_ok=True)
-        outcomes.append(_run(comm, queues, case, paths[case.family]))
-    return outcomes
+    """Run the cases on this rank; return the outcome of each case.
+
+    With several ranks, the queues are in the subfolders that `make_queue_folders` has made.
+    """
+    return [
+        _run(comm, Path(folder) / str(index), case, paths[case.family])
+        for index, case in enumerate(cases)
+    ]
 
 
 def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome:
