@@ -260,6 +260,7 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
                        log-probabilities of new tokens, if the client asked for them.
     stopped            True if a stop string or a failure of the detokenizer ended the request. The
                        scheduler does not know yet that the request has ended.
+    stop_string        the stop string that ended the text.
     admitted_s         as in PrefillDone.
     """
 
@@ -277,6 +278,7 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     error_kind: str = ""
     stopped: bool = False
+    stop_string: str = ""
     admitted_s: float = 0.0
 
 

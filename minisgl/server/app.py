@@ -95,7 +95,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, RequestError):
         service = request.app.state.service
         service.client.metrics.on_refused(error, service.lifecycle.phase)
-    response = error_response(error, **headers)
+    response = error_response(error, request.scope["path"], **headers)
     is_bug = not isinstance(error, RequestError)  # uvicorn logs its traceback.
     log_event(
         logger,

@@ -12,7 +12,7 @@ import msgspec
 
 from minisgl.core import InvalidRequest, RequestError, Unsupported
 from minisgl.server.protocol import requests
-from minisgl.server.protocol.requests import PARAMETERS, GenerationBody, RequestBody
+from minisgl.server.protocol.requests import KnownParameters, RequestBody, known_parameters
 from minisgl.utils import near_names
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -67,7 +67,7 @@ def decode(
     try:
         return msgspec.convert(known, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error), given) from None
+        raise _refusal(str(error), given, kind) from None
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -86,36 +86,37 @@ def _check_unknown(
     name: str, given: Mapping[str, Any], kind: type[RequestBody], allow_unknown: bool
 ) -> None:
     """Raise for a field that the struct lacks, unless the field cannot change the answer."""
-    generates = issubclass(kind, GenerationBody)
-    if generates and name in PARAMETERS.unsupported:
-        if not _is_neutral(name, given):
-            rule = PARAMETERS.refusals.get(name, "is not supported")
+    others = known_parameters(kind)
+    if others is not None and name in others.unsupported:
+        if not _is_neutral(name, given, others):
+            rule = others.refusals.get(name, "is not supported")
             raise Unsupported(f"{name} {rule}", param=name)
-    elif not generates or not (allow_unknown or name in PARAMETERS.ignored):
+    elif others is None or not (allow_unknown or name in others.ignored):
         shown = name[:64]
-        others = (*PARAMETERS.ignored, *PARAMETERS.unsupported) if generates else ()
-        hint = near_names(shown, (*kind.__struct_fields__, *others))
+        known = () if others is None else (*others.ignored, *others.unsupported)
+        hint = near_names(shown, (*kind.__struct_fields__, *known))
         text = f"unknown parameter '{shown}'{hint}"
         raise InvalidRequest(text, param=shown, code="unknown_parameter")
 
 
-def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
+def _is_neutral(name: str, given: Mapping[str, Any], others: KnownParameters) -> bool:
     """True if the value of this unsupported parameter does not change the answer."""
     value = given[name]
     if name == "tools" and given.get("tool_choice") == "none":
         return isinstance(value, list)
     # True equals 1 in Python, so booleans need a comparison of the types too.
-    neutral = PARAMETERS.unsupported[name]
+    neutral = others.unsupported[name]
     same = [value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral]
     return value is None or any(same)
 
 
-def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
+def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> RequestError:
     """Translate the text of a msgspec.ValidationError about this body."""
     found = _ERROR.fullmatch(error)
     assert found is not None, "the pattern matches every text; this is a bug"
     text, param = found["text"], found["path"] or ""
-    if part := _TEXT_PART.match(param):
+    has_parts = issubclass(kind, (requests.ChatBody, requests.TokenizeBody))
+    if has_parts and (part := _TEXT_PART.match(param)):
         content = given["messages"][int(part[1])]["content"][int(part[2])]
         if isinstance(content, dict) and content.get("type") != "text":
             rule = "only parts of type text are supported"
@@ -124,7 +125,7 @@ def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
         return Unsupported(f"{param} is not supported", param=param)
     if found["key"]:
         return reject(param, "must have token ids as keys")
-    if param.endswith("[...]"):  # msgspec does not name the key of a wrong value
+    if param == "logit_bias[...]":  # msgspec does not name the key of a wrong value
         param = _bias_at_fault(given["logit_bias"])
     if text.startswith("Object missing required field"):
         name = text.split("`")[1]

@@ -5,6 +5,7 @@ controls, `tojson` without escaping, `raise_exception`, `strftime_now`, the `gen
 """
 
 import json
+import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a chat. Raises TemplateError for every failure of the template.
 
+        With the option continue_final_message, the prompt ends with the content of the last message,
+        so that the model continues it.
         timeout_s works in the main thread of a process only (it uses SIGALRM); None: no limit.
         """
         variables: dict[str, Any] = {
@@ -80,9 +83,15 @@ class ChatTemplate:
             **self._special_tokens,
             "messages": messages,
         }
+        mark = ""
+        if options.get("continue_final_message"):
+            # The template writes the end of the message after the mark.
+            mark = secrets.token_hex(16)
+            final = {**messages[-1], "content": messages[-1]["content"] + mark}
+            variables["messages"] = [*messages[:-1], final]
         try:
             with time_limit(timeout_s):
-                return self._collect(variables)
+                text = self._collect(variables)
         except _TimeIsUp:
             message = f"the chat template ran longer than {timeout_s:g} s"
             raise TemplateError(message, "template_timeout_s") from None
@@ -90,6 +99,13 @@ class ChatTemplate:
             raise TemplateError(f"the chat template refused this chat: {error}"[:500]) from None
         except (AttributeError, RecursionError, MemoryError) as error:
             raise TemplateError(f"the chat template failed: {type(error).__name__}") from None
+        if not mark:
+            return text
+        text, found, _ = text.rpartition(mark)
+        if not found:
+            message = "the chat template leaves out the last message, so it cannot be continued"
+            raise TemplateError(message)
+        return text
 
     def _collect(self, variables: dict[str, Any]) -> str:
         parts: list[str] = []
