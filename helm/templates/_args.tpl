@@ -47,6 +47,7 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 - --max-queued-requests={{ int $server.maxQueuedRequests }}
 - --num-tokenizer={{ int $server.tokenizers }}
 - --log-level={{ $server.logLevel }}
+- --tool-format={{ $server.toolFormat }}
 {{- if $server.escapeSpecialTokens }}
 - --escape-special-tokens
 {{- end }}

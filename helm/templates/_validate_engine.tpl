@@ -13,6 +13,7 @@ server.maxRunningRequests: --max-running-requests
 server.maxQueuedRequests: --max-queued-requests
 server.tokenizers: --num-tokenizer --tokenizer-count
 server.logLevel: --log-level
+server.toolFormat: --tool-format
 server.escapeSpecialTokens: --escape-special-tokens
 server.allowedOrigins: --allow-origin
 server.host: --host

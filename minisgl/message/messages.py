@@ -37,13 +37,17 @@ class TokenizeText(Message, frozen=True, kw_only=True):
 class TokenizeChat(Message, frozen=True, kw_only=True):
     """Render a chat with the model's template and encode the result without a second BOS.
 
-    messages_json and template_kwargs_json are JSON that the API server has validated. They stay
-    JSON until the template reads them, so that data of a client is never decoded into our types.
+    messages_json, template_kwargs_json and tools_json are JSON that the API server has validated.
+    They stay JSON until the template reads them, so that data of a client is never decoded into our
+    types.
+
+    tools_json  the tools that the template describes to the model; null: none.
     """
 
     uid: int = 0
     messages_json: bytes
     template_kwargs_json: bytes = b"{}"
+    tools_json: bytes = b"null"
 
 
 class DecodeIds(Message, frozen=True, kw_only=True):
@@ -62,6 +66,17 @@ TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds
 ToTokenizer = TokenizeRequest | Ping
 
 
+class ToolOptions(Message, frozen=True, kw_only=True):
+    """How the tool calls in the text of one request are found.
+
+    format           name of the call format.
+    parameters_json  an object with the JSON schema of the arguments of each tool, by its name.
+    """
+
+    format: str
+    parameters_json: bytes
+
+
 class TextOptions(Message, frozen=True, kw_only=True):
     """How the tokens of one request become text.
 
@@ -75,6 +90,7 @@ class TextOptions(Message, frozen=True, kw_only=True):
     token_ids            send the output ids in the updates too.
     reasoning            report text between <think> and </think> apart from the answer.
     silent               drop the output tokens, because the client wants the prompt only.
+    tools                report tool calls apart from the answer; None: they are text.
     """
 
     prompt_tail: list[int] = []
@@ -86,6 +102,7 @@ class TextOptions(Message, frozen=True, kw_only=True):
     token_ids: bool = False
     reasoning: bool = False
     silent: bool = False
+    tools: ToolOptions | None = None
 
 
 class StartText(Message, frozen=True, kw_only=True):
@@ -258,6 +275,8 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     reasoning_tokens   number of output tokens so far between <think> and </think>.
     prompt_logprobs, logprobs
                        log-probabilities of new tokens, if the client asked for them.
+    calls              new parts of tool calls, which are not in `text`.
+    call_failures      number of new texts that began as a tool call and were not a complete call.
     stopped            True if a stop string or a failure of the detokenizer ended the request. The
                        scheduler does not know yet that the request has ended.
     stop_string        the stop string that ended the text.
@@ -272,6 +291,8 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     reasoning: str = ""
     reasoning_tokens: int = 0
+    calls: list[ToolCallDelta] = []
+    call_failures: int = 0
     prompt_logprobs: list[TokenLogprob] = []
     logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None
@@ -291,12 +312,14 @@ class StepText(Message, frozen=True, kw_only=True):
 class Ready(Message, frozen=True, kw_only=True):
     """A process has completed its start and can serve requests.
 
-    facts      facts about the model; only rank 0 of the scheduler sends them.
-    startup_s  seconds of each phase of the start.
+    facts        facts about the model; only rank 0 of the scheduler sends them.
+    tool_format  as in ModelFacts; only tokenizer processes send it.
+    startup_s    seconds of each phase of the start.
     """
 
     role: str
     facts: ModelFacts | None = None
+    tool_format: str | None = None
     startup_s: dict[str, float] = {}
 
 

@@ -73,6 +73,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ignore_generation_config: bool = False
     allow_unknown_params: bool = False
     escape_special_tokens: bool = False
+    tool_format: str = "auto"
     api_key_hashes: tuple[str, ...] = ()
     admin_key_hashes: tuple[str, ...] = ()
     ssl_certfile: str | None = None

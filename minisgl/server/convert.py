@@ -17,6 +17,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.decode import decode, reject
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.protocol import requests
+from minisgl.server.tools import ToolRequest, shorten_ids, tools_of
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11
 # A chat or text for a tokenizer worker, or token ids.
@@ -39,6 +40,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     (max_tokens 0), only the echo with its log-probabilities.
     explicit_max_tokens: the client set sampling.max_tokens, so a prompt that leaves less room is
     refused. Otherwise max_tokens shrinks to the room.
+    named_tool: the client named the tool that the answer calls.
     """
 
     route: str
@@ -52,6 +54,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     echo: bool = False
     cache_salt: str = ""
+    named_tool: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -78,7 +81,9 @@ class RequestConverter:
         if options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
         max_tokens = body.max_tokens
+        tools: ToolRequest | None = None
         if isinstance(body, requests.ChatBody):
+            tools = tools_of(body, facts)
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
@@ -100,7 +105,7 @@ class RequestConverter:
         return GenerateRequest(
             route=route,
             model=body.model,
-            prompts=tuple(self._prompts(body, facts)),
+            prompts=tuple(self._prompts(body, facts, tools)),
             n=body.n,
             sampling=sampling,
             text=TextOptions(
@@ -111,12 +116,14 @@ class RequestConverter:
                 token_ids=route == requests.GENERATE or body.return_token_ids,
                 reasoning=reasoning,
                 silent=silent,
+                tools=tools and tools.options,
             ),
             explicit_max_tokens=max_tokens is not None,
             stream=body.stream,
             include_usage=options is not None and bool(options.include_usage),
             echo=echo,
             cache_salt=body.cache_salt,
+            named_tool=tools is not None and tools.is_named,
         )
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
@@ -145,14 +152,23 @@ class RequestConverter:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
     def chat_prompt(
-        self, messages: list[requests.Message], options: requests.TemplateOptions, facts: ModelFacts
+        self,
+        messages: list[requests.Message],
+        options: requests.TemplateOptions,
+        facts: ModelFacts,
+        tools: ToolRequest | None = None,
     ) -> Prompt:
         """The messages in the form that chat templates expect, with the template's options."""
         chars = sum([_prepare_message(message, i) for i, message in enumerate(messages)])
         self._check_chars("messages", chars, facts)
+        rendered = b"null" if tools is None else tools.rendered
+        self._check_chars("tools", len(rendered), facts)
+        if facts.tool_format.startswith("mistral"):
+            shorten_ids(messages)
         return TokenizeChat(
             messages_json=msgspec.json.encode(messages),
             template_kwargs_json=msgspec.json.encode(options),
+            tools_json=rendered,
         )
 
     def text_prompt(
@@ -183,10 +199,12 @@ class RequestConverter:
             raise reject(f"{param}[{index}]", rule)
         return token_ids
 
-    def _prompts(self, body: requests.AnyBody, facts: ModelFacts) -> list[tuple[str, Prompt]]:
+    def _prompts(
+        self, body: requests.AnyBody, facts: ModelFacts, tools: ToolRequest | None
+    ) -> list[tuple[str, Prompt]]:
         """Each prompt with its path in the body."""
         if isinstance(body, requests.ChatBody):
-            prompt = self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
+            prompt = self.chat_prompt(body.messages, body.chat_template_kwargs, facts, tools)
             return [("messages", prompt)]
         if isinstance(body, requests.GenerateBody):
             return [("input_ids", self.ids_prompt("input_ids", body.input_ids, facts))]

@@ -26,6 +26,14 @@ _OBJECTS: dict[str, type[RequestBody]] = {
     "content": requests.TextPart,
     "stream_options": requests.StreamOptions,
     "chat_template_kwargs": requests.TemplateOptions,
+    "tool_choice": requests.ToolChoice,
+}
+# The values of the fields with a fixed set of values, by the last part of their path.
+_VALUES: dict[str, tuple[str, ...]] = {
+    "role": get_args(requests.Role),
+    "tool_choice": ("none", "auto", "required"),
+    "allowed_tools": ("function", "allowed_tools"),
+    "mode": ("auto", "required"),
 }
 # Bounds of `protocol` by field and type, with their labels in minisgl_limits_exceeded_total.
 _LIMITS = {
@@ -102,8 +110,6 @@ def _check_unknown(
 def _is_neutral(name: str, given: Mapping[str, Any], others: KnownParameters) -> bool:
     """True if the value of this unsupported parameter does not change the answer."""
     value = given[name]
-    if name == "tools" and given.get("tool_choice") == "none":
-        return isinstance(value, list)
     # True equals 1 in Python, so booleans need a comparison of the types too.
     neutral = others.unsupported[name]
     same = [value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral]
@@ -136,7 +142,8 @@ def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> R
         hint = near_names(name, _OBJECTS[field].__struct_fields__)
         return reject(param, f"has an unknown field '{name}'{hint}")
     if text.startswith("Invalid enum value"):  # the text of msgspec repeats the value
-        values = get_args(requests.Role) if param.endswith(".role") else ("function",)
+        field = "allowed_tools" if param == "tool_choice.type" else param.rpartition(".")[2]
+        values = _VALUES.get(field, ("function",))
         return reject(param, f"must be one of {', '.join(values)}")
     over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
     limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from minisgl import core
 from minisgl.core import FinishReason
-from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob
+from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob, ToolCallDelta
 from minisgl.server.errors import EngineFailure
 
 # The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
@@ -33,6 +33,7 @@ class ChoiceDelta:
     """New output of a choice besides its text, since the last `Choice.take`."""
 
     reasoning: str = ""
+    calls: list[ToolCallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Choice:
     finish        finish reason; None while the engine works on the choice.
     error         the error that ended the choice before its answer was complete.
     prefill_done  the engine has sent its first update. The choice was queued until then.
+    has_calls     the answer has a tool call.
     submitted     the choice has been sent to the scheduler.
     prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
                   for the others.
@@ -67,6 +69,7 @@ class Choice:
     finish: FinishReason | None = None
     error: core.RequestError | None = None
     prefill_done: bool = False
+    has_calls: bool = False
     submitted: bool = False
     prompt_share: int = 0
     first_s: float = 0.0
@@ -85,9 +88,17 @@ class Choice:
         if update.text:
             self.text.append(update.text)
         self.latest = update
-        if update.reasoning or update.token_ids or update.logprobs or update.prompt_logprobs:
+        if (
+            update.reasoning
+            or update.calls
+            or update.token_ids
+            or update.logprobs
+            or update.prompt_logprobs
+        ):
             delta = self.delta = self.delta or ChoiceDelta()
             delta.reasoning += update.reasoning
+            delta.calls += update.calls
+            self.has_calls = self.has_calls or bool(update.calls)
             delta.token_ids += update.token_ids
             delta.logprobs += update.logprobs
             delta.prompt_logprobs += update.prompt_logprobs

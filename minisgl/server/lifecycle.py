@@ -6,6 +6,8 @@ The clock is an argument everywhere, so that tests do not depend on time.
 from enum import StrEnum
 from math import inf
 
+import msgspec
+
 from minisgl.core import ModelFacts
 from minisgl.message.messages import Ready
 from minisgl.server.errors import NotReady
@@ -28,14 +30,17 @@ class Lifecycle:
     def __init__(self, roles: frozenset[str]) -> None:
         self.missing = set(roles)
         self.facts: ModelFacts | None = None
+        self._tool_format = ModelFacts.NO_TOOLS
         self.phase = Phase.LOADING
 
     def on_ready(self, message: Ready) -> ModelFacts | None:
         """Record a Ready. Returns the facts of the model if all roles are ready."""
         self.missing.discard(message.role)
         self.facts = message.facts or self.facts
+        self._tool_format = message.tool_format or self._tool_format
         if self.phase is not Phase.LOADING or self.missing or self.facts is None:
             return None
+        self.facts = msgspec.structs.replace(self.facts, tool_format=self._tool_format)
         self.phase = Phase.READY
         return self.facts
 

@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import minisgl
-from minisgl.core import FinishReason, Overloaded, RequestError
+from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply
@@ -92,6 +92,7 @@ class Metrics(Collector):
         self._recent: deque[tuple[int, int]] = deque(maxlen=_HIT_RATIO_REQS)
         self._stats = messages.SchedulerStats()
         self._page_size = 0
+        self._tool_format = ModelFacts.NO_TOOLS
         numbers = self._declared.gauge | self._declared.counter
         self._numbers: dict[str, defaultdict[_Labels, float]] = {
             name: defaultdict(float, dict.fromkeys(product(*metric.labels.values()), 0.0))
@@ -114,6 +115,13 @@ class Metrics(Collector):
             self._set("model_info", 1, facts.dtype, facts.device, str(tp_size))
             for phase, seconds in message.startup_s.items():
                 self.on_started(phase, seconds)
+        if message.tool_format is not None:
+            self._tool_format = message.tool_format
+            self._count_calls(0, 0)
+
+    def _count_calls(self, calls: int, failures: int) -> None:
+        self._count("tool_calls_total", calls, self._tool_format)
+        self._count("tool_call_failures_total", failures, self._tool_format)
 
     def on_started(self, phase: str, seconds: float) -> None:
         self._set("startup_seconds", seconds, phase)
@@ -129,6 +137,8 @@ class Metrics(Collector):
             self._count("prompt_tokens_total", choice.prompt_share)
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
+        if update.calls or update.call_failures:
+            self._count_calls(sum(bool(part.id) for part in update.calls), update.call_failures)
         tokens = update.completion_tokens - choice.latest.completion_tokens
         if tokens <= 0:
             return

@@ -195,7 +195,7 @@ class ApiServer:
         line = (
             f"minisgl serves {self.config.served_names[0]} at {self._spec.url}/v1 "
             f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
-            f"KV capacity {facts.kv_capacity_tokens:,} tokens)"
+            f"KV capacity {facts.kv_capacity_tokens:,} tokens, tool format {facts.tool_format})"
         )
         if self.config.log_format == "json":
             logger.info(line)

@@ -4,17 +4,17 @@ Whole answers are encoded from the structs of `protocol`. The parts that all eve
 in common are encoded once, because a busy server sends tens of thousands of events per second.
 """
 
+import itertools
 import time
 import uuid
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 import minisgl
 from minisgl.core import FinishReason
-from minisgl.message.messages import TokenLogprob
+from minisgl.message.messages import TokenLogprob, ToolCallDelta
 from minisgl.server.convert import GenerateRequest
 from minisgl.server.errors import error_reply
 from minisgl.server.generation import Choice, ChoiceDelta, Generation
@@ -78,10 +78,14 @@ class ResponseWriter:
         text, delta = choice.take()
         delta = delta or ChoiceDelta()
         values = self._values(choice, delta, generation)
-        values["finish_reason"] = _finish_name(choice)
+        values["finish_reason"] = self._finish_name(choice)
         if not self._is_chat:
             return responses.TextChoice(text=generation.echo(choice) + text, **values)
-        message = responses.AnswerMessage(content=text, reasoning_content=delta.reasoning or UNSET)
+        message = responses.AnswerMessage(
+            content=text or (None if choice.has_calls else ""),
+            reasoning_content=delta.reasoning or UNSET,
+            tool_calls=_whole_calls(delta.calls) or UNSET,
+        )
         return responses.ChatChoice(message=message, **values)
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
@@ -91,7 +95,8 @@ class ResponseWriter:
         ids = b""
         if generation.prompt_ids:
             ids = b',"prompt_token_ids":' + msgspec.json.encode(generation.prompt_ids[0])
-        delta = responses.Delta(role="assistant", content="")
+        content = None if self.request.text.tools else ""
+        delta = responses.Delta(role="assistant", content=content)
         return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta), ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
@@ -103,30 +108,38 @@ class ResponseWriter:
     def delta_chunk(
         self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
     ) -> bytes:
-        """New text with reasoning, token ids or log-probabilities.
+        """New text with reasoning, tool calls, token ids or log-probabilities.
 
         generation: given for the first event of a choice, which has the ids of the prompt.
         """
-        if self._is_chat and delta.reasoning and text:
-            # Send two events, because a client may ignore the content of a delta with reasoning.
-            reasoning = ChoiceDelta(reasoning=delta.reasoning)
-            rest = replace(delta, reasoning="")
-            before = self.delta_chunk(choice, "", reasoning, None)
-            return before + self.delta_chunk(choice, text, rest, generation)
         values = self._values(choice, delta, generation)
         if not self._is_chat:
             return self._chunk(responses.TextChunkChoice(text=text, **values))
-        content = responses.Delta(content=text)
+        # One event each, because a client may ignore the content of a delta with reasoning, and
+        # expects one part of one call in a delta. The last event has the other values.
+        deltas = [responses.Delta(tool_calls=[_call(part, part.index)]) for part in delta.calls]
+        if text:
+            deltas.insert(0, responses.Delta(content=text))
         if delta.reasoning:
-            content = responses.Delta(reasoning_content=delta.reasoning)
-        return self._chunk(responses.ChatChunkChoice(delta=content, **values))
+            deltas.insert(0, responses.Delta(reasoning_content=delta.reasoning))
+        *before, last = deltas or [responses.Delta(content="")]
+        parts = [responses.ChatChunkChoice(index=choice.index, delta=each) for each in before]
+        parts.append(responses.ChatChunkChoice(delta=last, **values))
+        return b"".join([self._chunk(part) for part in parts])
 
     def last_chunk(self, choice: Choice) -> bytes:
         """The finish reason of one choice."""
-        values: dict[str, Any] = {"index": choice.index, "finish_reason": _finish_name(choice)}
+        values: dict[str, Any] = {"index": choice.index, "finish_reason": self._finish_name(choice)}
         if self._is_chat:
             return self._chunk(responses.ChatChunkChoice(delta=responses.Delta(), **values))
         return self._chunk(responses.TextChunkChoice(text="", **values))
+
+    def _finish_name(self, choice: Choice) -> responses.FinishName:
+        good = (FinishReason.STOP, FinishReason.LENGTH)
+        assert choice.finish in good, f"an answer ended by {choice.finish}; this is a bug"
+        if choice.finish is FinishReason.LENGTH:
+            return "length"
+        return "tool_calls" if choice.has_calls and not self.request.named_tool else "stop"
 
     def end_chunk(self, generation: Generation) -> bytes:
         """The usage, with include_usage, and the mark of the end of a stream."""
@@ -181,10 +194,21 @@ class ResponseWriter:
         )
 
 
-def _finish_name(choice: Choice) -> str:
-    good = (FinishReason.STOP, FinishReason.LENGTH)
-    assert choice.finish in good, f"an answer ended by {choice.finish}; this is a bug"
-    return choice.finish.value
+def _call(part: ToolCallDelta, index: int | UnsetType) -> responses.AnswerCall:
+    """The beginning of a call, or a piece of its arguments."""
+    function = responses.AnswerFunction(part.arguments, part.name or UNSET)
+    kind: Literal["function"] | UnsetType = "function" if part.id else UNSET
+    return responses.AnswerCall(index=index, id=part.id or UNSET, type=kind, function=function)
+
+
+def _whole_calls(parts: list[ToolCallDelta]) -> list[responses.AnswerCall]:
+    """Join the parts of each call."""
+    calls: list[responses.AnswerCall] = []
+    for _, group in itertools.groupby(parts, lambda part: part.index):
+        begin, *pieces = group
+        calls.append(_call(begin, UNSET))
+        calls[-1].function.arguments = "".join(piece.arguments for piece in pieces)
+    return calls
 
 
 def _finite(logprob: float) -> float:

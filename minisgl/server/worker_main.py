@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 
 import msgspec
 
@@ -50,6 +51,7 @@ def _run(spec: ChildSpec) -> None:
         run_api(spec)
     elif spec.role == "tokenizer":
         from minisgl.tokenizer import run_tokenizer
+        from minisgl.tool_calls import detect_format
 
         run_tokenizer(
             spec.name,
@@ -57,11 +59,13 @@ def _run(spec: ChildSpec) -> None:
             spec.socket_dir,
             config.limits.template_timeout_s,
             config.escape_special_tokens,
+            partial(detect_format, given=config.tool_format),
         )
     elif spec.role == "detokenizer":
         from minisgl.tokenizer import run_detokenizer
+        from minisgl.tool_calls import ToolCallParsers
 
-        run_detokenizer(model_path, spec.socket_dir)
+        run_detokenizer(model_path, spec.socket_dir, ToolCallParsers)
     else:
         from minisgl.scheduler import run_scheduler
 

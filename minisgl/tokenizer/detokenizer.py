@@ -7,6 +7,8 @@ scheduler  -- StepOutput ---------------> Detokenizer
 import array
 import logging
 from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from minisgl.core import FinishReason
 from minisgl.message import messages
@@ -18,8 +20,35 @@ logger = logging.getLogger(__name__)
 TopTokens = list[tuple[int, float]]  # Pairs of id and log-probability, the most likely first.
 
 
+class CallParser(Protocol):
+    """Splits the text of one answer into content and tool calls.
+
+    marker_ids  the special tokens that are markers of calls, with their texts.
+    failures    number of texts that began as a call and were not a complete call.
+    """
+
+    @property
+    def marker_ids(self) -> Mapping[int, str]: ...
+    @property
+    def failures(self) -> int: ...
+
+    def feed(self, text: str, is_marker: bool = False) -> None:
+        """Add text. is_marker: it is the text of a token of marker_ids."""
+
+    def finish(self) -> None:
+        """End the answer."""
+
+    def take(self) -> tuple[str, list[messages.ToolCallDelta]]:
+        """Return the content and the calls since the last call of this method."""
+
+
+OpenCallParser = Callable[[messages.ToolOptions], CallParser]
+
+
 class Detokenizer:
     """Holds the text of every open request. It does no I/O.
+
+    open_parser: makes the parser of a request with tools.
 
     I1  Each request has exactly one StartText, one PrefillDone and one Finished: the API server
         sends the StartText before the AddReq. The scheduler sends the other two messages for each
@@ -31,8 +60,9 @@ class Detokenizer:
     I3  Each request gets exactly one update with `finish`: at its stop string or at its Finished.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, open_parser: OpenCallParser | None = None) -> None:
         self._vocabulary = vocabulary
+        self._open_parser = open_parser
         # Text options by uid, for requests whose PrefillDone has not arrived.
         self._options: dict[int, messages.TextOptions] = {}
         self._open: dict[int, RequestText] = {}
@@ -65,7 +95,10 @@ class Detokenizer:
         """The updates of one step, at most one per request, in the order of the tokens."""
         for done in output.prefill_done:
             options = self._options.pop(done.uid)
-            self._open[done.uid] = RequestText(self._vocabulary, options, done)
+            parser = None
+            if options.tools is not None and self._open_parser is not None:
+                parser = self._open_parser(options.tools)
+            self._open[done.uid] = RequestText(self._vocabulary, options, done, parser)
         touched: dict[int, RequestText] = {}
         for prompt in output.prompt_logprobs:
             if prompt.uid in self._open:
@@ -111,7 +144,7 @@ class Detokenizer:
 
 
 class RequestText:
-    """The text, reasoning, token ids and log-probabilities of one open request.
+    """The text, reasoning, tool calls, token ids and log-probabilities of one open request.
 
     `push` adds a token. `take` returns an update with all new output. The log-probability of a
     token is reported with the first character of its text, so that a token that a stop string cuts
@@ -119,12 +152,19 @@ class RequestText:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, options: messages.TextOptions, done: messages.PrefillDone
+        self,
+        vocabulary: Vocabulary,
+        options: messages.TextOptions,
+        done: messages.PrefillDone,
+        parser: CallParser | None = None,
     ) -> None:
         self.stream = TextStream(vocabulary, options)
         self._vocabulary = vocabulary
         self._done = done
         self._options = options
+        self._parser = parser
+        self._marker_ids = {} if parser is None else parser.marker_ids
+        self._failures = 0  # those of the parser that an update has reported
         self._has_update = False  # True after the first update of `take`.
         self._text = ""
         self._reasoning = ""
@@ -163,7 +203,18 @@ class RequestText:
             top = list(zip(logprob.top_ids[0], logprob.top_logprobs[0], strict=True))
             entry = self._entry(token_id, logprob.logprobs[0], offset, top, ends=not is_text)
             self._logprobs.append(entry)
-        self._add_text(stream.push(token_id, is_text))
+        if token_id in self._marker_ids and is_text and not self._is_reasoning:
+            self._push_marker(token_id)
+        else:
+            self._add_text(stream.push(token_id, is_text))
+
+    def _push_marker(self, token_id: int) -> None:
+        """Add a special token that may begin a call. A text without special tokens lacks it."""
+        stream = self.stream
+        stream.push(token_id, is_text=False)
+        self._add_text(stream.flush())
+        if self._parser is not None and not stream.stopped:
+            self._parser.feed(self._marker_ids[token_id], is_marker=True)
 
     def push_prompt(self, found: messages.TokenLogprobs) -> None:
         """Add the log-probabilities of the next prompt tokens."""
@@ -181,9 +232,15 @@ class RequestText:
         if finished is not None:
             self._add_text(stream.finish())  # An incomplete character may complete a stop string.
         stopped = stream.stopped
+        calls, failures = self._take_calls(stopped or finished is not None)
         logprobs = self._take_logprobs(everything=finished is not None and not stopped)
         is_new = (
-            self._text or self._reasoning or self._token_ids or logprobs or self._prompt_logprobs
+            self._text
+            or self._reasoning
+            or calls
+            or self._token_ids
+            or logprobs
+            or self._prompt_logprobs
         )
         if not is_new and self._has_update and not stopped and finished is None:
             return None
@@ -197,6 +254,8 @@ class RequestText:
             token_ids=self._token_ids,
             reasoning=self._reasoning,
             reasoning_tokens=self._reasoning_tokens,
+            calls=calls,
+            call_failures=failures,
             prompt_logprobs=self._prompt_logprobs,
             logprobs=logprobs,
             finish=self._finish_reason(finished),
@@ -227,8 +286,23 @@ class RequestText:
             self._strip_newlines = not text
         if self._is_reasoning:
             self._reasoning += text
+        elif self._parser is not None:
+            self._parser.feed(text)
         else:
             self._text += text
+
+    def _take_calls(self, is_end: bool) -> tuple[list[messages.ToolCallDelta], int]:
+        """Move the content of the parser to the text. Returns the new calls and failures."""
+        parser = self._parser
+        if parser is None:
+            return [], 0
+        if is_end:
+            parser.finish()
+        content, calls = parser.take()
+        self._text += content
+        failures = parser.failures - self._failures
+        self._failures = parser.failures
+        return calls, failures
 
     def _take_logprobs(self, everything: bool) -> list[messages.TokenLogprob]:
         """Remove and return the entries of tokens whose first character has been returned.

@@ -7,6 +7,7 @@ U+FFFD as in the library: each maximal subpart of a character becomes one U+FFFD
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,12 @@ class Vocabulary:
         if skip_special and token_id in self._special_ids:
             return b""
         return self._table[token_id]
+
+    def special_ids(self, texts: Collection[str]) -> dict[int, str]:
+        """The special tokens with one of these texts, by id."""
+        names = {text.encode(): text for text in texts}
+        found = ((i, names.get(self._table[i])) for i in self._special_ids)
+        return {token_id: text for token_id, text in found if text is not None}
 
     def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
         """The text of these ids. An incomplete or invalid character becomes U+FFFD."""

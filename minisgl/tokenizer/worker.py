@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.detokenizer import Detokenizer, OpenCallParser
 from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS, TemplateError
 from minisgl.tokenizer.tokenizer import TextTokenizer
+from minisgl.tokenizer.vocab import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +30,31 @@ def run_tokenizer(
     socket_dir: str,
     template_timeout_s: float,
     escape_special_tokens: bool,
+    detect_tools: Callable[[TextTokenizer], str],
 ) -> NoReturn:
-    """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used."""
+    """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used.
+
+    detect_tools: returns the tool_format of ModelFacts.
+    """
     # One message at a time: the library's thread pool would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS, escape_special_tokens)
     handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
-    _serve_queue(name, socket_dir, messages.ToTokenizer, handler)
+    ready = messages.Ready(role=name, tool_format=detect_tools(tokenizer))
+    _serve_queue(ready, socket_dir, messages.ToTokenizer, handler)
 
 
-def run_detokenizer(model_path: str, socket_dir: str) -> NoReturn:
-    """Serve the queue `detokenizer` for ever. Raises ConfigError as `run_tokenizer` does."""
-    detokenizer = Detokenizer(TextTokenizer(model_path).vocabulary)
-    _serve_queue("detokenizer", socket_dir, messages.ToDetokenizer, detokenizer.handle)
+def run_detokenizer(
+    model_path: str, socket_dir: str, call_parsers: Callable[[Vocabulary], OpenCallParser]
+) -> NoReturn:
+    """Serve the queue `detokenizer` for ever. Raises ConfigError as `run_tokenizer` does.
+
+    call_parsers: makes the parsers of tool calls for a vocabulary.
+    """
+    vocabulary = TextTokenizer(model_path).vocabulary
+    detokenizer = Detokenizer(vocabulary, call_parsers(vocabulary))
+    ready = messages.Ready(role="detokenizer")
+    _serve_queue(ready, socket_dir, messages.ToDetokenizer, detokenizer.handle)
 
 
 def tokenize(
@@ -61,6 +74,7 @@ def tokenize(
         else:
             chat = json.loads(message.messages_json)
             options = json.loads(message.template_kwargs_json)
+            options["tools"] = json.loads(message.tools_json)
             ids = tokenizer.encode_chat(chat, options, timeout_s)
         return messages.TokenizeResult(uid=message.uid, token_ids=array.array("i", ids).tobytes())
     except TemplateError as error:
@@ -76,15 +90,20 @@ def tokenize(
 
 
 def _serve_queue(
-    name: str, socket_dir: str, union: UnionType, handle: Callable[[Any], messages.ToApi | None]
+    ready: messages.Ready,
+    socket_dir: str,
+    union: UnionType,
+    handle: Callable[[Any], messages.ToApi | None],
 ) -> NoReturn:
-    """Send Ready, then handle each message of the queue in turn and answer each Ping with Alive.
+    """Send `ready`, then handle each message of the queue in turn, and answer each Ping with Alive.
 
-    `handle` returns the message for the API server, or None. It never raises.
+    The queue has the name of the role. `handle` returns the message for the API server, or None.
+    It never raises.
     """
+    name = ready.role
     receiver: Receiver[Any] = Receiver(endpoint(socket_dir, name), union)
     api: Sender[messages.ToApi] = Sender(endpoint(socket_dir, "api"))
-    api.send(messages.Ready(role=name))
+    api.send(ready)
     while True:
         receiver.poll(None)
         for message in receiver.drain():

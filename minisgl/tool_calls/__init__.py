@@ -1,8 +1,11 @@
-"""Tool calls: the call formats of model families, and incremental parsers. No code yet.
+"""Tool calls: the call formats of model families, their parsers, and the detection of a format.
 
-The seam is between the detokenizer and the response (server/response.py): a parser converts the
-text of the output, as it arrives, to tool calls. Entry points (server/worker_main.py, LLM) register
-this package; the core does not import it.
+The detokenizer feeds the text of each answer to a `ToolCallParser`. A tokenizer process finds the
+format of the model. server/worker_main.py passes both in; the core does not import this package.
 """
 
-__all__: list[str] = []
+from minisgl.tool_calls.detect import detect_format
+from minisgl.tool_calls.formats import FORMATS, ToolCallParsers
+from minisgl.tool_calls.parser import ToolCallParser
+
+__all__ = ["FORMATS", "ToolCallParser", "ToolCallParsers", "detect_format"]

@@ -1,6 +1,6 @@
 """Finds the tool call format of a model by rendering a call with its chat template."""
 
-import os.path
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ import msgspec
 
 from minisgl.core import ModelFacts
 from minisgl.message.messages import ToolCallDelta
+from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.template import TemplateError
 from minisgl.tool_calls.formats import FORMATS
 from minisgl.tool_calls.parser import ToolCallParser
@@ -40,6 +41,15 @@ _CALL = {
 }
 
 
+def detect_format(tokenizer: TextTokenizer, given: str) -> str:
+    """Return the tool_format of ModelFacts for a model. given: --tool-format.
+
+    A template that does not render tools has no format, whatever is given.
+    """
+    found = detect(lambda chat, options: tokenizer.render_chat(chat, options, timeout_s=None))
+    return found if given == "auto" or found == ModelFacts.NO_TOOLS else given
+
+
 def detect(render: Render) -> str:
     """Return the name of the format whose parser reads the rendered call back.
 
@@ -56,11 +66,20 @@ def detect(render: Render) -> str:
         chat = render([_QUESTION, _CALL], {"tools": _TOOLS, "add_generation_prompt": False})
     except TemplateError:
         return ModelFacts.UNKNOWN_TOOL_FORMAT
-    # Without a tag of the prompt that only begins as the call does, such as <think> and <tool_call>.
-    prefix = _OPEN_TAG.sub("", os.path.commonprefix([prompt, chat]))
-    answer = chat[len(prefix) :]
+    answer = answer_in(chat, prompt)
     found = (name for name, format in FORMATS.items() if format.probe in answer)
     return next((n for n in found if _reads(n, answer)), ModelFacts.UNKNOWN_TOOL_FORMAT)
+
+
+def answer_in(chat: str, prompt: str) -> str:
+    """Return the part of a rendered chat that the model would write after this prompt.
+
+    The prompt may end with a tag that the chat does not repeat, such as <think>, and whose first
+    characters are those of a call.
+    """
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, chat, strict=False))
+    prefix = _OPEN_TAG.sub("", "".join(char for char, _ in pairs))
+    return chat[len(prefix) :]
 
 
 def _reads(name: str, answer: str) -> bool:

@@ -5,6 +5,7 @@ Text that looked like a call and is none comes back as content. White space besi
 to the format, and is in neither.
 """
 
+import itertools
 import secrets
 import string
 from collections.abc import Callable, Mapping
@@ -146,7 +147,7 @@ class ToolCallParser:
         content, deltas = "".join(self._content), self._calls.deltas
         if content or deltas:
             self._content, self._calls.deltas = [], []
-        return content, deltas
+        return content, _joined(deltas) if len(deltas) > 1 else deltas
 
     def _feed(self, text: str) -> None:
         rest = text
@@ -226,6 +227,19 @@ class ToolCallParser:
         if content:
             self._content.append(content)
             self._calls.is_last = False
+
+
+def _joined(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Join the pieces of arguments that follow each other. The beginnings of calls stay apart."""
+    joined: list[ToolCallDelta] = []
+    for is_start, group in itertools.groupby(deltas, lambda delta: bool(delta.id)):
+        pieces = list(group)
+        if is_start:
+            joined += pieces
+        else:
+            arguments = "".join(piece.arguments for piece in pieces)
+            joined.append(ToolCallDelta(pieces[0].index, arguments))
+    return joined
 
 
 def _call_id(chars: int) -> str:

@@ -132,9 +132,7 @@ class Reader:
             raise NotACall from None
         return value
 
-    def json_value(
-        self, take: Callable[[str], None], max_chars: int | None = None
-    ) -> Steps[None]:
+    def json_value(self, take: Callable[[str], None], max_chars: int | None = None) -> Steps[None]:
         """Read a JSON value and pass it to `take` in pieces, unchanged.
 
         The value of an object, list or string ends where its brackets or quotes close. Its inside

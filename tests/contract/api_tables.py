@@ -91,6 +91,8 @@ def values(schema: dict[str, Any]) -> str:
         return ", or ".join(arms)
     if "$ref" in schema:
         schema = SCHEMAS[schema["$ref"].rpartition("/")[2]]
+    if "enum" in schema:
+        return " or ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
     kind = schema["type"]
     if kind == "array":
         most = f" of up to {schema['maxItems']}" if "maxItems" in schema else ""

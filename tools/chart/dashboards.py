@@ -120,6 +120,15 @@ def _traffic() -> list[Panel]:
             "All HTTP responses per second, including scrapes and probes.",
         ),
         graph(
+            "Tool calls",
+            {
+                "calls": "sum(rate(minisgl_tool_calls_total{m}[r]))",
+                "incomplete": "sum(rate(minisgl_tool_call_failures_total{m}[r]))",
+            },
+            "ops",
+            "Tool calls in answers per second, and texts that began as a call and are not complete.",
+        ),
+        graph(
             "Tokens per second",
             {
                 "prompt": "sum(rate(minisgl_prompt_tokens_total{m}[r]))",

@@ -110,6 +110,50 @@ class Message(RequestBody, kw_only=True, omit_defaults=True):
     reasoning: Empty = None
 
 
+class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A function that the model may call. `parameters` is a JSON schema of an object."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """The name of a function of `tools`."""
+
+    name: str
+
+
+class ToolName(msgspec.Struct, kw_only=True):
+    """One function of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """The tools that the model may call, and whether it must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolName], Meta(min_length=1, max_length=128)]
+
+
+class ToolChoice(RequestBody, kw_only=True):
+    """The function that the model must call, or the functions that it may call."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 class TemplateOptions(RequestBody, kw_only=True, omit_defaults=True):
     """Variables of the chat template that a request may set."""
 
@@ -171,6 +215,9 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool = False
     top_logprobs: Annotated[int, bounds("logprobs")] = 0
     separate_reasoning: bool = True
+    tools: Annotated[list[Tool], Meta(max_length=128)] = []
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool = True
 
 
 class TextBody(GenerationBody, kw_only=True):

@@ -58,16 +58,37 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-FinishName: TypeAlias = Literal["stop", "length"]
+FinishName: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+class AnswerFunction(msgspec.Struct):
+    """A called function. `arguments` is the JSON text that the model wrote, which may be invalid.
+
+    In a stream, the first delta of a call has the name and no arguments. The next deltas have
+    pieces of the arguments.
+    """
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class AnswerCall(msgspec.Struct, kw_only=True):
+    """A tool call that the model wrote. The deltas of a stream have an index."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: AnswerFunction
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """The message that the model wrote."""
+    """The message that the model wrote. `content` is null if it has only tool calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -81,11 +102,12 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
-    """New text of a chat answer. No delta has both `content` and `reasoning_content`."""
+    """New text of a chat answer: content, reasoning, or one part of a tool call."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

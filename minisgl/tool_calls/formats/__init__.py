@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import msgspec
+
+from minisgl.message.messages import ToolOptions
+from minisgl.tokenizer import Vocabulary
 from minisgl.tool_calls.formats.hermes import HERMES
 from minisgl.tool_calls.formats.llama3 import LLAMA3
 from minisgl.tool_calls.formats.mistral import MISTRAL, MISTRAL_V11
 from minisgl.tool_calls.formats.pythonic import PYTHONIC
 from minisgl.tool_calls.formats.qwen3_coder import QWEN3_CODER
-from minisgl.tool_calls.parser import Format
+from minisgl.tool_calls.parser import Format, ToolCallParser
 
 # In the order in which `detect` tries them.
 FORMATS: Mapping[str, Format] = MappingProxyType(
@@ -18,4 +22,18 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     }
 )
 
-__all__ = ["FORMATS"]
+__all__ = ["FORMATS", "ToolCallParsers"]
+
+
+class ToolCallParsers:
+    """Makes the parsers of requests. It knows the special tokens of one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._marker_ids = {
+            format.name: vocabulary.special_ids(format.markers) for format in FORMATS.values()
+        }
+
+    def __call__(self, options: ToolOptions) -> ToolCallParser:
+        """Return the parser of one answer."""
+        parameters = msgspec.json.decode(options.parameters_json, type=dict)
+        return ToolCallParser(FORMATS[options.format], parameters, self._marker_ids[options.format])

@@ -85,7 +85,16 @@ def test_text_before_and_after_calls_is_content_without_the_white_space_between(
 
 @every_format
 def test_an_answer_without_calls_stays_as_it_is(name: str) -> None:
-    for text in ("", "  ", "Hello.\n\n", " \n{}", "[1, 2]", '{"name": "Ann"}', "a < b [c]", "<tool"):
+    for text in (
+        "",
+        "  ",
+        "Hello.\n\n",
+        " \n{}",
+        "[1, 2]",
+        '{"name": "Ann"}',
+        "a < b [c]",
+        "<tool",
+    ):
         answer = parse(name, text, TOOLS)
         assert (answer.content, answer.names) == (text, [])
 

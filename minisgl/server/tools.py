@@ -1,0 +1,133 @@
+"""Reads the tools of a chat: which of them the template describes, and how calls are found."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from minisgl.core import InvalidRequest, ModelFacts, Unsupported
+from minisgl.message.messages import ToolOptions
+from minisgl.server.decode import reject
+from minisgl.server.protocol import requests
+
+_ID_CHARS = 9
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class ToolRequest(NamedTuple):
+    """The tools of one request.
+
+    tools     those that the model may call.
+    must_call the answer has at least one call and no other text.
+    is_named  the request names the one tool to call.
+    parallel  the answer may have more than one call.
+    """
+
+    tools: Sequence[requests.FunctionTool]
+    must_call: bool
+    is_named: bool
+    parallel: bool
+    format: str
+
+    @property
+    def rendered(self) -> bytes:
+        """The tools as JSON for the chat template, in the form that templates expect."""
+        tools = [
+            {"type": "function", "function": msgspec.structs.replace(tool, strict=None)}
+            for tool in self.tools
+        ]
+        return msgspec.json.encode(tools)
+
+    @property
+    def options(self) -> ToolOptions:
+        """How the detokenizer finds the calls."""
+        parameters = {tool.name: tool.parameters for tool in self.tools}
+        return ToolOptions(format=self.format, parameters_json=msgspec.json.encode(parameters))
+
+
+def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
+    """The tools that the answer to this chat may call; None if it calls none.
+
+    Raises InvalidRequest, or Unsupported if the model's template or call format knows no tools.
+    """
+    choice = body.tool_choice
+    names = [tool.function.name for tool in body.tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise reject(f"tools[{index}].function.name", "must differ from the other names")
+    named, mode, allowed = _read_choice(choice, names)
+    if not body.tools or mode == "none":
+        return None
+    if facts.tool_format in (ModelFacts.NO_TOOLS, ModelFacts.UNKNOWN_TOOL_FORMAT):
+        raise Unsupported(_UNSUPPORTED[facts.tool_format], param="tools")
+    tools = [tool.function for tool in body.tools if tool.function.name in allowed]
+    _refuse_grammars(mode, tools, body.parallel_tool_calls)
+    for tool in tools:
+        tool.parameters = tool.parameters or _NO_PARAMETERS
+    return ToolRequest(
+        tools, mode == "required", named is not None, body.parallel_tool_calls, facts.tool_format
+    )
+
+
+def shorten_ids(messages: Sequence[requests.Message]) -> None:
+    """Replace the ids of tool calls that Mistral's templates refuse: they need 9 alphanumerics."""
+    for message in messages:
+        for call in message.tool_calls or ():
+            call.id = _short_id(call.id)
+        if message.tool_call_id is not None:
+            message.tool_call_id = _short_id(message.tool_call_id)
+
+
+def _short_id(identity: str) -> str:
+    if len(identity) == _ID_CHARS and identity.isalnum():
+        return identity
+    return hashlib.sha256(identity.encode()).hexdigest()[:_ID_CHARS]
+
+
+_UNSUPPORTED = {
+    ModelFacts.NO_TOOLS: "the chat template of this model does not describe tools to the model; "
+    "send the request without tools, or serve a model that was trained to call tools",
+    ModelFacts.UNKNOWN_TOOL_FORMAT: "minisgl does not know the format in which this model writes "
+    "tool calls; see --tool-format for the known formats",
+}
+
+
+def _read_choice(
+    choice: requests.ToolChoice | str | None, names: Sequence[str]
+) -> tuple[str | None, str, Sequence[str]]:
+    """The name of the one tool to call, the mode, and the names of the allowed tools."""
+    if not isinstance(choice, requests.ToolChoice):
+        if choice == "required" and not names:
+            raise reject("tool_choice", "is 'required', so tools must have at least one tool")
+        return None, choice or "auto", names
+    if choice.type == "function":
+        if choice.function is None:
+            raise reject("tool_choice.function", "is required with type function")
+        _check_known(choice.function.name, names, "tool_choice.function.name")
+        return choice.function.name, "required", [choice.function.name]
+    if choice.allowed_tools is None:
+        raise reject("tool_choice.allowed_tools", "is required with type allowed_tools")
+    allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+    for index, name in enumerate(allowed):
+        _check_known(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
+    return None, choice.allowed_tools.mode, allowed
+
+
+def _refuse_grammars(
+    mode: str, tools: Sequence[requests.FunctionTool], parallel_tool_calls: bool
+) -> None:
+    """Refuse guarantees that need a grammar over the output, which this version does not have."""
+    if mode == "required":
+        rule = "can be none, auto or allowed_tools of mode auto in this version"
+        raise Unsupported(f"tool_choice {rule}", param="tool_choice")
+    if any(tool.strict for tool in tools):
+        raise Unsupported("strict functions are not supported in this version", param="tools")
+    if not parallel_tool_calls:
+        rule = "can only be true in this version"
+        raise Unsupported(f"parallel_tool_calls {rule}", param="parallel_tool_calls")
+
+
+def _check_known(name: str, names: Sequence[str], param: str) -> None:
+    if name not in names:
+        raise InvalidRequest(f"{param}: tools has no function '{name[:64]}'", param=param)

@@ -1,0 +1,234 @@
+"""Tools of a chat: what the template and the detokenizer get, and which requests are refused."""
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from minisgl.core import FinishReason, InvalidRequest, ModelFacts, RequestError, Unsupported
+from minisgl.message.messages import Ready, TokenizeChat, ToolCallDelta
+from minisgl.server.convert import RequestConverter
+from minisgl.server.lifecycle import Lifecycle
+from minisgl.server.protocol.requests import CHAT
+from minisgl.server.response import ResponseWriter, events
+from tests.unit.server.fakes import CONFIG, FACTS, World
+
+KNOWS = msgspec.structs.replace(FACTS, tool_format="hermes")
+MISTRAL = msgspec.structs.replace(FACTS, tool_format="mistral")
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+TOOLS = [function("weather", description="d", parameters=SCHEMA), function("now")]
+
+
+def read(facts: ModelFacts = KNOWS, **body: Any) -> Any:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **body}
+    return RequestConverter(CONFIG).read(CHAT, json.dumps(chat).encode(), facts)
+
+
+def prompt_of(request: Any) -> TokenizeChat:
+    ((_, prompt),) = request.prompts
+    assert isinstance(prompt, TokenizeChat)
+    return prompt
+
+
+def refusal(**body: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        read(**body)
+    return caught.value
+
+
+def test_template_and_detokenizer_get_the_tools() -> None:
+    request = read(tools=TOOLS)
+    expected = [TOOLS[0], function("now", parameters={"type": "object", "properties": {}})]
+    assert json.loads(prompt_of(request).tools_json) == expected
+    assert request.text.tools.format == "hermes"
+    parameters = json.loads(request.text.tools.parameters_json)
+    assert parameters["weather"] == SCHEMA
+
+
+def test_strict_is_not_shown_to_the_model() -> None:
+    rendered = json.loads(prompt_of(read(tools=[function("f", strict=False)])).tools_json)
+    assert "strict" not in rendered[0]["function"]
+
+
+@pytest.mark.parametrize("body", [{"tools": []}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_callable_tools_the_request_is_as_without_tools(body: dict[str, Any]) -> None:
+    for facts in (FACTS, KNOWS):
+        assert read(facts, **body) == read(facts)
+
+
+def test_allowed_tools_hide_the_others() -> None:
+    choice = {"mode": "auto", "tools": [function("now")]}
+    request = read(
+        tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": choice}
+    )
+    (tool,) = json.loads(prompt_of(request).tools_json)
+    assert tool["function"]["name"] == "now"
+    assert list(json.loads(request.text.tools.parameters_json)) == ["now"]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "words"),
+    [("none", "does not describe tools"), ("unknown", "does not know the format")],
+)
+def test_a_model_without_tools_refuses_them(tool_format: str, words: str) -> None:
+    facts = msgspec.structs.replace(FACTS, tool_format=tool_format)
+    with pytest.raises(Unsupported, match=words) as caught:
+        read(facts, tools=TOOLS)
+    assert caught.value.param == "tools"
+
+
+UNKNOWN = {"type": "function", "function": {"name": "x"}}
+ONLY_UNKNOWN = {"mode": "auto", "tools": [UNKNOWN]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [*TOOLS, function("now")]}, "tools[2].function.name"),
+        ({"tools": [function("a b")]}, "tools[0].function.name"),
+        ({"tools": [function("")]}, "tools[0].function.name"),
+        ({"tools": [function("f", parameters=1)]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [function("f")] * 129}, "tools"),
+        ({"tools": TOOLS, "tool_choice": UNKNOWN}, "tool_choice.function.name"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": ONLY_UNKNOWN}},
+            "tool_choice.allowed_tools.tools[0].function.name",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": UNKNOWN}, "tool_choice.function.name"),
+    ],
+)
+def test_a_wrong_tool_or_choice_is_named(body: dict[str, Any], param: str) -> None:
+    error = refusal(**body)
+    assert isinstance(error, InvalidRequest)
+    assert error.param == param
+    assert "must be one of" in error.message or error.message.startswith(param)
+
+
+def test_large_tools_count_as_prompt() -> None:
+    error = refusal(tools=[function("f", description="x" * 10_000)])
+    assert (error.param, error.limit) == ("tools", "max_prompt_chars")
+
+
+def test_ids_of_a_history_get_the_form_that_mistral_needs() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call, {**call, "id": "abcdefgh9"}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "1"},
+    ]
+    _, asked, answered = json.loads(prompt_of(read(MISTRAL, messages=history)).messages_json)
+    first, second = (call["id"] for call in asked["tool_calls"])
+    assert first == answered["tool_call_id"] != second == "abcdefgh9"
+    assert len(first) == 9
+    assert first.isalnum()
+    unchanged = json.loads(prompt_of(read(KNOWS, messages=history)).messages_json)
+    assert unchanged[1]["tool_calls"][0]["id"] == "call_1"
+
+
+def test_the_facts_get_the_format_that_a_tokenizer_found() -> None:
+    lifecycle = Lifecycle(frozenset({"tokenizer-0", "scheduler"}))
+    assert lifecycle.on_ready(Ready(role="tokenizer-0", tool_format="llama3")) is None
+    facts = lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
+    assert facts is not None
+    assert facts.tool_format == lifecycle.require_accepting().tool_format == "llama3"
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+START, OTHER = ToolCallDelta(0, "", "call_a", "weather"), ToolCallDelta(1, "", "call_b", "now")
+UPDATES: list[dict[str, Any]] = [
+    {"text": "Let me see.", "calls": [START]},
+    {"calls": [ToolCallDelta(0, '{"city": "R')]},
+    {"calls": [ToolCallDelta(0, 'om"}'), OTHER, ToolCallDelta(1, "{}")], "reasoning": "hm"},
+]
+WHOLE_CALLS = [
+    {"id": "call_a", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}},
+    {"id": "call_b", "function": {"name": "now", "arguments": "{}"}},
+]
+
+
+def answer(
+    updates: list[dict[str, Any]], finish: FinishReason, stream: bool, **body: Any
+) -> list[Any]:
+    """The JSON of the answer, or of each event of the stream."""
+    writer = ResponseWriter(read(tools=TOOLS, stream=stream, **body))
+
+    async def main() -> list[Any]:
+        world = World()
+        generation = world.client.open(1)
+        uid = generation.choices[0].uid
+        pieces = events(generation, writer)
+        found = b""
+        for number, update in enumerate(updates):
+            is_last = number == len(updates) - 1
+            world.update(
+                uid, **update, completion_tokens=number, finish=finish if is_last else None
+            )
+            if stream:
+                found += await anext(pieces)
+        if not stream:
+            found = b"data: " + writer.whole(generation)
+        world.client.close(generation)
+        blocks = (block.removeprefix(b"data: ") for block in found.split(b"\n\n"))
+        return [json.loads(block) for block in blocks if block not in (b"", b"[DONE]")]
+
+    return asyncio.run(main())
+
+
+def test_whole_answer_has_calls_and_the_text_before_them() -> None:
+    (found,) = answer(UPDATES, FinishReason.STOP, stream=False)
+    (choice,) = found["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see."
+    assert choice["message"]["reasoning_content"] == "hm"
+    assert choice["message"]["tool_calls"] == [{**c, "type": "function"} for c in WHOLE_CALLS]
+
+
+def test_content_is_null_beside_calls_only() -> None:
+    (found,) = answer([{"calls": [START]}], FinishReason.STOP, stream=False)
+    assert found["choices"][0]["message"]["content"] is None
+    (found,) = answer([{"text": ""}], FinishReason.STOP, stream=False)
+    assert found["choices"][0]["message"]["content"] == ""
+    assert "tool_calls" not in found["choices"][0]["message"]
+
+
+def test_stream_has_one_part_of_one_call_per_event() -> None:
+    chunks = answer(UPDATES, FinishReason.STOP, stream=True)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": None}
+    calls = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert all(len(parts) == 1 for parts in calls)
+    begun = {"index": 0, "id": "call_a", "type": "function"}
+    assert calls[0] == [{**begun, "function": {"name": "weather", "arguments": ""}}]
+    assert calls[1] == [{"index": 0, "function": {"arguments": '{"city": "R'}}]
+    assert [parts[0]["index"] for parts in calls] == [0, 0, 0, 1, 1]
+    assert all(len(delta) == 1 for delta in deltas[1:-1])
+    assert deltas[-1] == {}
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["tool_calls"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_finish_reason_without_a_call_or_at_the_limit(stream: bool) -> None:
+    for updates, finish, expected in [
+        ([{"text": "a"}], FinishReason.STOP, "stop"),
+        (UPDATES, FinishReason.LENGTH, "length"),
+        (UPDATES, FinishReason.STOP, "tool_calls"),
+    ]:
+        found = answer(updates, finish, stream)
+        assert found[-1]["choices"][0]["finish_reason"] == expected
