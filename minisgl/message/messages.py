@@ -313,13 +313,15 @@ class Ready(Message, frozen=True, kw_only=True):
     """A process has completed its start and can serve requests.
 
     facts        facts about the model; only rank 0 of the scheduler sends them.
-    tool_format  as in ModelFacts; only tokenizer processes send it.
+    tool_format, template_variables
+                 as in ModelFacts; only tokenizer processes send them.
     startup_s    seconds of each phase of the start.
     """
 
     role: str
     facts: ModelFacts | None = None
     tool_format: str | None = None
+    template_variables: tuple[str, ...] = ()
     startup_s: dict[str, float] = {}
 
 

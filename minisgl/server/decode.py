@@ -6,7 +6,8 @@ fault, for example `messages[3].content`. No message repeats more than 64 charac
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -27,13 +28,6 @@ _OBJECTS: dict[str, type[RequestBody]] = {
     "stream_options": requests.StreamOptions,
     "chat_template_kwargs": requests.TemplateOptions,
     "tool_choice": requests.ToolChoice,
-}
-# The values of the fields with a fixed set of values, by the last part of their path.
-_VALUES: dict[str, tuple[str, ...]] = {
-    "role": get_args(requests.Role),
-    "tool_choice": ("none", "auto", "required"),
-    "allowed_tools": ("function", "allowed_tools"),
-    "mode": ("auto", "required"),
 }
 # Bounds of `protocol` by field and type, with their labels in minisgl_limits_exceeded_total.
 _LIMITS = {
@@ -142,9 +136,7 @@ def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> R
         hint = near_names(name, _OBJECTS[field].__struct_fields__)
         return reject(param, f"has an unknown field '{name}'{hint}")
     if text.startswith("Invalid enum value"):  # the text of msgspec repeats the value
-        field = "allowed_tools" if param == "tool_choice.type" else param.rpartition(".")[2]
-        values = _VALUES.get(field, ("function",))
-        return reject(param, f"must be one of {', '.join(values)}")
+        return reject(param, f"must be one of {', '.join(_values_at(kind, param))}")
     over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
     limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None
     message = f"{param}: {text[:1].lower()}{text[1:]}"
@@ -159,3 +151,23 @@ def _bias_at_fault(given: Mapping[str, Any]) -> str:
         except msgspec.ValidationError:
             return f"logit_bias.{name[:64]}"
     return "logit_bias"
+
+
+def _values_at(kind: type[RequestBody], path: str) -> list[str]:
+    """The values that a field with a fixed set of values may have."""
+    types = [kind]
+    for name in re.findall(r"[a-z_]+", path):
+        structs = [arm for one in types for arm in _arms(one) if hasattr(arm, "__struct_fields__")]
+        fields = [field for struct in structs for field in msgspec.structs.fields(struct)]
+        types = [field.type for field in fields if field.name == name]
+    arms = [arm for one in types for arm in _arms(one)]
+    return [value for arm in arms if get_origin(arm) is Literal for value in get_args(arm)]
+
+
+def _arms(kind: Any) -> list[Any]:
+    """The types in a union, and the types of the entries of lists."""
+    if get_origin(kind) in (Annotated, list):
+        return _arms(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [arm for one in get_args(kind) for arm in _arms(one)]
+    return [kind]

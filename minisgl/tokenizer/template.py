@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -49,7 +49,10 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. max_chars: the limit for the length of a rendered chat."""
+    """One compiled template. max_chars: the limit for the length of a rendered chat.
+
+    variables: the names of the variables that the template reads.
+    """
 
     def __init__(self, source: str, special_tokens: dict[str, str], max_chars: float) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -63,6 +66,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         self.source = source
         self._template = environment.from_string(source)
+        self.variables = tuple(sorted(meta.find_undeclared_variables(environment.parse(source))))
         self._special_tokens = special_tokens
         self._max_chars = max_chars
 

@@ -40,7 +40,11 @@ def run_tokenizer(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS, escape_special_tokens)
     handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
-    ready = messages.Ready(role=name, tool_format=detect_tools(tokenizer))
+    ready = messages.Ready(
+        role=name,
+        tool_format=detect_tools(tokenizer),
+        template_variables=tokenizer.template_variables,
+    )
     _serve_queue(ready, socket_dir, messages.ToTokenizer, handler)
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from minisgl.core import Unsupported
-from minisgl.server.apis.translation import Translation
+from minisgl.core import ModelFacts, Unsupported
+from minisgl.server.apis.translation import Translation, template_options
 from minisgl.server.decode import reject
 from minisgl.server.protocol import messages_api as api
 from minisgl.server.protocol import requests
@@ -16,9 +16,10 @@ _CUSTOM = (None, "custom")  # the types of tools that the client describes
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def translate(body: api.CountTokensBody) -> Translation:
+def translate(body: api.CountTokensBody, facts: ModelFacts) -> Translation:
     """The chat of this body. Raises InvalidRequest or Unsupported with the path in the body."""
     messages = _messages(body)
+    options, ignored = _template_options(body, facts)
     parameters: dict[str, Any] = {}
     if isinstance(body, api.MessagesBody):
         parameters = {
@@ -36,23 +37,26 @@ def translate(body: api.CountTokensBody) -> Translation:
     chat = requests.ChatBody(
         model=body.model,
         messages=messages,
-        chat_template_kwargs=_template_options(body),
-        continue_final_message=messages[-1].role == "assistant",
+        chat_template_kwargs=options,
+        continue_final_message=messages[-1].role == "assistant" and bool(messages[-1].content),
         **_tool_parameters(body),
         **parameters,
     )
-    ignored = tuple("tool" for tool in body.tools if tool.type not in _CUSTOM)
-    return Translation(chat, "messages", ignored)
+    ignored += tuple("tool" for tool in body.tools if tool.type not in _CUSTOM)
+    return Translation(chat, "messages", ignored, fits_tokens=True)
 
 
-def _template_options(body: api.CountTokensBody) -> requests.TemplateOptions:
-    options = requests.TemplateOptions()
+def _template_options(
+    body: api.CountTokensBody, facts: ModelFacts
+) -> tuple[requests.TemplateOptions, tuple[str, ...]]:
+    wanted: dict[str, Any] = {}
     if body.thinking is not None:
-        options.enable_thinking = body.thinking.type != "disabled"
-        options.thinking_budget = body.thinking.budget_tokens
-    if body.output_config is not None and body.output_config.effort is not None:
-        options.reasoning_effort = body.output_config.effort
-    return options
+        name = "thinking" if "thinking" in facts.template_variables else "enable_thinking"
+        wanted[name] = body.thinking.type != "disabled"
+        wanted["thinking_budget"] = body.thinking.budget_tokens
+    if body.output_config is not None:
+        wanted["reasoning_effort"] = body.output_config.effort
+    return template_options(facts, **wanted)
 
 
 class _Blocks(NamedTuple):
@@ -153,7 +157,5 @@ def _tool_parameters(body: api.CountTokensBody) -> dict[str, Any]:
         "parallel_tool_calls": not choice.disable_parallel_tool_use,
         "tool_choice": _CHOICES[choice.type]
         if choice.type in _CHOICES
-        else requests.ToolChoice(
-            type="function", function=requests.FunctionName(name=choice.name)
-        ),
+        else requests.ToolChoice(type="function", function=requests.FunctionName(name=choice.name)),
     }

@@ -83,9 +83,7 @@ class ResponsesWriter(BlockWriter):
                 done = self._event("response.reasoning_text.done", text=part.text, **place)
             done += self._event("response.content_part.done", part=part, **place)
         item = _item(block, "completed" if block.is_complete else "incomplete")
-        return done + self._event(
-            "response.output_item.done", output_index=block.index, item=item
-        )
+        return done + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def ended(self, choice: Choice) -> bytes:
         response = self.answer(choice)

@@ -7,8 +7,8 @@ items, so consecutive items of the assistant become one message.
 
 from typing import Any
 
-from minisgl.core import Unsupported
-from minisgl.server.apis.translation import Translation
+from minisgl.core import ModelFacts, Unsupported
+from minisgl.server.apis.translation import Translation, template_options
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests
 from minisgl.server.protocol import responses_api as api
@@ -17,11 +17,10 @@ _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", 
 _DEVELOPER = ("system", "developer")
 
 
-def translate(body: api.ResponsesBody) -> Translation:
+def translate(body: api.ResponsesBody, facts: ModelFacts) -> Translation:
     """The chat of this body. Raises InvalidRequest or Unsupported with the path in the body."""
-    options = requests.TemplateOptions()
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        options.reasoning_effort = body.reasoning.effort
+    effort = body.reasoning and body.reasoning.effort
+    options, ignored = template_options(facts, reasoning_effort=effort)
     chat = requests.ChatBody(
         model=body.model,
         messages=_messages(body),
@@ -33,7 +32,7 @@ def translate(body: api.ResponsesBody) -> Translation:
         **_tool_parameters(body),
         **_format_parameters(body.text),
     )
-    ignored = tuple("tool" for tool in body.tools if tool.type != "function")
+    ignored += tuple("tool" for tool in body.tools if tool.type != "function")
     return Translation(chat, "input", ignored, _repeated(body))
 
 
@@ -64,7 +63,9 @@ def _messages(body: api.ResponsesBody) -> list[requests.Message]:
                 text = text or _text(item.summary, f"{path}.summary")
                 message.reasoning_content = (message.reasoning_content or "") + text
             case _:
-                raise Unsupported(f"{path}: items of type {item.type[:64]!r} are not supported", path)
+                raise Unsupported(
+                    f"{path}: items of type {item.type[:64]!r} are not supported", path
+                )
     return messages
 
 

@@ -16,6 +16,7 @@ COMPLETIONS = "completions"
 GENERATE = "generate"
 RESPONSES = "responses"
 MESSAGES = "messages"
+COUNT_TOKENS = "count_tokens"
 
 _INT32 = 2**31 - 1
 
