@@ -74,7 +74,7 @@ class Auth:
 
 
 def _key(scope: Scope) -> bytes:
-    """The key in `Authorization: Bearer`, or else in `x-api-key`, as Anthropic's clients send it."""
+    """The key in `Authorization: Bearer`, or else in `x-api-key` (Anthropic's clients)."""
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":

@@ -145,7 +145,7 @@ class RequestConverter:
         """The name and the prompt of a body of /v1/messages/count_tokens."""
         translation = self._translate(requests.COUNT_TOKENS, raw, facts)
         assert isinstance(translation.body, requests.ChatBody), (
-            "a count is of a chat: this is a bug"
+            "only a chat is counted: this is a bug"
         )
         (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
         return prompt

@@ -133,8 +133,9 @@ class ErrorReply(NamedTuple):
 
 def public_message(error: BaseException) -> str:
     """The message for the client. Clients see the message of a RequestError only."""
-    is_ours = isinstance(error, core.RequestError)
-    return error.message if is_ours else "internal error; see the server's log"
+    if isinstance(error, core.RequestError):
+        return error.message
+    return "internal error; see the server's log"
 
 
 def messages_status(status: int) -> int:

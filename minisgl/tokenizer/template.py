@@ -75,8 +75,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a chat. Raises TemplateError for every failure of the template.
 
-        With the option continue_final_message, the prompt ends with the content of the last message,
-        so that the model continues it.
+        With the option continue_final_message, the prompt ends with the content of the last
+        message, so that the model continues it.
         timeout_s works in the main thread of a process only (it uses SIGALRM); None: no limit.
         """
         variables: dict[str, Any] = {

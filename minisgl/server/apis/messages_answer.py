@@ -66,7 +66,7 @@ class MessagesWriter(BlockWriter):
         if choice.latest.stop_string:
             text = choice.latest.stop_string
             return api.MessageDelta(stop_reason="stop_sequence", stop_sequence=text)
-        reason = "tool_use" if choice.has_calls else "end_turn"
+        reason: api.StopName = "tool_use" if choice.has_calls else "end_turn"
         return api.MessageDelta(stop_reason=reason, stop_sequence=None)
 
     def _message(

@@ -93,7 +93,7 @@ class ResponsesWriter(BlockWriter):
         failure = api.ResponseFailure("server_error", public_message(error))
         return self._event("response.failed", response=self._response("failed", error=failure))
 
-    def _response(self, status: str, **fields: Any) -> api.ModelResponse:
+    def _response(self, status: api.Status, **fields: Any) -> api.ModelResponse:
         output = [
             _item(block, "completed" if block.is_complete else "incomplete")
             for block in self.blocks

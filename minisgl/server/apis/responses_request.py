@@ -51,7 +51,8 @@ def _messages(body: api.ResponsesBody) -> list[requests.Message]:
             case "message":
                 _add_message(messages, item, path)
             case "function_call":
-                _assistant(messages).tool_calls.append(_call(item, path))
+                message = _assistant(messages)
+                message.tool_calls = [*(message.tool_calls or ()), _call(item, path)]
             case "function_call_output":
                 content = _text(item.output, f"{path}.output")
                 messages.append(
@@ -88,7 +89,7 @@ def _add_message(messages: list[requests.Message], item: api.ResponsesItem, path
 def _assistant(messages: list[requests.Message]) -> requests.Message:
     """The last message if it is of the assistant, or a new one."""
     if not messages or messages[-1].role != "assistant":
-        messages.append(requests.Message(role="assistant", content="", tool_calls=[]))
+        messages.append(requests.Message(role="assistant", content=""))
     return messages[-1]
 
 

@@ -188,6 +188,9 @@ class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens"]
 
 
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
 class ModelResponse(msgspec.Struct, kw_only=True):
     """The whole answer. The server stores no answer, so `store` is always false."""
 
@@ -195,7 +198,7 @@ class ModelResponse(msgspec.Struct, kw_only=True):
     object: Literal["response"] = "response"
     created_at: int
     completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Status
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
     model: str
