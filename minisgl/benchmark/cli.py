@@ -13,6 +13,7 @@ _HELP = {
     "scheduler": "CPU time of the scheduler, with an engine that does no work",
     "server": "stream events per second and core of the API process, without an engine",
     "simulate": "scheduler and prefix cache under a load, in simulated time",
+    "structured": "outputs that follow a JSON schema, beside free ones",
     "step": "one decode step on the GPU, with the time of each kernel",
 }
 
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from minisgl.benchmark.server import main as run
     elif name == "simulate":
         from minisgl.benchmark.simulate import main as run
+    elif name == "structured":
+        from minisgl.benchmark.structured import main as run
     elif name == "step":
         from minisgl.benchmark.step_profile import main as run
     else:

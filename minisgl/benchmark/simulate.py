@@ -121,7 +121,9 @@ class _Arrivals:
         if index < len(self._load.prompts):
             heapq.heappush(self.due, (self._engine.now_s, index))
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> list[ToScheduler]:
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+    ) -> list[ToScheduler]:
         engine = self._engine
         messages: list[ToScheduler] = []
         end_s = math.inf if wait_s is None else engine.now_s + wait_s

@@ -11,6 +11,7 @@ from minisgl.core.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineError,
+    GrammarFailed,
     InvalidRequest,
     InvariantBroken,
     MinisglError,
@@ -21,7 +22,13 @@ from minisgl.core.errors import (
     Unsupported,
     WorkerDied,
 )
-from minisgl.core.sampling import SAMPLING_COLUMNS, Column, FinishReason, SamplingParams
+from minisgl.core.sampling import (
+    SAMPLING_COLUMNS,
+    Column,
+    FinishReason,
+    Grammar,
+    SamplingParams,
+)
 from minisgl.core.step_cost import StepCost, step_sizes
 
 __all__ = [
@@ -35,6 +42,8 @@ __all__ = [
     "EngineError",
     "EngineLike",
     "FinishReason",
+    "Grammar",
+    "GrammarFailed",
     "Int32Array",
     "InvalidRequest",
     "InvariantBroken",

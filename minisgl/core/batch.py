@@ -38,9 +38,9 @@ class EditedReq:
     position    position of the token that this step samples.
     prompt_len  position of the request's first output token.
     history     int32 [position]; the tokens of the request so far. Set only in the first step that
-                samples for the request after it got its row, None in later steps. Tokens from the
-                prefix cache do not pass through the engine, so a processor that counts tokens needs
-                this array.
+                samples for the request after it got its row, or after the scheduler appended forced
+                tokens; None in other steps. Tokens from the prefix cache and forced tokens do not
+                pass through the token pool, so a processor that counts tokens needs this array.
     states      one state for each logits processor, as LogitsProcessor.open returned it.
     """
 

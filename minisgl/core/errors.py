@@ -6,6 +6,7 @@
         - InvalidRequest
         - PromptTooLong
         - Unsupported
+        - GrammarFailed
         - Overloaded
           - NotReady              (server)
         - DeadlineExceeded
@@ -78,6 +79,10 @@ class PromptTooLong(RequestError):
 
 class Unsupported(RequestError):
     """The request sets a known but unsupported parameter, which would change the answer."""
+
+
+class GrammarFailed(RequestError):
+    """The output cannot follow the request's grammar to its end: too complex, or no token left."""
 
 
 class Overloaded(RequestError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -33,6 +33,28 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # it reached max_tokens or the context length
     ABORT = "abort"  # the client disconnected or aborted the request
     ERROR = "error"  # this request failed; other requests go on
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """A constraint on the output of one request.
+
+    source       grammar in llguidance's serialised form (JSON or Lark text), already accepted by a
+                 tokenizer worker.
+    kind         json_schema, json_object, regex, choice or grammar: the label in metrics.
+    think_start  id of the token that opens the thinking of a reasoning model; -1: the model has
+                 none.
+    think_end    id of the token that closes the thinking; -1: the model has none.
+    thinking     "off": the grammar holds from the first token. "open": the prompt ends inside the
+                 thinking; the output is free until think_end. "allowed": the first token is either
+                 think_start, after which the output is free until think_end, or the first token of
+                 the grammar.
+    """
+
+    source: str
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    think_start: int = -1
+    think_end: int = -1
+    thinking: Literal["off", "open", "allowed"] = "off"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                    output token, beside the log-probability of that token; None: report nothing.
     prompt_logprobs
                    the same number for each prompt token except the first.
+    grammar        the output must match this grammar; None: the output is free.
     """
 
     temperature: float = 1.0
@@ -76,6 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def seeded(self) -> "SamplingParams":
         """Return these parameters with a random seed where none is given.

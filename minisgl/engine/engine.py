@@ -154,6 +154,8 @@ class Engine:
         """
         with memory.memory_of(self._device):
             warmup.warm_up(self)
+            with self._on_stream():
+                self._launcher.warm_up_masks()
             if self._device.type != "cpu" and self._launcher.pieces is None:
                 warmup.run_every_size(self, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
 from minisgl.engine.logits_processing import LogitBias, LogitsProcessor, MinTokens, Penalties
+from minisgl.message.messages import ConstraintTotals
 from minisgl.models.build import ModelExtensions
 
 
@@ -22,10 +23,13 @@ class Extensions(ModelExtensions):
     sampling_columns   parameters with one value for each row of a step; must begin with
                        SAMPLING_COLUMNS, which the sampler reads.
     logits_processors  in the order in which they edit the logits.
+    constraint_totals  the processor of constraints and the scheduler count in this object, which
+                       SchedulerStats reports; None: the scheduler uses an object of its own.
     """
 
     sampling_columns: tuple[Column, ...] = SAMPLING_COLUMNS
     logits_processors: tuple[LogitsProcessor[Any], ...] = (LogitBias(), MinTokens(), Penalties())
+    constraint_totals: ConstraintTotals | None = None
 
     def open_states(self, params: SamplingParams) -> tuple[Any, ...] | None:
         """Return one state per processor for a new request; None if no processor edits its logits.

@@ -5,6 +5,7 @@ edits of the processors before it queues the forward. Between the forward and th
 them to a float32 copy of the logits of all ids, in the order of `Extensions.logits_processors`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -14,9 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, SamplingParams
+from minisgl.core import Batch, RequestError, SamplingParams
 from minisgl.core.batch import EditedReq
-from minisgl.kernel import PenaltyTensors, StepViews, add_bias, apply_penalties
+from minisgl.kernel import (
+    PenaltyTensors,
+    StepViews,
+    add_bias,
+    apply_penalties,
+    apply_token_mask,
+)
 
 State = TypeVar("State")
 Edit = Callable[[Tensor], None]  # changes float32 [N, V] logits in place
@@ -45,13 +52,59 @@ class ProcessingStep:
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenMask:
+    """An edit that only forbids token ids. The logits may stay sharded, in the model's dtype.
+
+    If all edits of a step are token masks and no request asks for log-probabilities, the ranks do
+    not gather the logits, and a decode step samples in its CUDA graph.
+
+    compute  returns rows, int32 [R], and mask, int32 [R, W], as kernel.apply_token_mask takes them,
+             on the device. Called once, after the forward is queued.
+    """
+
+    compute: Callable[[], tuple[Tensor, Tensor]]
+
+    def __call__(self, logits: Tensor, first_id: int = 0) -> None:
+        """Change logits, [N, n] of the ids from first_id on, in place."""
+        apply_token_mask(logits, *self.compute(), first_id)
+
+
+class Constraint(ABC):
+    """A state that decides which tokens the output of its request may contain.
+
+    The scheduler finds it among the states of a request, of which at most one is a Constraint.
+    Results must depend only on the request and its tokens, so that all ranks get the same.
+    """
+
+    @abstractmethod
+    def prepared(self, wait_s: float | None = 0.0) -> bool:
+        """Return True once the state can edit logits, or once it has failed.
+
+        wait_s: wait at most this many seconds; None waits without a limit. Preparation runs in
+        another thread. The scheduler admits the request when it is complete.
+        """
+
+    @abstractmethod
+    def failure(self, position: int) -> RequestError | None:
+        """Return why no token is allowed at `position`; None if the constraint allows one."""
+
+    @abstractmethod
+    def forced(self, position: int, last: int) -> Sequence[int]:
+        """Return the ids that must follow. last: the token before `position`, the newest one.
+
+        The scheduler may append them to the output. It tells a processor of appended tokens by
+        EditedReq.history.
+        """
+
+
 class LogitsProcessor(Protocol[State]):
     """Edits the logits of the requests that ask for it.
 
     `State` is the data that the processor keeps for one request: values from the request's
     parameters, or an object that changes, such as the matcher of a grammar. Each tensor-parallel
     rank has its own state. The scheduler keeps it from the arrival of the request to its end, also
-    through preemption.
+    through preemption. A state that derives from `Constraint` takes part in scheduling.
 
     The processors of all ranks must make the same edits. They see the same requests and tokens, so
     they must only avoid other inputs, such as a clock or the order of a set.

@@ -9,12 +9,18 @@ from torch import Tensor
 
 from minisgl.core import Batch
 from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs
-from minisgl.engine.logits_processing import Edit, LogitsProcessor, ProcessingStep, prepare_edits
+from minisgl.engine.logits_processing import (
+    Edit,
+    LogitsProcessor,
+    ProcessingStep,
+    TokenMask,
+    prepare_edits,
+)
 from minisgl.engine.logprobs import start_logprobs
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner, StepInputs, pack
 from minisgl.engine.piecewise_graph import PieceGraphs
 from minisgl.engine.sampler import sample_tokens, sampling_kind
-from minisgl.kernel import StepViews, update_pages
+from minisgl.kernel import StepViews, apply_token_mask, update_pages
 
 
 @dataclass(slots=True, eq=False)
@@ -23,8 +29,8 @@ class StepLauncher:
 
     A step is: copy the packed batch to the device, update the page table, forward, sample, copy the
     tokens back. A step in which every request decodes one token runs as CUDA graphs. In a step with
-    prompt tokens, the work between two attention calls runs as CUDA graphs. A step with edited
-    logits or log-probabilities samples eagerly.
+    prompt tokens, the work between two attention calls runs as CUDA graphs. Token masks are applied
+    between forward and sampler. A step with other edits or log-probabilities samples eagerly.
 
     runner          the model and its memory.
     processors      logits processors, in the order in which they edit.
@@ -44,6 +50,14 @@ class StepLauncher:
         self.graphs = graphs = DecodeGraphs(self.runner, sizes, show)
         if graphs.graphs:
             self.pieces = PieceGraphs(self.runner, token_sizes, graphs.memory, show)
+
+    def warm_up_masks(self) -> None:
+        """Launch the kernel of token masks for each dtype of logits that it may get."""
+        weight = self.runner.model.lm_head.weight
+        for dtype in {weight.dtype, torch.float32}:
+            logits = torch.zeros((1, 32), dtype=dtype, device=weight.device)
+            words = torch.zeros((1, 1), dtype=torch.int32, device=weight.device)
+            apply_token_mask(logits, words[0], words, 0)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
@@ -66,6 +80,11 @@ class StepLauncher:
             graph.forward.replay()
             hidden, logits = None, graph.logits
         next_tokens = logprobs = None
+        masks = [edit for edit in edits if isinstance(edit, TokenMask)]
+        if len(masks) == len(edits) and batch.logprobs is None and logits is not None:
+            for mask in masks:
+                mask(logits, runner.model.lm_head.shard.begin)
+            edits = []
         if edits or batch.logprobs is not None:
             if logits is not None:
                 logits = runner.model.lm_head.all_gather_logits(logits).float()

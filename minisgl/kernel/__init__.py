@@ -12,6 +12,7 @@ from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
     add_linear,
     add_rms_norm,
+    apply_token_mask,
     balanced_decode,
     best_candidate,
     context_slots,
@@ -52,6 +53,7 @@ __all__ = [
     "add_linear",
     "add_rms_norm",
     "apply_penalties",
+    "apply_token_mask",
     "balanced_decode",
     "best_candidate",
     "compile_missing",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minisgl.kernel import decode, elementwise, gather, rotary, sampling, step
+from minisgl.kernel import decode, elementwise, gather, logits, rotary, sampling, step
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import FEW_ROWS, Tiling, tiling_for
@@ -51,6 +51,7 @@ qk_norm_rope_store = _by_device(rotary.qk_norm_rope_store, "rotary")
 sample = _by_device(sampling.sample, "sampling")
 local_candidate = _by_device(sampling.local_candidate, "sampling")
 best_candidate = _by_device(sampling.best_candidate, "sampling")
+apply_token_mask = _by_device(logits.apply_token_mask, "token_mask")
 update_pages = _by_device(step.update_pages, "step")
 stage_tokens = _by_device(step.stage_tokens, "step")
 kv_metadata = _by_device(step.kv_metadata, "step")

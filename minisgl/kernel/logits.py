@@ -1,7 +1,8 @@
 """Edits of logits before sampling, and log-probabilities after it.
 
 Plain torch on every device: few requests need these functions, and they run outside of the CUDA
-graphs.
+graphs. The exception is `apply_token_mask`, the reference of a Triton kernel, because all requests
+of a step may have a mask.
 """
 
 from dataclasses import dataclass
@@ -64,6 +65,20 @@ def apply_penalties(logits: Tensor, penalties: PenaltyTensors, token_pool: Tenso
     rows = rows - penalties.frequency.unsqueeze(1) * in_output_counts
     rows = rows - penalties.presence.unsqueeze(1) * (in_output_counts > 0)
     logits[index] = rows
+
+
+def apply_token_mask(logits: Tensor, rows: Tensor, mask: Tensor, first_id: int) -> None:
+    """Set the logits of forbidden ids to -inf in place. No host sync.
+
+    logits: floats [N, n] of the ids from first_id on. rows: int32 [R], distinct rows of the logits.
+    mask: int32 [R, W]; id i is allowed in rows[r] if bit i % 32 of mask[r, i // 32] is set. Ids
+    from 32 * W on are forbidden. Rows that `rows` does not name stay unchanged.
+    """
+    ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+    words = torch.nn.functional.pad(mask, (0, 1))  # the added word forbids all its ids
+    bits = words[:, (ids // 32).clamp(max=mask.shape[1])] >> (ids % 32)
+    index = rows.long()
+    logits[index] = logits[index].masked_fill(bits & 1 == 0, -torch.inf)
 
 
 def _counts(ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:

@@ -31,6 +31,7 @@ from minisgl.message.messages import (
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.server.config import ChildSpec, ServerConfig
+from minisgl.structured.processor import with_grammars
 from minisgl.utils import make_socket_dir, supervise
 
 _POLL_S = 0.2  # the longest time between two checks that the ranks are alive
@@ -67,7 +68,8 @@ class LocalWorker:
         self, engine: EngineConfig, config: SchedulerConfig, extensions: Extensions
     ) -> None:
         budget = config.prefill_budget_tokens
-        self._engine = Engine(engine, SingleCommunicator(), budget, extensions)
+        self.extensions = with_grammars(engine.model_path, extensions)
+        self._engine = Engine(engine, SingleCommunicator(), budget, self.extensions)
         self._inbox = LocalInbox()
         self._outputs: list[StepOutput] = []
         try:

@@ -145,7 +145,16 @@ class Shutdown(Message, frozen=True, kw_only=True):
     """Leave the loop after the step in flight. Running requests end with ABORT."""
 
 
-ToScheduler = AddReq | AbortReq | FlushCache | Shutdown
+class Prepared(Message, frozen=True, kw_only=True):
+    """The constraints of these requests are prepared on rank 0: every rank enqueues the requests.
+
+    Rank 0 adds this message to its own input, so that all ranks enqueue in the same iteration.
+    """
+
+    uids: list[int]
+
+
+ToScheduler = AddReq | AbortReq | FlushCache | Shutdown | Prepared
 
 
 class LeaderStep(Message, frozen=True, kw_only=True):
@@ -354,6 +363,24 @@ class PhaseStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=T
     tokens_counts: list[int] = msgspec.field(default_factory=_buckets(BATCH_TOKENS_BOUNDS))
 
 
+class ConstraintTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Totals since the start, over the requests whose output a grammar constrains.
+
+    compiles, compile_seconds  grammars compiled, and the time of the compiling threads.
+    masks, mask_seconds        token masks computed, and the host time of these computations. The
+                               device computes a forward step meanwhile.
+    forced_tokens              output tokens that a grammar forced, so that no step sampled them.
+    failures                   requests that ended with GrammarFailed, by the code of the error.
+    """
+
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    masks: int = 0
+    mask_seconds: float = 0.0
+    forced_tokens: int = 0
+    failures: dict[str, int] = {}
+
+
 class Alive(Message, frozen=True, kw_only=True):
     """The answer to Ping. role: the name of the process."""
 
@@ -368,9 +395,10 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     step_id, busy         the API server detects a hung scheduler by these two fields.
     prompt_tokens_total, cached_tokens_total
                           counted once per request, with its first output token.
-    prefill_tokens_total  computed prompt tokens. A preempted request computes its tokens again, and
-                          they count again.
+    prefill_tokens_total  tokens computed in chunks: prompt tokens and forced tokens. A preempted
+                          request computes its tokens again, and they count again.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
+    constraints           totals of the requests with a grammar.
     """
 
     step_id: int = 0
@@ -390,6 +418,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     evicted_pages_total: int = 0
     nonfinite_rows_total: int = 0
     phases: dict[str, PhaseStats] = {}
+    constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
 
 
 ToApi = TokenizeResult | StepText | Ready | Alive | SchedulerStats

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.core import InvariantBroken
-from minisgl.message.messages import LeaderStep, ToScheduler
+from minisgl.message.messages import LeaderStep, Prepared, ToScheduler
 from minisgl.message.queues import Receiver, Sender
 
 Messages = Sequence[ToScheduler]
@@ -14,11 +14,15 @@ Messages = Sequence[ToScheduler]
 class Inbox(Protocol):
     """The ordered input of one rank."""
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+    ) -> Messages:
         """Return the messages of this iteration.
 
         wait_s: wait at most this long for the first message; None waits without a limit.
         plan_hash: hash of the batch that this rank launched last. Ranks compare their hashes.
+        prepared: uids of the requests whose constraints became prepared on this rank. Rank 0 gets
+        them back as a Prepared message, after the other messages; the other ranks get rank 0's.
         """
 
 
@@ -28,7 +32,9 @@ class QueueInbox:
     def __init__(self, receiver: Receiver[ToScheduler]) -> None:
         self._receiver = receiver
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+    ) -> Messages:
         """Return as soon as one message has arrived, before wait_s is over.
 
         The host takes 5 to 8 ms to launch a step with a new prompt. A launch that began only at the
@@ -36,7 +42,7 @@ class QueueInbox:
         """
         if wait_s != 0.0:
             self._receiver.poll(wait_s)
-        return list(self._receiver.drain())
+        return [*self._receiver.drain(), *_announce(prepared)]
 
 
 class LocalInbox:
@@ -45,9 +51,11 @@ class LocalInbox:
     def __init__(self) -> None:
         self.messages: deque[ToScheduler] = deque()
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+    ) -> Messages:
         """Return at once. The caller adds messages in this thread, so none can arrive in a wait."""
-        messages = list(self.messages)
+        messages = [*self.messages, *_announce(prepared)]
         self.messages.clear()
         return messages
 
@@ -60,8 +68,10 @@ class LeaderInbox:
         self._followers = followers
         self._iteration = 0
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        messages = self._source.receive(wait_s)
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+    ) -> Messages:
+        messages = self._source.receive(wait_s, prepared=prepared)
         self._iteration += 1
         step = LeaderStep(iteration=self._iteration, messages=list(messages), plan_hash=plan_hash)
         for follower in self._followers:
@@ -77,8 +87,10 @@ class FollowerInbox:
         self._steps: deque[LeaderStep] = deque()
         self._iteration = 0
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Messages:
-        """Wait for the leader's next LeaderStep without a limit. wait_s is not used.
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+    ) -> Messages:
+        """Wait for the leader's next LeaderStep without a limit. Uses plan_hash only.
 
         Raises InvariantBroken when the ranks are at different iterations or planned different
         steps.
@@ -95,3 +107,7 @@ class FollowerInbox:
                 f"{self._iteration} with plan hash {plan_hash}; this is a bug"
             )
         return step.messages
+
+
+def _announce(uids: Sequence[int]) -> list[Prepared]:
+    return [Prepared(uids=list(uids))] if uids else []

@@ -90,6 +90,14 @@ class KVManager:
             return None
         return self.pool.allocate(count)
 
+    def try_extend(self, req: Req, tokens: int, table: RequestTable) -> bool:
+        """Give a running request pages for `tokens` tokens; return False when pages are short."""
+        missing = self.pages_for(tokens) - int(table.pages.counts[req.row])
+        pages = self.try_allocate(max(missing, 0))
+        if pages is not None:
+            table.pages.extend(req.row, pages)
+        return pages is not None
+
     def publish(self, req: Req, table: RequestTable, tokens: int) -> None:
         """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
 

@@ -4,7 +4,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Batch, FinishReason, Int32Array, RequestError, StepResult
+from minisgl.core import (
+    Batch,
+    FinishReason,
+    Int32Array,
+    MinisglError,
+    RequestError,
+    StepResult,
+)
 from minisgl.core.batch import HostLogprobs
 from minisgl.message.messages import AddReq, Finished, PrefillDone, StepOutput, TokenLogprobs
 from minisgl.scheduler.request import Req
@@ -72,26 +79,19 @@ class OutputBuilder:
         rows = slice(first, last)
         parts.append(_token_logprobs(req.uid, position + first, found, rows, count))
 
-    def finish(self, req: Req, error: str | None) -> None:
+    def finish(self, req: Req, error: MinisglError | None) -> None:
         """Add the terminal message of `req`, whose end_reason is set."""
         if not req.prefill_done:
             self.open(req)
         assert req.end_reason is not None, "an end reason must be set; this is a bug"
-        self._next.finished.append(Finished(uid=req.uid, reason=req.end_reason, error=error))
+        self._next.finished.append(_finished(req.uid, req.end_reason, error))
 
     def refuse(self, message: AddReq, error: RequestError) -> None:
         """Add the PrefillDone and the Finished message of a refused request."""
         prompt_tokens = len(message.token_ids) // 4
         done = PrefillDone(uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0)
         self._next.prefill_done.append(done)
-        self._next.finished.append(
-            Finished(
-                uid=message.uid,
-                reason=FinishReason.ERROR,
-                error=error.message,
-                error_kind=type(error).__name__,
-            )
-        )
+        self._next.finished.append(_finished(message.uid, FinishReason.ERROR, error))
 
     def take(self, step_id: int) -> StepOutput | None:
         """Return the output since the last call; None when there is none."""
@@ -100,6 +100,13 @@ class OutputBuilder:
             return None
         self._next = StepOutput(step_id=0)
         return msgspec.structs.replace(found, step_id=step_id)
+
+
+def _finished(uid: int, reason: FinishReason, error: MinisglError | None) -> Finished:
+    kind = type(error).__name__ if isinstance(error, RequestError) else ""
+    return Finished(
+        uid=uid, reason=reason, error=None if error is None else str(error), error_kind=kind
+    )
 
 
 def _token_logprobs(

@@ -29,6 +29,12 @@ class PageTable:
         self.entries[rows, self.counts[rows]] = pages
         self.counts[rows] += 1
 
+    def extend(self, row: int, pages: Int32Array) -> None:
+        """Append these pages to one row."""
+        count = int(self.counts[row])
+        self.entries[row, count : count + len(pages)] = pages
+        self.counts[row] += len(pages)
+
     def of_row(self, row: int) -> Int32Array:
         """Return a view of the valid entries of a row."""
         return self.entries[row, : self.counts[row]]

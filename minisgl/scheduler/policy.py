@@ -27,6 +27,7 @@ class Planner:
         waiting  --admit-->  prefilling  --last chunk launched-->  decoding
            ^                     |                                    |
            +----------------- preempt --------------------------------+
+                                 ^----------- forced tokens ----------+
 
     A plan has three parts:
 
@@ -39,7 +40,7 @@ class Planner:
        until that prefix is in the prefix cache (in-batch prefix sharing).
 
     waiting      the queue: preempted requests first, then new requests in order of arrival.
-    prefilling   admitted requests with prompt tokens that are not launched yet.
+    prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
     cost         predicts step times; None when they are unknown.
 
@@ -105,6 +106,15 @@ class Planner:
         rows = np.concatenate([self.decode_rows, entering])
         samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
         self.decode_rows = rows[~samples_last_token]
+
+    def recompute(self, req: Req) -> None:
+        """Let a decoding request forward its forced tokens as a chunk of the next step.
+
+        It comes before all prompts, because its client is receiving tokens.
+        """
+        self.decode_rows = self.decode_rows[self.decode_rows != req.row]
+        self.prefilling.insert(0, req)
+        req.state = ReqState.PREFILL
 
     def remove(self, req: Req) -> None:
         """Take `req` out of the running requests. It keeps row and pages until their release."""

@@ -8,13 +8,18 @@ import msgspec
 import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
+from minisgl.engine.logits_processing import Constraint
 from minisgl.kvcache import RadixNode
 from minisgl.message.messages import AddReq, TokenLogprobs
 
 
 class ReqState(StrEnum):
-    """The state of a request. It moves down this list; preemption returns it to WAITING."""
+    """The state of a request. It moves down this list; preemption returns it to WAITING.
 
+    Forced tokens return it from DECODE to PREFILL.
+    """
+
+    PREPARING = "preparing"  # as WAITING, but outside of the queue until its constraint is prepared
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
     DECODE = "decode"  # the whole prompt is launched; each step computes one token
@@ -46,6 +51,7 @@ class Req:
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
     logit_states      state of each logits processor for this request; None if none needs one.
+    constraint        the one of logit_states that is a Constraint, if there is one.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
     admitted          True from the first admission on, also while the request waits again after
@@ -64,6 +70,7 @@ class Req:
     arrival_index: int
     cache_salt: str = ""
     logit_states: tuple[Any, ...] | None = None
+    constraint: Constraint | None = None
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
     row: int = -1

@@ -28,7 +28,8 @@ class RequestTable:
     known         int32 [R]; number of tokens whose ids are known to the host.
     computed      int32 [R]; number of tokens whose keys and values are cached, or are written by a
                   step that has been launched.
-    prefill_end   int32 [R]; number of tokens to forward as chunks. Later tokens are decoded.
+    prefill_end   int32 [R]; number of tokens to forward as chunks. Later tokens are decoded. It
+                  grows when forced tokens are appended.
     max_total_tokens
                   int32 [R]; limit of prompt and output tokens together.
     stop_from     int32 [R]; tokens from this position on may stop the request.
@@ -86,7 +87,8 @@ class RequestTable:
         self.computed[row] = computed
         self.max_total_tokens[row] = req.max_total_tokens
         self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.max_total_tokens)
-        self.obeys_eos[row] = not sampling.ignore_eos
+        # A grammar allows an ignored EOS id only where it allows no other token.
+        self.obeys_eos[row] = not sampling.ignore_eos or sampling.grammar is not None
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.edits_logits[row] = req.logit_states is not None
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)

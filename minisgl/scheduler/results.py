@@ -14,23 +14,40 @@ def read_result(
     Returns three values: the row of each new token, int32 [n]; the new tokens, int32 [n], in the
     same order; and the reason of each row that ends, errors first.
 
-    A row gets no token if its request ended in the previous step, while this step was in flight. A
-    row with non-finite logits ends with ERROR and gets no token. Tokens after the one that ends a
-    request are dropped. Draft tokens that the step did not accept are subtracted from
-    table.computed, so that the row forwards these positions again.
+    A row gets no token if its request ended in the previous step, while this step was in flight, or
+    if a forced token has taken the position. A row with non-finite logits ends with ERROR and gets
+    no token. Draft tokens that the step did not accept are subtracted from table.computed, so that
+    the row forwards these positions again.
     """
     sampled = batch.samples & table.rows.allocated[batch.rows]
+    sampled &= batch.start + batch.lengths >= table.known[batch.rows]
     broken = batch.rows[sampled & ~result.finite]
     sampled &= result.finite
     rows: Int32Array = batch.rows[sampled]
     tokens, counts = result.tokens[sampled], result.counts[sampled]
     first: Int32Array = (batch.start + batch.lengths)[sampled]
-    width = tokens.shape[1]
-    if width > 1:
+    if tokens.shape[1] > 1:
         drafts = (batch.lengths - 1)[sampled]
         drafts[np.flatnonzero(sampled) >= batch.num_decode] = 0
         first -= drafts
         table.computed[rows] -= drafts + 1 - counts
+    token_rows, tokens, ended = append_tokens(table, rows, first, tokens, counts, eos_token_ids)
+    return token_rows, tokens, dict.fromkeys(broken.tolist(), FinishReason.ERROR) | ended
+
+
+def append_tokens(
+    table: RequestTable,
+    rows: Int32Array,
+    first: Int32Array,
+    tokens: Int32Array,
+    counts: Int32Array,
+    eos_token_ids: Int32Array,
+) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
+    """Append tokens[i, : counts[i]] to row rows[i] at the positions from first[i] on.
+
+    Returns the same values as read_result. Tokens after the one that ends a request are dropped.
+    """
+    width = tokens.shape[1]
     nth: Int32Array = np.arange(width, dtype=np.int32)
     position: Int32Array = first[:, None] + nth
     # A token stops its request if it is an EOS id or stop token id that the request obeys.
@@ -50,7 +67,7 @@ def read_result(
         token_rows, tokens, token_positions = rows, tokens[:, 0], first
     table.tokens[token_rows, token_positions] = tokens
     table.known[rows] = first + counts
-    ended = dict.fromkeys(broken.tolist(), FinishReason.ERROR)
+    ended = {}
     for index in np.flatnonzero(ends.any(axis=1)).tolist():
         stopped = stops[index, counts[index] - 1]
         ended[int(rows[index])] = FinishReason.STOP if stopped else FinishReason.LENGTH

@@ -9,24 +9,31 @@ import numpy as np
 
 from minisgl.core import (
     Batch,
+    EngineError,
     EngineLike,
     FinishReason,
+    GrammarFailed,
     Int32Array,
     InvalidRequest,
+    MinisglError,
     PendingStep,
     RequestError,
     SchedulerConfig,
 )
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
+from minisgl.engine.logits_processing import Constraint
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
+    ConstraintTotals,
     FlushCache,
+    Prepared,
     SchedulerStats,
     Shutdown,
     StepOutput,
     ToScheduler,
 )
+from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.outputs import OutputBuilder
@@ -37,6 +44,7 @@ from minisgl.scheduler.results import read_result
 from minisgl.scheduler.stats import StepMeter
 
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
+PREPARING_WAIT_S = 0.001  # one wait for a constraint while no other request is open
 
 
 class Scheduler:
@@ -64,7 +72,8 @@ class Scheduler:
         can end a request, by an EOS or stop token or by non-finite logits. The scheduler then
         releases row and pages at once, although the step in flight may still contain the request.
         A fence delays the reuse of the pages until that step is resolved (FencedPool I1).
-    I3  The plan depends only on the sequence of messages and of sampled tokens.
+    I3  The plan depends only on the sequence of messages and of sampled tokens. Rank 0 announces
+        the end of work in other threads by a message (Prepared).
     """
 
     def __init__(
@@ -100,14 +109,20 @@ class Scheduler:
         self._outputs = OutputBuilder()
         self._meter = StepMeter(clock)
         self._reqs: dict[int, Req] = {}
+        self._preparing: dict[int, Req] = {}  # those of _reqs whose constraint is not prepared
         # Requests to end or preempt once the step in flight that contains them is resolved.
         self._ending: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         self._launched_step = 0
         self._resolved_step = 0
         self._decode_launch_s = 0.0  # host time of the last launch of a decode-only step
+        self._mask_s = 0.0  # host time of the token masks of the last launch
         self._plan_hash: int | None = None
-        self.totals = SchedulerStats(phases=self._meter.phases, total_pages=engine.num_pages)
+        self.totals = SchedulerStats(
+            phases=self._meter.phases,
+            total_pages=engine.num_pages,
+            constraints=extensions.constraint_totals or ConstraintTotals(),
+        )
         self.stopping = False
 
     @property
@@ -117,7 +132,8 @@ class Scheduler:
 
     def iterate(self) -> None:
         """Run one iteration. If idle, or too early to plan a step, first wait for a message."""
-        for message in self._inbox.receive(self._message_wait_s(), self._plan_hash):
+        prepared = self._prepared() if self._preparing else ()
+        for message in self._inbox.receive(self._message_wait_s(), self._plan_hash, prepared):
             self._apply(message)
         batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
         if batch is not None:
@@ -138,12 +154,13 @@ class Scheduler:
         """Gauges and totals as of now."""
         pool, cache = self.kv_manager.pool, self.kv_manager.cache
         free_pages = pool.num_free + pool.num_quarantined
+        waiting = len(self.planner.waiting) + len(self._preparing)
         return msgspec.structs.replace(
             self.totals,
             step_id=self._resolved_step,
             busy=not self.idle,
-            waiting_reqs=len(self.planner.waiting),
-            running_reqs=len(self._reqs) - len(self.planner.waiting),
+            waiting_reqs=waiting,
+            running_reqs=len(self._reqs) - waiting,
             free_pages=free_pages,
             evictable_pages=cache.evictable_pages,
             locked_pages=pool.size - free_pages - cache.evictable_pages,
@@ -168,8 +185,22 @@ class Scheduler:
         if pending.done():
             return 0.0
         remaining_s = self._meter.remaining_s(self.planner.predict_decode_s(batch))
-        # The next step must be launched before the device runs out of work.
-        return max(remaining_s - max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s), 0.0)
+        # The next step must be launched before the device runs out of work. A launch with masks
+        # returns late by their time, so the end of the step before it was noticed late.
+        lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s
+        return max(remaining_s - lead_s, 0.0)
+
+    def _prepared(self) -> list[int]:
+        """Return the uids of the preparing requests whose constraints are prepared.
+
+        While no other request is open, wait shortly for the oldest one.
+        """
+        first = next(iter(self._preparing.values()))
+        assert first.constraint is not None, "a preparing request has a constraint: this is a bug"
+        if len(self._preparing) == len(self._reqs) and not self._in_flight:
+            first.constraint.prepared(PREPARING_WAIT_S)
+        reqs = self._preparing.items()
+        return [uid for uid, req in reqs if req.constraint is None or req.constraint.prepared()]
 
     def _apply(self, message: ToScheduler) -> None:
         match message:
@@ -179,6 +210,11 @@ class Scheduler:
                 req = self._reqs.get(message.uid)
                 if req is not None:  # None: the request has finished or was refused
                     self._abort(req, message.reason)
+            case Prepared():
+                for uid in message.uids:
+                    req = self._preparing.pop(uid, None)
+                    if req is not None:  # None: the request was aborted
+                        self._start(req)
             case FlushCache():
                 self.kv_manager.flush()
             case Shutdown():
@@ -197,11 +233,31 @@ class Scheduler:
             self._outputs.refuse(message, error)
             return
         self._reqs[req.uid] = req
-        self.planner.enqueue(req)
+        states = req.logit_states or ()
+        req.constraint = next((state for state in states if isinstance(state, Constraint)), None)
+        if req.constraint is None:
+            self.planner.enqueue(req)
+        else:
+            req.state = ReqState.PREPARING
+            self._preparing[req.uid] = req
+
+    def _start(self, req: Req) -> None:
+        """Enqueue a request whose constraint is prepared on rank 0, or end it if that failed."""
+        assert req.constraint is not None, "a preparing request has a constraint: this is a bug"
+        req.constraint.prepared(None)  # this rank may be later than rank 0
+        error = req.constraint.failure(len(req.tokens))
+        if error is None:
+            self.planner.enqueue(req)
+        else:
+            req.end_reason = FinishReason.ERROR
+            self._finish(req, error)
 
     def _abort(self, req: Req, reason: FinishReason) -> None:
         req.end_reason = reason
-        if req.state is ReqState.WAITING:
+        if req.state is ReqState.PREPARING:
+            del self._preparing[req.uid]
+            self._finish(req)
+        elif req.state is ReqState.WAITING:
             self.planner.waiting.remove(req)
             self._finish(req)
         else:
@@ -217,24 +273,29 @@ class Scheduler:
         elif req not in self._ending:
             self._ending.append(req)
 
-    def _release(self, req: Req, error: str | None = None) -> None:
+    def _release(self, req: Req, error: MinisglError | None = None) -> None:
         """Take the row and the pages from `req`.
 
-        A preempted request then waits again; any other one has finished. error: the error message
-        of a request that failed.
+        A preempted request then waits again; any other one has finished. error: set if the request
+        failed.
         """
-        known = int(self.table.known[req.row])
+        table, row = self.table, req.row
         # The prompt is cached only if its first token is known, because only then are its logits
-        # known to be finite. The last token is not cached: its KV may not be written yet.
-        cacheable = error is None and known > self.table.prefill_end[req.row]
-        self.kv_manager.release(req, self.table, known - 1 if cacheable else 0)
+        # known to be finite. Tokens that no resolved step has forwarded are not cached either: the
+        # token of a decode step in flight, and forced tokens.
+        cacheable = error is None and table.known[row] > table.prefill_end[row]
+        forwarded = int(table.computed[row]) - int(table.last_step[row] > self._resolved_step)
+        self.kv_manager.release(req, table, forwarded if cacheable else 0)
         if req.end_reason is None:
             self.totals.preemptions_total += 1
             self.planner.enqueue(req)
         else:
             self._finish(req, error)
 
-    def _finish(self, req: Req, error: str | None = None) -> None:
+    def _finish(self, req: Req, error: MinisglError | None = None) -> None:
+        if isinstance(error, GrammarFailed):
+            failures, code = self.totals.constraints.failures, error.code or ""
+            failures[code] = failures.get(code, 0) + 1
         req.state = ReqState.FINISHED
         del self._reqs[req.uid]
         self._outputs.finish(req, error)
@@ -247,8 +308,11 @@ class Scheduler:
         for req in self.planner.prefilling:
             req.admitted_s = req.admitted_s or now_s
         self._meter.record_launch()
+        before_s = self.totals.constraints.mask_seconds
         self._in_flight.append((batch, self._engine.launch(batch)))
-        if not batch.num_prefill_tokens:
+        self._mask_s = self.totals.constraints.mask_seconds - before_s
+        # With edited logits a launch may wait for the step before it, so its time says nothing.
+        if not batch.num_prefill_tokens and batch.logit_edits is None:
             self._decode_launch_s = self._meter.clock() - now_s
         self._launched_step = batch.step_id
         self.planner.record_launch(batch)
@@ -267,29 +331,45 @@ class Scheduler:
         completed_rows = batch.rows[chunks][batch.samples[chunks]].tolist()
         prefilled = [req for row in completed_rows if (req := self.table.reqs[row]) is not None]
         rows, tokens, ended = read_result(batch, result, self.table, self._eos)
-        self.totals.output_tokens_total += len(rows)
         for req in prefilled:
             if not req.prefill_done and ended.get(req.row) is not FinishReason.ERROR:
                 self.totals.prompt_tokens_total += req.prompt_len
                 self.totals.cached_tokens_total += req.cached_tokens
                 self._outputs.open(req)
-        self._outputs.tokens(self.table.uid[rows], tokens)
         self._outputs.logprobs(batch, result, self.table, rows)
-        for row, reason in ended.items():
-            req = self.table.req_at(row)
-            req.end_reason = reason
-            nonfinite = reason is FinishReason.ERROR
-            self.totals.nonfinite_rows_total += nonfinite
-            self.planner.remove(req)
-            # A step in flight may still contain the request: the pages are fenced (I2).
-            self._release(req, "the model produced non-finite logits" if nonfinite else None)
+        self._take_tokens(rows, tokens, ended)
         # A prompt with non-finite logits has ended above. The logits of the prompts that are left
         # are finite, so other requests may now use their KV.
         for req in prefilled:
-            self.planner.uncached.pop(req, None)
-            if req.state is ReqState.DECODE:
+            if req in self.planner.uncached:  # False: the chunk held forced tokens, or `req` ends
+                del self.planner.uncached[req]
                 self.kv_manager.publish(req, self.table, int(self.table.prefill_end[req.row]))
         ending, self._ending = self._ending, []
         for req in ending:
             if req.state is not ReqState.FINISHED:  # this step's own token may have ended it
                 self._end_when_resolved(req)
+        if batch.logit_edits is not None:
+            state = self.table, self.planner, self.kv_manager
+            rows, tokens, ended = append_forced(rows, *state, self._eos)
+            self.totals.constraints.forced_tokens += len(rows)
+            self._take_tokens(rows, tokens, ended)
+
+    def _take_tokens(
+        self, rows: Int32Array, tokens: Int32Array, ended: dict[int, FinishReason]
+    ) -> None:
+        """Send new tokens, and end the requests that they or broken logits end."""
+        self.totals.output_tokens_total += len(rows)
+        self._outputs.tokens(self.table.uid[rows], tokens)
+        for row, reason in ended.items():
+            req = self.table.req_at(row)
+            req.end_reason = reason
+            error: MinisglError | None = None
+            if reason is FinishReason.ERROR:
+                if req.constraint is not None:
+                    error = req.constraint.failure(int(self.table.known[row]))
+                if error is None:
+                    self.totals.nonfinite_rows_total += 1
+                    error = EngineError("the model produced non-finite logits")
+            self.planner.remove(req)
+            # A step in flight may still contain the request: the pages are fenced (I2).
+            self._release(req, error)

@@ -68,9 +68,14 @@ def _run(spec: ChildSpec) -> None:
         run_detokenizer(model_path, spec.socket_dir, ToolCallParsers)
     else:
         from minisgl.scheduler import run_scheduler
+        from minisgl.structured.processor import with_grammars
 
         run_scheduler(
-            config.engine, config.scheduler, tp_rank=spec.index, socket_dir=spec.socket_dir
+            config.engine,
+            config.scheduler,
+            tp_rank=spec.index,
+            socket_dir=spec.socket_dir,
+            extensions=with_grammars(model_path),
         )
 
 

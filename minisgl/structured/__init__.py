@@ -1,8 +1,8 @@
-"""Constrained decoding: grammars, matchers, and masks of the allowed tokens. No code yet.
+"""Constrained decoding: grammars, matchers, and masks of the allowed tokens.
 
-The seam is the stage of logits processors before the sampler (engine/logits_processing.py). A
-matcher computes the token mask of each row. A batch without constraints skips the stage. Entry
-points (server/worker_main.py, LLM) register this package; the core does not import it.
+The entry points (server/worker_main.py, LLM) add `processor.GrammarProcessor` to the logits
+processors of engine and scheduler; the core does not import this package. A batch without
+constraints skips the stage. Importing the package itself loads neither torch nor llguidance.
 """
 
 __all__: list[str] = []

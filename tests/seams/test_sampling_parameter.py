@@ -26,7 +26,7 @@ from minisgl.core import (
 from minisgl.core.batch import EditedReq
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
-from minisgl.engine.logits_processing import Edit, ProcessingStep
+from minisgl.engine.logits_processing import Edit, ProcessingStep, TokenMask
 from minisgl.llm import LLM
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
@@ -84,30 +84,43 @@ class Counter:
 class CountUp:
     """Allows only the id after the last token's id, with a mask that is filled on the host."""
 
+    def __init__(self, token_mask: bool) -> None:
+        """token_mask: the edit is a TokenMask; otherwise it changes the logits itself."""
+        self.token_mask = token_mask
+
     def open(self, params: SamplingParams) -> Counter | None:
         assert isinstance(params, PushParams)
         return Counter() if params.counts_up else None
 
     def prepare(
         self, reqs: Sequence[tuple[EditedReq, Counter]], step: ProcessingStep
-    ) -> Edit | None:
+    ) -> Edit | TokenMask:
         token_rows = torch.from_numpy(step.batch.rows[[req.index for req, _ in reqs]]).long()
         positions = torch.tensor([req.position - 1 for req, _ in reqs])
         on_host = step.token_pool[token_rows, positions].to("cpu", non_blocking=True)
 
-        def edit(logits: Tensor) -> None:
-            mask = torch.full_like(logits, -torch.inf)
+        rows = torch.from_numpy(step.places[[req.index for req, _ in reqs]])
+
+        def allowed() -> list[int]:
             for (req, counter), last in zip(reqs, on_host, strict=True):
                 if req.history is not None:
                     counter.seen = req.history[req.prompt_len :].tolist()
                 else:
                     counter.seen.append(int(last))
-                following = counter.seen[-1] + 1 if counter.seen else 3
-                mask[step.places[req.index], following] = 0.0
-            rows = torch.from_numpy(step.places[[req.index for req, _ in reqs]])
+            return [counter.seen[-1] + 1 if counter.seen else 3 for _, counter in reqs]
+
+        def edit(logits: Tensor) -> None:
+            mask = torch.full_like(logits, -torch.inf)
+            mask[rows, allowed()] = 0.0
             logits[rows] += mask[rows]
 
-        return edit
+        def compute() -> tuple[Tensor, Tensor]:
+            words = torch.zeros((len(reqs), -(-VOCAB_SIZE // 32)), dtype=torch.int32)
+            for index, token in enumerate(allowed()):
+                words[index, token // 32] = 1 << token % 32
+            return rows.int(), words
+
+        return TokenMask(compute) if self.token_mask else edit
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +129,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def generate(
-    path: str, params: Sequence[PushParams], num_pages: int = 64
+    path: str, params: Sequence[PushParams], num_pages: int = 64, token_mask: bool = False
 ) -> tuple[list[list[int]], Push, Scheduler, list[StepOutput]]:
     """Run prompt i with params[i]. Return its tokens, and the objects of the run."""
     push = Push()
     extensions = Extensions(
         sampling_columns=(*SAMPLING_COLUMNS, *PUSH_COLUMNS),
-        logits_processors=(*DEFAULT_EXTENSIONS.logits_processors, push, CountUp()),
+        logits_processors=(*DEFAULT_EXTENSIONS.logits_processors, push, CountUp(token_mask)),
     )
     config = EngineConfig(
         model_path=path, device="cpu", page_size=4, num_pages=num_pages, max_running_reqs=6
@@ -173,11 +186,14 @@ def test_a_boost_changes_the_answer_of_its_row_alone(path: str) -> None:
     assert scheduler.totals.overlapped_steps_total > 0
 
 
+@pytest.mark.parametrize("token_mask", [False, True], ids=["edit", "token mask"])
 @pytest.mark.parametrize("num_pages", [64, 13], ids=["roomy", "preempted"])
-def test_a_mask_from_the_host_follows_the_sampled_tokens(path: str, num_pages: int) -> None:
+def test_a_mask_from_the_host_follows_the_sampled_tokens(
+    path: str, num_pages: int, token_mask: bool
+) -> None:
     plain, _, _, _ = generate(path, [params()] * 4)
     asked = [params(), params(counts_up=True), params(), params(counts_up=True)]
-    masked, _, scheduler, _ = generate(path, asked, num_pages)
+    masked, _, scheduler, _ = generate(path, asked, num_pages, token_mask)
     counting = list(range(3, 3 + TOKENS))
     assert masked == [plain[0], counting, plain[2], counting]
     assert (scheduler.totals.preemptions_total > 0) == (num_pages < 64)

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl.core import FinishReason, SamplingParams, SchedulerConfig
+from minisgl.core import FinishReason, SchedulerConfig
 from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
 from tests.unit.scheduler.integrity import check_scheduler
+from tests.unit.scheduler.scripted import SCRIPTED, ScriptedParams
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Harness:
             eos_token_ids=eos_token_ids,
             inbox=self.inbox,
             send=self.outbox.append,
+            extensions=SCRIPTED,
         )
         self.answers: dict[int, Answer] = {}
         self.next_uid = 1
@@ -49,7 +51,7 @@ class Harness:
         """Queue a request and return its uid."""
         uid = self.next_uid
         self.next_uid += 1
-        params = SamplingParams(**({"max_tokens": 8} | sampling))  # type: ignore[arg-type]
+        params = ScriptedParams(**({"max_tokens": 8} | sampling))  # type: ignore[arg-type]
         ids = np.array(prompt, dtype="<i4").tobytes()
         self.inbox.messages.append(
             AddReq(uid=uid, token_ids=ids, sampling=params, cache_salt=cache_salt)

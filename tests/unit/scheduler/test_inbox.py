@@ -6,6 +6,7 @@ The W-numbers are rows of docs/bugs.md.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,9 +108,11 @@ class RecordingInbox(LocalInbox):
         self.messages = harness.inbox.messages
         harness.scheduler._inbox = self
 
-    def receive(self, wait_s: float | None, plan_hash: int | None = None) -> Sequence[ToScheduler]:
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+    ) -> Sequence[ToScheduler]:
         self.waits_s.append(wait_s)
-        return super().receive(wait_s, plan_hash)
+        return super().receive(wait_s, plan_hash, prepared)
 
 
 def test_an_idle_scheduler_blocks_and_a_busy_one_does_not() -> None:
@@ -166,6 +169,27 @@ def test_a_request_that_arrives_while_others_decode_is_in_the_next_step(
         harness.scheduler.iterate()
     assert inbox.waits_s == [0.0, 0.0], "no wait before its other chunks"
     harness.run()
+
+
+def test_the_next_step_is_planned_earlier_by_the_time_of_its_masks() -> None:
+    """The scheduler notices the end of a step only after the masks of the next one."""
+    engine = SlowEngine(64, 4)
+    harness = Harness(engine, config(target_step_ms=20.0))
+    inbox = RecordingInbox(harness)
+    scheduler = harness.scheduler
+    scheduler._meter.clock = lambda: engine.now_s
+    scheduler.planner.cost = linear_cost(0.0119)
+    launch = engine.launch
+
+    def launch_with_masks(batch: Batch) -> Any:
+        scheduler.totals.constraints.mask_seconds += 0.003
+        return launch(batch)
+
+    engine.launch = launch_with_masks
+    harness.add([1, 2, 3], max_tokens=40, ignore_eos=True)
+    for _ in range(5):
+        scheduler.iterate()
+    assert inbox.waits_s[-1] == pytest.approx(0.005)
 
 
 def test_every_eos_id_ends_a_req() -> None:

@@ -1,4 +1,4 @@
-"""Random arrivals, shared prefixes, aborts and tiny pools.
+"""Random arrivals, shared prefixes, forced tokens, aborts and tiny pools.
 
 All invariants hold after each step, and every request gets the tokens of the plain computation.
 """
@@ -75,8 +75,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 16),
         ignore_eos=st.booleans(),
         salt=st.sampled_from(["", "", "salt"]),
+        stretch=st.none() | st.integers(0, 6),
+        polls=st.integers(0, 4),
     )
-    def arrive(self, data: st.DataObject, max_tokens: int, ignore_eos: bool, salt: str) -> None:
+    def arrive(
+        self,
+        data: st.DataObject,
+        max_tokens: int,
+        ignore_eos: bool,
+        salt: str,
+        stretch: int | None,
+        polls: int,
+    ) -> None:
+        """stretch, polls: as in ScriptedParams; None: the request has no constraint."""
         prefix: list[int] = []
         if self.prompts and data.draw(st.booleans(), label="shares a prefix"):
             base = data.draw(st.sampled_from(self.prompts), label="base")
@@ -85,8 +96,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             st.lists(st.integers(0, VOCAB - 1), min_size=0 if prefix else 1, max_size=20)
         )
         prompt = (prefix + tail)[: MAX_LEN - max_tokens]
-        uid = self.harness.add(prompt, salt, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        self.wanted[uid] = expected_output(prompt, max_tokens, ignore_eos)
+        sampling: dict[str, object] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
+        output = expected_output(prompt, max_tokens, ignore_eos)
+        if stretch is not None:
+            sampling |= {"prompt_len": len(prompt), "script": tuple(output)}
+            sampling |= {"stretch": stretch, "polls": polls}
+        uid = self.harness.add(prompt, salt, **sampling)
+        self.wanted[uid] = output
         self.prompts.append(prompt + self.wanted[uid])
         self.sequences[uid] = salt, self.prompts[-1]
 

@@ -66,9 +66,7 @@ def test_without_callable_tools_the_request_is_as_without_tools(body: dict[str, 
 
 def test_allowed_tools_hide_the_others() -> None:
     choice = {"mode": "auto", "tools": [function("now")]}
-    request = read(
-        tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": choice}
-    )
+    request = read(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": choice})
     (tool,) = json.loads(prompt_of(request).tools_json)
     assert tool["function"]["name"] == "now"
     assert list(json.loads(request.text.tools.parameters_json)) == ["now"]
@@ -105,7 +103,10 @@ ONLY_UNKNOWN = {"mode": "auto", "tools": [UNKNOWN]}
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
         (
-            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": ONLY_UNKNOWN}},
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": ONLY_UNKNOWN},
+            },
             "tool_choice.allowed_tools.tools[0].function.name",
         ),
         ({"tool_choice": "required"}, "tool_choice"),

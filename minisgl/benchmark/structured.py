@@ -1,0 +1,206 @@
+"""Outputs that follow a JSON schema, compared with free outputs of the same engine.
+
+Three comparisons, each with random weights at temperature 1, so that the model helps no schema:
+
+1. Inter-token latency (ITL) of many streams: free, with a token mask in every step, and with masks
+   and forced tokens. The ITL is the time between two steps that give a stream tokens.
+2. Time to first token (TTFT) of single requests, free and with a schema that the engine has not
+   seen before.
+3. Tokens per second of one stream whose schema forces at least a third of the text, with and
+   without forced tokens.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher
+
+from minisgl.benchmark.flag_types import positive_int
+from minisgl.benchmark.models import SHAPES, write_model
+from minisgl.core import Grammar, SamplingParams
+from minisgl.llm import LLM
+from minisgl.llm.workers import LocalWorker
+from minisgl.message.messages import AddReq
+from minisgl.structured.processor import GrammarProcessor
+
+_PROMPT_TOKENS = 64
+_FIELDS = {
+    "identifier": {"type": "string", "pattern": "^[a-f0-9]{8}$"},
+    "description": {"type": "string", "minLength": 20, "maxLength": 200},
+    "category_of_item": {"enum": ["hardware", "software", "documentation", "service"]},
+    "number_of_units": {"type": "integer", "minimum": 0, "maximum": 10**6},
+    "available_for_order": {"type": "boolean"},
+}
+
+
+class Times(NamedTuple):
+    """Times of some requests that ran together.
+
+    ttft_s    seconds to the first token, one for each request.
+    gaps_s    seconds between two steps that gave a request tokens, over all requests.
+    tokens_s  output tokens per second, over all requests.
+    """
+
+    ttft_s: list[float]
+    gaps_s: list[float]
+    tokens_s: float
+
+
+def records(fields: Iterable[str], rows: int) -> dict[str, Any]:
+    """Return the schema of an array of `rows` records with these fields of _FIELDS."""
+    properties = {name: _FIELDS[name] for name in fields}
+    record = {"type": "object", "properties": properties, "required": [*properties]}
+    return {"type": "array", "items": record | {"additionalProperties": False}, "minItems": rows}
+
+
+def new_schema(index: int) -> dict[str, Any]:
+    """Return a schema that no other index has, with 12 to 30 properties on two levels."""
+    inner = {f"field_{index}_{i}": _FIELDS[name] for i, name in enumerate([*_FIELDS] * 2)}
+    nested = {"type": "object", "properties": inner, "additionalProperties": False}
+    outer = {f"part_{index}_{i}": nested for i in range(1 + index % 3)}
+    return {"type": "object", "properties": outer, "required": [*outer]}
+
+
+class Bench:
+    """An LLM whose scheduler gets requests directly, so that only engine and scheduler count."""
+
+    def __init__(self, llm: LLM) -> None:
+        assert isinstance(llm.worker, LocalWorker), "the benchmark runs one rank: this is a bug"
+        self._worker = llm.worker
+        self._vocab_size = llm.facts.vocab_size
+        processors = llm.worker.extensions.logits_processors
+        self._grammars = next(p for p in processors if isinstance(p, GrammarProcessor))
+        self._uid = 0
+        self.totals = self._grammars.totals
+
+    def run(
+        self, schemas: Sequence[dict[str, Any] | None], tokens: int, forced: bool = False
+    ) -> Times:
+        """Run one request for each schema, all together. None: a free request."""
+        self._grammars.forces_tokens = forced
+        messages = [self._message(schema, tokens) for schema in schemas]
+        began_s = time.perf_counter()
+        for message in messages:
+            self._worker.send(message)
+        last_s: dict[int, float] = {}
+        ttft_s: list[float] = []
+        gaps_s: list[float] = []
+        count, open_reqs = 0, {message.uid for message in messages}
+        while open_reqs:
+            for output in self._worker.step():
+                now_s = time.perf_counter()
+                count += len(output.uids)
+                for uid in dict.fromkeys(output.uids):
+                    if uid in last_s:
+                        gaps_s.append(now_s - last_s[uid])
+                    else:
+                        ttft_s.append(now_s - began_s)
+                    last_s[uid] = now_s
+                open_reqs -= {finished.uid for finished in output.finished}
+        return Times(ttft_s, gaps_s, count / (time.perf_counter() - began_s))
+
+    def _message(self, schema: dict[str, Any] | None, tokens: int) -> AddReq:
+        self._uid += 1
+        grammar = None
+        if schema is not None:
+            source = LLMatcher.grammar_from_json_schema(
+                schema, overrides={"whitespace_pattern": r"[ \t\n]{0,8}"}
+            )
+            grammar = Grammar(source=source, kind="json_schema")
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=self._uid, grammar=grammar)
+        prompt = np.random.default_rng(self._uid).integers(0, self._vocab_size, _PROMPT_TOKENS)
+        return AddReq(uid=self._uid, token_ids=prompt.astype("<i4").tobytes(), sampling=params)
+
+
+def itl_rows(bench: Bench, streams: Sequence[int], tokens: int) -> list[tuple[str, float, float]]:
+    """Return (name, milliseconds, ratio to the free streams) of comparison 1."""
+    schema, rows = records(_FIELDS, rows=1000), []
+    for count in streams:
+        free = float(np.median(bench.run([None] * count, tokens).gaps_s)) * 1e3
+        rows.append((f"ITL p50, {count} streams, free", free, 1.0))
+        for name, forced in (("masks", False), ("masks and forced tokens", True)):
+            found = float(np.median(bench.run([schema] * count, tokens, forced).gaps_s)) * 1e3
+            rows.append((f"ITL p50, {count} streams, {name}", found, found / free))
+    return rows
+
+
+def ttft_rows(bench: Bench, schemas: Sequence[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Return rows of comparison 2: the TTFT of single requests, free and with a new schema."""
+    free = np.array([bench.run([None], 2).ttft_s[0] for _ in schemas]) * 1e3
+    # A schema that the library refuses gets no token.
+    new = np.array([s for schema in schemas for s in bench.run([schema], 2).ttft_s]) * 1e3
+    rows = [("TTFT p50, free", float(np.median(free)), 1.0)]
+    for percent in (50, 99):
+        added = float(np.percentile(new, percent) - np.percentile(free, percent))
+        ratio = float(np.percentile(new, percent) / np.percentile(free, percent))
+        rows.append((f"TTFT p{percent}, added by a new schema", added, ratio))
+    return rows
+
+
+def forced_rows(bench: Bench, tokens: int) -> list[tuple[str, float, float]]:
+    """Return rows of comparison 3: milliseconds per token of one stream."""
+    schema = records(["category_of_item", "number_of_units", "available_for_order"], rows=1000)
+    sampled = 1e3 / bench.run([schema], tokens).tokens_s
+    before = bench.totals.forced_tokens
+    forced = 1e3 / bench.run([schema], tokens, forced=True).tokens_s
+    share = (bench.totals.forced_tokens - before) / tokens
+    return [
+        ("time per token, 1 stream, every token sampled", sampled, 1.0),
+        (f"time per token, 1 stream, {share:.0%} forced", forced, forced / sampled),
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="minisgl bench structured", description=__doc__)
+    parser.add_argument(
+        "--model",
+        default="qwen3-8b",
+        help=f"{', '.join(SHAPES)} (random weights), or a model folder (qwen3-8b)",
+    )
+    parser.add_argument(
+        "--streams", type=positive_int, nargs="+", default=[64, 256], help="streams (64 256)"
+    )
+    parser.add_argument("--tokens", type=positive_int, default=256, help="of each stream (256)")
+    parser.add_argument("--schemas", type=positive_int, default=500, help="new schemas (500)")
+    parser.add_argument(
+        "--schema-folder", type=Path, help="take the new schemas from the *.json files of a folder"
+    )
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    options = parser.parse_args(argv)
+    if options.schema_folder is None:
+        schemas = [new_schema(index) for index in range(options.schemas)]
+    else:
+        files = sorted(options.schema_folder.rglob("*.json"))[: options.schemas]
+        schemas = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    with tempfile.TemporaryDirectory() as folder:
+        random_weights = options.model in SHAPES
+        path = options.model
+        if random_weights:
+            path = write_model(options.model, Path(folder), full_vocabulary=True)
+        llm = LLM(
+            path,
+            dummy_weight=random_weights,
+            device=options.device,
+            max_running_reqs=max(options.streams),
+            cache_type="naive",
+        )
+    with llm:
+        bench = Bench(llm)
+        bench.run([None, records(_FIELDS, rows=2)], 8, forced=True)
+        rows = itl_rows(bench, options.streams, options.tokens)
+        rows += ttft_rows(bench, schemas)
+        rows += forced_rows(bench, options.tokens)
+        totals = bench.totals
+        rows.append(("time of one mask", 1e3 * totals.mask_seconds / max(totals.masks, 1), 1.0))
+    print(f"{options.model}\n{'':<48} {'ms':>9} {'ratio':>7}")
+    for name, milliseconds, ratio in rows:
+        print(f"{name:<48} {milliseconds:>9.3f} {ratio:>7.3f}")
+    print(json.dumps({"model": options.model, "rows": rows, "failures": totals.failures}))
+    return 0

@@ -1,0 +1,70 @@
+"""Forced tokens: output tokens to which the constraint of a request leaves no alternative."""
+
+import numpy as np
+
+from minisgl.core import FinishReason, Int32Array
+from minisgl.scheduler.kv_manager import KVManager
+from minisgl.scheduler.policy import Planner
+from minisgl.scheduler.request import ReqState
+from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.results import append_tokens
+
+# A step with a chunk takes about this share longer than a decode-only step.
+CHUNK_SLOWDOWN = 0.5
+
+
+def append_forced(
+    sampled_rows: Int32Array,
+    table: RequestTable,
+    planner: Planner,
+    kv_manager: KVManager,
+    eos_token_ids: Int32Array,
+) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
+    """Append the tokens that must follow the tokens just sampled. Returns as read_result.
+
+    The next step forwards the appended tokens of a request as one chunk. A step in flight has
+    sampled the first of them too; `read_result` drops that result.
+
+    A chunk of k tokens saves k - 1 decode steps of one request. If the next step has no chunk
+    otherwise, it also delays every decoding request. Tokens are appended when the saved tokens
+    outweigh the delay, or when they end the request, which needs no chunk. Without enough free
+    pages the tokens are sampled one by one.
+
+    sampled_rows: int32, the rows that got a token in the step just resolved.
+    """
+    forced: dict[int, list[int]] = {}
+    ending: set[int] = set()
+    for row in sampled_rows.tolist():
+        req = table.reqs[row]
+        if req is None or req.constraint is None or req.state is not ReqState.DECODE:
+            continue
+        if table.has_logprobs[row]:  # each token needs the logits of a step
+            continue
+        known, limit = int(table.known[row]), int(table.max_total_tokens[row])
+        ids = list(req.constraint.forced(known, int(table.tokens[row, known - 1])))[: limit - known]
+        obeys_eos = table.obeys_eos[row] and known + len(ids) > table.stop_from[row]
+        if ids and (known + len(ids) == limit or (obeys_eos and ids[-1] in eos_token_ids)):
+            ending.add(row)
+        if len(ids) > 1 or row in ending:
+            forced[row] = ids
+    if not forced:
+        return sampled_rows[:0], sampled_rows[:0], {}
+    saved = sum(len(ids) - 1 for ids in forced.values())
+    delay = 0.0 if planner.prefilling else CHUNK_SLOWDOWN * len(planner.decode_rows)
+    for row, ids in list(forced.items()):
+        tokens = int(table.known[row]) + len(ids)
+        if row not in ending and not (
+            saved > delay and kv_manager.try_extend(table.req_at(row), tokens, table)
+        ):
+            del forced[row]
+    rows: Int32Array = np.array([*forced], dtype=np.int32)
+    counts: Int32Array = np.array([len(ids) for ids in forced.values()], dtype=np.int32)
+    padded = np.zeros((len(rows), counts.max(initial=1)), dtype=np.int32)
+    for index, ids in enumerate(forced.values()):
+        padded[index, : len(ids)] = ids
+    appended = append_tokens(table, rows, table.known[rows], padded, counts, eos_token_ids)
+    for row in forced:
+        if row not in appended[2]:
+            table.prefill_end[row] = table.known[row]
+            planner.recompute(table.req_at(row))
+    return appended

@@ -1,0 +1,178 @@
+"""`GrammarState`: the grammar of one request, and the place in it that the output has reached."""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from minisgl.core import Grammar, RequestError, SamplingParams
+from minisgl.engine.logits_processing import Constraint
+from minisgl.message.messages import ConstraintTotals
+from minisgl.structured.library import dead_end, failure_of
+
+Mask = NDArray[np.int32]  # [W]; id i is allowed if bit i % 32 of word i // 32 is set
+
+
+class Compiled(NamedTuple):
+    """A compiled grammar, and the seconds that the compilation took."""
+
+    matcher: LLMatcher
+    seconds: float
+
+
+@dataclass(eq=False)
+class GrammarState(Constraint):
+    """Follows the output of one request through its grammar.
+
+    The output of a reasoning model may begin with thinking, which is free text that closes with
+    think_end. The rest follows the grammar. EOS ids and stop token ids end the output, so they are
+    allowed only where the grammar accepts the text as complete. With ignore_eos, an EOS id is
+    allowed only where nothing else is: where the text is complete and cannot go on.
+
+    compiled       the matcher, from the thread that compiles the grammar.
+    eos_token_ids  of the model.
+    totals         counts over all requests.
+    forces_tokens  False: `forced` returns no token.
+    _seen          number of tokens, prompt and output, that the state has followed; -1 before the
+                   first step that samples.
+    _first         position of the first output token; valid from that step on.
+    _free          True while the output is free text.
+    _failed        the first error, and the position at which it left no token; position None: the
+                   grammar could not be compiled.
+    """
+
+    params: SamplingParams
+    grammar: Grammar
+    compiled: Future[Compiled]
+    eos_token_ids: tuple[int, ...]
+    totals: ConstraintTotals
+    forces_tokens: bool = True
+    _matcher: LLMatcher | None = None
+    _seen: int = -1
+    _first: int = 0
+    _failed: tuple[int | None, RequestError] | None = None
+
+    def __post_init__(self) -> None:
+        self._free = self.grammar.thinking == "open"
+        self._ends = {*self.eos_token_ids, *self.params.stop_token_ids}
+
+    # --- called by the scheduler ----------------------------------------------------------------
+
+    def prepared(self, wait_s: float | None = 0.0) -> bool:
+        """As Constraint.prepared."""
+        done = bool(wait([self.compiled], wait_s).done)
+        if done and self._matcher is None and self._failed is None:
+            try:
+                self._matcher, seconds = self.compiled.result()
+            except RequestError as error:
+                self._failed = None, error
+            else:
+                self.totals.compiles += 1
+                self.totals.compile_seconds += seconds
+        return done
+
+    def failure(self, position: int) -> RequestError | None:
+        """As Constraint.failure."""
+        if self._failed is None or self._failed[0] not in (None, position):
+            return None
+        return self._failed[1]
+
+    def forced(self, position: int, last: int) -> Sequence[int]:
+        """As Constraint.forced. An EOS id follows a text that is complete and cannot go on."""
+        if self._seen == position - 1:
+            self.follow([last])
+        free = self._free or not self.forces_tokens
+        if free or self._failed is not None or self.matcher.is_error():
+            return []
+        if self.matcher.is_stopped():
+            return self.eos_token_ids[:1] if self._may_end else []
+        ids = self.matcher.compute_ff_tokens()
+        stops = [at for at, token in enumerate(ids) if token in self._ends]
+        return ids[: stops[0]] if stops else ids
+
+    # --- called by the processor ----------------------------------------------------------------
+
+    @property
+    def matcher(self) -> LLMatcher:
+        """The matcher of a request that runs."""
+        assert self._matcher is not None, "a running request has a compiled grammar: this is a bug"
+        return self._matcher
+
+    @property
+    def masked_by_grammar(self) -> bool:
+        """True if the matcher computes the next mask."""
+        return not self._free and not self.matcher.is_error()
+
+    def unseen(self, position: int, prompt_len: int) -> int:
+        """Return the number of tokens before `position` that the state has not followed."""
+        if self._seen < 0:
+            self._seen = self._first = prompt_len
+        return position - self._seen
+
+    def follow(self, tokens: Iterable[int]) -> None:
+        """Follow the next tokens of the output."""
+        for token in tokens:
+            if self.count(token):
+                self.matcher.consume_token(token)
+
+    def count(self, token: int) -> bool:
+        """Count the next token of the output; return True if the matcher has to consume it."""
+        of_thinking = self._free or (self._may_think and token == self.grammar.think_start)
+        if of_thinking:
+            self._free = token != self.grammar.think_end
+        self._seen += 1
+        return not of_thinking
+
+    def complete(self, mask: Mask) -> None:
+        """Complete the mask of the next token in place. It forbids all ids after a failure.
+
+        mask: as the matcher computed it, if masked_by_grammar; otherwise its content is undefined.
+        """
+        params = self.params
+        if self._free:
+            mask[:] = -1
+            _set(mask, self._ends, False)
+            return
+        if self.matcher.is_error():
+            self._fail(mask, failure_of(self.matcher))
+            return
+        complete = self.matcher.is_accepting()
+        _set(mask, self._ends, complete and self._may_end)
+        if self._may_think:
+            _set(mask, [self.grammar.think_start], True)
+        if not complete:
+            if params.stop_token_ids and not mask.any():
+                self._fail(mask, dead_end("the text can go on only with one of stop_token_ids"))
+        elif not self._may_end:
+            if not mask.any():
+                ended = f"the grammar ends the text before min_tokens={params.min_tokens}"
+                self._fail(mask, dead_end(ended))
+        elif params.ignore_eos:
+            _set(mask, self.eos_token_ids, False)
+            if not mask.any():
+                _set(mask, self.eos_token_ids, True)
+
+    @property
+    def _may_think(self) -> bool:
+        return self.grammar.thinking == "allowed" and self._seen == self._first
+
+    @property
+    def _may_end(self) -> bool:
+        return self._seen >= self._first + self.params.min_tokens
+
+    def _fail(self, mask: Mask, error: RequestError) -> None:
+        mask[:] = 0
+        self._failed = self._failed or (self._seen, error)
+
+
+def _set(mask: Mask, ids: Iterable[int], allowed: bool) -> None:
+    """Allow or forbid the ids that the mask covers."""
+    words = mask.view(np.uint32)
+    for token in ids:
+        if token < 32 * len(words):
+            bit = np.uint32(1 << token % 32)
+            words[token // 32] = words[token // 32] | bit if allowed else words[token // 32] & ~bit

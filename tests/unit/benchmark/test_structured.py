@@ -1,0 +1,29 @@
+"""`minisgl bench structured` on the CPU with a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minisgl.benchmark.structured import main
+from tests.process.tiny_model import build_tiny_model
+
+
+def test_the_table_compares_free_and_constrained_streams(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, schemas = build_tiny_model(tmp_path / "model"), tmp_path / "schemas"
+    schemas.mkdir()
+    (schemas / "good.json").write_text(json.dumps({"type": "object"}))
+    (schemas / "refused.json").write_text(json.dumps({"$ref": "#"}))
+    flags = ["--device", "cpu", "--streams", "2", "3", "--tokens", "40"]
+    assert main(["--model", str(model), "--schema-folder", str(schemas), *flags]) == 0
+    table = capsys.readouterr().out.splitlines()
+    found = json.loads(table[-1])
+    rows = {name: milliseconds for name, milliseconds, _ in found["rows"]}
+    for name in ("2 streams, free", "3 streams, masks", "3 streams, masks and forced tokens"):
+        assert rows[f"ITL p50, {name}"] > 0
+    forced = next(name for name in rows if name.endswith("forced"))
+    assert int(forced.split("%")[0].split()[-1]) > 0
+    assert found["failures"] == {"grammar_dead_end": 1}
+    assert len(table) == len(rows) + 3, "a title, a head, the rows and the JSON"

@@ -1,0 +1,62 @@
+"""A constraint that knows the output of its request and forces pieces of it."""
+
+from collections.abc import Sequence
+
+from minisgl.core import GrammarFailed, RequestError, SamplingParams
+from minisgl.core.batch import EditedReq
+from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
+from minisgl.engine.logits_processing import Constraint, Edit, ProcessingStep
+
+
+class ScriptedParams(SamplingParams, frozen=True, kw_only=True):
+    """Parameters of a request with a Scripted constraint.
+
+    prompt_len  of the request.
+    script      the output that the engine will sample.
+    stretch     forced tokens have up to this many ids.
+    polls       the constraint is prepared after this many questions.
+    broken      the preparation fails.
+    """
+
+    prompt_len: int = 0
+    script: tuple[int, ...] = ()
+    stretch: int = 0
+    polls: int = 0
+    broken: bool = False
+
+
+class Scripted(Constraint):
+    """The state of one request."""
+
+    def __init__(self, params: ScriptedParams) -> None:
+        self.params = params
+        self.polls = params.polls
+
+    def prepared(self, wait_s: float | None = 0.0) -> bool:
+        self.polls = 0 if wait_s is None else self.polls - 1
+        return self.polls <= 0
+
+    def failure(self, position: int) -> RequestError | None:
+        return GrammarFailed("the script is broken", code="broken") if self.params.broken else None
+
+    def forced(self, position: int, last: int) -> Sequence[int]:
+        done = position - self.params.prompt_len
+        assert self.params.script[done - 1] == last, "the last token is not the one before position"
+        length = (7 * position + len(self.params.script)) % (self.params.stretch + 1)
+        return self.params.script[done : done + length]
+
+
+class ScriptedProcessor:
+    """Opens the states. Edits nothing, because the fake engine has no logits."""
+
+    def open(self, params: SamplingParams) -> Scripted | None:
+        scripted = isinstance(params, ScriptedParams) and params.script
+        return Scripted(params) if scripted else None
+
+    def prepare(self, reqs: Sequence[tuple[EditedReq, Scripted]], step: ProcessingStep) -> Edit:
+        raise AssertionError("the fake engine prepares no edits")
+
+
+SCRIPTED = Extensions(
+    logits_processors=(*DEFAULT_EXTENSIONS.logits_processors, ScriptedProcessor())
+)

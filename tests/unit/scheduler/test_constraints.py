@@ -1,0 +1,133 @@
+"""Requests with a constraint: preparation, failures and forced tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.core import FinishReason, SchedulerConfig
+from minisgl.message.messages import LeaderStep, Prepared
+from minisgl.message.queues import Receiver, Sender, endpoint
+from minisgl.scheduler.inbox import FollowerInbox, LeaderInbox, LocalInbox
+from minisgl.scheduler.request import ReqState
+from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
+from tests.unit.scheduler.harness import Harness
+
+PROMPT = [5, 6, 7]
+
+
+def harness(**settings: Any) -> Harness:
+    return Harness(FakeEngine(64, 4), SchedulerConfig(**{"target_step_ms": None} | settings))
+
+
+def scripted(harness: Harness, max_tokens: int = 12, **params: Any) -> tuple[int, list[int]]:
+    """Add a request with a constraint; return its uid and the output of the plain computation."""
+    output = expected_output(PROMPT, max_tokens, ignore_eos=True)
+    script = {"script": tuple(output), "prompt_len": len(PROMPT)}
+    asked = {"max_tokens": max_tokens, "ignore_eos": True} | script | params
+    return harness.add(PROMPT, **asked), output
+
+
+def test_a_request_waits_outside_of_the_queue_until_its_constraint_is_prepared() -> None:
+    h = harness()
+    slow, output = scripted(h, polls=6)
+    plain = h.add([9, 8], max_tokens=3, ignore_eos=True)
+    h.step()
+    assert h.scheduler._reqs[slow].state is ReqState.PREPARING
+    assert h.scheduler.stats().waiting_reqs == 1
+    assert not h.scheduler.idle
+    for _ in range(4):
+        h.step()
+    assert h.answers[plain].finishes == [FinishReason.LENGTH], "the other request is not delayed"
+    assert not h.answers[slow].tokens
+    h.run()
+    assert h.answers[slow].tokens == output
+
+
+def test_a_preparing_request_can_be_aborted() -> None:
+    h = harness()
+    uid, _ = scripted(h, polls=5)
+    h.step()
+    h.abort(uid)
+    h.run()
+    assert h.answers[uid].finishes == [FinishReason.ABORT]
+    h.inbox.messages.append(Prepared(uids=[uid]))  # the leader's message of the same iteration
+    h.step()
+    assert h.scheduler.idle
+
+
+def test_a_failed_preparation_ends_its_request_with_its_error() -> None:
+    h = harness()
+    uid, _ = scripted(h, broken=True)
+    other = h.add(PROMPT, max_tokens=2, ignore_eos=True)
+    h.step()
+    finished = []
+    h.scheduler._send = lambda output: finished.extend(output.finished)
+    for _ in range(6):
+        h.scheduler.iterate()
+    reasons = {f.uid: (f.reason, f.error, f.error_kind) for f in finished}
+    assert reasons[uid] == (FinishReason.ERROR, "the script is broken", "GrammarFailed")
+    assert reasons[other][0] is FinishReason.LENGTH
+    assert h.scheduler.totals.constraints.failures == {"broken": 1}
+    assert h.scheduler.totals.nonfinite_rows_total == 0
+
+
+def test_a_row_without_an_allowed_token_ends_with_the_constraint_s_error() -> None:
+    h = harness()
+    uid, _ = scripted(h)
+    h.step()
+    h.engine.break_prompts_with = PROMPT[-1]
+    constraint = h.scheduler._reqs[uid].constraint
+    h.step()
+    constraint.params = constraint.params.__class__(  # the grammar fails at the first token
+        prompt_len=3, script=constraint.params.script, broken=True
+    )
+    h.run()
+    assert h.answers[uid].finishes == [FinishReason.ERROR]
+    assert h.answers[uid].error == "the script is broken"
+    assert h.scheduler.totals.nonfinite_rows_total == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_forced_tokens_take_one_step_instead_of_one_each(overlap: bool) -> None:
+    launched = {}
+    for stretch in (0, 6):
+        h = harness(overlap=overlap)
+        uid, output = scripted(h, max_tokens=30, stretch=stretch)
+        h.run()
+        assert h.answers[uid].tokens == output
+        launched[stretch] = len(h.engine.batches)
+        forced = h.scheduler.totals.constraints.forced_tokens
+        assert (forced > 0) == (stretch > 0)
+    assert launched[6] < launched[0] - 5
+
+
+def test_a_request_for_logprobs_gets_no_forced_tokens() -> None:
+    h = harness()
+    uid, output = scripted(h, max_tokens=30, stretch=6, logprobs=0)
+    h.run()
+    assert h.answers[uid].tokens == output
+    assert h.scheduler.totals.constraints.forced_tokens == 0
+
+
+def test_one_short_chunk_does_not_slow_many_streams_down() -> None:
+    """A chunk of a few tokens saves less than it costs when it makes the step of 30 rows mixed."""
+    h = Harness(FakeEngine(400, 4, max_running_reqs=40), SchedulerConfig(target_step_ms=None))
+    for seed in range(30):
+        h.add([seed + 1, 3], max_tokens=40, ignore_eos=True)
+    for _ in range(3):
+        h.step()
+    uid, output = scripted(h, max_tokens=20, stretch=4)
+    h.run()
+    assert h.answers[uid].tokens == output
+    assert h.scheduler.totals.constraints.forced_tokens <= 4, "only those that end the request"
+
+
+def test_every_rank_gets_the_uids_that_are_prepared_on_rank_0(tmp_path: Path) -> None:
+    address = endpoint(str(tmp_path), "rank-1")
+    follower = FollowerInbox(Receiver(address, LeaderStep))
+    leader = LeaderInbox(LocalInbox(), [Sender(address)])
+    expected = [Prepared(uids=[4, 7])]
+    assert list(leader.receive(0.0, None, [4, 7])) == expected
+    assert list(follower.receive(0.0, None, [9])) == expected
+    assert list(leader.receive(0.0, None, [])) == []

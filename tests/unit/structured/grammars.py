@@ -1,0 +1,227 @@
+"""Random schemas and regexes, and a run of requests that must follow them."""
+
+import json
+import random
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import tokenizers
+from llguidance import LLMatcher
+
+from minisgl.core import EngineConfig, FinishReason, Grammar, SamplingParams, SchedulerConfig
+from minisgl.distributed.comm import Communicator
+from minisgl.engine import Engine
+from minisgl.message.messages import AbortReq, AddReq, LeaderStep, SchedulerStats, Shutdown
+from minisgl.message.queues import Receiver, Sender, endpoint
+from minisgl.scheduler import LocalInbox, Scheduler
+from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
+from minisgl.structured.processor import GrammarProcessor, with_grammars
+from tests.unit.scheduler.integrity import check_scheduler
+
+_PATTERNS = ["^[a-f]{1,6}$", "^[A-Z][a-z]{0,5}$", "^[0-9]{3}-[0-9]{2}$", "^(no|yes)[.!]?$"]
+_PIECES = [
+    "[a-e]{1,4}",
+    "(foo|ba[rz]|q+x){1,2}",
+    "[0-9]{2,3}",
+    "(ab?c|d){1,3}",
+    " ?[x-z]",
+    r"\.[0-9]",
+]
+
+
+def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Return a schema whose values are short."""
+    leaf = ["string", "pattern", "enum", "integer", "boolean", "const", "number"]
+    kind = chance.choice(leaf if depth > 2 else [*leaf, "object", "object", "array", "anyOf"])
+    if depth == 0:
+        kind = "object"
+    match kind:
+        case "object":
+            names = chance.sample(["name", "zip code", "größe", "a", "items", 'quo"te'], 3)
+            names = names[: chance.randint(1, 3)]
+            required = [name for name in names if chance.random() < 0.7]
+            properties = {name: random_schema(chance, depth + 1) for name in names}
+            closed = {"additionalProperties": False, "required": required}
+            return {"type": "object", "properties": properties} | closed
+        case "array":
+            items = random_schema(chance, depth + 1)
+            return {"type": "array", "items": items, "maxItems": chance.randint(1, 3)}
+        case "anyOf":
+            return {"anyOf": [random_schema(chance, depth + 1) for _ in range(2)]}
+        case "enum":
+            return {"enum": chance.sample(["red", "green", 3, None, "blau €", True], 3)}
+        case "const":
+            return {"const": chance.choice(["fixed text of some length", 17, [1, "two"]])}
+        case "pattern":
+            return {"type": "string", "pattern": chance.choice(_PATTERNS)}
+        case "string":
+            return {"type": "string", "maxLength": chance.randint(0, 8)}
+        case "integer":
+            low = chance.randint(-50, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + chance.randint(0, 900)}
+        case "number":
+            return {"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.25}
+    return {"type": kind}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A grammar and the check of its answers: a schema, or a regex as a string."""
+
+    rule: dict[str, Any] | str
+
+    def grammar(self) -> Grammar:
+        if isinstance(self.rule, str):
+            return Grammar(source=LLMatcher.grammar_from_regex(self.rule), kind="regex")
+        blanks = {"whitespace_pattern": r"[ \t\n]{0,2}"}
+        source = LLMatcher.grammar_from_json_schema(self.rule, overrides=blanks)
+        return Grammar(source=source, kind="json_schema")
+
+    def check(self, text: str) -> None:
+        if isinstance(self.rule, str):
+            assert re.fullmatch(self.rule, text), f"{text!r} does not match {self.rule!r}"
+        else:
+            jsonschema.Draft202012Validator(self.rule).validate(json.loads(text))
+
+
+def random_tasks(count: int, seed: int) -> list[Task]:
+    """Return `count` tasks, a third of them regexes."""
+    chance = random.Random(seed)
+    tasks = []
+    for index in range(count):
+        pieces = chance.sample(_PIECES, chance.randint(1, 4))
+        tasks.append(Task(random_schema(chance) if index % 3 else "".join(pieces)))
+    return tasks
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings of one run.
+
+    crowded  the KV pool is so small that requests are preempted.
+    aborts   requests are aborted at random.
+    free     every third request has no grammar.
+    random   the checkpoint has no weights; the engine draws them.
+    forced   forced tokens are appended; otherwise every token is sampled.
+    params   sampling parameters of all requests.
+    """
+
+    chunk: int = 8192
+    cache_type: str = "radix"
+    overlap: bool = True
+    crowded: bool = False
+    aborts: bool = False
+    free: bool = False
+    device: str = "cpu"
+    random: bool = False
+    forced: bool = True
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Output tokens, end and error of each request, and the totals of the scheduler."""
+
+    tokens: list[list[int]]
+    ends: list[FinishReason]
+    errors: list[str]
+    totals: SchedulerStats
+
+
+def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[Task]) -> Outcome:
+    """Run one request for each task at temperature 1, on this rank."""
+    config = EngineConfig(
+        model_path=path,
+        device=run.device,
+        dummy_weight=run.random,
+        tp_size=comm.tp.size,
+        page_size=4,
+        num_pages=130 if run.crowded else 4000,
+        max_running_reqs=16,
+        max_seq_len=512,
+    )
+    extensions = with_grammars(path)
+    processor = extensions.logits_processors[-1]
+    assert isinstance(processor, GrammarProcessor)
+    processor.forces_tokens = run.forced
+    engine = Engine(config, comm, extensions=extensions)
+    engine.warm_up()
+    facts, source, outbox = engine.facts(), LocalInbox(), deque()
+    names = [endpoint(folder, f"rank-{rank}") for rank in range(1, comm.tp.size)]
+    inbox: Inbox = source
+    senders: list[Sender[LeaderStep]] = []
+    if comm.tp.rank:
+        inbox = FollowerInbox(Receiver(names[comm.tp.rank - 1], LeaderStep))
+    elif names:
+        senders = [Sender(name) for name in names]
+        inbox = LeaderInbox(source, senders)
+    scheduler = Scheduler(
+        engine,
+        SchedulerConfig(
+            prefill_budget_tokens=run.chunk,
+            target_step_ms=None,
+            cache_type=run.cache_type,
+            overlap=run.overlap,
+            check_plans=True,
+        ),
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        inbox=inbox,
+        send=outbox.append,
+        extensions=extensions,
+    )
+    if comm.tp.rank:
+        while not scheduler.stopping:
+            scheduler.iterate()
+    else:
+        _lead(scheduler, source, run, tasks)
+        for sender in senders:
+            sender.close(linger_ms=60_000)
+    engine.close()
+    tokens: list[list[int]] = [[] for _ in tasks]
+    ends, errors = [FinishReason.ERROR] * len(tasks), [""] * len(tasks)
+    for output in outbox:
+        for uid, token in zip(output.uids, output.token_ids, strict=True):
+            tokens[uid].append(token)
+        for finished in output.finished:
+            ends[finished.uid] = finished.reason
+            errors[finished.uid] = finished.error or ""
+    return Outcome(tokens, ends, errors, scheduler.totals)
+
+
+def _lead(scheduler: Scheduler, source: LocalInbox, run: Run, tasks: list[Task]) -> None:
+    chance = random.Random(5)
+    stem = list(range(5, 45))
+    pending = deque(enumerate(tasks))
+    while pending or source.messages or not scheduler.idle:
+        for uid, task in [
+            pending.popleft() for _ in range(min(len(pending), chance.randint(0, 4)))
+        ]:
+            prompt = [*stem[: chance.choice([3, 20, 40])], 5 + uid % 90]
+            params = {"temperature": 1.0, "max_tokens": 120, "seed": uid} | run.params
+            free = run.free and uid % 3 == 0
+            sampling = SamplingParams(**params, grammar=None if free else task.grammar())
+            ids = np.array(prompt, dtype="<i4").tobytes()
+            source.messages.append(AddReq(uid=uid, token_ids=ids, sampling=sampling))
+        if run.aborts and chance.random() < 0.1:
+            source.messages.append(AbortReq(uid=chance.randrange(len(tasks))))
+        scheduler.iterate()
+        check_scheduler(scheduler)
+    source.messages.append(Shutdown())
+    scheduler.iterate()
+
+
+def check_answers(path: str, run: Run, tasks: list[Task], outcome: Outcome) -> int:
+    """Check every answer that is complete. Return their number."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
+    complete = 0
+    for uid, (task, tokens) in enumerate(zip(tasks, outcome.tokens, strict=True)):
+        if outcome.ends[uid] is FinishReason.STOP and not (run.free and uid % 3 == 0):
+            task.check(tokenizer.decode(tokens[:-1], skip_special_tokens=False))
+            complete += 1
+    return complete

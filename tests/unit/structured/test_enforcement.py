@@ -1,0 +1,118 @@
+"""A model with random weights, at temperature 1, answers random grammars.
+
+Every answer that ends by itself matches its grammar, whatever the scheduler does meanwhile. The
+masks get no help from the model.
+"""
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from minisgl.core import FinishReason, SamplingParams
+from minisgl.distributed.comm import SingleCommunicator
+from minisgl.llm import LLM, Completion
+from tests.process.tiny_model import build_tiny_model
+from tests.unit.distributed.ranks import run_ranks
+from tests.unit.structured.grammars import (
+    Outcome,
+    Run,
+    Task,
+    check_answers,
+    random_tasks,
+    run_tasks,
+)
+
+RUNS = {
+    "chunked": Run(chunk=7),
+    "crowded": Run(crowded=True, cache_type="naive"),
+    "aborted": Run(aborts=True, chunk=16, crowded=True),
+    "plain": Run(overlap=False, crowded=True),
+    "mixed": Run(free=True),
+    "filtered": Run(params={"top_k": 30, "top_p": 0.9}),
+    "penalised": Run(params={"presence_penalty": 1.0, "logit_bias": {9: 5.0}, "min_tokens": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_complete_answer_matches_its_grammar(name: str, path: str, tmp_path: Path) -> None:
+    run, tasks = RUNS[name], random_tasks(150, seed=len(name))
+    outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, run, tasks)
+    complete = check_answers(path, run, tasks, outcome)
+    constrained = len(tasks) * (2 if run.free else 3) // 3
+    totals = outcome.totals
+    aborted = outcome.ends.count(FinishReason.ABORT)
+    assert complete >= constrained * 0.8 - aborted
+    assert (totals.preemptions_total > 0) == run.crowded
+    assert (totals.overlapped_steps_total > 0) == run.overlap
+    assert (aborted > 0) == run.aborts
+    assert totals.constraints.forced_tokens > 0
+    assert totals.constraints.compiles >= constrained - aborted
+    if "min_tokens" not in run.params:
+        assert not totals.constraints.failures
+
+
+def test_two_ranks_give_the_same_answers_as_each_other(path: str, tmp_path: Path) -> None:
+    run, tasks = Run(crowded=True, free=True, chunk=16), random_tasks(60, seed=2)
+    outcomes: list[Outcome] = run_ranks(2, tmp_path, run_tasks, str(tmp_path), path, run, tasks)
+    assert outcomes[0].tokens == outcomes[1].tokens
+    assert outcomes[0].ends == outcomes[1].ends
+    assert check_answers(path, run, tasks, outcomes[0]) >= 30
+
+
+def test_a_failed_grammar_ends_its_request_alone(path: str, tmp_path: Path) -> None:
+    """One grammar cannot be compiled, one exceeds its work, and one ends before min_tokens."""
+    wide = [
+        {"type": "object", "properties": {f"k{j}": {"type": "string"} for j in range(i, i + 30)}}
+        for i in range(200)
+    ]
+    bad = [Task({"$ref": "#"}), Task({"anyOf": wide})]
+    tasks = [*bad, *random_tasks(20, seed=4)]
+    outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, Run(), tasks)
+    assert outcome.ends[:2] == [FinishReason.ERROR] * 2
+    assert "no token is left" in outcome.errors[0]
+    assert "too complex" in outcome.errors[1]
+    assert check_answers(path, Run(), tasks, outcome) >= 16
+    totals = outcome.totals
+    assert totals.constraints.failures == {"grammar_dead_end": 1, "grammar_too_complex": 1}
+    assert totals.nonfinite_rows_total == 0
+    run = Run(params={"min_tokens": 50})
+    outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, run, [Task("abc")])
+    assert outcome.ends == [FinishReason.ERROR]
+    assert "min_tokens=50" in outcome.errors[0]
+
+
+def test_forced_tokens_are_the_tokens_that_would_be_sampled(path: str, tmp_path: Path) -> None:
+    tasks = random_tasks(100, seed=6)
+    single = SingleCommunicator()
+    forced = run_tasks(single, str(tmp_path), path, Run(), tasks)
+    sampled = run_tasks(single, str(tmp_path), path, Run(forced=False), tasks)
+    assert forced.totals.constraints.forced_tokens > 100
+    assert sampled.totals.constraints.forced_tokens == 0
+    assert forced.totals.step_id <= sampled.totals.step_id
+    assert forced.tokens == sampled.tokens
+
+
+def test_log_probabilities_are_those_of_the_raw_logits(path: str) -> None:
+    """The mask changes neither them nor, compared with a request without them, the tokens."""
+    grammar = Task("[0-9]{12}").grammar()
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, grammar=grammar)
+    with LLM(path, device="cpu") as llm:
+        plain = llm.generate("hello", params, progress=False)
+        asked = msgspec.structs.replace(params, logprobs=20)
+        found = llm.generate("hello", asked, progress=False)
+    assert isinstance(plain, Completion)
+    assert isinstance(found, Completion)
+    assert found.token_ids == plain.token_ids
+    assert found.finish_reason is FinishReason.STOP
+    assert len(found.logprobs) == len(found.token_ids)
+    likely = {token for each in found.logprobs for token in each.top_ids[0]}
+    assert not likely <= set(found.token_ids), "the most likely tokens are no digits"
+    chosen = [math.exp(each.logprobs[0]) for each in found.logprobs]
+    assert max(chosen) < 0.05, "a digit is one of over a thousand ids"

@@ -1,0 +1,205 @@
+"""The state of one grammar: thinking, ends of the output, forced tokens and failures."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
+
+from minisgl.core import Grammar, GrammarFailed, InvalidRequest, SamplingParams
+from minisgl.demo import model_path
+from minisgl.message.messages import ConstraintTotals
+from minisgl.structured.library import compile_grammar, load_tokenizer
+from minisgl.structured.matcher import Compiled, GrammarState
+
+EOS, THINK, THOUGHT, STOP = 0, 1, 2, 3
+PROMPT = 10  # tokens of the prompt
+TOKENIZER = tokenizers.Tokenizer.from_file(str(model_path() / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def library() -> LLTokenizer:
+    return load_tokenizer(str(model_path()), (EOS,))
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+class Output:
+    """The output of one request, driven token by token."""
+
+    def __init__(self, library: LLTokenizer, source: str, thinking: Any = "off", **params: Any):
+        grammar = Grammar(
+            source=source, kind="regex", thinking=thinking, think_start=THINK, think_end=THOUGHT
+        )
+        compiled: Future[Compiled] = Future()
+        compiled.set_result(Compiled(compile_grammar(library, source), 0.001))
+        self.totals = ConstraintTotals()
+        sampling = SamplingParams(grammar=grammar, **params)
+        self.state = GrammarState(sampling, grammar, compiled, (EOS,), self.totals)
+        assert self.state.prepared()
+        assert self.state.unseen(PROMPT, PROMPT) == 0
+        self.position = PROMPT
+        self.words = -(-library.vocab_size // 32)
+
+    def allowed(self) -> set[int]:
+        """Return the ids that may come next."""
+        mask = np.zeros(self.words, dtype=np.int32)
+        if self.state.masked_by_grammar:
+            self.state.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.state.complete(mask)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits).tolist())
+
+    def add(self, *tokens: int) -> "Output":
+        for token in tokens:
+            assert token in self.allowed()
+            self.state.follow([token])
+            self.position += 1
+        return self
+
+
+def regex(pattern: str) -> str:
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def test_an_eos_id_is_allowed_only_where_the_text_is_complete(library: LLTokenizer) -> None:
+    output = Output(library, regex("ab*"))
+    assert EOS not in output.allowed()
+    output.add(*ids("a"))
+    assert EOS in output.allowed()
+    assert len(output.allowed()) > 1
+    assert output.add(*ids("b")).state.forced(output.position, ids("b")[0]) == []
+
+
+def test_a_text_that_cannot_go_on_forces_an_eos_id(library: LLTokenizer) -> None:
+    output = Output(library, regex("[ab]"))
+    output.add(*ids("a"))
+    assert output.allowed() == {EOS}
+    assert list(output.state.forced(output.position, ids("a")[0])) == [EOS]
+
+
+def test_forced_tokens_follow_a_token_that_the_state_has_not_seen(library: LLTokenizer) -> None:
+    output = Output(library, regex("[ab]ccc and more of the same (x|y)"))
+    first = ids("a")[0]
+    forced = list(output.state.forced(PROMPT + 1, first))
+    assert TOKENIZER.decode(forced).startswith("ccc and more of the same")
+    assert output.state.unseen(PROMPT + 1, PROMPT) == 0
+    assert list(output.state.forced(PROMPT + 1, first)) == forced, "asking changes nothing"
+    output.state.follow(forced)
+    assert output.state.unseen(PROMPT + 1 + len(forced), PROMPT) == 0
+
+
+def test_open_thinking_is_free_until_its_end(library: LLTokenizer) -> None:
+    output = Output(library, regex("[0-9]"), thinking="open")
+    everything = output.allowed()
+    assert EOS not in everything, "an output that ends inside its thinking has no answer"
+    assert {*ids("any text"), THINK} <= everything
+    output.add(*ids("any text"))
+    assert list(output.state.forced(output.position, ids("any text")[-1])) == []
+    output.add(THOUGHT)
+    assert THOUGHT not in output.allowed()
+    assert set(ids("7")) <= output.allowed()
+    assert not set(ids("any")) & output.allowed()
+
+
+def test_allowed_thinking_begins_only_with_the_first_token(library: LLTokenizer) -> None:
+    answers = Output(library, regex("[0-9]{2}"), thinking="allowed")
+    assert THINK in answers.allowed()
+    assert set(ids("7")) <= answers.allowed()
+    assert THINK not in answers.add(*ids("7")).allowed()
+    thinks = Output(library, regex("[0-9]{2}"), thinking="allowed")
+    thinks.add(THINK, *ids("any text"), THOUGHT)
+    assert THINK not in thinks.allowed()
+    thinks.add(*ids("7"), *ids("8"), EOS)
+    assert THINK not in Output(library, regex("[0-9]{2}")).allowed()
+
+
+def test_a_stop_token_id_ends_only_a_complete_text(library: LLTokenizer) -> None:
+    output = Output(library, regex("ab"), stop_token_ids=(STOP, *ids("b")))
+    assert STOP not in output.allowed()
+    assert ids("b")[0] not in output.state.forced(PROMPT + 1, ids("a")[0])
+    complete = Output(library, regex("a"), stop_token_ids=(STOP,)).add(*ids("a"))
+    assert complete.allowed() == {EOS, STOP}
+
+
+def test_a_stop_token_id_that_the_text_needs_is_an_error(library: LLTokenizer) -> None:
+    output = Output(library, regex("[a]q"), stop_token_ids=tuple(ids("q")))
+    output.add(*ids("a"))
+    assert output.allowed() == set()
+    failure = output.state.failure(output.position)
+    assert isinstance(failure, GrammarFailed)
+    assert "stop_token_ids" in failure.message
+
+
+def test_min_tokens_forbids_the_end_and_may_leave_no_token(library: LLTokenizer) -> None:
+    longer = Output(library, regex("a+"), min_tokens=3).add(*ids("a"))
+    assert EOS not in longer.allowed()
+    assert longer.allowed()
+    output = Output(library, regex("[ab]"), min_tokens=3).add(*ids("a"))
+    assert output.state.failure(output.position) is None
+    assert output.allowed() == set()
+    assert list(output.state.forced(output.position, ids("a")[0])) == []
+    failure = output.state.failure(output.position)
+    assert failure is not None
+    assert "min_tokens=3" in failure.message
+    assert output.state.failure(output.position + 1) is None, "another fault at that position"
+
+
+def test_ignore_eos_forbids_an_eos_id_while_the_text_can_go_on(library: LLTokenizer) -> None:
+    output = Output(library, regex("a{1,2}"), ignore_eos=True).add(ids("a")[0])
+    assert EOS not in output.allowed()
+    output.add(ids("a")[0])
+    assert output.allowed() == {EOS}
+
+
+def test_a_request_that_exceeds_its_work_fails_at_that_token(library: LLTokenizer) -> None:
+    many = {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {f"k{j}": {"type": "string"} for j in range(i, i + 30)},
+            }
+            for i in range(200)
+        ]
+    }
+    output = Output(library, LLMatcher.grammar_from_json_schema(many))
+    tokens = 0
+    while (allowed := output.allowed()) and tokens < 50:
+        output.add(min(allowed - {EOS}))
+        tokens += 1
+    failure = output.state.failure(output.position)
+    assert isinstance(failure, GrammarFailed)
+    assert failure.code == "grammar_too_complex"
+    assert "too complex" in failure.message
+    other = Output(library, LLMatcher.grammar_from_json_schema(many))
+    assert other.allowed(), "another request with the same grammar goes on"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (LLMatcher.grammar_from_json_schema({"$ref": "#"}), "no token"),
+        (LLMatcher.grammar_from_json_schema({"enum": [f"v{i}" for i in range(10**5)]}), "too big"),
+    ],
+)
+def test_a_grammar_that_cannot_be_compiled_fails(
+    source: str, reason: str, library: LLTokenizer
+) -> None:
+    with pytest.raises(GrammarFailed, match=reason):
+        compile_grammar(library, source)
+
+
+def test_a_failed_compilation_is_the_failure_of_every_position() -> None:
+    compiled: Future[Compiled] = Future()
+    grammar = Grammar(source="", kind="grammar")
+    state = GrammarState(
+        SamplingParams(grammar=grammar), grammar, compiled, (EOS,), ConstraintTotals()
+    )
+    assert not state.prepared(), "the thread still compiles"
+    compiled.set_exception(InvalidRequest("broken"))
+    assert state.prepared()
+    assert state.failure(5) is state.failure(6) is not None
