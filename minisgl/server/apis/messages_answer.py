@@ -24,9 +24,8 @@ class MessagesWriter(BlockWriter):
         self._before = b""  # the bytes of an event with new text, up to its text
 
     def answer(self, choice: Choice) -> api.ModelMessage:
-        end = self._end(choice)
         content = [_content(block, block.text) for block in self.blocks]
-        return self._message(choice, content, end.stop_reason, end.stop_sequence)
+        return self._message(choice, content, *_end(choice))
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
         return sse(
@@ -50,24 +49,13 @@ class MessagesWriter(BlockWriter):
         return sse(kind, api.MessagesEvent(type=kind, index=block.index))
 
     def ended(self, choice: Choice) -> bytes:
-        delta, usage = self._end(choice), _usage(choice)
-        end = sse(
-            "message_delta", api.MessagesEvent(type="message_delta", delta=delta, usage=usage)
-        )
+        reason, text = _end(choice)
+        kind, delta = "message_delta", api.MessagesDelta(stop_reason=reason, stop_sequence=text)
+        end = sse(kind, api.MessagesEvent(type=kind, delta=delta, usage=_usage(choice)))
         return end + sse("message_stop", api.MessagesEvent(type="message_stop"))
 
     def error_chunk(self, error: BaseException) -> bytes:
         return sse("error", messages_error(error))
-
-    def _end(self, choice: Choice) -> api.MessageDelta:
-        """The reason of the end, and the stop string that was found."""
-        if choice.finish is not FinishReason.STOP:
-            return api.MessageDelta(stop_reason="max_tokens", stop_sequence=None)
-        if choice.latest.stop_string:
-            text = choice.latest.stop_string
-            return api.MessageDelta(stop_reason="stop_sequence", stop_sequence=text)
-        reason: api.StopName = "tool_use" if choice.has_calls else "end_turn"
-        return api.MessageDelta(stop_reason=reason, stop_sequence=None)
 
     def _message(
         self,
@@ -91,6 +79,15 @@ _DELTAS = {
     "reasoning": (b"thinking_delta", b"thinking"),
     "call": (b"input_json_delta", b"partial_json"),
 }
+
+
+def _end(choice: Choice) -> tuple[api.StopName, str | None]:
+    """The reason of the end, and the stop string that was found."""
+    if choice.finish is not FinishReason.STOP:
+        return "max_tokens", None
+    if choice.latest.stop_string:
+        return "stop_sequence", choice.latest.stop_string
+    return ("tool_use" if choice.has_calls else "end_turn"), None
 
 
 def _content(block: Block, text: str) -> api.AnswerBlock:

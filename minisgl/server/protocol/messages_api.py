@@ -153,20 +153,18 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class BlockDelta(msgspec.Struct, kw_only=True):
-    """New text of a block. `type` is text_delta, thinking_delta or input_json_delta."""
+class MessagesDelta(msgspec.Struct, kw_only=True):
+    """New text of a block, with its type: text_delta, thinking_delta or input_json_delta.
 
-    type: str
+    The delta of message_delta has no type. It holds the reason of the end of the answer.
+    """
+
+    type: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
     partial_json: str | UnsetType = UNSET
-
-
-class MessageDelta(msgspec.Struct, kw_only=True):
-    """The end of an answer."""
-
-    stop_reason: StopName
-    stop_sequence: str | None
+    stop_reason: StopName | UnsetType = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
 
 
 class MessagesEvent(msgspec.Struct, kw_only=True):
@@ -176,7 +174,7 @@ class MessagesEvent(msgspec.Struct, kw_only=True):
     message: ModelMessage | UnsetType = UNSET
     index: int | UnsetType = UNSET
     content_block: AnswerBlock | UnsetType = UNSET
-    delta: BlockDelta | MessageDelta | UnsetType = UNSET
+    delta: MessagesDelta | UnsetType = UNSET
     usage: MessagesUsage | UnsetType = UNSET
 
 

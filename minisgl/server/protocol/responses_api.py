@@ -105,19 +105,17 @@ class ResponsesBody(RequestBody, kw_only=True):
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputText(msgspec.Struct, kw_only=True):
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     """The text of a message."""
 
-    type: Literal["output_text"] = "output_text"
     text: str
     annotations: tuple[()] = ()
     logprobs: tuple[()] = ()
 
 
-class ReasoningText(msgspec.Struct, kw_only=True):
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
     """Text between <think> and </think>."""
 
-    type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
