@@ -27,7 +27,7 @@ Prompt: TypeAlias = "TokenizeChat | TokenizeText | array.array[int]"
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
-_CONVERTED = frozenset({"max_tokens", "stop_token_ids", "logprobs", "prompt_logprobs"})
+_CONVERTED = frozenset({"max_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "grammar"})
 # Parameters with the same name and meaning in the body and in SamplingParams.
 _SAME_IN_SAMPLING = tuple(set(SamplingParams.__struct_fields__) - _CONVERTED)
 # The bodies of other APIs by route, with the functions that translate them.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from minisgl.message.messages import ToolCallDelta
 from minisgl.tokenizer.text_stream import partial_match
+from minisgl.tool_calls.grammar import CallGrammar
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
 
 # A failed call is searched for further calls only up to this length, and text is fed in pieces of
@@ -33,6 +34,7 @@ class Format(NamedTuple):
              the marker is ""). Text that it has read and not committed is outside of the calls.
     bare     characters; an answer that begins with one of them may be a call without a marker.
     probe    text that the template of such a model writes for a call.
+    grammar  what constrained calls look like.
     id_chars length of the ids of calls without the prefix "call_"; 0: the ids have the prefix.
     """
 
@@ -40,6 +42,7 @@ class Format(NamedTuple):
     starts: tuple[str, ...]
     read: Callable[[Reader, "Calls", str], Steps[None]]
     probe: str
+    grammar: CallGrammar
     markers: tuple[str, ...] = ()
     bare: str = ""
     id_chars: int = 0

@@ -1,10 +1,11 @@
 """Hermes, Qwen2.5 and Qwen3: <tool_call>{"name": "f", "arguments": {...}}</tool_call>, repeated."""
 
 from minisgl.tool_calls.formats.json_calls import read_json_call
+from minisgl.tool_calls.grammar import CallGrammar, json_call
 from minisgl.tool_calls.parser import Calls, Format
 from minisgl.tool_calls.reader import Reader, Steps
 
-_END = "</tool_call>"
+_START, _END = "<tool_call>", "</tool_call>"
 
 
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
@@ -16,5 +17,15 @@ def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
 
 
 HERMES = Format(
-    name="hermes", starts=("<tool_call>",), markers=("<tool_call>", _END), read=_read, probe=_END
+    name="hermes",
+    starts=(_START,),
+    markers=(_START, _END),
+    read=_read,
+    probe=_END,
+    grammar=CallGrammar(
+        start=_START,
+        call=json_call("arguments", before="\n", after="\n"),
+        separator="\n",
+        end=_END,
+    ),
 )

@@ -4,6 +4,7 @@ Several calls are separated by semicolons.
 """
 
 from minisgl.tool_calls.formats.json_calls import read_json_call
+from minisgl.tool_calls.grammar import CallGrammar, json_call
 from minisgl.tool_calls.parser import Calls, Format
 from minisgl.tool_calls.reader import Reader, Steps
 
@@ -22,5 +23,11 @@ def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
 
 
 LLAMA3 = Format(
-    name="llama3", starts=(_TAG,), markers=(_TAG,), read=_read, probe='"parameters"', bare="{"
+    name="llama3",
+    starts=(_TAG,),
+    markers=(_TAG,),
+    read=_read,
+    probe='"parameters"',
+    grammar=CallGrammar(call=json_call("parameters"), separator="; "),
+    bare="{",
 )

@@ -4,8 +4,11 @@ The models with the tokenizer of version 11 write [TOOL_CALLS]f[CALL_ID]12345678
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from minisgl.tool_calls.formats.json_calls import read_json_call
+from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, json_call
 from minisgl.tool_calls.parser import Calls, Format
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
 
@@ -43,12 +46,26 @@ def _read_list(reader: Reader, calls: Calls) -> Steps[None]:
         yield from reader.expect(",")
 
 
+def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
+    return f"{writer.text(name)} {writer.text(_ARGUMENTS)} {writer.schema(schema)}"
+
+
 MISTRAL = Format(
     name="mistral",
     starts=(_START,),
     markers=_MARKERS,
     read=_read,
     probe=_START,
+    grammar=CallGrammar(
+        start=_START,
+        opening="[",
+        call=json_call("arguments"),
+        separator=", ",
+        end="]",
+        is_list=True,
+    ),
     id_chars=_ID_CHARS,
 )
-MISTRAL_V11 = MISTRAL._replace(name="mistral-v11", probe=_ARGUMENTS)
+MISTRAL_V11 = MISTRAL._replace(
+    name="mistral-v11", probe=_ARGUMENTS, grammar=CallGrammar(start=_START, call=_write_call)
+)

@@ -5,8 +5,10 @@ The values are Python literals. They are converted to JSON while they arrive.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, properties_of
 from minisgl.tool_calls.parser import Calls, Format
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
 
@@ -161,11 +163,26 @@ def _inside_quotes(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
+    """The parameters in the order of the schema, with JSON values, which the parser reads too."""
+    # The last parameters, once after a comma and once without one in front of them.
+    after_comma = first = '""'
+    for key, part, is_required in reversed(properties_of(schema)):
+        value = writer.schema(part)
+        written = f"{writer.text(key + '=')} {value}"
+        with_it = f"{written} {after_comma}"
+        first = writer.rule(with_it if is_required else f"{with_it} | {first}")
+        optional = "" if is_required else "?"
+        after_comma = writer.rule(f'( ", " {written} ){optional} {after_comma}')
+    return f"{writer.text(name + '(')} {first} {writer.text(')')}"
+
+
 PYTHONIC = Format(
     name="pythonic",
     starts=tuple(_ENDS),
     markers=(*_ENDS, *_ENDS.values()),
     read=_read,
     probe="(",
+    grammar=CallGrammar(call=_write_call, opening="[", separator=", ", end="]", is_list=True),
     bare="[",
 )

@@ -5,10 +5,12 @@ A value is raw text between two newlines. The tool's schema says which JSON valu
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
+from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, properties_of
 from minisgl.tool_calls.parser import Calls, Format
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
 from minisgl.tool_calls.schema import property_types
@@ -132,10 +134,28 @@ def _inside_quotes(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
+    """The parameters in the order of the schema. The text of a string is free up to its end tag."""
+    parts = [writer.text(f"\n{_FUNCTION}{name}>\n")]
+    for key, part, is_required in properties_of(schema):
+        head, tail = writer.text(f"{_PARAMETER}{key}>\n"), writer.text(f"\n{_PARAMETER_END}\n")
+        if property_types(schema, key) == {"string"}:
+            choices = part.get("enum", [part["const"]] if "const" in part else [])
+            if choices:
+                value = f"( {' | '.join(writer.text(choice) for choice in choices)} ) {tail}"
+            else:
+                value = writer.rule(f"/(?s:.*)/ {tail}", "[lazy]")
+        else:
+            value = f"{writer.schema(part)} {tail}"
+        parts.append(f"( {head} {value} ){'' if is_required else '?'}")
+    return " ".join([*parts, writer.text(f"{_FUNCTION_END}\n")])
+
+
 QWEN3_CODER = Format(
     name="qwen3-coder",
     starts=(_START, _FUNCTION),
     markers=(_START, _END),
     read=_read,
     probe=_FUNCTION,
+    grammar=CallGrammar(start=_START, call=_write_call, separator="\n", end=_END),
 )

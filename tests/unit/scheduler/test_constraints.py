@@ -10,6 +10,7 @@ from minisgl.message.messages import LeaderStep, Prepared
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, LeaderInbox, LocalInbox
 from minisgl.scheduler.request import ReqState
+from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 
@@ -124,6 +125,7 @@ def test_one_short_chunk_does_not_slow_many_streams_down() -> None:
 
 
 def test_every_rank_gets_the_uids_that_are_prepared_on_rank_0(tmp_path: Path) -> None:
+    write_socket_key(str(tmp_path))
     address = endpoint(str(tmp_path), "rank-1")
     follower = FollowerInbox(Receiver(address, LeaderStep))
     leader = LeaderInbox(LocalInbox(), [Sender(address)])
