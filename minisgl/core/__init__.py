@@ -27,6 +27,7 @@ from minisgl.core.sampling import (
     Column,
     FinishReason,
     Grammar,
+    GrammarKind,
     SamplingParams,
 )
 from minisgl.core.step_cost import StepCost, step_sizes
@@ -44,6 +45,7 @@ __all__ = [
     "FinishReason",
     "Grammar",
     "GrammarFailed",
+    "GrammarKind",
     "Int32Array",
     "InvalidRequest",
     "InvariantBroken",

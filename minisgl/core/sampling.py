@@ -26,6 +26,12 @@ MAX_LOGPROBS = 20  # limit of the most likely tokens that are reported with one 
 MAX_TOKENS = 2**31 - 1
 
 
+# The fields of SamplingParams that constrain the output; a request sets one of them at most.
+CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")
+MAX_JSON_WHITESPACE = 8  # default for the characters between two tokens of JSON
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tool_calls"]
+
+
 class FinishReason(StrEnum):
     """Why a request ended. Each request ends exactly once."""
 
@@ -40,7 +46,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     source       grammar in llguidance's serialised form (JSON or Lark text), already accepted by a
                  tokenizer worker.
-    kind         json_schema, json_object, regex, choice or grammar: the label in metrics.
+    kind         what the client asked for: the label in metrics.
     think_start  id of the token that opens the thinking of a reasoning model; -1: the model has
                  none.
     think_end    id of the token that closes the thinking; -1: the model has none.
@@ -48,13 +54,16 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
                  thinking; the output is free until think_end. "allowed": the first token is either
                  think_start, after which the output is free until think_end, or the first token of
                  the grammar.
+    trigger      after the thinking the output is free until this token, and may end before it. The
+                 grammar holds for what follows the token. -1: the grammar holds at once.
     """
 
     source: str
-    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    kind: GrammarKind
     think_start: int = -1
     think_end: int = -1
     thinking: Literal["off", "open", "allowed"] = "off"
+    trigger: int = -1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +90,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                    output token, beside the log-probability of that token; None: report nothing.
     prompt_logprobs
                    the same number for each prompt token except the first.
-    grammar        the output must match this grammar; None: the output is free.
+    json_schema    a JSON schema that the output follows: a dict, JSON text, a boolean, or a class
+                   with the method model_json_schema, such as a Pydantic model.
+    regex          the output matches this regex as a whole.
+    choice         the output is one of these texts.
+    grammar        a Lark or GBNF grammar that the output matches. LLM and the server replace this
+                   text, and the three parameters before it, by a Grammar. None: the output is free.
     """
 
     temperature: float = 1.0
@@ -99,7 +113,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: Grammar | str | None = None
 
     def seeded(self) -> "SamplingParams":
         """Return these parameters with a random seed where none is given.
@@ -119,6 +136,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"{name} must be from {low} to {high}", param=name)
         if not self.top_p > 0:
             raise InvalidRequest("top_p must be above 0", param="top_p")
+        if len(given := [name for name in CONSTRAINTS if getattr(self, name) is not None]) > 1:
+            names = " and ".join(given)
+            raise InvalidRequest(f"{names} are alternatives; set one of them", param=given[1])
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
         for name in ("stop_token_ids", "logit_bias"):

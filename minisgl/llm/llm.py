@@ -21,6 +21,7 @@ from minisgl.core import (
 from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
+from minisgl.llm.constraints import Constraints
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import AbortReq, AddReq, StepOutput, TextOptions
@@ -80,6 +81,7 @@ class LLM:
         engine_config = EngineConfig(model_path=path, tp_size=tp, **settings)
         scheduler_config = SchedulerConfig(**policy)
         self.tokenizer = TextTokenizer(path)
+        self._constraints = Constraints(path, self.tokenizer)
         self.worker: LocalWorker | RankWorkers
         if tp == 1:
             self.worker = LocalWorker(engine_config, scheduler_config, extensions)
@@ -136,7 +138,7 @@ class LLM:
         """
         single, listed = _as_list(conversations, dict, "a conversation must be a list of messages")
         prompts = [self.tokenizer.encode_chat(list(each), template_options) for each in listed]
-        completions = self._run(prompts, sampling, stop, progress)
+        completions = self._run(prompts, sampling, stop, progress, template_options or {})
         return completions[0] if single else completions
 
     def stream(
@@ -163,11 +165,16 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: Sequence[Prompt], sampling: Sampling, stop: Stop, progress: bool
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        stop: Stop,
+        progress: bool,
+        chat_options: dict[str, Any] | None = None,
     ) -> list[Completion]:
         done: dict[int, Completion] = {}
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
-            for piece in self._stream(prompts, sampling, stop, text_at_end=not stop):
+            for piece in self._stream(prompts, sampling, stop, not stop, chat_options):
                 if piece.completion is not None:
                     done[piece.index] = piece.completion
                     bar.update()
@@ -175,9 +182,17 @@ class LLM:
         return [done[index] for index in range(len(prompts))]
 
     def _stream(
-        self, prompts: Sequence[Prompt], sampling: Sampling, stop: Stop, text_at_end: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        stop: Stop,
+        text_at_end: bool = False,
+        chat_options: dict[str, Any] | None = None,
     ) -> Iterator[Piece]:
-        """text_at_end: detokenise each generation once, when it ends."""
+        """text_at_end: detokenise each generation once, when it ends.
+
+        chat_options: the prompts are rendered chats, with these variables of the template.
+        """
         self._check_open()
         if self._running:
             raise InvalidRequest("one call at a time: read the open stream to its end or close it")
@@ -189,7 +204,10 @@ class LLM:
         try:
             # Submit the longest request first, so that no long request runs alone at the end.
             for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
-                self._submit(index, prompts[index], params[index], stop_strings, text_at_end)
+                each = prompts[index]
+                ids = _as_ids(self.tokenizer.encode_text(each) if isinstance(each, str) else each)
+                final = self._constraints.for_prompt(params[index], ids, chat_options)
+                self._submit(index, ids, final, stop_strings, text_at_end)
             while running:
                 for output in self.worker.step():
                     yield from self._read(output)
@@ -202,12 +220,11 @@ class LLM:
     def _submit(
         self,
         index: int,
-        prompt: Prompt,
+        ids: "array[int]",
         sampling: SamplingParams,
         stop_strings: list[str],
         text_at_end: bool,
     ) -> None:
-        ids = _as_ids(self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt)
         options = TextOptions(
             prompt_tail=ids[-8:].tolist(), stop=stop_strings, min_tokens=sampling.min_tokens
         )
@@ -231,8 +248,10 @@ class LLM:
         for logprobs in output.logprobs:
             running[logprobs.uid].logprobs.append(logprobs)
         stopped = {end.uid for end in output.finished if end.reason is FinishReason.STOP}
-        for uid, token_id in zip(output.uids, output.token_ids, strict=True):
-            piece = running[uid].push(token_id, is_stop_token=uid in stopped)
+        last = {uid: index for index, uid in enumerate(output.uids)}
+        for index, (uid, token_id) in enumerate(zip(output.uids, output.token_ids, strict=True)):
+            ends = uid in stopped and last[uid] == index
+            piece = running[uid].push(token_id, is_stop_token=ends)
             if piece is not None:
                 if piece.completion is not None:  # a stop string ended the text
                     self.worker.send(AbortReq(uid=uid, reason=FinishReason.STOP))
@@ -247,7 +266,7 @@ class LLM:
         params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != count:
             raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts")
-        return [_checked(each).seeded() for each in params]
+        return [self._constraints.compile(_checked(each).seeded()) for each in params]
 
 
 def _as_list(given: Any, element: Any, expected: str) -> tuple[bool, list[Any]]:

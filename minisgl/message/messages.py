@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from minisgl.core import FinishReason, ModelFacts, SamplingParams
+from minisgl.core import FinishReason, GrammarKind, ModelFacts, SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -58,11 +58,25 @@ class DecodeIds(Message, frozen=True, kw_only=True):
     skip_special: bool = True
 
 
+class CompileGrammar(Message, frozen=True, kw_only=True):
+    """Check the grammar of a request: a JSON schema, regex, JSON list of choices, Lark or GBNF.
+
+    For tool calls, `text` is the JSON of a tool_calls.ToolGrammar.
+
+    whitespace_pattern  regex of the white space between two tokens of JSON; "": no white space.
+    """
+
+    uid: int = 0
+    kind: GrammarKind
+    text: str
+    whitespace_pattern: str = ""
+
+
 class Ping(Message, frozen=True, kw_only=True):
     """The receiver answers with Alive after it has handled all messages before the Ping."""
 
 
-TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds
+TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds | CompileGrammar
 ToTokenizer = TokenizeRequest | Ping
 
 
@@ -231,8 +245,11 @@ ToDetokenizer = StartText | StepOutput | Ping
 
 
 class TokenizeResult(Message, frozen=True, kw_only=True):
-    """The result of a TokenizeRequest: token_ids (int32 little-endian), or the text of DecodeIds.
+    """token_ids (int32 little-endian), the text of DecodeIds, or the source of CompileGrammar.
 
+    thinks    of TokenizeChat: the model may begin its answer with thinking.
+    think_ids of CompileGrammar: the ids that open and close thinking, or -1.
+    trigger   of CompileGrammar: as in core.Grammar.
     error     a sentence for the client. The result is empty then.
     internal  True if the error is a fault of the server and not of the client.
     limit     the name of the limit that the request exceeded.
@@ -241,6 +258,9 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
     uid: int
     token_ids: bytes = b""
     text: str = ""
+    thinks: bool = False
+    think_ids: tuple[int, int] = (-1, -1)
+    trigger: int = -1
     error: str | None = None
     internal: bool = False
     limit: str | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from minisgl.core import EngineConfig, SchedulerConfig
-from minisgl.core.sampling import MAX_LOGPROBS
+from minisgl.core.sampling import MAX_JSON_WHITESPACE, MAX_LOGPROBS
 from minisgl.utils import supervise
 
 # The name of the process and the number of its pipe follow as arguments.
@@ -48,6 +48,10 @@ LIMIT_NAMES = (
     "max_stop_chars",
     "max_stop_token_ids",
     "max_template_chars",
+    "max_grammar_chars",
+    "max_grammar_depth",
+    "max_enum_entries",
+    "max_grammar_seconds",
     "max_seq_len",
 )
 
@@ -74,6 +78,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_unknown_params: bool = False
     escape_special_tokens: bool = False
     tool_format: str = "auto"
+    max_json_whitespace: int = MAX_JSON_WHITESPACE
     api_key_hashes: tuple[str, ...] = ()
     admin_key_hashes: tuple[str, ...] = ()
     ssl_certfile: str | None = None

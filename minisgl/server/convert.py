@@ -12,10 +12,12 @@ import msgspec
 from msgspec import UNSET
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
+from minisgl.core.sampling import CONSTRAINTS
 from minisgl.message.messages import TextOptions, TokenizeChat, TokenizeText
 from minisgl.server.apis import messages_request, responses_request
 from minisgl.server.apis.translation import Translation
 from minisgl.server.config import ServerConfig
+from minisgl.server.constraints import ConstraintRequest, constraint_of
 from minisgl.server.decode import Body, decode, reject
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.protocol import messages_api, requests, responses_api
@@ -27,7 +29,9 @@ Prompt: TypeAlias = "TokenizeChat | TokenizeText | array.array[int]"
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
-_CONVERTED = frozenset({"max_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "grammar"})
+_CONVERTED = frozenset(
+    {"max_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "grammar"} | set(CONSTRAINTS)
+)
 # Parameters with the same name and meaning in the body and in SamplingParams.
 _SAME_IN_SAMPLING = tuple(set(SamplingParams.__struct_fields__) - _CONVERTED)
 # The bodies of other APIs by route, with the functions that translate them.
@@ -46,6 +50,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     Its token counts are not checked yet, because the tokenizer has not run.
 
     prompts: each with its path in the body, for error messages.
+    grammar: the constraint on the output, for a tokenizer worker; None: the output is free.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
     (max_tokens 0), only the echo with its log-probabilities.
     explicit_max_tokens: the client set sampling.max_tokens, so a prompt that leaves less room is
@@ -59,6 +64,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[tuple[str, Prompt], ...]
     n: int
     sampling: SamplingParams
+    grammar: ConstraintRequest | None
     text: TextOptions
     explicit_max_tokens: bool
     stream: bool = False
@@ -82,6 +88,7 @@ class RequestConverter:
         self.limits = config.limits
         self._use_model_defaults = not config.ignore_generation_config
         self._allow_unknown = config.allow_unknown_params
+        self._max_json_whitespace = config.max_json_whitespace
 
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
         """The request in the body of a generating route.
@@ -115,12 +122,16 @@ class RequestConverter:
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo else None,
         )
+        grammar = constraint_of(body, self._max_json_whitespace)
+        if tools is not None:
+            grammar = tools.constraint(grammar, self._max_json_whitespace)
         return GenerateRequest(
             route=route,
             model=body.model,
             prompts=tuple(self._prompts(translation, facts, tools)),
             n=body.n,
             sampling=sampling,
+            grammar=grammar,
             text=TextOptions(
                 stop=[body.stop] if isinstance(body.stop, str) else body.stop,
                 skip_special_tokens=body.skip_special_tokens,

@@ -25,6 +25,9 @@ _EMPTY_FIELD = re.compile(rf"messages\[\d+\]\.(?:{'|'.join(requests.EMPTY_FIELDS
 _OBJECTS: dict[str, type[RequestBody]] = {
     "messages": requests.Message,
     "content": requests.TextPart,
+    "json_schema": requests.NamedSchema,
+    "response_format": requests.ResponseFormat,
+    "structured_outputs": requests.StructuredOutputs,
     "stream_options": requests.StreamOptions,
     "chat_template_kwargs": requests.TemplateOptions,
     "tool_choice": requests.ToolChoice,

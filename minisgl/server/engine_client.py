@@ -22,10 +22,12 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.server.config import Limits
+from minisgl.server.constraints import CompiledConstraint, ConstraintRequest
 from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Choice, Generation
@@ -34,6 +36,13 @@ from minisgl.server.tokenizer_pool import TokenizerPool
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
+
+
+class Tokenized(NamedTuple):
+    """The ids of a prompt. thinks: the model may begin its answer to a chat with thinking."""
+
+    token_ids: TokenArray
+    thinks: bool = False
 
 
 class EngineClient:
@@ -173,12 +182,20 @@ class EngineClient:
         """Clear the prefix cache of the engine, after the requests that were submitted before."""
         self._to_scheduler(messages.FlushCache())
 
-    async def tokenize(self, prompt: Prompt, param: str, call: Generation) -> TokenArray:
+    async def tokenize(self, prompt: Prompt, param: str, call: Generation) -> Tokenized:
         """The token ids of a prompt. Raises InvalidRequest for `param` if tokenizing fails."""
         if isinstance(prompt, array.array):
-            return prompt
+            return Tokenized(prompt)
         result = await self._ask_tokenizer(prompt, call, param)
-        return array.array("i", result.token_ids)
+        return Tokenized(array.array("i", result.token_ids), result.thinks)
+
+    async def compile(self, grammar: ConstraintRequest, call: Generation) -> CompiledConstraint:
+        """Check a grammar and return it. Raises InvalidRequest if it cannot be enforced."""
+        result = await self._ask_tokenizer(grammar.message, call, grammar.param)
+        self.metrics.on_constraint(grammar.message.kind)
+        return CompiledConstraint(
+            grammar.message.kind, result.text, result.think_ids, result.trigger
+        )
 
     async def detokenize(self, token_ids: TokenArray, skip_special: bool, call: Generation) -> str:
         """The text of token ids."""
@@ -199,7 +216,10 @@ class EngineClient:
             if result.internal:
                 self.metrics.on_failed()
             kind = EngineFailure if result.internal else InvalidRequest
-            raise kind(result.error, param=param, limit=result.limit)
+            error = result.error
+            if isinstance(request, messages.CompileGrammar):
+                error = f"{param}{'' if error.startswith('/') else ': '}{error}"
+            raise kind(error, param=param, limit=result.limit)
         return result
 
     def receive_tokenize_result(self, message: messages.TokenizeResult) -> int:

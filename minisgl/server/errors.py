@@ -85,6 +85,7 @@ _TABLE: Mapping[type[BaseException], _Kind] = {
     core.InvalidRequest: _Kind(400, _INVALID),
     core.PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),
     core.Unsupported: _Kind(400, _INVALID, "unsupported_parameter"),
+    core.GrammarFailed: _Kind(400, _INVALID, "grammar_failed"),
     ModelNotFound: _Kind(404, _INVALID, "model_not_found"),
     RouteNotFound: _Kind(404, _INVALID, "not_found"),
     MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),

@@ -24,7 +24,13 @@ from minisgl.server.errors import EngineFailure
 # The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
 _REFUSALS: Mapping[str, type[core.RequestError]] = {
     kind.__name__: kind
-    for kind in (core.DeadlineExceeded, core.InvalidRequest, core.Overloaded, core.PromptTooLong)
+    for kind in (
+        core.DeadlineExceeded,
+        core.GrammarFailed,
+        core.InvalidRequest,
+        core.Overloaded,
+        core.PromptTooLong,
+    )
 }
 
 

@@ -122,9 +122,16 @@ async def _submit_all(
 ) -> None:
     """Tokenize every prompt and submit its n choices; then add the echo if requested."""
     prompts = []
+    compiled = None
+    if request.grammar is not None:
+        compiled = await client.compile(request.grammar, generation)
     for name, prompt in request.prompts:
-        token_ids = await client.tokenize(prompt, name, generation)
-        prompts.append((token_ids, fit_max_tokens(request, token_ids, facts, name)))
+        token_ids, thinks = await client.tokenize(prompt, name, generation)
+        sampling = fit_max_tokens(request, token_ids, facts, name)
+        if compiled is not None:
+            grammar = compiled.grammar(token_ids, thinks)
+            sampling = msgspec.structs.replace(sampling, grammar=grammar)
+        prompts.append((token_ids, sampling))
     client.require_room(sum(len(token_ids) for token_ids, _ in prompts))
     for index, (token_ids, sampling) in enumerate(prompts):
         options = msgspec.structs.replace(

@@ -169,6 +169,10 @@ class Metrics(Collector):
         if later_tokens > 0:
             self._observe("time_per_output_token_seconds", decode_s / later_tokens)
 
+    def on_constraint(self, kind: str) -> None:
+        """Count a request whose constraint a tokenizer worker has accepted."""
+        self._count("structured_requests_total", 1, kind)
+
     def on_limit(self, name: str) -> None:
         self._count("limits_exceeded_total", 1, name)
         self._renew()
@@ -255,6 +259,14 @@ class Metrics(Collector):
         self._set("prefix_cache_evicted_tokens_total", stats.evicted_pages_total * size)
         self._set("preemptions_total", stats.preemptions_total)
         self._set("nonfinite_rows_total", stats.nonfinite_rows_total)
+        totals = stats.constraints
+        self._set("grammar_compiles_total", totals.compiles)
+        self._set("grammar_compile_seconds_total", totals.compile_seconds)
+        self._set("grammar_masks_total", totals.masks)
+        self._set("grammar_mask_seconds_total", totals.mask_seconds)
+        self._set("forced_tokens_total", totals.forced_tokens)
+        for reason, count in totals.failures.items():
+            self._set("grammar_failures_total", count, reason)
         sizes, tokens = messages.BATCH_SIZE_BOUNDS, messages.BATCH_TOKENS_BOUNDS
         unused = messages.PhaseStats()
         self._histograms |= {"batch_size": {}, "batch_tokens": {}}

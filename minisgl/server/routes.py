@@ -141,7 +141,7 @@ async def tokenize(call: CallDep) -> Response:
     """The token ids of a prompt or of a chat, in the format of vLLM."""
     raw, facts = await call.read()
     name, prompt = call.converter.read_tokenize(raw, facts)
-    ids = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
+    ids, _ = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
     return json_response(responses.TokenizeResponse(len(ids), facts.max_seq_len, ids.tolist()))
 
 

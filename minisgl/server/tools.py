@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.core import InvalidRequest, ModelFacts, Unsupported
-from minisgl.message.messages import ToolOptions
+from minisgl.message.messages import CompileGrammar, ToolOptions
+from minisgl.server.constraints import ConstraintRequest
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests
+from minisgl.structured.whitespace import whitespace_pattern
+from minisgl.tool_calls.grammar import ToolGrammar
 
 _ID_CHARS = 9
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -20,7 +23,7 @@ class ToolRequest(NamedTuple):
 
     tools     those that the model may call.
     must_call the answer has at least one call and no other text.
-    is_named  the request names the one tool to call.
+    is_named  the request names the one tool to call, which the answer calls once.
     parallel  the answer may have more than one call.
     """
 
@@ -45,6 +48,35 @@ class ToolRequest(NamedTuple):
         parameters = {tool.name: tool.parameters for tool in self.tools}
         return ToolOptions(format=self.format, parameters_json=msgspec.json.encode(parameters))
 
+    def constraint(
+        self, answer: ConstraintRequest | None, max_whitespace: int
+    ) -> ConstraintRequest | None:
+        """The constraint of an answer with these tools; None if the answer is free.
+
+        answer: the constraint of an answer without calls. max_whitespace: as in `constraint_of`.
+        A constrained call follows the schema of its tool, whatever `strict` says.
+        """
+        is_free = not self.must_call and self.parallel and answer is None
+        if is_free and not any(tool.strict for tool in self.tools):
+            return None
+        if answer is not None and answer.message.kind not in ("json_schema", "json_object"):
+            raise reject(answer.param, "cannot be combined with tools; use a JSON schema")
+        grammar = ToolGrammar(
+            format=self.format,
+            tools=[(tool.name, tool.parameters or _NO_PARAMETERS) for tool in self.tools],
+            must_call=self.must_call,
+            parallel=self.parallel and not self.is_named,
+            answer=None if answer is None else msgspec.json.decode(answer.message.text),
+        )
+        message = CompileGrammar(
+            kind="tool_calls",
+            text=msgspec.json.encode(grammar).decode(),
+            whitespace_pattern=whitespace_pattern(max_whitespace)
+            if answer is None
+            else answer.message.whitespace_pattern,
+        )
+        return ConstraintRequest("tools", message)
+
 
 def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
     """The tools that the answer to this chat may call; None if it calls none.
@@ -62,7 +94,6 @@ def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
     if facts.tool_format in (ModelFacts.NO_TOOLS, ModelFacts.UNKNOWN_TOOL_FORMAT):
         raise Unsupported(_UNSUPPORTED[facts.tool_format], param="tools")
     tools = [tool.function for tool in body.tools if tool.function.name in allowed]
-    _refuse_grammars(mode, tools, body.parallel_tool_calls)
     for tool in tools:
         tool.parameters = tool.parameters or _NO_PARAMETERS
     return ToolRequest(
@@ -112,20 +143,6 @@ def _read_choice(
     for index, name in enumerate(allowed):
         _check_known(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
     return None, choice.allowed_tools.mode, allowed
-
-
-def _refuse_grammars(
-    mode: str, tools: Sequence[requests.FunctionTool], parallel_tool_calls: bool
-) -> None:
-    """Refuse guarantees that need a grammar over the output, which this version does not have."""
-    if mode == "required":
-        rule = "can be none, auto or allowed_tools of mode auto in this version"
-        raise Unsupported(f"tool_choice {rule}", param="tool_choice")
-    if any(tool.strict for tool in tools):
-        raise Unsupported("strict functions are not supported in this version", param="tools")
-    if not parallel_tool_calls:
-        rule = "can only be true in this version"
-        raise Unsupported(f"parallel_tool_calls {rule}", param="parallel_tool_calls")
 
 
 def _check_known(name: str, names: Sequence[str], param: str) -> None:

@@ -50,8 +50,14 @@ def _run(spec: ChildSpec) -> None:
 
         run_api(spec)
     elif spec.role == "tokenizer":
-        from minisgl.tokenizer import run_tokenizer
-        from minisgl.tool_calls import detect_format
+        from minisgl.structured.service import GrammarService
+        from minisgl.tokenizer import Vocabulary, run_tokenizer
+        from minisgl.tokenizer.worker import CheckGrammar
+        from minisgl.tool_calls import detect_format, with_tool_grammars
+
+        def start_grammars(vocabulary: Vocabulary) -> CheckGrammar:
+            service = GrammarService.start(model_path, vocabulary.think_ids)
+            return with_tool_grammars(vocabulary, service.compile)
 
         run_tokenizer(
             spec.name,
@@ -60,6 +66,7 @@ def _run(spec: ChildSpec) -> None:
             config.limits.template_timeout_s,
             config.escape_special_tokens,
             partial(detect_format, given=config.tool_format),
+            start_grammars,
         )
     elif spec.role == "detokenizer":
         from minisgl.tokenizer import run_detokenizer

@@ -21,7 +21,11 @@ def load_tokenizer(folder: str, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     """
     try:
         return LLTokenizer(str(Path(folder) / "tokenizer.json"), eos_token=list(eos_token_ids))
-    except ValueError as error:
+    except BaseException as error:
+        # A failed assertion of the library, such as for tokens of more than 256 bytes, raises
+        # PanicException, which has no public name and is not an Exception.
+        if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+            raise
         raise ConfigError(f"the tokenizer in {folder} cannot serve grammars: {error}") from None
 
 

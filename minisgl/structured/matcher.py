@@ -40,7 +40,7 @@ class GrammarState(Constraint):
     _seen          number of tokens, prompt and output, that the state has followed; -1 before the
                    first step that samples.
     _first         position of the first output token; valid from that step on.
-    _free          True while the output is free text.
+    _free_until    the token that ends the free text that the output is in; None: the grammar holds.
     _failed        the first error, and the position at which it left no token; position None: the
                    grammar could not be compiled.
     """
@@ -51,13 +51,15 @@ class GrammarState(Constraint):
     eos_token_ids: tuple[int, ...]
     totals: ConstraintTotals
     forces_tokens: bool = True
+    _free_until: int | None = None
     _matcher: LLMatcher | None = None
     _seen: int = -1
     _first: int = 0
     _failed: tuple[int | None, RequestError] | None = None
 
     def __post_init__(self) -> None:
-        self._free = self.grammar.thinking == "open"
+        thinks = self.grammar.thinking == "open"
+        self._free_until = self.grammar.think_end if thinks else self._trigger
         self._ends = {*self.eos_token_ids, *self.params.stop_token_ids}
 
     # --- called by the scheduler ----------------------------------------------------------------
@@ -85,7 +87,7 @@ class GrammarState(Constraint):
         """As Constraint.forced. An EOS id follows a text that is complete and cannot go on."""
         if self._seen == position - 1:
             self.follow([last])
-        free = self._free or not self.forces_tokens
+        free = self._free_until is not None or not self.forces_tokens
         if free or self._failed is not None or self.matcher.is_error():
             return []
         if self.matcher.is_stopped():
@@ -105,7 +107,7 @@ class GrammarState(Constraint):
     @property
     def masked_by_grammar(self) -> bool:
         """True if the matcher computes the next mask."""
-        return not self._free and not self.matcher.is_error()
+        return self._free_until is None and not self.matcher.is_error()
 
     def unseen(self, position: int, prompt_len: int) -> int:
         """Return the number of tokens before `position` that the state has not followed."""
@@ -121,11 +123,15 @@ class GrammarState(Constraint):
 
     def count(self, token: int) -> bool:
         """Count the next token of the output; return True if the matcher has to consume it."""
-        of_thinking = self._free or (self._may_think and token == self.grammar.think_start)
-        if of_thinking:
-            self._free = token != self.grammar.think_end
+        is_free = True
+        if self._may_think and token == self.grammar.think_start:
+            self._free_until = self.grammar.think_end
+        elif self._free_until is None:
+            is_free = False
+        elif token == self._free_until:
+            self._free_until = self._trigger if token == self.grammar.think_end else None
         self._seen += 1
-        return not of_thinking
+        return not is_free
 
     def complete(self, mask: Mask) -> None:
         """Complete the mask of the next token in place. It forbids all ids after a failure.
@@ -133,9 +139,10 @@ class GrammarState(Constraint):
         mask: as the matcher computed it, if masked_by_grammar; otherwise its content is undefined.
         """
         params = self.params
-        if self._free:
+        if self._free_until is not None:
             mask[:] = -1
-            _set(mask, self._ends, False)
+            if self._free_until != self._trigger:
+                _set(mask, self._ends, False)
             return
         if self.matcher.is_error():
             self._fail(mask, failure_of(self.matcher))
@@ -155,6 +162,10 @@ class GrammarState(Constraint):
             _set(mask, self.eos_token_ids, False)
             if not mask.any():
                 _set(mask, self.eos_token_ids, True)
+
+    @property
+    def _trigger(self) -> int | None:
+        return self.grammar.trigger if self.grammar.trigger >= 0 else None
 
     @property
     def _may_think(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from llguidance import LLExecutor, LLTokenizer
 from torch import Tensor
 
-from minisgl.core import ConfigError, SamplingParams, Unsupported
+from minisgl.core import ConfigError, Grammar, SamplingParams, Unsupported
 from minisgl.core.batch import EditedReq
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import ProcessingStep, TokenMask, upload
@@ -58,6 +58,7 @@ class GrammarProcessor:
         grammar = params.grammar
         if grammar is None:
             return None
+        assert isinstance(grammar, Grammar), "the front end replaces text: this is a bug"
         compiled = self._threads.submit(_compile, self._tokenizer, grammar.source)
         return GrammarState(
             params, grammar, compiled, self._eos_token_ids, self.totals, self.forces_tokens

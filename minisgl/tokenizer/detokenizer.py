@@ -108,7 +108,9 @@ class Detokenizer:
         logprobs: dict[int, list[messages.TokenLogprobs]] = {}
         for found in output.logprobs:
             logprobs.setdefault(found.uid, []).append(found)
-        for uid, token_id in zip(output.uids, output.token_ids, strict=True):
+        # A step may hold several tokens of a request. Only the last one can be the stop token.
+        last = {uid: index for index, uid in enumerate(output.uids)}
+        for index, (uid, token_id) in enumerate(zip(output.uids, output.token_ids, strict=True)):
             text = self._open.get(uid)
             logprob = logprobs[uid].pop(0) if logprobs and logprobs.get(uid) else None
             # The scheduler launches a step before it reads the tokens of the step before. A step
@@ -117,7 +119,7 @@ class Detokenizer:
             if text is None or text.stream.stopped:
                 continue
             touched[uid] = text
-            end = ended.get(uid)
+            end = ended.get(uid) if last[uid] == index else None
             text.push(token_id, end is None or end.reason is not FinishReason.STOP, logprob)
         updates = [text.take(ended.get(uid)) for uid, text in touched.items()]
         for uid, finished in ended.items():

@@ -17,6 +17,9 @@ from minisgl.tokenizer.escape import SpecialTokenEscaper, escaped_tokens
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
 
+# A template with one of these names decides whether the model thinks.
+_THINKING_NAMES = ("<think>", "thinking")
+
 
 class TextTokenizer:
     """Encodes text and chats, each with BOS exactly once.
@@ -59,6 +62,7 @@ class TextTokenizer:
                 self._template = ChatTemplate(source, special, max_template_chars)
             except jinja2.TemplateError as error:
                 raise ConfigError(f"{folder} has a broken chat template: {error}") from None
+        self._renders_thinking = any(name in (source or "") for name in _THINKING_NAMES)
         self._tokenizer = tokenizer
         self._bos_token = special.get("bos_token", "")
         self._prepends_bos = bool(self._bos_token) and (
@@ -108,6 +112,20 @@ class TextTokenizer:
         if self._template is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
         return self._template.render(messages, template_options or {}, timeout_s)
+
+    def thinks(self, prompt: list[int], template_options: dict[str, Any]) -> bool:
+        """True if the model may begin its answer to this rendered chat with thinking.
+
+        It may not if the template knows no thinking, if an option switches the thinking off, or if
+        the prompt ends with a closed block of thinking.
+        """
+        think_ids = self.vocabulary.think_ids
+        options = [template_options.get(name) for name in ("enable_thinking", "thinking")]
+        if think_ids is None or not self._renders_thinking or False in options:
+            return False
+        end = think_ids[1]
+        after = prompt[len(prompt) - prompt[::-1].index(end) :] if end in prompt else None
+        return after is None or bool(self.vocabulary.decode(after, False).strip())
 
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:

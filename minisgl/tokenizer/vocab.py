@@ -43,6 +43,11 @@ class Vocabulary:
         found = ((i, names.get(self._table[i])) for i in self._special_ids)
         return {token_id: text for token_id, text in found if text is not None}
 
+    def single_tokens(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of these texts that are one token, with the id of the token."""
+        names = {text.encode(): text for text in texts}
+        return {names[data]: i for i, data in enumerate(self._table) if data in names}
+
     def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
         """The text of these ids. An incomplete or invalid character becomes U+FFFD."""
         data = b"".join(self.token_bytes(i, skip_special) for i in token_ids)

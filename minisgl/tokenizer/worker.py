@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from types import UnionType
 from typing import Any, NoReturn
 
@@ -23,6 +22,9 @@ from minisgl.tokenizer.vocab import Vocabulary
 
 logger = logging.getLogger(__name__)
 
+EncodeRequest = messages.TokenizeText | messages.TokenizeChat | messages.DecodeIds
+CheckGrammar = Callable[[messages.CompileGrammar], messages.TokenizeResult]
+
 
 def run_tokenizer(
     name: str,
@@ -31,21 +33,29 @@ def run_tokenizer(
     template_timeout_s: float,
     escape_special_tokens: bool,
     detect_tools: Callable[[TextTokenizer], str],
+    start_grammars: Callable[[Vocabulary], CheckGrammar],
 ) -> NoReturn:
     """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used.
 
     detect_tools: returns the tool_format of ModelFacts.
+    start_grammars: returns the function that checks the grammars of requests.
     """
     # One message at a time: the library's thread pool would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS, escape_special_tokens)
-    handler = partial(tokenize, tokenizer, timeout_s=template_timeout_s)
+    check_grammar = start_grammars(tokenizer.vocabulary)
+
+    def handle(message: messages.TokenizeRequest) -> messages.TokenizeResult:
+        if isinstance(message, messages.CompileGrammar):
+            return check_grammar(message)
+        return tokenize(tokenizer, message, template_timeout_s)
+
     ready = messages.Ready(
         role=name,
         tool_format=detect_tools(tokenizer),
         template_variables=tokenizer.template_variables,
     )
-    _serve_queue(ready, socket_dir, messages.ToTokenizer, handler)
+    _serve_queue(ready, socket_dir, messages.ToTokenizer, handle)
 
 
 def run_detokenizer(
@@ -62,7 +72,7 @@ def run_detokenizer(
 
 
 def tokenize(
-    tokenizer: TextTokenizer, message: messages.TokenizeRequest, timeout_s: float | None
+    tokenizer: TextTokenizer, message: EncodeRequest, timeout_s: float | None
 ) -> messages.TokenizeResult:
     """Return the result of one message. If the message fails, the result has an `error`.
 
@@ -73,6 +83,7 @@ def tokenize(
             ids = array.array("i", message.token_ids).tolist()
             text = tokenizer.vocabulary.decode(ids, message.skip_special)
             return messages.TokenizeResult(uid=message.uid, text=text)
+        thinks = False
         if isinstance(message, messages.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
@@ -80,7 +91,9 @@ def tokenize(
             options = json.loads(message.template_kwargs_json)
             options["tools"] = json.loads(message.tools_json)
             ids = tokenizer.encode_chat(chat, options, timeout_s)
-        return messages.TokenizeResult(uid=message.uid, token_ids=array.array("i", ids).tobytes())
+            thinks = tokenizer.thinks(ids, options)
+        token_ids = array.array("i", ids).tobytes()
+        return messages.TokenizeResult(uid=message.uid, token_ids=token_ids, thinks=thinks)
     except TemplateError as error:
         return messages.TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:

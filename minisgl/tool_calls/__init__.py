@@ -6,6 +6,15 @@ format of the model. server/worker_main.py passes both in; the core does not imp
 
 from minisgl.tool_calls.detect import detect_format
 from minisgl.tool_calls.formats import FORMATS, ToolCallParsers
+from minisgl.tool_calls.grammar import ToolGrammar
+from minisgl.tool_calls.grammar_service import with_tool_grammars
 from minisgl.tool_calls.parser import ToolCallParser
 
-__all__ = ["FORMATS", "ToolCallParser", "ToolCallParsers", "detect_format"]
+__all__ = [
+    "FORMATS",
+    "ToolCallParser",
+    "ToolCallParsers",
+    "ToolGrammar",
+    "detect_format",
+    "with_tool_grammars",
+]

@@ -71,12 +71,14 @@ class ToolGrammar(msgspec.Struct, frozen=True):
     tools      each tool that may be called, with the schema of its arguments.
     must_call  the answer is at least one call, and nothing else.
     parallel   the answer may have more than one call.
+    answer     schema of an answer without calls; None: any text.
     """
 
     format: str
     tools: list[tuple[str, dict[str, Any]]]
     must_call: bool
     parallel: bool
+    answer: dict[str, Any] | bool | None = None
 
 
 class WrittenGrammar(NamedTuple):
@@ -111,6 +113,8 @@ def write_grammar(
     trigger = -1
     if request.must_call:
         body = f"{start} {after_start}"
+    elif request.answer is not None:
+        body = f"{start} {after_start} | {writer.schema(request.answer)}"
     elif grammar.start in token_ids:
         trigger, body = token_ids[grammar.start], after_start
     elif bare:

@@ -40,6 +40,11 @@ FIXED_LIMITS = (
     "| none | 256 chars | `max_stop_chars` | characters of one stop string |",
     "| none | 128 | `max_stop_token_ids` | stop token ids of one request |",
     "| none | 8,388,608 chars | `max_template_chars` | text that a chat may render to |",
+    "| none | 262,144 chars | `max_grammar_chars` | text of a grammar, and of a schema without "
+    "titles and descriptions; with them 1,048,576 |",
+    "| none | 64 | `max_grammar_depth` | nested objects and lists of a schema |",
+    "| none | 10,000 | `max_enum_entries` | entries of all enums of a schema |",
+    "| none | 0.09 s | `max_grammar_seconds` | CPU time of compiling a grammar |",
 )
 
 
@@ -105,6 +110,8 @@ def values(schema: dict[str, Any]) -> str:
             f"object ({names})"
             if names
             else f"object{most}: {values(schema['additionalProperties'])}"
+            if "additionalProperties" in schema
+            else "object"
         )
     low, high = schema.get("minimum"), schema.get("maximum")
     if "exclusiveMinimum" in schema:

@@ -1,9 +1,15 @@
 """Tool calls through the whole server, with a model that recites text and a call."""
 
+import itertools
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
+import openai
 import pytest
 
 from tests.process.harness import ServerProcess, run_server
@@ -25,7 +31,12 @@ TEMPLATE = """
 {{- '\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ 'assistant:\n' }}{% endif -%}"""
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 REQUEST: dict[str, Any] = {
     "model": "tiny",
@@ -41,6 +52,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     build_reciting_model(folder, RECITAL, CALL)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with run_server("--model", str(folder), "--num-pages", "64") as found:
+        yield found.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def tools_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A model with random weights whose template knows tools."""
+    folder = tmp_path_factory.mktemp("random") / "tiny"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with run_server("--model", str(folder), "--num-pages", "1024") as found:
         yield found.wait_ready()
 
 
@@ -98,3 +119,76 @@ def test_the_format_is_named_and_calls_are_counted(server: ServerProcess) -> Non
     (line,) = (row for row in counted.splitlines() if row.startswith("minisgl_tool_calls_total"))
     assert 'tool_format="hermes"' in line
     assert float(line.split()[-1]) >= 1
+
+
+def call_of(server: ServerProcess, **body: Any) -> list[Any]:
+    """The calls of an answer that has nothing but complete calls."""
+    (choice,) = server.client().chat.completions.create(**{**REQUEST, **body}).choices
+    assert choice.message.content is None
+    assert choice.message.tool_calls is not None
+    return [choice.finish_reason, *choice.message.tool_calls]
+
+
+def test_a_named_tool_is_called_once_and_the_reason_is_stop(server: ServerProcess) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    reason, call = call_of(server, tool_choice=named)
+    assert reason == "stop"
+    assert set(json.loads(call.function.arguments)) == {"city"}
+
+
+def test_required_and_strict_tools_follow_their_schema(server: ServerProcess) -> None:
+    assert call_of(server, tool_choice="required", max_tokens=200)[0] in ("tool_calls", "length")
+    strict = {**TOOL["function"], "strict": True}
+    body = {**REQUEST, "tools": [{"type": "function", "function": strict}]}
+    (choice,) = server.client().chat.completions.create(**body).choices
+    assert choice.message.content == " word code"
+    assert choice.message.tool_calls is not None
+
+
+def test_an_unsupported_schema_is_a_400_that_names_it(server: ServerProcess) -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    with pytest.raises(openai.BadRequestError, match="not") as caught:
+        server.client().chat.completions.create(
+            **{**REQUEST, "tools": [{"type": "function", "function": function}]}
+        )
+    assert caught.value.param == "tools"
+
+
+NUMBERS = {"type": "array", "maxItems": 2, "items": {"type": "integer", "minimum": 0, "maximum": 9}}
+SMALL = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}, "values": NUMBERS},
+    "required": ["unit", "values"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.slow
+def test_random_weights_call_tools_when_they_must(tools_server: ServerProcess) -> None:
+    """One thousand answers of a random model: each that ends by itself is calls that validate."""
+    tool = {"type": "function", "function": {"name": "measure", "parameters": SMALL}}
+    complete = 0
+    seeds = itertools.count()
+    while complete < 1000:
+        seed = next(seeds)
+        answer = tools_server.client().chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": f"hi {seed}"}],
+            tools=[tool],
+            tool_choice="required",
+            seed=seed,
+            n=50,
+            max_tokens=300,
+        )
+        for choice in answer.choices:
+            if choice.finish_reason == "length":
+                continue
+            complete += 1
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content is None
+            assert choice.message.tool_calls
+            for call in choice.message.tool_calls:
+                assert call.function.name == "measure"
+                jsonschema.validate(json.loads(call.function.arguments), SMALL)
+    assert next(seeds) <= 40, "most answers end by themselves"

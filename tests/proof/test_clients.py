@@ -27,8 +27,9 @@ LIMIT_S = 900
         ("openai_client.py", ["openai"]),
         ("langchain_client.py", ["langchain-openai"]),
         ("litellm_client.py", ["litellm"]),
+        ("instructor_client.py", ["instructor"]),
     ],
-    ids=["openai-1", "openai-2", "openai-newest", "langchain", "litellm"],
+    ids=["openai-1", "openai-2", "openai-newest", "langchain", "litellm", "instructor"],
 )
 def test_client(
     demo_server: ServerProcess, tmp_path: Path, script: str, requirements: list[str]

@@ -316,6 +316,43 @@ def _health() -> list[Panel]:
     ]
 
 
+def _structured() -> list[Panel]:
+    return [
+        graph(
+            "Structured requests per second",
+            {"{{kind}}": "sum by (kind) (rate(minisgl_structured_requests_total{m}[r]))"},
+            "none",
+            "Requests with a constraint on the output, by kind.",
+        ),
+        graph(
+            "Time per grammar and per mask",
+            {
+                "compile": "sum(rate(minisgl_grammar_compile_seconds_total{m}[r]))"
+                " / sum(rate(minisgl_grammar_compiles_total{m}[r]))",
+                "mask": "sum(rate(minisgl_grammar_mask_seconds_total{m}[r]))"
+                " / sum(rate(minisgl_grammar_masks_total{m}[r]))",
+            },
+            "s",
+            "Mean time of compiling a grammar, and host time of the mask of one token.",
+        ),
+        graph(
+            "Forced tokens",
+            {
+                "forced": "sum(rate(minisgl_forced_tokens_total{m}[r]))",
+                "generated": "sum(rate(minisgl_generation_tokens_total{m}[r]))",
+            },
+            "none",
+            "Tokens per second that a grammar forced, beside all generated tokens.",
+        ),
+        graph(
+            "Outputs that left their grammar",
+            {"{{reason}}": "sum by (reason) (rate(minisgl_grammar_failures_total{m}[r]))"},
+            "none",
+            "Requests per second that ended because no token was allowed or a limit was reached.",
+        ),
+    ]
+
+
 def _service_board() -> builders.Dashboard:
     board = _new(
         "minisgl / service",
@@ -331,10 +368,11 @@ def _engine_board() -> builders.Dashboard:
     board = _new(
         "minisgl / engine",
         "minisgl-engine",
-        "Batches, CUDA graphs, KV memory, prefix cache and start of the engine.",
+        "Batches, CUDA graphs, KV memory, prefix cache, grammars and start of the engine.",
     )
     _add(board.with_row(builders.Row("Batches")), _batches())
     _add(board.with_row(builders.Row("Memory and prefix cache")), _memory())
+    _add(board.with_row(builders.Row("Structured output")), _structured())
     return _add(board.with_row(builders.Row("Health and start")), _health())
 
 

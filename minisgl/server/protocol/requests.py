@@ -58,6 +58,8 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 _BIAS_KEYS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 LogitBias = Annotated[dict[TokenId, Bias], Meta(extra_json_schema=_BIAS_KEYS)]
 # A client that sends an earlier answer as a message also sends these fields, with an empty value.
+Schema = dict[str, Any] | bool | str  # a JSON schema, or its JSON text
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -174,6 +176,38 @@ class StreamOptions(RequestBody, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class NamedSchema(RequestBody, kw_only=True):
+    """A JSON schema as OpenAI's clients send it. The output follows it whatever `strict` says."""
+
+    name: str = ""
+    schema: dict[str, Any] | bool
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(RequestBody, kw_only=True):
+    """text, json_object or json_schema. The last three fields belong to structural_tag."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
+
+
+class StructuredOutputs(RequestBody, kw_only=True):
+    """vLLM's form of a constraint: exactly one of the first five fields, and the white space."""
+
+    json: Schema | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: Text | None = None
+    disable_any_whitespace: bool | None = None
+
+
 class GenerationBody(RequestBody, kw_only=True):
     """Parameters of every route that generates text.
 
@@ -201,6 +235,14 @@ class GenerationBody(RequestBody, kw_only=True):
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
     cache_salt: Annotated[str, Meta(max_length=128)] = ""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):

@@ -4,6 +4,7 @@ import sys
 from importlib.metadata import version
 
 import litellm
+from structured import QUESTION, Sum
 
 url, model = sys.argv[1:]
 given = {"model": f"openai/{model}", "api_base": url + "/v1", "api_key": "none", "temperature": 0}
@@ -22,4 +23,8 @@ text = litellm.text_completion(
     **{**given, "model": f"text-completion-openai/{model}"}, prompt="one two", max_tokens=3
 )
 assert text.choices[0].text
+bound = litellm.completion(
+    **given, messages=[{"role": "user", "content": QUESTION}], response_format=Sum
+)
+assert isinstance(Sum.model_validate_json(bound.choices[0].message.content), Sum)
 sys.stdout.write(f"litellm {version('litellm')}\n")

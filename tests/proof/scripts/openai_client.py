@@ -6,6 +6,7 @@ The script uses only features that all versions from 1.109 on have.
 import sys
 
 import openai
+from structured import QUESTION, Sum
 
 url, model = sys.argv[1:]
 client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
@@ -48,6 +49,13 @@ assert text.choices[0].logprobs.token_logprobs[0] is None
 
 raw = client.chat.completions.with_raw_response.create(model=model, messages=chat, max_tokens=1)
 assert raw.headers["x-request-id"]
+
+bound = client.chat.completions.parse(
+    model=model, messages=[{"role": "user", "content": QUESTION}], response_format=Sum
+)
+assert isinstance(bound.choices[0].message.parsed, Sum)
+with client.chat.completions.stream(model=model, messages=chat, response_format=Sum) as stream:
+    assert isinstance(stream.get_final_completion().choices[0].message.parsed, Sum)
 
 for wrong, kind, param in [
     ({"temperature": 9}, openai.BadRequestError, "temperature"),

@@ -333,8 +333,11 @@ def test_hit_ratio_covers_the_last_thousand_requests() -> None:
 # --- engine and service -------------------------------------------------------------------------
 
 
+_NOT_NUMBERS = ("busy", "phases", "constraints")
+
+
 def stats(**fields: int) -> SchedulerStats:
-    zeros = {f: 0 for f in SchedulerStats.__struct_fields__ if f not in ("busy", "phases")}
+    zeros = {f: 0 for f in SchedulerStats.__struct_fields__ if f not in _NOT_NUMBERS}
     return SchedulerStats(busy=True, **(zeros | fields))
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 from minisgl.core import DeadlineExceeded
 from minisgl.message.messages import TokenizeResult, TokenizeText
-from minisgl.server.convert import TokenArray
+from minisgl.server.engine_client import Tokenized
 from minisgl.server.generation import Generation
 from minisgl.server.handler import start
 from tests.unit.server.fakes import FACTS, World
@@ -31,7 +31,7 @@ def test_requests_of_ended_calls_do_not_reach_a_tokenizer() -> None:
         client, (box,) = world.client, world.tokenizers
         calls = [client.open(1) for _ in range(50)]
 
-        def ask(text: str, call: Generation) -> asyncio.Task[TokenArray]:
+        def ask(text: str, call: Generation) -> asyncio.Task[Tokenized]:
             return asyncio.create_task(client.tokenize(TokenizeText(text=text), "prompt", call))
 
         long = [ask("x" * 50_000, call) for call in calls[:-2]]
@@ -47,7 +47,7 @@ def test_requests_of_ended_calls_do_not_reach_a_tokenizer() -> None:
         client.receive_tokenize_result(TokenizeResult(uid=box.sent.pop(0).uid))
         assert [message.text[0] for message in box.sent] == ["x", "z"]
         world.answer()
-        assert list(await last) == [1]
+        assert list((await last).token_ids) == [1]
         for call in calls:
             client.close(call)
 

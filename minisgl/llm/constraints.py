@@ -1,0 +1,86 @@
+"""`Constraints`: turns the constraints of SamplingParams into grammars for the engine."""
+
+from array import array
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from minisgl.core import Grammar, GrammarKind, InvalidRequest, SamplingParams
+from minisgl.core.sampling import CONSTRAINTS, MAX_JSON_WHITESPACE
+from minisgl.message.messages import CompileGrammar
+from minisgl.structured.library import load_tokenizer
+from minisgl.structured.source import GrammarCompiler
+from minisgl.structured.thinking import thinking_of
+from minisgl.structured.whitespace import whitespace_pattern
+from minisgl.tokenizer import TextTokenizer
+
+_CACHED_GRAMMARS = 64
+_CLEARED: Mapping[str, Any] = MappingProxyType(dict.fromkeys(CONSTRAINTS))
+
+
+class Constraints:
+    """Checks and compiles the constraints of one LLM, in the process of the caller."""
+
+    def __init__(self, folder: str, tokenizer: TextTokenizer) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._think_ids = tokenizer.vocabulary.think_ids or (-1, -1)
+        self._source = lru_cache(_CACHED_GRAMMARS)(self._compile)
+
+    def compile(self, sampling: SamplingParams) -> SamplingParams:
+        """Replace the constraint by a Grammar. Raises InvalidRequest if it cannot be enforced."""
+        name = next((name for name in CONSTRAINTS if getattr(sampling, name) is not None), None)
+        if name is None or isinstance(sampling.grammar, Grammar):
+            return sampling
+        kind: GrammarKind = name  # type: ignore[assignment]  # three kinds and json_schema
+        request = CompileGrammar(
+            kind=kind,
+            text=_text(getattr(sampling, name)),
+            whitespace_pattern=whitespace_pattern(MAX_JSON_WHITESPACE),
+        )
+        start, end = self._think_ids
+        grammar = Grammar(source=self._source(request), kind=kind, think_start=start, think_end=end)
+        return msgspec.structs.replace(sampling, **{**_CLEARED, "grammar": grammar})
+
+    def for_prompt(
+        self, sampling: SamplingParams, ids: "array[int]", chat_options: dict[str, Any] | None
+    ) -> SamplingParams:
+        """Complete the grammar for the answer to this prompt.
+
+        chat_options: variables of the chat template; None: the prompt is not a rendered chat.
+        """
+        grammar = sampling.grammar
+        if not isinstance(grammar, Grammar):
+            return sampling
+        thinks = chat_options is not None and self._tokenizer.thinks(ids.tolist(), chat_options)
+        thinking = thinking_of(ids, self._think_ids, thinks)
+        grammar = msgspec.structs.replace(grammar, thinking=thinking)
+        return msgspec.structs.replace(sampling, grammar=grammar)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        """Loading takes up to a second, so it waits for the first constraint."""
+        # The EOS ids of the model do not change which grammars compile, so any id will do.
+        return GrammarCompiler(load_tokenizer(self._folder, (0,)))
+
+    def _compile(self, request: CompileGrammar) -> str:
+        try:
+            return self._compiler.source(request)
+        except InvalidRequest as error:
+            message = f"{request.kind}: {error.message}"
+            raise InvalidRequest(message, param=request.kind, limit=error.limit) from None
+
+
+def _text(value: Any) -> str:
+    """The text of a constraint. Raises InvalidRequest for a schema that is not JSON."""
+    if callable(described := getattr(value, "model_json_schema", None)):
+        value = described()
+    if isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"json_schema is not JSON: {error}", param="json_schema") from None

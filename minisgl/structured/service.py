@@ -1,0 +1,100 @@
+"""`GrammarService`: the part of a tokenizer worker that checks the grammars of requests."""
+
+import hashlib
+import logging
+from collections import OrderedDict
+from typing import Self
+
+import msgspec
+
+from minisgl.core import ConfigError, InvalidRequest
+from minisgl.message.messages import CompileGrammar, TokenizeResult
+from minisgl.structured.bounded import BoundedProcess
+from minisgl.structured.library import load_tokenizer
+from minisgl.structured.source import GrammarCompiler
+
+logger = logging.getLogger(__name__)
+
+MAX_CPU_S = 0.09  # of checking and compiling one grammar; an ordinary schema takes 0.001 s
+_CACHED_BYTES = 2**25
+_TOO_MUCH = (
+    f"the grammar takes more than {MAX_CPU_S:g} s to compile; use fewer properties, shorter lists "
+    "of choices, or fewer patterns for one value"
+)
+
+
+class GrammarService:
+    """Checks grammars in a bounded process, and remembers those that it accepted.
+
+    service = GrammarService.start(model_folder)
+    service.compile(CompileGrammar(kind="regex", text="[0-9]{4}")).text
+    """
+
+    def __init__(self, process: BoundedProcess | None, think_ids: tuple[int, int]) -> None:
+        """process: None if the model's tokenizer cannot serve grammars."""
+        self._process = process
+        self._think_ids = think_ids
+        self._accepted: OrderedDict[bytes, str] = OrderedDict()
+        self._cached_bytes = 0
+
+    @classmethod
+    def start(cls, folder: str, think_ids: tuple[int, int] | None) -> Self:
+        """Load the tokenizer of a model folder and fork the process.
+
+        think_ids: the ids that open and close thinking; None: the model does not think.
+        """
+        try:
+            # The EOS ids of the model do not change which grammars compile, so any id will do.
+            compiler = GrammarCompiler(load_tokenizer(folder, (0,)))
+        except ConfigError as error:
+            logger.warning("structured output is not available: %s", error)
+            return cls(None, (-1, -1))
+
+        def handle(raw: bytes) -> bytes:
+            return msgspec.json.encode(_check(compiler, raw))
+
+        return cls(BoundedProcess(handle, MAX_CPU_S), think_ids or (-1, -1))
+
+    def compile(self, request: CompileGrammar) -> TokenizeResult:
+        """The source of this grammar, or the error for the client."""
+        if self._process is None:
+            error = "the tokenizer of this model does not support structured output"
+            return TokenizeResult(uid=request.uid, error=error)
+        raw = msgspec.json.encode(msgspec.structs.replace(request, uid=0))
+        key = hashlib.sha256(raw).digest()
+        if key in self._accepted:
+            self._accepted.move_to_end(key)
+            result = TokenizeResult(uid=0, text=self._accepted[key])
+        else:
+            result = self._ask(self._process, raw)
+            if result.error is None:
+                self._remember(key, result.text)
+        return msgspec.structs.replace(result, uid=request.uid, think_ids=self._think_ids)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
+
+    def _ask(self, process: BoundedProcess, raw: bytes) -> TokenizeResult:
+        reply = process.call(raw)
+        if reply is None:
+            return TokenizeResult(uid=0, error=_TOO_MUCH, limit="max_grammar_seconds")
+        return msgspec.json.decode(reply, type=TokenizeResult)
+
+    def _remember(self, key: bytes, source: str) -> None:
+        self._accepted[key] = source
+        self._cached_bytes += len(source)
+        while self._cached_bytes > _CACHED_BYTES:
+            self._cached_bytes -= len(self._accepted.popitem(last=False)[1])
+
+
+def _check(compiler: GrammarCompiler, raw: bytes) -> TokenizeResult:
+    """Check one grammar, in the bounded process."""
+    request = msgspec.json.decode(raw, type=CompileGrammar)
+    try:
+        return TokenizeResult(uid=0, text=compiler.source(request))
+    except InvalidRequest as error:
+        return TokenizeResult(uid=0, error=error.message, limit=error.limit)
+    except RecursionError:
+        return TokenizeResult(uid=0, error="the grammar is nested too deeply")

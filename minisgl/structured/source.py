@@ -1,0 +1,142 @@
+"""Turns the grammar of a request into llguidance's serialised form, and checks that it compiles."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import llguidance
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from minisgl.core import InvalidRequest
+from minisgl.message.messages import CompileGrammar
+from minisgl.structured.library import parser_limits
+from minisgl.structured.schema import MAX_CHARS, check_regex, check_schema, children, refusal
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# Without \u, which could write a key of `properties` in a second way. llguidance does not notice
+# that such a key is taken, and would not enforce the schema of its value.
+_ESCAPES = 'nrbtf\\"'
+_SEARCHED_CHARS = 2**17  # of the schemas that are compiled to find the pointer of a fault
+_MAX_REASON_CHARS = 500
+# The beginnings of remarks that llguidance appends to its reasons.
+_REMARKS = (" Enable 'coerce_one_of'", " while processing json-schema:")
+
+
+class GrammarCompiler:
+    """Checks the grammars of requests with the tokenizer of one model.
+
+    GrammarCompiler(tokenizer).source(CompileGrammar(kind="regex", text="[0-9]{4}"))
+    """
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def source(self, request: CompileGrammar) -> str:
+        """Return the grammar as the scheduler compiles it, once it has compiled here.
+
+        Raises InvalidRequest. Its message begins with the JSON pointer of the fault in a schema.
+        """
+        if request.kind == "tool_calls":
+            return self._with_schemas(request)
+        if request.kind not in ("json_schema", "json_object"):
+            _check_chars(request.text, "the constraint")
+            source = _plain_source(request)
+            if error := self._error(source):
+                raise InvalidRequest(error)
+            return source
+        options = _json_options(request)
+        schema = check_schema(request.text)
+        text = json.dumps(schema, ensure_ascii=False)
+        _check_chars(text, "the schema without titles and descriptions")
+        source = LLMatcher.grammar_from_json_schema(text, overrides=options)
+        if error := self._error(source):
+            raise refusal(self._locate(schema, error, options), error)
+        return source
+
+    def _with_schemas(self, request: CompileGrammar) -> str:
+        """Return the source of a Lark grammar that refers to JSON schemas by their names.
+
+        The text of the request is an object with `lark` and `schemas`.
+        """
+        options = _json_options(request)
+        given = json.loads(request.text)
+        schemas = {}
+        for name, schema in given["schemas"].items():
+            schemas[name] = {**check_schema(json.dumps(schema)), "x-guidance": options}
+        parts = [{"name": name, "json_schema": schema} for name, schema in schemas.items()]
+        source = json.dumps({"grammars": [{"lark_grammar": given["lark"]}, *parts]})
+        _check_chars(source, "the grammar of the tool calls")
+        if error := self._error(source):
+            raise InvalidRequest(error)
+        return source
+
+    def _error(self, source: str) -> str:
+        """The reason why this grammar does not compile or has no first token; "" if it does."""
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        reason = " ".join(matcher.get_error().split())[:_MAX_REASON_CHARS]
+        if reason.startswith("NoExtension"):
+            return "no text matches this grammar"
+        for remark in _REMARKS:
+            reason = reason.partition(remark)[0]
+        return reason or "; ".join(matcher.get_grammar_warnings())
+
+    def _locate(self, schema: dict[str, Any], error: str, options: "JsonCompileOptions") -> str:
+        """The pointer of the smallest part of the schema that has the same error by itself.
+
+        The search compiles at most _SEARCHED_CHARS. Beyond that, the pointer is less exact.
+        """
+        shared = {key: schema[key] for key in ("$defs", "definitions", "$schema") if key in schema}
+        left = _SEARCHED_CHARS
+
+        def same(part: dict[str, Any]) -> bool:
+            nonlocal left
+            text = json.dumps({**shared, **part})
+            left -= len(text)
+            if left < 0:
+                return False
+            return self._error(LLMatcher.grammar_from_json_schema(text, overrides=options)) == error
+
+        pointer, part = "", schema
+        while found := next((c for c in children(part) if same(c[1])), None):
+            pointer, part = pointer + found[0], found[1]
+        for key in part:
+            if not same({k: v for k, v in part.items() if k != key}) and left >= 0:
+                return f"{pointer}/{key}"
+        return pointer
+
+
+def _json_options(request: CompileGrammar) -> "JsonCompileOptions":
+    """The options of llguidance's JSON compiler, which override those in a schema."""
+    options: JsonCompileOptions = {
+        "coerce_one_of": False,
+        "item_separator": ",",
+        "json_allow_general_unicode_escapes": False,
+        "json_allowed_escapes": _ESCAPES,
+        "key_separator": ":",
+        "lenient": False,
+    }
+    if request.whitespace_pattern:
+        return {**options, "whitespace_pattern": request.whitespace_pattern}
+    return {**options, "whitespace_flexible": False}
+
+
+def _check_chars(text: str, name: str) -> None:
+    if len(text) > MAX_CHARS:
+        message = f"{name} has {len(text)} characters; at most {MAX_CHARS} are accepted"
+        raise InvalidRequest(message, limit="max_grammar_chars")
+
+
+def _plain_source(request: CompileGrammar) -> str:
+    if request.kind == "regex":
+        check_regex(request.text)
+        return LLMatcher.grammar_from_regex(request.text)
+    if request.kind == "choice":
+        return llguidance.grammar_from("choice", request.text)
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(request.text))
+    except GbnfToLarkError as error:
+        raise InvalidRequest(f"the grammar is neither Lark nor GBNF: {error}") from None

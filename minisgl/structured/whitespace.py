@@ -1,0 +1,21 @@
+"""The white space that a grammar allows between two tokens of JSON."""
+
+import re
+
+# Counts in braces, then the four characters of JSON's white space and the syntax of a regex.
+_COUNT = re.compile(r"\{\d{1,4}(?:,\d{0,4})?\}")
+_WHITESPACE = re.compile(r"(?:[ \t\n\r\[\]()*+?|]|\\[tnr]|\\x(?:20|09|0[aAdD]))*")
+_MAX_CHARS = 256
+
+
+def whitespace_pattern(max_chars: int) -> str:
+    """Return a regex of at most this many characters; "" for none.
+
+    Without an upper bound, some models write white space until max_tokens.
+    """
+    return rf"[\x20\x0A\x0D\x09]{{1,{max_chars}}}" if max_chars else ""
+
+
+def is_json_whitespace(pattern: str) -> bool:
+    """True if the text of this regex holds nothing but JSON's white space and operators."""
+    return len(pattern) <= _MAX_CHARS and bool(_WHITESPACE.fullmatch(_COUNT.sub("", pattern)))

@@ -1,0 +1,156 @@
+"""The bounded process, and hostile grammars that it accepts or refuses within its CPU time."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from minisgl.core import GrammarKind
+from minisgl.demo import model_path
+from minisgl.message.messages import CompileGrammar
+from minisgl.structured.bounded import BoundedProcess
+from minisgl.structured.service import MAX_CPU_S, GrammarService
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+
+
+def lists(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def patterns(count: int) -> dict[str, Any]:
+    """By itself, this schema of 1.5 KB occupies llguidance for minutes and takes gigabytes."""
+    return {"allOf": [{"type": "string", "pattern": f"a.{{{10 + i}}}"} for i in range(count)]}
+
+
+def tree(depth: int) -> dict[str, Any]:
+    """Each definition refers twice to the one before it: 2 ** depth paths."""
+    names = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i - 1}"}] * 2} for i in range(1, depth)}
+    return {"$ref": f"#/$defs/d{depth - 1}", "$defs": {"d0": {"type": "integer"}, **names}}
+
+
+# Each grammar with the part of the refusal; None: it is enforced.
+HOSTILE: list[tuple[GrammarKind, Any, str | None]] = [
+    ("json_schema", lists(300), "nest at most 64"),
+    ("regex", "(a*)*b", None),
+    ("json_schema", {"enum": [f"v{i}" for i in range(10**6)]}, ""),
+    ("json_schema", {"enum": [{"k": i} for i in range(9_000)]}, "to compile"),
+    ("choice", json.dumps([f"v{i}" for i in range(10**6)]), "at most 262144"),
+    ("regex", ".{100000}", None),
+    ("regex", "((a{1,100}){1,100}){1,100}", None),
+    ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text"),
+    ("json_schema", {"$ref": "#/$defs/node", "$defs": {"node": NODE}}, None),
+    ("regex", "(a|b)" * 13_107, None),
+    ("regex", "(a|b)*a(a|b){30}", None),
+    ("json_schema", patterns(30), "to compile"),
+    ("json_schema", tree(30), None),
+    ("json_schema", {"properties": {f"p{i}": True for i in range(9_000)}}, "to compile"),
+    ("json_schema", {"type": "array", "minItems": 10**9}, None),
+    ("json_schema", {"type": "string", "maxLength": 10**9}, None),
+    ("grammar", "(" * 5_000, "neither Lark nor GBNF"),
+    ("grammar", "start: " + "(" * 5_000 + '"a"' + ")" * 5_000, ""),
+    ("grammar", "root ::= " + "(" * 5_000 + '"a"' + ")" * 5_000, "nested too deeply"),
+    ("grammar", 'start: s\ns: s s s | "a" | ""', None),
+]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[GrammarService]:
+    service = GrammarService.start(str(model_path()), (7, 8))
+    yield service
+    service.close()
+
+
+def request(kind: GrammarKind, value: Any) -> CompileGrammar:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return CompileGrammar(uid=5, kind=kind, text=text)
+
+
+@pytest.mark.parametrize(("kind", "value", "refusal"), HOSTILE)
+def test_hostile_grammar_is_enforced_or_refused(
+    service: GrammarService, kind: GrammarKind, value: Any, refusal: str | None
+) -> None:
+    result = service.compile(request(kind, value))
+    if refusal is None:
+        assert result.error is None
+        assert result.text
+    else:
+        assert result.error is not None
+        assert refusal in result.error
+    assert (result.uid, result.internal) == (5, False)
+    assert service.compile(request("regex", "[0-9]+")).error is None, "the next grammar compiles"
+
+
+def test_result_has_the_ids_of_thinking(service: GrammarService) -> None:
+    assert service.compile(request("regex", "a")).think_ids == (7, 8)
+
+
+def test_accepted_grammar_is_remembered(service: GrammarService) -> None:
+    first = service.compile(request("regex", "remembered[0-9]"))
+    process, service._process = service._process, None
+    service._process = BoundedProcess(lambda _: pytest.fail("asked again"), 1.0)
+    try:
+        assert service.compile(request("regex", "remembered[0-9]")) == first
+    finally:
+        service._process.close()
+        service._process = process
+
+
+def test_model_without_a_usable_tokenizer_refuses_by_a_sentence() -> None:
+    service = GrammarService(None, (-1, -1))
+    assert "does not support structured output" in str(service.compile(request("regex", "a")).error)
+
+
+def spin(raw: bytes) -> bytes:
+    """Work for as many seconds of CPU time as the text says, then return the process id."""
+    end_s = time.process_time() + float(raw)
+    while time.process_time() < end_s:
+        pass
+    return str(os.getpid()).encode()
+
+
+def test_call_over_its_cpu_time_is_ended_and_the_next_one_works() -> None:
+    process = BoundedProcess(spin, 0.1)
+    first = process.call(b"0")
+    assert process.call(b"0") == first, "one process serves all calls"
+    assert process.call(b"60") is None
+    second = process.call(b"0")
+    assert second is not None
+    assert second != first
+    process.close()
+
+
+def test_limit_holds_for_each_call_and_not_for_their_sum() -> None:
+    process = BoundedProcess(spin, MAX_CPU_S)
+    assert len({process.call(b"0.03") for _ in range(8)}) == 1
+    process.close()
+
+
+def test_large_requests_and_replies_pass() -> None:
+    process = BoundedProcess(lambda raw: raw * 2, 10.0)
+    assert process.call(b"x" * 2**20) == b"x" * 2**21
+    process.close()
+
+
+def test_processes_end_with_their_owner() -> None:
+    process = BoundedProcess(lambda _: f"{os.getpid()} {os.getppid()}".encode(), 1.0)
+    reply = process.call(b"x")
+    assert reply is not None
+    worker, parent = map(int, reply.split())
+    process.close()
+    assert os.waitpid(parent, 0)[1] == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+def test_failure_of_the_process_is_an_error_of_the_owner() -> None:
+    process = BoundedProcess(lambda raw: bytes(raw[9:10].hex(), "x"), 1.0)  # LookupError
+    with pytest.raises(EOFError):
+        process.call(b"x")
+    process.close()
