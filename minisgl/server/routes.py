@@ -104,8 +104,8 @@ async def count_tokens(call: CallDep) -> Response:
     """The number of prompt tokens of a chat in the format of Anthropic's Messages API."""
     raw, facts = await call.read()
     name, prompt = call.converter.read_count_tokens(raw, facts)
-    ids = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
-    return json_response(TokenCount(len(ids)))
+    found = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
+    return json_response(TokenCount(len(found.token_ids)))
 
 
 # The writer of each API other than OpenAI's chat and completions.

@@ -73,12 +73,12 @@ class _Script:
         self._rules = json.loads(path.read_text())
         self._tokenizer = TextTokenizer(model_path)
 
-    def prepare(self, req: _Req) -> None:
+    def prepare(self, req: _Req, add: AddReq) -> None:
         """Replace the answer of a request."""
         prompt = self._tokenizer.vocabulary.decode(req.ids.tolist(), skip_special=False)
         answer = next(answer for text, answer in self._rules if text in prompt)
         ids = [*self._tokenizer.encode_text(answer), *FACTS.eos_token_ids]
-        if len(ids) <= req.max_tokens:
+        if add.sampling.max_tokens is None or len(ids) <= add.sampling.max_tokens:
             req.max_tokens, req.reason = len(ids), FinishReason.STOP
         req.ids = array("i", ids)
 
@@ -109,7 +109,7 @@ class StubScheduler:
                 if isinstance(message, AddReq):
                     self._reqs[message.uid] = _Req(message)
                     if self._script is not None:
-                        self._script.prepare(self._reqs[message.uid])
+                        self._script.prepare(self._reqs[message.uid], message)
                 elif isinstance(message, AbortReq) and message.uid in self._reqs:
                     self._finish(output, message.uid, message.reason)
             if self._mode != "hang" and (self._reqs or output.finished):
