@@ -147,9 +147,10 @@ class ToolCallParser:
 
     def take(self) -> tuple[str, list[ToolCallDelta]]:
         """Return the content and the deltas of calls since the last call of this method."""
+        if not self._content and not self._calls.deltas:
+            return "", []
         content, deltas = "".join(self._content), self._calls.deltas
-        if content or deltas:
-            self._content, self._calls.deltas = [], []
+        self._content, self._calls.deltas = [], []
         return content, _joined(deltas) if len(deltas) > 1 else deltas
 
     def _feed(self, text: str) -> None:

@@ -14,6 +14,7 @@ from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.protocol.requests import CHAT
 from minisgl.server.response import ResponseWriter
 from minisgl.server.stream import events
+from minisgl.tool_calls import ToolGrammar
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 KNOWS = msgspec.structs.replace(FACTS, tool_format="hermes")
@@ -234,3 +235,44 @@ def test_finish_reason_without_a_call_or_at_the_limit(stream: bool) -> None:
     ]:
         found = answer(updates, finish, stream)
         assert found[-1]["choices"][0]["finish_reason"] == expected
+
+
+# --- constraints --------------------------------------------------------------------------------
+
+STRICT = [function("weather", parameters=SCHEMA, strict=True), function("now")]
+NOW = {"type": "function", "function": {"name": "now"}}
+ONLY_NOW = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}}
+JSON_ANSWER = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("body", "names", "must_call", "parallel"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, ["weather", "now"], True, True),
+        ({"tools": TOOLS, "tool_choice": NOW}, ["now"], True, False),
+        ({"tools": TOOLS, "tool_choice": ONLY_NOW}, ["now"], True, True),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, ["weather", "now"], False, False),
+        ({"tools": STRICT}, ["weather", "now"], False, True),
+    ],
+)
+def test_a_guarantee_becomes_a_grammar(
+    body: dict[str, Any], names: list[str], must_call: bool, parallel: bool
+) -> None:
+    constraint = read(**body).grammar
+    assert (constraint.param, constraint.message.kind) == ("tools", "tool_calls")
+    grammar = msgspec.json.decode(constraint.message.text, type=ToolGrammar)
+    assert [name for name, _ in grammar.tools] == names
+    assert (grammar.must_call, grammar.parallel) == (must_call, parallel)
+    assert read(**body).named_tool == (body.get("tool_choice") == NOW)
+
+
+def test_free_tools_need_no_grammar() -> None:
+    assert read(tools=TOOLS).grammar is None
+    assert read(tools=TOOLS, tool_choice="auto", parallel_tool_calls=True).grammar is None
+
+
+def test_an_answer_format_beside_tools_constrains_the_answer_without_calls() -> None:
+    message = read(tools=TOOLS, response_format=JSON_ANSWER).grammar.message
+    assert msgspec.json.decode(message.text, type=ToolGrammar).answer == SCHEMA
+    error = refusal(tools=TOOLS, guided_regex="a+")
+    assert error.param == "guided_regex"

@@ -14,7 +14,7 @@ from minisgl.message.messages import ConstraintTotals
 from minisgl.structured.library import compile_grammar, load_tokenizer
 from minisgl.structured.matcher import Compiled, GrammarState
 
-EOS, THINK, THOUGHT, STOP = 0, 1, 2, 3
+EOS, THINK, THOUGHT, STOP, TRIGGER = 0, 1, 2, 3, 4
 PROMPT = 10  # tokens of the prompt
 TOKENIZER = tokenizers.Tokenizer.from_file(str(model_path() / "tokenizer.json"))
 
@@ -33,7 +33,12 @@ class Output:
 
     def __init__(self, library: LLTokenizer, source: str, thinking: Any = "off", **params: Any):
         grammar = Grammar(
-            source=source, kind="regex", thinking=thinking, think_start=THINK, think_end=THOUGHT
+            source=source,
+            kind="regex",
+            thinking=thinking,
+            think_start=THINK,
+            think_end=THOUGHT,
+            trigger=params.pop("trigger", -1),
         )
         compiled: Future[Compiled] = Future()
         compiled.set_result(Compiled(compile_grammar(library, source), 0.001))
@@ -116,6 +121,24 @@ def test_allowed_thinking_begins_only_with_the_first_token(library: LLTokenizer)
     assert THINK not in thinks.allowed()
     thinks.add(*ids("7"), *ids("8"), EOS)
     assert THINK not in Output(library, regex("[0-9]{2}")).allowed()
+
+
+@pytest.mark.parametrize("thinking", ["off", "allowed", "open"])
+def test_a_trigger_begins_the_grammar_after_free_text(library: LLTokenizer, thinking: str) -> None:
+    output = Output(library, regex("ab"), thinking, trigger=TRIGGER)
+    everything = set(range(library.vocab_size))
+    if thinking == "allowed":
+        output.add(THINK)
+    if thinking != "off":
+        output.add(TRIGGER)  # Thinking has no calls.
+        assert EOS not in output.allowed()
+        output.add(THOUGHT)
+    assert everything <= output.allowed(), "free text may end"
+    output.add(*ids("free text"), TRIGGER)
+    assert EOS not in output.allowed()
+    assert len(output.allowed()) < 10
+    output.add(*ids("ab"))
+    assert output.allowed() == {EOS}
 
 
 def test_a_stop_token_id_ends_only_a_complete_text(library: LLTokenizer) -> None:
