@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from minisgl.server.protocol.requests import RequestBody, StopString, bounds
+from minisgl.server.protocol.requests import RequestBody, StopString, ToolFunctionName, bounds
 
 BlockType = Annotated[
     str,
@@ -41,7 +41,7 @@ class MessagesMessage(msgspec.Struct, kw_only=True):
 class MessagesTool(msgspec.Struct, kw_only=True):
     """A tool. Tools of other types than custom are ignored, and so are further fields."""
 
-    name: ToolName
+    name: ToolFunctionName
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None

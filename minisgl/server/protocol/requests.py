@@ -62,6 +62,7 @@ Schema = dict[str, Any] | bool | str  # a JSON schema, or its JSON text
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
+ToolFunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -116,7 +117,7 @@ class Message(RequestBody, kw_only=True, omit_defaults=True):
 class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A function that the model may call. `parameters` is a JSON schema of an object."""
 
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
+    name: ToolFunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

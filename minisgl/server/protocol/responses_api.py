@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from minisgl.server.protocol.requests import RequestBody, Role, bounds
+from minisgl.server.protocol.requests import RequestBody, Role, ToolFunctionName, bounds
 
 ItemType = Annotated[
     str,
@@ -46,7 +46,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True):
     """A tool. Tools of other types than function are ignored, and so are further fields."""
 
     type: str
-    name: ToolName = ""
+    name: ToolFunctionName = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
