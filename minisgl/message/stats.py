@@ -1,0 +1,85 @@
+"""The numbers that the scheduler counts and sends to the API server as one message."""
+
+from collections.abc import Callable
+
+import msgspec
+
+STEP_PHASES = ("prefill", "decode", "mixed")
+BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+BATCH_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def _buckets(bounds: tuple[int, ...]) -> Callable[[], list[int]]:
+    return ([0] * (len(bounds) + 1)).copy
+
+
+class PhaseStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Totals since the start, over the steps of one phase. The scheduler counts in this object.
+
+    eager_steps, graph_steps  steps without and with a CUDA graph.
+    seconds                   spent in steps; the time of two overlapping steps counts once.
+    reqs, tokens              summed over the steps.
+    reqs_counts[i]            steps with at most BATCH_SIZE_BOUNDS[i] requests and more than the
+                              bound before; the last entry counts the steps above all bounds.
+    tokens_counts[i]          the same for tokens and BATCH_TOKENS_BOUNDS.
+    """
+
+    eager_steps: int = 0
+    graph_steps: int = 0
+    seconds: float = 0.0
+    reqs: int = 0
+    tokens: int = 0
+    reqs_counts: list[int] = msgspec.field(default_factory=_buckets(BATCH_SIZE_BOUNDS))
+    tokens_counts: list[int] = msgspec.field(default_factory=_buckets(BATCH_TOKENS_BOUNDS))
+
+
+class ConstraintTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Totals since the start, over the requests whose output a grammar constrains.
+
+    compiles, compile_seconds  grammars compiled, and the time of the compiling threads.
+    masks, mask_seconds        token masks computed, and the host time of these computations. The
+                               device computes a forward step meanwhile.
+    forced_tokens              output tokens that a grammar forced, so that no step sampled them.
+    failures                   requests that ended with GrammarFailed, by the code of the error.
+    """
+
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    masks: int = 0
+    mask_seconds: float = 0.0
+    forced_tokens: int = 0
+    failures: dict[str, int] = {}
+
+
+class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Gauges and totals of rank 0, sent every 50 ms while it is busy and once when it becomes idle.
+
+    The scheduler counts in one object of this class and sends it.
+
+    step_id, busy         the API server detects a hung scheduler by these two fields.
+    prompt_tokens_total, cached_tokens_total
+                          counted once per request, with its first output token.
+    prefill_tokens_total  tokens computed in chunks: prompt tokens and forced tokens. A preempted
+                          request computes its tokens again, and they count again.
+    phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
+    constraints           totals of the requests with a grammar.
+    """
+
+    step_id: int = 0
+    busy: bool = False
+    waiting_reqs: int = 0
+    running_reqs: int = 0
+    free_pages: int = 0
+    evictable_pages: int = 0
+    locked_pages: int = 0
+    total_pages: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    prefill_tokens_total: int = 0
+    output_tokens_total: int = 0
+    preemptions_total: int = 0
+    overlapped_steps_total: int = 0
+    evicted_pages_total: int = 0
+    nonfinite_rows_total: int = 0
+    phases: dict[str, PhaseStats] = {}
+    constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
