@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import UNSET
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
 from minisgl.core.sampling import CONSTRAINTS
 from minisgl.message.messages import TextOptions, TokenizeChat, TokenizeText
-from minisgl.server.apis import messages_request, responses_request
-from minisgl.server.apis.translation import Translation
+from minisgl.server.apis import Translation, messages_request, responses_request
+from minisgl.server.chat import ending, prepare_message
 from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintRequest, constraint_of
 from minisgl.server.decode import Body, decode, reject
@@ -212,7 +211,7 @@ class RequestConverter:
 
         param: the name of the messages in error messages. more_options: for the template too.
         """
-        chars = sum([_prepare_message(message, i) for i, message in enumerate(messages)])
+        chars = sum([prepare_message(message, i) for i, message in enumerate(messages)])
         self._check_chars(param, chars, facts)
         rendered = b"null" if tools is None else tools.rendered
         self._check_chars("tools", len(rendered), facts)
@@ -261,8 +260,8 @@ class RequestConverter:
         body, param = translation.body, translation.messages
         if isinstance(body, requests.ChatBody):
             messages, options = body.messages, body.chat_template_kwargs
-            ending = _ending(body)
-            return [(param, self.chat_prompt(messages, options, facts, tools, param, **ending))]
+            end = ending(body)
+            return [(param, self.chat_prompt(messages, options, facts, tools, param, **end))]
         if isinstance(body, requests.GenerateBody):
             return [("input_ids", self.ids_prompt("input_ids", body.input_ids, facts))]
         named: list[tuple[str, Any]] = [("prompt", body.prompt)]
@@ -344,63 +343,3 @@ def _entries(objects: list[Any], field: str) -> list[Any]:
     """The entries of the lists that these objects have in a field."""
     lists = [one.get(field) for one in objects if isinstance(one, dict)]
     return [entry for found in lists if isinstance(found, list) for entry in found]
-
-
-def _ending(body: requests.ChatBody) -> dict[str, bool]:
-    """The options of the template for the end of the prompt, where they are not the usual ones."""
-    if not body.continue_final_message:
-        return {} if body.add_generation_prompt is not False else {"add_generation_prompt": False}
-    last = body.messages[-1]
-    if last.role != "assistant" or not last.content or last.tool_calls:
-        rule = "needs a last message of the role assistant with content and without tool calls"
-        raise reject("continue_final_message", rule)
-    if body.add_generation_prompt:
-        raise reject("add_generation_prompt", "must be false with continue_final_message")
-    return {"continue_final_message": True, "add_generation_prompt": False}
-
-
-def _prepare_message(message: requests.Message, index: int) -> int:
-    """Bring one message to the form that chat templates expect. Returns its number of characters.
-
-    `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
-    arguments of tool calls are parsed, because templates write them as JSON themselves. The empty
-    fields, which carry no information, are left out.
-    """
-    if message.role == "developer":
-        message.role = "system"
-    chars = 0
-    if message.tool_calls:
-        if message.role != "assistant":
-            raise reject(f"messages[{index}].tool_calls", "is allowed only with role assistant")
-        if message.content is UNSET:
-            message.content = None
-        chars += _parse_arguments(message, index)
-    elif message.content is UNSET or message.content is None:
-        raise reject(f"messages[{index}].content", "is required")
-    else:
-        message.tool_calls = None
-    if isinstance(message.content, list):
-        message.content = "\n".join([part.text for part in message.content])
-    # A loop over the names would be slower, and a chat may have thousands of messages.
-    message.refusal = message.annotations = message.audio = None
-    message.function_call = message.reasoning = None
-    chars += len(message.content or "") + len(message.name or "")
-    return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
-
-
-def _parse_arguments(message: requests.Message, index: int) -> int:
-    """Parse the arguments of the tool calls, and return the calls' number of characters."""
-    chars = 0
-    for number, call in enumerate(message.tool_calls or ()):
-        name, arguments = call.function.name, call.function.arguments
-        if isinstance(call.function, requests.ParsedFunctionCall):
-            chars += len(call.id) + len(name) + len(msgspec.json.encode(arguments))
-            continue
-        try:
-            parsed = msgspec.json.decode(arguments or "{}")
-        except (msgspec.MsgspecError, RecursionError):
-            param = f"messages[{index}].tool_calls[{number}].function.arguments"
-            raise reject(param, "must be JSON in a string") from None
-        call.function = requests.ParsedFunctionCall(name=name, arguments=parsed)
-        chars += len(call.id) + len(name) + len(arguments)
-    return chars
