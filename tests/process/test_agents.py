@@ -8,9 +8,10 @@ import anthropic
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.process.agents import ANSWER, CALL, run_scripted
-from tests.process.harness import DEADLINE_S, ServerProcess
+from tests.process.harness import DEADLINE_S, ServerProcess, run_server
 
 pytestmark = pytest.mark.process
 
@@ -161,3 +162,34 @@ def test_aborted_stream_ends_with_an_error(server: ServerProcess, path: str) -> 
     assert event["type"] == ("response.failed" if name == "input" else "error")
     error = event["response"]["error"] if name == "input" else event["error"]
     assert error["message"] == "this request was aborted by an operator"
+
+
+class Sum(BaseModel, extra="forbid"):
+    result: int = Field(ge=0, le=99)
+    is_even: bool
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[ServerProcess]:
+    """The demo model, whose engine enforces constraints."""
+    with run_server("--num-pages", "256") as found:
+        yield found.wait_ready()
+
+
+def test_structured_output_of_responses(demo: ServerProcess) -> None:
+    client = demo.client()
+    given: Any = {"model": "minisgl-demo", "input": QUESTION, "text_format": Sum}
+    assert isinstance(client.responses.parse(**given).output_parsed, Sum)
+    with client.responses.stream(**given) as events:
+        assert isinstance(events.get_final_response().output_parsed, Sum)
+
+
+def test_structured_output_of_messages(demo: ServerProcess) -> None:
+    client = anthropic.Anthropic(base_url=demo.url, api_key="none", max_retries=0)
+    answer = client.messages.create(
+        model="minisgl-demo",
+        max_tokens=64,
+        messages=[{"role": "user", "content": QUESTION}],
+        output_config={"format": {"type": "json_schema", "schema": Sum.model_json_schema()}},
+    )
+    assert isinstance(Sum.model_validate_json(answer.content[0].text), Sum)  # type: ignore[union-attr]

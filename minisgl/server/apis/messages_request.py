@@ -12,6 +12,7 @@ from minisgl.server.protocol import requests
 # Claude Code sends its version and a number that changes with each request in a system block of
 # its own. The block would change the beginning of each prompt, so that no prefix could be cached.
 _BILLING = "x-anthropic-billing-header:"
+_THINKING = ("enable_thinking", "thinking")  # its names in templates
 _CUSTOM = (None, "custom")  # the types of tools that the client describes
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -51,8 +52,8 @@ def _template_options(
 ) -> tuple[requests.TemplateOptions, tuple[str, ...]]:
     wanted: dict[str, Any] = {}
     if body.thinking is not None:
-        name = "thinking" if "thinking" in facts.template_variables else "enable_thinking"
-        wanted[name] = body.thinking.type != "disabled"
+        names = set(_THINKING) & set(facts.template_variables) or _THINKING[:1]
+        wanted |= dict.fromkeys(names, body.thinking.type != "disabled")
         wanted["thinking_budget"] = body.thinking.budget_tokens
     if body.output_config is not None:
         wanted["reasoning_effort"] = body.output_config.effort
