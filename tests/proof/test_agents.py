@@ -1,6 +1,6 @@
-"""Codex CLI and Claude Code finish one tool round against a scripted engine.
+"""Agents finish a tool round against a scripted engine: Codex CLI, Claude Code and frameworks.
 
-The newest versions come from npm. The answer to the request of the user calls the shell tool of the
+The newest versions of the two command lines come from npm. The answer to the request of the user calls the shell tool of the
 agent. The agent must run the command, and must print the answer to the result of the tool.
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.process.agents import ANSWER, run_scripted
+from tests.process.agents import ANSWER, CALL, run_scripted
 from tests.process.harness import ServerProcess
+from tests.proof.venvs import make_venv
 
 pytestmark = pytest.mark.proof
 
@@ -112,3 +113,16 @@ def test_claude_code_finishes_a_tool_round(tmp_path: Path) -> None:
             CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         )
     sys.stdout.write(version)
+
+
+def test_frameworks_finish_a_tool_round(tmp_path: Path) -> None:
+    packages = ("openai-agents", "pydantic-ai-slim[openai,anthropic]", "litellm")
+    python = make_venv(tmp_path / "venv", *packages) / "python"
+    question = "What is 2 + 3?"
+    script = [("<|im_start|>tool", ANSWER), (question, CALL)]
+    with run_scripted(tmp_path, script, "--served-model-name", MODEL) as server:
+        path = Path(__file__).parent / "scripts" / "agents_client.py"
+        command = [str(python), str(path), server.url, MODEL, question, ANSWER]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, f"{done.stderr[-3000:]}\n{server.stderr[-3000:]}"
+    sys.stdout.write(done.stdout)
