@@ -1,7 +1,8 @@
 """Agents finish a tool round against a scripted engine: Codex CLI, Claude Code and frameworks.
 
-The newest versions of the two command lines come from npm. The answer to the request of the user calls the shell tool of the
-agent. The agent must run the command, and must print the answer to the result of the tool.
+The newest versions of the two command lines come from npm. The answer to the request of the user
+calls the shell tool of the agent. The agent must run the command, and must print the answer to the
+result of the tool.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""URL MODEL QUESTION ANSWER: a tool round of openai-agents, pydantic-ai and litellm by Responses and Messages."""
+"""URL MODEL QUESTION ANSWER: a tool round of openai-agents, pydantic-ai and litellm.
+
+The clients use Responses and Messages, whole and streamed.
+"""
 
 import asyncio
 import sys
