@@ -279,15 +279,16 @@ class RequestConverter:
     def _check_sizes(self, given: Mapping[str, Any]) -> None:
         """Refuse lists that are longer than this server allows."""
         limit = self.limits.max_messages
-        for param in ("messages", "input"):
+        for param in ("messages", "input", "system"):
             messages = given.get(param)
             if not isinstance(messages, list):
                 continue
             counts = {"messages": len(messages)}
             for field in ("content", "tool_calls", "output", "summary"):
-                parts = _entries(messages[:limit], field)
-                # The content of a result of a tool is in a block of a message.
-                counts[f"entries of {field}"] = len(parts) + len(_entries(parts[:limit], field))
+                counts[f"entries of {field}"], inner = 0, messages
+                while inner and counts[f"entries of {field}"] <= limit:  # a part may have parts
+                    inner = _entries(inner[:limit], field)
+                    counts[f"entries of {field}"] += len(inner)
             for name, count in counts.items():
                 if count > limit:
                     raise reject(param, f"must have at most {limit} {name}", "max_messages")

@@ -5,6 +5,7 @@ turn of the assistant, with reasoning, text and tool calls. In the Responses API
 items, so consecutive items of the assistant become one message.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.core import ModelFacts, Unsupported
@@ -14,7 +15,6 @@ from minisgl.server.protocol import requests
 from minisgl.server.protocol import responses_api as api
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
-_DEVELOPER = ("system", "developer")
 
 
 def translate(body: api.ResponsesBody, facts: ModelFacts) -> Translation:
@@ -36,61 +36,72 @@ def translate(body: api.ResponsesBody, facts: ModelFacts) -> Translation:
     return Translation(chat, "input", ignored, _repeated(body))
 
 
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """Consecutive items that become one message. Their texts are joined once, at the end."""
+
+    role: requests.Role
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[requests.ToolCall] = field(default_factory=list)
+    call_id: str | None = None
+
+    def message(self) -> requests.Message:
+        return requests.Message(
+            role=self.role,
+            content=("\n\n" if self.role == "system" else "\n").join(self.texts),
+            reasoning_content="\n".join(self.reasoning) or None,
+            tool_calls=self.calls or None,
+            tool_call_id=self.call_id,
+        )
+
+
 def _messages(body: api.ResponsesBody) -> list[requests.Message]:
-    """The messages of a chat. The developer's texts at the beginning become one message, because
-    many chat templates accept one system message only.
-    """
-    messages: list[requests.Message] = []
-    if body.instructions:
-        messages.append(requests.Message(role="system", content=body.instructions))
+    """The messages of a chat."""
+    turns = [_Turn("system", [body.instructions])] if body.instructions else []
     if isinstance(body.input, str):
-        return [*messages, requests.Message(role="user", content=body.input)]
+        turns.append(_Turn("user", [body.input]))
+        return [turn.message() for turn in turns]
     for index, item in enumerate(body.input):
         path = f"input[{index}]"
         match item.type:
             case "message":
-                _add_message(messages, item, path)
+                _add_message(turns, item, path)
             case "function_call":
-                message = _assistant(messages)
-                message.tool_calls = [*(message.tool_calls or ()), _call(item, path)]
+                _turn(turns, "assistant").calls.append(_call(item, path))
             case "function_call_output":
                 content = _text(item.output, f"{path}.output")
-                messages.append(
-                    requests.Message(role="tool", content=content, tool_call_id=item.call_id)
-                )
+                turns.append(_Turn("tool", [content], call_id=item.call_id))
             case "reasoning":
-                message = _assistant(messages)
                 text = _text(item.content, f"{path}.content")
                 text = text or _text(item.summary, f"{path}.summary")
-                message.reasoning_content = (message.reasoning_content or "") + text
+                _turn(turns, "assistant").reasoning.append(text)
             case _:
                 raise Unsupported(
                     f"{path}: items of type {item.type[:64]!r} are not supported", path
                 )
-    return messages
+    return [turn.message() for turn in turns]
 
 
-def _add_message(messages: list[requests.Message], item: api.ResponsesItem, path: str) -> None:
+def _add_message(turns: list[_Turn], item: api.ResponsesItem, path: str) -> None:
     if item.role is None or item.role == "tool":
         raise reject(f"{path}.role", "must be one of system, developer, user, assistant")
     if item.content is None:
         raise reject(f"{path}.content", "is required")
-    content = _text(item.content, f"{path}.content")
-    if item.role == "assistant":
-        message = _assistant(messages)
-        message.content = f"{message.content}\n{content}" if message.content else content
-    elif item.role in _DEVELOPER and len(messages) == 1 and messages[0].role == "system":
-        messages[0].content = f"{messages[0].content}\n\n{content}"
-    else:
-        role = "system" if item.role in _DEVELOPER else item.role
-        messages.append(requests.Message(role=role, content=content))
+    role: requests.Role = "system" if item.role == "developer" else item.role
+    _turn(turns, role).texts.append(_text(item.content, f"{path}.content"))
 
 
-def _assistant(messages: list[requests.Message]) -> requests.Message:
-    """The last message if it is of the assistant, or a new one."""
-    if not messages or messages[-1].role != "assistant":
-        messages.append(requests.Message(role="assistant", content=""))
-    return messages[-1]
+def _turn(turns: list[_Turn], role: requests.Role) -> _Turn:
+    """The turn to which an item of this role belongs.
+
+    Consecutive items of the assistant are one turn. So are those of the system at the beginning,
+    because many chat templates accept one system message only.
+    """
+    joins = role == "assistant" or (role == "system" and len(turns) == 1)
+    if not (joins and turns and turns[-1].role == role):
+        turns.append(_Turn(role))
+    return turns[-1]
 
 
 def _call(item: api.ResponsesItem, path: str) -> requests.ToolCall:

@@ -58,7 +58,7 @@ class ResponsesToolChoice(msgspec.Struct, kw_only=True):
     type: str
     name: ToolName = ""
     mode: Literal["auto", "required"] = "auto"
-    tools: list[ResponsesTool] = []
+    tools: Annotated[list[ResponsesTool], Meta(max_length=128)] = []
 
 
 class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -328,13 +328,15 @@ def test_store_is_accepted_and_answered_false(store: bool | None) -> None:
                 "content": [{"type": "tool_result", "content": [TEXT]}],
             },
         ),
+        (MESSAGES, "system", {"type": "text", "text": "a", "content": [TEXT, TEXT]}),
     ],
 )
 def test_history_is_bounded_in_all(route: str, name: str, item: dict[str, Any]) -> None:
     config = msgspec.structs.replace(CONFIG, limits=Limits(max_messages=5))
-    read(route, config=config, **{name: [item] * 2})
+    more = {"messages": [user("a")]} if name == "system" else {}
+    read(route, config=config, **more, **{name: [item] * 2})
     with pytest.raises(InvalidRequest) as caught:
-        read(route, config=config, **{name: [item] * 3})
+        read(route, config=config, **more, **{name: [item] * 3})
     assert (caught.value.param, caught.value.limit) == (name, "max_messages")
 
 
