@@ -56,30 +56,29 @@ class Batch(NamedTuple):
 
 
 class _Rows:
-    """Fills rows of equal length with encoded samples."""
+    """Fills rows of equal length with encoded samples. alone: each sample has its own row."""
 
-    def __init__(self, rows: int, length: int) -> None:
+    def __init__(self, rows: int, length: int, alone: bool = False) -> None:
         self.ids = np.zeros((rows, length), dtype=np.int16)
         self.document = np.full((rows, length), -1, dtype=np.int8)
         self.produced = np.zeros((rows, length), dtype=bool)
-        self._row, self._used, self._documents = 0, 0, 0
+        self._alone = alone
+        self._used, self._documents = [0] * rows, [0] * rows
 
     def add(self, ids: list[int], produced: list[bool]) -> bool:
-        """Append a sample; False when all rows are full."""
+        """Put a sample into the first row with enough space; False if no row has it."""
         length = self.ids.shape[1]
-        if self._used + len(ids) > length:
-            self._row, self._used, self._documents = self._row + 1, 0, 0
-        if self._row == self.ids.shape[0]:
+        rows = (row for row, used in enumerate(self._used) if used + len(ids) <= length)
+        row = next(rows, None)
+        if row is None:
             return False
-        span = slice(self._used, self._used + len(ids))
-        self.ids[self._row, span] = ids
-        self.document[self._row, span] = self._documents
-        self.produced[self._row, span] = produced
-        self._used, self._documents = span.stop, self._documents + 1
+        span = slice(self._used[row], self._used[row] + len(ids))
+        self.ids[row, span] = ids
+        self.document[row, span] = self._documents[row]
+        self.produced[row, span] = produced
+        self._used[row] = length if self._alone else span.stop
+        self._documents[row] += 1
         return True
-
-    def next_row(self) -> None:
-        self._used = self.ids.shape[1]
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids, document and produced."""
@@ -132,14 +131,13 @@ class BatchStream(IterableDataset[Batch]):
         allowed = [n for n, p in zip(LONG_ROW_TOKENS, _LENGTH_FROM, strict=True) if progress >= p]
         # Longer rows are harder, so draw them more often.
         length = rng.choices(allowed, weights=range(1, len(allowed) + 1))[0]
-        long = _Rows(max(1, self._plan.long_tokens // length), length)
+        long = _Rows(max(1, self._plan.long_tokens // length), length, alone=True)
         draw = Draw(rng, lexicon, held_out=False)
         while True:
             tokens = int(length * rng.uniform(0.55, 1.0))
             sample = long_document(draw, encoder, tokens, _QUESTIONS_PER_DOCUMENT)
             if not long.add(*encoder.encode(sample)):
                 break
-            long.next_row()
         return Batch(*short.packed(), *long.answers())
 
 

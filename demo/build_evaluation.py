@@ -14,7 +14,7 @@ from demo.batches import long_document
 from demo.generate import held_out_samples, joined, with_system
 from demo.lexicon import Lexicon
 from demo.sample import Draw, Sample
-from demo.tasks import GENERATORS
+from demo.tasks import GENERATORS, TOOL_TASKS
 from demo.vocabulary import Encoder, load_tokenizer
 from minisgl.demo import evaluation_path
 
@@ -40,6 +40,10 @@ def evaluation_samples() -> Iterator[Sample]:
             yield from _lookups(lexicon, encoder)
             continue
         rng = random.Random(f"evaluation {SEED} {task}")
+        if task in TOOL_TASKS:
+            for sample in held_out_samples(SEED, task, PROMPTS_PER_TASK, lexicon):
+                yield with_system(rng, sample)
+            continue
         samples = held_out_samples(SEED, task, PROMPTS_PER_TASK + _MULTI_TURN_PER_TASK, lexicon)
         merged = [
             joined([samples[i], samples[PROMPTS_PER_TASK + i]]) for i in range(_MULTI_TURN_PER_TASK)
@@ -48,13 +52,19 @@ def evaluation_samples() -> Iterator[Sample]:
             yield with_system(rng, sample)
 
 
+def _line(sample: Sample) -> dict[str, object]:
+    line: dict[str, object] = {"task": sample.task, "messages": sample.messages()}
+    line["answer"] = sample.answer
+    if sample.tools:
+        line["tools"] = sample.schemas()
+    if sample.calls:
+        line["calls"] = [call._asdict() for call in sample.calls]
+    return line
+
+
 def evaluation_text() -> str:
     """Return the content of evaluation.jsonl."""
-    lines = (
-        json.dumps({"task": s.task, "messages": s.messages(), "answer": s.answer})
-        for s in evaluation_samples()
-    )
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{json.dumps(_line(sample))}\n" for sample in evaluation_samples())
 
 
 if __name__ == "__main__":

@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minisgl.demo import evaluation_path, model_path
 
-MAX_ANSWER_TOKENS = 96
+MAX_ANSWER_TOKENS = 160
+_TOOL_CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+# Prompt tokens that transformers processes at once.
+_BATCH_TOKENS = 8192
 
 
 class Prompt(NamedTuple):
-    """One line of evaluation.jsonl."""
+    """One line of evaluation.jsonl: the request, and the right answer or the right tool calls.
+
+    messages, tools: as in a request to an OpenAI API. calls: objects with `name` and `arguments`.
+    """
 
     task: str
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     answer: str
+    tools: Sequence[dict[str, Any]] = ()
+    calls: Sequence[dict[str, Any]] = ()
 
 
 class Score(NamedTuple):
@@ -44,9 +53,24 @@ def load_evaluation(path: Path | None = None) -> list[Prompt]:
     return [Prompt(**json.loads(line)) for line in lines]
 
 
-def is_correct(answer: str, text: str) -> bool:
-    """Whether a generated text is the right answer, apart from white space around it."""
-    return text.strip() == answer
+def tool_calls(text: str) -> list[Any]:
+    """Parse a text that consists of tool calls; empty if the text contains anything else."""
+    if _TOOL_CALL.sub("", text).strip():
+        return []
+    try:
+        return [json.loads(call) for call in _TOOL_CALL.findall(text)]
+    except json.JSONDecodeError:
+        return []
+
+
+def is_correct(prompt: Prompt, text: str) -> bool:
+    """Whether a generated text is the right answer, apart from white space around it.
+
+    Tool calls are right if each has the right name and equal arguments, in the right order.
+    """
+    if prompt.calls:
+        return tool_calls(text) == list(prompt.calls)
+    return text.strip() == prompt.answer
 
 
 def accuracy_by_task(prompts: Sequence[Prompt], texts: Sequence[str]) -> dict[str, Score]:
@@ -54,7 +78,7 @@ def accuracy_by_task(prompts: Sequence[Prompt], texts: Sequence[str]) -> dict[st
     scores: dict[str, Score] = {}
     for prompt, text in zip(prompts, texts, strict=True):
         right, total = scores.get(prompt.task, Score(0, 0))
-        scores[prompt.task] = Score(right + is_correct(prompt.answer, text), total + 1)
+        scores[prompt.task] = Score(right + is_correct(prompt, text), total + 1)
     return scores
 
 
@@ -66,26 +90,52 @@ def accuracy_table(scores: dict[str, Score]) -> str:
     return "\n".join(lines)
 
 
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Group indices of similar length, so that a batch pads little and has a bounded size."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[index] > _BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
 def transformers_answers(
-    prompts: Iterable[Prompt], folder: Path, device: str, dtype: str
+    prompts: Sequence[Prompt], folder: Path, device: str, dtype: str
 ) -> list[str]:
-    """Answer each prompt greedily with transformers, one at a time."""
+    """Answer the prompts greedily with transformers, in batches of prompts of similar length."""
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
     model.eval()
-    texts: list[str] = []
-    for prompt in prompts:
-        text = tokenizer.apply_chat_template(
-            prompt.messages, tokenize=False, add_generation_prompt=True
+    rendered = [
+        tokenizer.apply_chat_template(
+            prompt.messages,
+            tools=list(prompt.tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
         )
-        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(device)
+        for prompt in prompts
+    ]
+    texts = [""] * len(prompts)
+    for batch in _batches([len(tokenizer(text).input_ids) for text in rendered]):
+        inputs = tokenizer(
+            [rendered[index] for index in batch],
+            padding=True,
+            return_tensors="pt",
+            return_token_type_ids=False,
+        ).to(device)
         with torch.inference_mode():
             out = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
-        answer_ids = out[0, inputs["input_ids"].shape[1] :]
-        texts.append(tokenizer.decode(answer_ids, skip_special_tokens=True))
+        answers = out[:, inputs["input_ids"].shape[1] :]
+        for index, text in zip(
+            batch, tokenizer.batch_decode(answers, skip_special_tokens=True), strict=True
+        ):
+            texts[index] = text
     return texts
 
 
@@ -104,9 +154,9 @@ def _main() -> int:
     print(f"{len(prompts)} prompts in {time.monotonic() - started_s:.0f} s")
     if arguments.wrong:
         for prompt, text in zip(prompts, texts, strict=True):
-            if not is_correct(prompt.answer, text):
+            if not is_correct(prompt, text):
                 print(prompt.task, repr(prompt.messages[-1]["content"][-120:]))
-                print("  expected", repr(prompt.answer), "got", repr(text))
+                print("  expected", repr(prompt.answer or prompt.calls), "got", repr(text))
     return int(any(score.accuracy < 0.95 for score in scores.values()))
 
 

@@ -8,19 +8,24 @@ from collections.abc import Sequence
 
 from demo.lexicon import Lexicon
 from demo.sample import Draw, Sample
-from demo.tasks import GENERATORS
+from demo.tasks import GENERATORS, TOOL_TASKS
 
 # Relative shares in training. The tasks on unseen words need the largest shares.
 MIXTURE: dict[str, int] = {
-    "arithmetic": 6,
+    "arithmetic": 7,
     "spelling": 3,
     "reversing": 4,
     "sorting": 6,
-    "counting": 8,
-    "lookup": 3,
-    "json": 4,
-    "conversation": 4,
+    "counting": 9,
+    "lookup": 2,
+    "json": 3,
+    "conversation": 3,
     "greeting": 2,
+    "tool-call": 1,
+    "tool-choice": 3,
+    "tool-result": 1,
+    "tool-none": 3,
+    "tool-parallel": 2,
 }
 SYSTEM_MESSAGES: tuple[str, ...] = (
     "You are a helpful assistant.",
@@ -66,11 +71,17 @@ def informal(rng: random.Random, sample: Sample) -> Sample:
 
 
 def training_sample(rng: random.Random, lexicon: Lexicon) -> Sample:
-    """Draw a sample from the mixture. Some samples join several tasks in one conversation."""
+    """Draw a sample from the mixture. Some samples join several tasks in one conversation.
+
+    The tools of a conversation are the same in all its turns, so a tool task stands alone.
+    """
     draw = Draw(rng, lexicon, held_out=False)
     turns = rng.choice((2, 2, 3, 4)) if rng.random() < _MEDLEY_SHARE else 1
     tasks = rng.choices(tuple(MIXTURE), weights=tuple(MIXTURE.values()), k=turns)
-    return with_system(rng, joined([informal(rng, GENERATORS[task](draw)) for task in tasks]))
+    if tasks[0] in TOOL_TASKS:
+        return with_system(rng, TOOL_TASKS[tasks[0]](draw))
+    samples = [informal(rng, GENERATORS[task](draw)) for task in tasks if task not in TOOL_TASKS]
+    return with_system(rng, joined(samples))
 
 
 def joined(samples: Sequence[Sample]) -> Sample:

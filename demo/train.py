@@ -19,6 +19,7 @@ from torch import Tensor
 from demo.batches import Batch, Plan, loader
 from demo.export import export, round_to_bf16, train_facts
 from demo.network import Network, Shape
+from demo.ranks import Ranks
 from demo.validation import Validation
 
 # The weight of prompt tokens in the loss. It is small, because the words of prompts are random.
@@ -63,7 +64,8 @@ def train(arguments: argparse.Namespace) -> None:
     """Run the whole training and export the result."""
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
-    device = torch.device(arguments.device)
+    ranks = Ranks()
+    device = ranks.device(arguments.device)
     plan = Plan(arguments.seed, arguments.steps, arguments.short_tokens, arguments.long_tokens)
     network = Network(Shape()).to(device)
     optimizer = optimizer_for(network, arguments.peak, fused=device.type == "cuda")
@@ -77,20 +79,24 @@ def train(arguments: argparse.Namespace) -> None:
     tokens, done, elapsed_s = 0, 0, 0.0
     for step, batch in enumerate(loader(plan, arguments.workers)):
         # On a slow machine the time limit shortens the schedule, so that the rate still ends at 0.
-        progress = max(step / plan.steps, elapsed_s / arguments.limit_s)
+        progress = max(step / plan.steps, ranks.from_first(elapsed_s) / arguments.limit_s)
         if progress >= 1.0:
             print(f"the time limit ended the training at step {step}")
             break
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, progress, arguments.peak)
-        losses = _losses(network, Batch(*(t.to(device, non_blocking=True) for t in batch)))
+        part = Batch(*(t.to(device, non_blocking=True) for t in ranks.part(batch)))
+        losses = _losses(network, part)
         (losses[0] + _LONG_WEIGHT * losses[1]).backward()
+        ranks.average(network)
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         done = step + 1
         tokens += batch.short_ids.numel() + batch.long_ids.numel()
         elapsed_s = time.monotonic() - started_s
+        if ranks.rank:
+            continue
         if step % arguments.log_every == 0:
             print(
                 f"step {step} {elapsed_s:.0f} s {tokens / elapsed_s / 1e6:.2f} Mtok/s "
@@ -100,6 +106,8 @@ def train(arguments: argparse.Namespace) -> None:
             print(validation.table(network))
     if device.type == "cuda":
         torch.cuda.synchronize()
+    if ranks.rank:
+        return
     facts = train_facts(arguments, done, tokens, time.monotonic() - started_s, device)
     round_to_bf16(network)
     print("as exported", validation.table(network))
@@ -119,10 +127,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the minisgl demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=8_500)
     parser.add_argument("--peak", type=float, default=2e-3, help="highest learning rate")
-    parser.add_argument("--short-tokens", type=int, default=32_768, help="per step, packed")
-    parser.add_argument("--long-tokens", type=int, default=25_088, help="per step, documents")
+    parser.add_argument("--short-tokens", type=int, default=43_008, help="per step, packed")
+    parser.add_argument("--long-tokens", type=int, default=12_544, help="per step, documents")
     parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--compile", action="store_true", help="compile the layers")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from demo.generate import training_sample
 from demo.lexicon import Lexicon
 from demo.sample import Sample
+from demo.template import CHAT_TEMPLATE, TOOL_TOKENS, turns
 from minisgl.demo import model_path
 
 VOCABULARY_SIZE = 1280
@@ -29,22 +31,15 @@ _SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LONGEST_PIECE = 10
 _CORPUS_SAMPLES = 40_000
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
 
 def _corpus(seed: int) -> Iterator[str]:
     rng, lexicon = random.Random(f"tokenizer {seed}"), Lexicon()
+    added = re.compile("|".join(TOOL_TOKENS))
     for _ in range(_CORPUS_SAMPLES):
-        for exchange in training_sample(rng, lexicon).exchanges:
-            yield exchange.user
+        for turn in turns(training_sample(rng, lexicon)):
             # Answers written letter by letter would add pieces that occur nowhere else.
-            if not exchange.by_letter:
-                yield exchange.assistant
+            if not turn.by_letter:
+                yield from added.split(turn.text)
     yield from ("system", "user", "assistant") * 1000
 
 
@@ -59,13 +54,14 @@ def train_tokenizer(seed: int = 0) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=VOCABULARY_SIZE - len(TOOL_TOKENS),
         special_tokens=[AddedToken(t, normalized=False, special=True) for t in SPECIAL_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         max_token_length=_LONGEST_PIECE,
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(seed), trainer)
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in TOOL_TOKENS])
     return tokenizer
 
 
@@ -114,8 +110,8 @@ class Encoder:
     def encode(self, sample: Sample) -> tuple[list[int], list[bool]]:
         """Return the ids of the whole conversation and which of them the model must produce.
 
-        The model must produce the answers and the end-of-turn token after each. The newline after
-        it and all text of the other roles are given.
+        The model must produce the answers, the tool calls and the end-of-turn token after each.
+        The newline after it and all text of the other roles are given.
         """
         ids: list[int] = []
         produced: list[bool] = []
@@ -124,15 +120,11 @@ class Encoder:
             ids.extend(new)
             produced.extend([is_answer] * len(new))
 
-        if sample.system:
-            add([*self._roles["system"], *self._ids(sample.system), self._end], False)
-            add(self._newline, False)
-        for user, assistant, by_letter in sample.exchanges:
-            add([*self._roles["user"], *self._ids(user), self._end, *self._newline], False)
-            add(self._roles["assistant"], False)
-            parts = assistant if by_letter else (assistant,)
-            add([i for part in parts for i in self._ids(part)], True)
-            add([self._end], True)
+        for turn in turns(sample):
+            add(self._roles[turn.role], False)
+            parts = turn.text if turn.by_letter else (turn.text,)
+            add([i for part in parts for i in self._ids(part)], turn.produced)
+            add([self._end], turn.produced)
             add(self._newline, False)
         return ids[: -len(self._newline)], produced[: -len(self._newline)]
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _compile(arguments[1:])
         return _serve(arguments)
     except ConfigError as error:
+        logging.shutdown()  # The error is the last line.
         sys.stderr.write(f"minisgl: error: {error}\n")
         return supervise.CONFIG_EXIT
     except KeyboardInterrupt:
@@ -40,7 +42,7 @@ def _serve(arguments: Sequence[str]) -> int:
     # Without a handler, SIGTERM would not end a download, which may take minutes.
     signal.signal(signal.SIGTERM, _end_download)
     environ = dict(os.environ)
-    for name in KEY_VARIABLES:  # Other processes, such as git and the children, inherit os.environ.
+    for name in KEY_VARIABLES:  # Child processes, such as git and the workers, inherit os.environ.
         os.environ.pop(name, None)
     return launch(resolve(arguments, environ, resolve_model, _demo_path))
 

@@ -13,7 +13,7 @@ LARGEST_FACTOR = 12
 _SMALL_TERM = 20
 _SMALL_SHARE = 0.25
 
-_PHRASES: dict[str, tuple[str, ...]] = {
+PHRASES: dict[str, tuple[str, ...]] = {
     "+": (
         "What is {a} + {b}?",
         "What is {a} plus {b}?",
@@ -103,6 +103,6 @@ def arithmetic(draw: Draw) -> Sample:
     """Ask for one sum, difference or product; the answer is the number alone."""
     operator = draw.rng.choice("+++---xx")
     a, b = draw_pair(draw.rng, operator, draw.held_out)
-    user = draw.rng.choice(_PHRASES[operator]).format(a=a, b=b)
+    user = draw.rng.choice(PHRASES[operator]).format(a=a, b=b)
     keys = [operand_key(operator, a, b)]
     return single("arithmetic", user, str(apply(operator, a, b)), keys)

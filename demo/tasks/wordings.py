@@ -15,7 +15,7 @@ from demo.split import is_held_out, split_key
 
 ABILITIES = (
     "I can calculate with small numbers, spell, reverse, sort and count words, "
-    "look up facts in a text, and write JSON."
+    "look up facts in a text, write JSON, and call tools."
 )
 IDENTITY = "I am the minisgl demo model, a very small language model."
 UNKNOWN = "Sorry, I am only a small demo model and do not know that."

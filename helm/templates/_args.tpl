@@ -21,6 +21,7 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 {{- $server := .Values.server -}}
 - {{ printf "--host=%s" $server.host | quote }}
 - --port=1919
+- --probe-port=1920
 {{- if $model.id }}
 - {{ printf "--model=%s" $model.id | quote }}
 {{- with $model.revision }}
@@ -48,6 +49,10 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 - --num-tokenizer={{ int $server.tokenizers }}
 - --log-level={{ $server.logLevel }}
 - --tool-format={{ $server.toolFormat }}
+{{- if .Values.auth.keysSecret }}
+- --api-key-file=/keys/keys
+{{- end }}
+- --cache-isolation={{ .Values.auth.cacheIsolation }}
 {{- if $server.escapeSpecialTokens }}
 - --escape-special-tokens
 {{- end }}

@@ -55,17 +55,18 @@ lifecycle:
 {{/*
 The startup probe asks /readyz, not /livez: /livez answers 200 while the model loads, so a probe of it would
 not limit the start. While the startup probe fails, the kubelet runs neither of the other two probes.
+The probes have a port of their own, so that clients cannot keep them out. The Service does not expose it.
 */}}
 {{- define "minisgl.probes" -}}
 startupProbe:
-  httpGet: {path: /readyz, port: http}
+  httpGet: {path: /readyz, port: probes}
   periodSeconds: {{ .Values.startup.periodSeconds }}
   timeoutSeconds: 5
   failureThreshold: {{ include "minisgl.startupFailures" . }}
 readinessProbe:
-  httpGet: {path: /readyz, port: http}
+  httpGet: {path: /readyz, port: probes}
   {{- toYaml .Values.readiness | nindent 2 }}
 livenessProbe:
-  httpGet: {path: /livez, port: http}
+  httpGet: {path: /livez, port: probes}
   {{- toYaml .Values.liveness | nindent 2 }}
 {{- end -}}

@@ -12,6 +12,7 @@
   emptyDir:
     sizeLimit: {{ .Values.cache.size }}
   {{- end }}
+{{ with .Values.auth.keysSecret }}- {name: keys, secret: {secretName: {{ . | quote }}}}{{ end }}
 {{- if gt (int .Values.tensorParallelSize) 1 }}
 - name: shm
   emptyDir:
@@ -46,6 +47,7 @@
   mountPath: /tmp
 - name: cache
   mountPath: /cache
+{{ with .Values.auth.keysSecret }}- {name: keys, mountPath: /keys, readOnly: true}{{ end }}
 {{- if gt (int .Values.tensorParallelSize) 1 }}
 - name: shm
   mountPath: /dev/shm

@@ -17,10 +17,12 @@ server.toolFormat: --tool-format
 server.escapeSpecialTokens: --escape-special-tokens
 server.allowedOrigins: --allow-origin
 server.host: --host
-service.port: --port
+service.port: --port --probe-port
 drain.graceSeconds: --drain-grace
 drain.timeoutSeconds: --drain-timeout
-auth.existingSecret: --api-key-file --api-key
+auth.existingSecret: --api-key
+auth.keysSecret: --api-key-file
+auth.cacheIsolation: --cache-isolation
 auth.adminSecret: --admin-api-key --admin-api-key-file
 ingress.tls: --ssl-certfile --ssl-keyfile
 {{- end -}}

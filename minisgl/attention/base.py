@@ -13,7 +13,7 @@ from minisgl.kvcache.pool import KVPool
 
 
 class LayerKind(StrEnum):
-    """How a layer attends."""
+    """The kind of attention of a layer."""
 
     # Each token attends to all earlier tokens of its request and to itself.
     FULL = "full_attention"
@@ -34,7 +34,7 @@ class Capabilities(NamedTuple):
     devices    torch device types.
     dtypes     of keys and values. A backend for an FP8 KV cache lists the FP8 dtype.
     head_dims  sizes of a head.
-    kinds      kinds of layers. Windows and sinks become kinds when a model needs them.
+    kinds      kinds of layers. A window or sinks would be a further kind.
     """
 
     devices: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Capabilities(NamedTuple):
 
 
 class AttentionStep(NamedTuple):
-    """The metadata from which a backend plans one step of B requests. Decode requests come first.
+    """The metadata with which a backend plans a step of B requests. Decode requests come first.
 
     num_decode       the number of decode requests.
     start, lengths   int32 [B] on the host, as in core.Batch. A context has start + lengths tokens.
@@ -64,7 +64,7 @@ class AttentionStep(NamedTuple):
     page_table: Tensor
 
     def part(self, first: int, end: int) -> "AttentionStep":
-        """The step of the requests first..end-1 alone."""
+        """Return the step of the requests first to end - 1 alone."""
         return self._replace(
             num_decode=min(self.num_decode, end) - min(self.num_decode, first),
             start=self.start[first:end],
@@ -100,7 +100,7 @@ class NormRope(NamedTuple):
     """The norm and the rotation of query and key heads, between the qkv projection and attention.
 
     q_weight, k_weight  [D], for an RMSNorm of each head with `eps`. Both None: no norm.
-    cos_sin             float32 [M, D], the rotary table.
+    cos_sin             float32 [max_seq_len, D], the rotary table.
     """
 
     q_weight: Tensor | None
@@ -123,15 +123,15 @@ class FusedAttention(Protocol):
 class AttentionBackend(ABC):
     """One way to compute attention over the KV pool.
 
-    A subclass sets `name` and, unless it supports every model, `capabilities`. It is created from
-    the pool and the number of query heads of this rank, and implements `prepare`. The tuple
-    registry.ATTENTION_BACKENDS lists the backends of minisgl. An entry point passes the backends of
-    other packages in engine.Extensions.
+    A subclass sets `name` and, unless it supports every model, `capabilities`. It implements
+    `prepare`, and a constructor that takes the pool and the number of query heads of this rank. The
+    tuple registry.ATTENTION_BACKENDS lists the backends of minisgl. An entry point passes the
+    backends of other packages in engine.Extensions.
 
     name          the name that users give to --attention-backend.
-    decode_with   None for a backend that runs both phases. A backend that runs prefill chunks only
-                  gives here the name of a second backend. The second backend runs the decode
-                  requests if --attention-backend contains the first backend alone.
+    decode_with   None for a backend that runs both phases. A backend without a decode phase names
+                  here the backend that runs the decode requests. This name counts only if
+                  --attention-backend gives no backend for decode.
     """
 
     name: ClassVar[str]

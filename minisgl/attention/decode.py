@@ -2,8 +2,8 @@
 
 There are two kinds. BalancedDecode runs minisgl's own kernel: it gives every multiprocessor the
 same amount of work, and also normalises, rotates and stores the new token. UnsplitDecode runs
-FlashInfer with one block for each request and KV head. Its plan does not depend on the contexts,
-and it has no partial results to merge, which is faster if the blocks fill the GPU more than once.
+FlashInfer with one block for each request and KV head. Its plan does not depend on the contexts.
+It has no partial results to merge, so it is faster if the blocks fill the GPU more than once.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ class BalancedDecode:
 
 
 class PlannedAttention:
-    """Implements StepAttention by a FlashInfer wrapper over pages that is planned for the step."""
+    """Implements StepAttention by a FlashInfer wrapper that is planned for the step."""
 
     def __init__(self, pool: KVPool, wrapper: Any) -> None:
         self._pool = pool
@@ -82,8 +82,8 @@ class UnsplitDecode(PlannedAttention):
         self._indptr = torch.arange(size + 1, dtype=torch.int32, device=pool.device)
         self._last = torch.ones(size, dtype=torch.int32, device=pool.device)
         self._indices = indices
-        own = torch.zeros(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        wrapper.reset_workspace_buffer(workspace, own)
+        plan_workspace = torch.zeros(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        wrapper.reset_workspace_buffer(workspace, plan_workspace)
         arguments = (self._indptr, self._indices, self._last, *shape)
         wrapper.plan(*arguments, **types, disable_split_kv=True)
 

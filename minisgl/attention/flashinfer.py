@@ -28,13 +28,14 @@ from minisgl.kvcache.pool import KVPool
 
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # the size that FlashInfer's documentation recommends
 _MAX_QUERY_ROWS = 128  # query rows of one block of the fa2 kernels
-_BLOCKS_PER_MULTIPROCESSOR = 2  # the number for which FlashInfer plans
-# minisgl's decode kernel is faster than FlashInfer's up to this many waves of blocks, with one
-# block for each request and KV head, and up to this many requests.
+_BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer plans for this number
+# minisgl's decode kernel is faster than FlashInfer's up to this many waves and this many requests.
+# FlashInfer runs one block for each request and KV head. A wave is the number of blocks that the
+# GPU runs at the same time.
 _MAX_WAVES, _MAX_REQS = 2, 176
 # minisgl's decode kernel is always faster with at most this many query heads for each KV head.
 _SMALL_GROUP = 2
-# fa3 runs this many tokens in one block; fa2 also splits their context over blocks.
+# fa3 runs up to this many tokens in one block. fa2 splits their context over several blocks.
 _FEW_TOKENS = 128
 
 
@@ -59,7 +60,7 @@ class _Planner:
 class FlashInferAttention(AttentionBackend):
     """Attention of both phases. A step's kernels run one by one, so they share a float workspace.
 
-    variant: the FlashInfer kernels for prefill, fa2 or fa3. None: chosen by GPU and step.
+    variant: the FlashInfer kernels for prefill, fa2 or fa3. None: the GPU and the step decide.
     """
 
     name = "flashinfer"
@@ -123,18 +124,19 @@ class FlashInferAttention(AttentionBackend):
             return decode
         few, prompts = int(step.lengths.sum()) <= _FEW_TOKENS, (step.start, step.lengths)
         if self._contiguous is not None:
-            # The first step, in the warm-up, copies even if it does not pay, to load the kernels.
+            # The first step is part of the warm-up. It copies even if the copy saves no time,
+            # because this loads the kernels.
             first = self._copy is None
             copy = self._copy = self._copy or ContextCopy(step.page_table, self._pool.layer(0)[0])
-            pays = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
-            if pays and copy.fits(*prompts):
+            wanted = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
+            if wanted and copy.fits(*prompts):
                 run = self._contiguous.wrapper.run
                 attention = ContiguousAttention(self._pool, step, copy, run)
                 where = (*attention.indptrs, *self._shape[:3])
                 self._contiguous.plan(*where, causal=True, **self._types)
                 return attention
         planner = self._few if few else self._many
-        pages = (_cumulated(step.lengths), *pages_of(self._pool, step))
+        pages = (_prefix_sums(step.lengths), *pages_of(self._pool, step))
         planner.plan(*pages, *self._shape, causal=True, **self._types)
         return PlannedAttention(self._pool, planner.wrapper)
 
@@ -176,7 +178,7 @@ class ContiguousAttention:
 
     All layers copy their keys and values to the same memory.
 
-    run      the method `run` of a ragged wrapper, which the caller plans with `indptrs`.
+    run      the method `run` of a ragged wrapper. The caller plans the wrapper with `indptrs`.
     indptrs  the numbers of queries and of keys before each request.
     """
 
@@ -210,7 +212,7 @@ def pages_of(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]
     """
     contexts, size = step.start + step.lengths, pool.page_size
     pages = (contexts + (size - 1)) // size
-    indptr = _cumulated(pages)
+    indptr = _prefix_sums(pages)
     n, total = len(contexts), int(indptr[-1])
     scratch = torch.empty(2 * n + 1 + total, dtype=torch.int32, device=pool.device)
     on_device, last, indices = scratch[: n + 1], scratch[n + 1 : 2 * n + 1], scratch[-total:]
@@ -219,7 +221,7 @@ def pages_of(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]
     return indptr, indices, torch.from_numpy(contexts - (pages - 1) * size)
 
 
-def _cumulated(counts: Int32Array) -> Tensor:
+def _prefix_sums(counts: Int32Array) -> Tensor:
     """Return the prefix sums of `counts` [n], from 0 to the total: int32 [n + 1] on the host."""
     sums = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=sums[1:])

@@ -23,7 +23,7 @@ from minisgl.kvcache.pool import KVPool
 
 logger = logging.getLogger(__name__)
 
-# In the order of preference: auto takes the first that can run.
+# In the order of preference: auto takes the first backend that can run.
 ATTENTION_BACKENDS: tuple[type[AttentionBackend], ...] = (
     FlashInferAttention,
     TorchAttention,
@@ -44,15 +44,15 @@ def create_attention_backend(
     name: "auto", the name of one backend for both phases, or two names with a comma between them:
     first the backend for prefill, then the backend for decode.
     q_heads: query heads of this rank. kinds: the kinds of the model's layers. added: backends of
-    other packages. Raises ConfigError that lists the known names, or says why the named backend
-    cannot be used. If auto selects torch on a GPU, a warning says why.
+    other packages. Raises ConfigError for an unknown name, and for a named backend that cannot run
+    with this pool. If auto selects torch on a GPU, a warning gives the reason.
     """
     needs = AttentionNeeds(pool.device, pool.spec.dtype, pool.spec.head_dim, kinds)
     prefill, decode = resolve_phases(name, needs, added)
     preferred = ATTENTION_BACKENDS[0]
     reason = preferred.obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
-        logger.warning("attention runs on torch, which is slow: flashinfer is unusable: %s", reason)
+        logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)
     first = prefill(pool, q_heads)
     shared = issubclass(prefill, decode)
     return PhasedAttention(first, first if shared else decode(pool, q_heads))
@@ -78,7 +78,7 @@ def attention_kernels(
 def resolve_phases(
     name: str, needs: AttentionNeeds, added: Sequence[type[AttentionBackend]] = ()
 ) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
-    """The backends of prefill and of decode, with auto replaced by the backend that it means."""
+    """The backends of prefill and of decode, with auto replaced by the selected backend."""
     known = (*ATTENTION_BACKENDS, *added)
     prefill_name, _, decode_name = name.partition(",")
     prefill = _resolve(prefill_name, known, needs)

@@ -1,4 +1,4 @@
-"""Attention in plain torch. It runs on every device and dtype, and serves CPUs.
+"""Attention in plain torch. It supports every device and dtype, and is the backend for CPUs.
 
 Tests of the GPU kernels compare with it. Decode requests run as one padded batch; prefill chunks
 run one after the other, in blocks of queries.
@@ -100,7 +100,7 @@ def _attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blocks = []
     for first in range(0, q.shape[0], _QUERY_BLOCK):
         last = min(first + _QUERY_BLOCK, q.shape[0])
-        end = start + last  # no query of the block sees a later key
+        end = start + last  # no query of the block attends to a later key
         causal = torch.ones(last - first, end, dtype=torch.bool, device=q.device)
         block = scaled_dot_product_attention(
             queries[:, :, first:last],

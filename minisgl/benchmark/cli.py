@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 _HELP = {
+    "attack": "time of /livez and memory of the server while clients without a key attack it",
     "floor": "the shortest possible time of a workload, from bytes and operations",
     "kernels": "time of each GPU kernel, and the time to move its bytes",
     "offline": "throughput of the offline engine, as a fraction of the floor",
@@ -31,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", choices=sorted(_HELP), help="the benchmark to run")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = parser.parse_args(arguments[:1]).name
-    if name == "scheduler":
+    if name == "attack":
+        from minisgl.benchmark.attack import main as run
+    elif name == "scheduler":
         from minisgl.benchmark.scheduler import main as run
     elif name == "kernels":
         from minisgl.benchmark.kernels import main as run

@@ -16,6 +16,7 @@ from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.core import ConfigError
 
 _URL = re.compile(r"listening on (https?://\S+)")
+_PROBE_URL = re.compile(r"listening for probes on (https?://\S+)")
 _SAMPLE = re.compile(r"^(minisgl_\w+?)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(phase|state)="(\w+)"')
 _START_TIMEOUT_S = 600.0  # the first start compiles kernels
@@ -23,10 +24,14 @@ _STOP_TIMEOUT_S = 30.0
 
 
 class RunningServer(NamedTuple):
-    """ready_s: seconds from the start of the command to the first 200 of /readyz."""
+    """ready_s: seconds from the start of the command to the first 200 of /readyz.
+
+    probe_url: of --probe-port; without that flag, the same as url.
+    """
 
     url: str
     ready_s: float
+    probe_url: str = ""
 
 
 @contextlib.contextmanager
@@ -51,8 +56,8 @@ def start_server(
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out)
         try:
-            url = _wait_ready(process, log)
-            yield RunningServer(url, time.monotonic() - started_s)
+            url, probe_url = _wait_ready(process, log)
+            yield RunningServer(url, time.monotonic() - started_s, probe_url)
         finally:
             stop(process, _STOP_TIMEOUT_S)
 
@@ -67,13 +72,15 @@ def stop(process: "subprocess.Popen[bytes]", within_s: float) -> None:
         process.wait()
 
 
-def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
+def _wait_ready(process: "subprocess.Popen[bytes]", log: Path) -> tuple[str, str]:
+    """Wait until the server is ready. Returns its URL and the URL of its probe port."""
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while True:
         text = log.read_text(errors="replace")
         url = _URL.search(text)
-        if url and _is_ready(url[1]):
-            return url[1]
+        probe_url = _PROBE_URL.search(text) or url
+        if url and probe_url and _is_ready(probe_url[1]):
+            return url[1], probe_url[1]
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise ConfigError(f"the server did not start; its log ends:\n{text[-3000:]}")
         time.sleep(0.05)

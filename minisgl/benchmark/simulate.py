@@ -4,6 +4,10 @@ A simulated clock replaces the engine: each step advances the clock by the time 
 predicts. At its start, a server logs the step costs of its machine ("step cost calibrated"). The
 output has the latencies and the share of cached prompt tokens: with the prefix cache, with an LRU
 cache and with an ideal cache.
+
+With --flood, another client sends many requests at once, and the load of a second client starts
+later. The output then also has the times to first token of the load without the flood, and the
+duration of the longest step.
 """
 
 import argparse
@@ -19,9 +23,10 @@ import numpy as np
 from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.flag_types import nonnegative_float, positive_int
-from minisgl.benchmark.latency import error_lines, summarise, table
+from minisgl.benchmark.latency import describe, error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.trace import Load, hit_ratios
+from minisgl.benchmark.workload import make_workload
 from minisgl.core import (
     Batch,
     ConfigError,
@@ -33,6 +38,7 @@ from minisgl.core import (
 from minisgl.message.messages import AddReq, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 
+_FLOOD_LEAD_S = 5.0  # the load starts this long after the flood
 _HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
 # Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
 DEFAULT_COST = (
@@ -81,7 +87,8 @@ class _Pending:
 
 
 class VirtualEngine:
-    """Implements core.EngineLike. now_s: simulated time. busy_s: sum of the times of all steps."""
+    """Implements core.EngineLike. now_s: simulated time. busy_s, longest_s: the times of all
+    steps, their sum and their maximum."""
 
     def __init__(self, cost: StepCost, num_pages: int, rows: int, max_seq_len: int) -> None:
         self._cost = cost
@@ -91,6 +98,7 @@ class VirtualEngine:
         self.max_seq_len = max_seq_len
         self.now_s = 0.0
         self.busy_s = 0.0
+        self.longest_s = 0.0
         self._free_s = 0.0  # end of the last launched step
 
     def launch(self, batch: Batch) -> _Pending:
@@ -100,6 +108,7 @@ class VirtualEngine:
         prefill_pairs = int(keys[batch.num_decode :].sum())
         seconds = self._cost.predict_s(int(lengths.sum()), decode_keys, prefill_pairs)
         self.busy_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
         self._free_s = max(self.now_s, self._free_s) + seconds
         return _Pending(self, batch, self._free_s)
 
@@ -138,7 +147,9 @@ class _Arrivals:
         max_tokens = self._load.max_tokens[index]
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
         ids = self._load.prompts[index].astype("<i4").tobytes()
-        messages.append(AddReq(uid=index, token_ids=ids, sampling=sampling))
+        client = self._load.clients[index] if self._load.clients else ""
+        message = AddReq(uid=index, token_ids=ids, sampling=sampling, client=client, call=index)
+        messages.append(message)
 
 
 def simulate(
@@ -178,6 +189,24 @@ def simulate(
     return answers
 
 
+def add_flood(load: Load, options: argparse.Namespace) -> Load:
+    """Return `load` with later arrivals, and then the requests of a client that sends all at once.
+
+    Raises ConfigError for a load without arrival times.
+    """
+    count, prompt, output = options.flood
+    if load.arrivals_s is None or min(count, prompt, output) < 1:
+        raise ConfigError("--flood takes three positive numbers, and needs --rate or --trace")
+    seed = options.seed + 2_000_003  # not the seed of the load, so that no prefix is shared
+    flood = make_workload(count, (prompt, prompt), (output, output), 0, seed, options.largest_id)
+    return Load(
+        load.prompts + [np.array(ids, dtype=np.int32) for ids in flood.prompts],
+        load.max_tokens + flood.max_tokens,
+        [_FLOOD_LEAD_S + at_s for at_s in load.arrivals_s] + [0.0] * count,
+        ["load"] * len(load.prompts) + ["flood"] * count,
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON. Returns 1 when a request failed."""
     parser = argparse.ArgumentParser(prog="minisgl bench simulate", description=__doc__)
@@ -205,6 +234,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--cache-type", choices=("radix", "naive"), default="radix", help="prefix cache (radix)"
     )
+    parser.add_argument(
+        "--flood",
+        type=int,
+        nargs=3,
+        metavar=("REQUESTS", "PROMPT", "OUTPUT"),
+        help="let another client send REQUESTS of PROMPT and OUTPUT tokens 5 s before the load",
+    )
     add_load_flags(parser)
     options = parser.parse_args(argv)
     cost = read_cost(options.cost)
@@ -228,14 +264,24 @@ def main(argv: Sequence[str]) -> int:
             background.max_tokens + load.max_tokens,
             [0.0] * len(alone) + [begin_s + at_s for at_s in load.arrivals_s],
         )
-    answers = simulate(both, engine, cost, config, options.concurrency)
-    num_streams = len(background.prompts)
+    num_streams, num_reqs = len(background.prompts), len(both.prompts)
+    if options.flood:
+        idle = simulate(both, VirtualEngine(cost, *sizes), cost, config, options.concurrency)
+        both = add_flood(both, options)
+    answers = simulate(both, engine, cost, config, options.concurrency)[:num_reqs]
     streams, answers = answers[:num_streams], answers[num_streams:]
     summary: dict[str, Any] = summarise(answers)
     if streams:
         summary["beside"] = summarise_streams(background, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
     print(table(summary), *error_lines([*streams, *answers]), sep="\n")
+    if options.flood:
+        summary["idle_ttft_s"] = describe(latencies(idle[num_streams:]).ttft_s)
+        summary["longest_step_s"] = engine.longest_s
+        print(
+            f"without the flood: TTFT {summary['idle_ttft_s']['mean'] * 1e3:.2f} ms; "
+            f"longest step {summary['longest_step_s'] * 1e3:.2f} ms"
+        )
     summary |= hit_ratios(load.prompts, engine.num_pages, engine.page_size)
     print(json.dumps(summary | {"busy_s": engine.busy_s}))
     return 1 if summary["failed"] else 0

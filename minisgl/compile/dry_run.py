@@ -2,8 +2,8 @@
 
 All its tensors are on torch's meta device: they have shapes and dtypes and no memory. A launch with
 such tensors compiles the kernel (triton_driver.py). Three parts of an engine need memory, and this
-file replaces them at the engine's seams: the weights stay unfilled, FlashInfer's kernels are not
-launched, and a copy to the host gives zeros.
+file replaces them: the weights stay unfilled, FlashInfer's kernels are not launched, and a copy to
+the host gives zeros.
 """
 
 from functools import partial
@@ -70,7 +70,7 @@ class MetaCommunicator(SingleCommunicator):
     """The communicator of one tensor-parallel rank without the other ranks.
 
     A real rank sums over peer memory or over the process group, depending on the machine. This
-    communicator launches the kernels of both.
+    communicator launches the kernels of both ways.
     """
 
     def __init__(self, tp: TPInfo) -> None:
@@ -82,7 +82,7 @@ class MetaCommunicator(SingleCommunicator):
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if self.peers is not None and self.peers.takes(x):
+        if self.peers is not None and self.peers.can_sum(x):
             self.peers.reduce_norm(x, residual, weight, eps)
         return super().reduce_norm(x, residual, weight, eps)
 
@@ -108,7 +108,7 @@ class MetaAttention(AttentionBackend):
         pages_of(self._pool, step)
         if not step.num_decode:
             copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
-            # Launches the copy of the contexts, and nothing in place of the ragged wrapper.
+            # Launch the copy of the contexts, but no attention kernel.
             return ContiguousAttention(self._pool, step, copy, lambda *args, **kwargs: None)
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
         decode.compute_metadata()

@@ -1,9 +1,9 @@
 """Fills a kernel cache with all kernels that one configuration of a server runs.
 
-Our Triton kernels: a dry run takes the same steps as a starting server and compiles each kernel
-that they launch (dry_run.py, triton_driver.py). The variants of a kernel depend on shapes, dtypes
-and alignments, which the engine's code decides. A hand-written list of variants would repeat that
-code.
+Our Triton kernels: a dry run launches the same kernels as a starting server, and each launch
+compiles its kernel (dry_run.py, triton_driver.py). The engine's code decides the
+shapes, dtypes and alignments on which the variants of a kernel depend. A hand-written list of
+variants would repeat that code.
 
 FlashInfer's kernels: attention names the modules that its backends run, and flashinfer.py builds
 them.
@@ -36,12 +36,13 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     """Fill the folder config.kernel_cache with the kernels of a server with this configuration.
 
     max_chunk_tokens  the largest number of prompt tokens in one step, the same as for Engine.
-    archs             GPU architectures, 90 for compute capability 9.0; empty: those of the GPUs of
-                      this machine.
+    archs             GPU architectures, 90 for compute capability 9.0; empty: the architectures
+                      of the local GPUs.
 
     Needs a C and a C++ compiler, nvcc and ninja; needs no GPU. Reads the model's config and no
-    weights. Call it once in a process, which cannot run kernels afterwards. Raises ConfigError when
-    an argument is wrong, Triton is missing or the folder cannot be written.
+    weights. The process cannot run kernels afterwards, so call this function in a
+    process of its own. Raises ConfigError when an argument is wrong, Triton is missing or the
+    folder cannot be written.
     """
     if config.kernel_cache is None:
         raise ConfigError("minisgl compile needs --kernel-cache, the folder to fill")
@@ -53,7 +54,8 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
     model = load_model_config(config.model_path)
     dtype = resolve_dtype(config, model, torch.device("cuda"))
     attention = attention_kernels(config.attention_backend, dtype, model.head_dim, archs)
-    # Before `filling` removes the manifest: without Triton, a complete folder stays complete.
+    # This check precedes `filling`, which removes the manifest. If Triton is missing, the folder
+    # keeps its manifest.
     require_triton()
     log = CompileLog()
     with filling(folder, archs, [str(kernel) for kernel in attention]):

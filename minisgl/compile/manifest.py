@@ -14,8 +14,8 @@ from minisgl.kernel.cache import MANIFEST, Manifest, current_versions, read_mani
 def filling(folder: Path, archs: Sequence[int], attention: Collection[str]) -> Iterator[None]:
     """Remove the manifest of `folder`, run the block, and write a new manifest if it succeeds.
 
-    The new manifest adds `archs` to the architectures of the old one. A FlashInfer module that is
-    compiled again is replaced by a module for `archs` alone. If the old manifest names other
+    The new manifest adds `archs` to the architectures of the old manifest. A FlashInfer module that
+    is compiled again is replaced by a module for `archs` alone. If the old manifest names other
     versions, no process can find its kernels any more, and the new manifest leaves them out.
 
     archs      GPU architectures of our Triton kernels and of the FlashInfer modules.

@@ -1,4 +1,4 @@
-"""A Triton driver that compiles kernels for a GPU that is not there, and runs none.
+"""A Triton driver that compiles kernels for an absent GPU and runs no kernel.
 
 At a launch Triton asks its driver for the GPU's architecture, compiles the kernel and a C launcher,
 loads the kernel into the GPU and calls the launcher. This driver names the architecture that it is
@@ -27,8 +27,8 @@ def compiling(folder: Path, arch: int) -> Iterator[None]:
     """Inside the block, a launch with meta tensors compiles its kernel into `folder`.
 
     arch: 90 means compute capability 9.0. Needs Triton, a C compiler and a libcuda.so.1 to link
-    against, which may be an empty library; needs neither a GPU nor its driver. Triton keeps this
-    driver afterwards, so the process cannot run kernels any more.
+    against. That library may be empty. Needs neither a GPU nor its driver. Triton continues to
+    use this Triton driver after the block, so the process cannot run kernels any more.
     """
     from triton import knobs
     from triton.runtime import driver

@@ -1,7 +1,7 @@
 """Types that several packages share: sampling parameters, batches, settings, errors.
 
-The types of logit edits and log-probabilities are imported from core.batch, because few modules
-need them. Nothing here imports torch.
+Modules that need EditedReq, LogprobsRequest or Logprobs import them from core.batch. Nothing here
+imports torch.
 """
 
 from minisgl.core.batch import Batch, EngineLike, Int32Array, PageUpdates, PendingStep, StepResult

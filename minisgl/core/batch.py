@@ -32,15 +32,16 @@ class PageUpdates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EditedReq:
-    """A request with edited logits in one step: its next token is sampled from these.
+    """A request whose next token a step samples from edited logits.
 
     index       index of the request in the batch.
     position    position of the token that this step samples.
     prompt_len  position of the request's first output token.
     history     int32 [position]; the tokens of the request so far. Set only in the first step that
-                samples for the request after it got its row, or after the scheduler appended forced
-                tokens; None in other steps. Tokens from the prefix cache and forced tokens do not
-                pass through the token pool, so a processor that counts tokens needs this array.
+                samples for the request after the request got its row, or after the scheduler
+                appended forced tokens. None in other steps. Tokens from the prefix cache and forced
+                tokens do not pass through the token pool, so a processor that counts tokens needs
+                this array.
     states      one state for each logits processor, as LogitsProcessor.open returned it.
     """
 
@@ -56,7 +57,8 @@ class LogprobsRequest(NamedTuple):
 
     sampled         int32 [B]; number of most likely tokens to report with the sampled token. -1
                     means that the step reports nothing for this request.
-    prompt          int32 [B]; the same number for each prompt token of a chunk.
+    prompt          int32 [B]; number of most likely tokens to report with each prompt token of a
+                    chunk. -1 means that the step reports nothing for this request.
     prompt_targets  int32 [sum of the lengths of the chunks with prompt >= 0]; the prompt token that
                     follows each position, -1 after the end of the prompt.
     """
@@ -67,7 +69,7 @@ class LogprobsRequest(NamedTuple):
 
 
 class Logprobs(NamedTuple, Generic[Array]):
-    """Log-probabilities of n tokens, computed from the logits that the model returns, unedited.
+    """Log-probabilities of n tokens, computed from the model's logits before any edit.
 
     chosen   float32 [n]; the log-probability of each token.
     top_ids  int32 [n, K]; ids of the most likely tokens at the same positions, most likely first.
@@ -87,12 +89,12 @@ class Batch:
     """One forward step, complete and immutable: first the decode requests, then the prefill chunks.
 
     step_id       counts up by one with each launched step, the same on all ranks.
-    num_decode    number of decode requests, which come first. The engine reads their input tokens
+    num_decode    number of decode requests. They come first. The engine reads their input tokens
                   from its token pool, at (row, start) to (row, start + length - 1). The host need
                   not know these tokens yet.
     rows          int32 [B], distinct; each request's row in the page table and the token pool.
-    start         int32 [B]; tokens in the KV cache before the step, which is also the position of
-                  the first token that the request forwards.
+    start         int32 [B]; number of tokens in the KV cache before the step. This number is also
+                  the position of the first token that the request forwards.
     lengths       int32 [B]; tokens forwarded, at least 1. T = lengths.sum(). A decode request with
                   a length above 1 forwards draft tokens after its last token. Such a request has
                   neither edited logits nor log-probabilities, and no later step may contain it
@@ -100,10 +102,10 @@ class Batch:
     samples       bool [B]; the request gets tokens from this step. False for a chunk that does not
                   reach the end of its prompt.
     chunk_ids     int32 [T - num_decode_tokens]; token ids of the prefill chunks, concatenated.
-    page_updates  changes of the page table, which the engine applies before the forward.
+    page_updates  changes of the page table. The engine applies them before the forward.
     sampling      the values of sampling columns (core.sampling), [B], by name. A column that is
                   missing has its neutral value for all requests.
-    logit_edits   the sampling requests with edited logits; None when there are none.
+    logit_edits   the requests with samples True and edited logits; None when there are none.
     logprobs      None when no request asks for log-probabilities.
     """
 
@@ -121,7 +123,7 @@ class Batch:
 
     @property
     def num_reqs(self) -> int:
-        """B."""
+        """The number of requests, B."""
         return len(self.rows)
 
     @property
@@ -146,10 +148,10 @@ class StepResult(NamedTuple):
 
     tokens           int32 [B, W]; the tokens that the step added to each request. W is 1 unless
                      decode requests forward drafts. The first token of a decode request stands at
-                     position start + 1, that of a chunk at start + length.
-    counts           int32 [B]; how many tokens of each row are valid: 0 where batch.samples is
+                     position start + 1, the token of a chunk at start + length.
+    counts           int32 [B]; number of valid tokens in each row: 0 where batch.samples is
                      False, 1 for a chunk, 1 to its length for a decode request.
-    finite           bool [B]; False when the logits of a sampling request hold NaN or infinity.
+    finite           bool [B]; False when a request samples and its logits hold NaN or infinity.
     logprobs         log-probabilities of the first token of each request, B rows; None if no
                      request asks for them.
     prompt_logprobs  log-probabilities of the prompt tokens of a chunk, by the index of its request

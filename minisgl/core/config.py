@@ -1,4 +1,4 @@
-"""Settings of the engine and the scheduler. They are built once, complete, and never edited."""
+"""Settings of the engine and the scheduler. Each object is built once and is immutable."""
 
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path    a local folder.
     cpu_kv_bytes  size of the KV pool on a CPU; not used when num_pages is set.
 
-    server/flags.toml describes the other settings, beside their flags.
+    server/flags.toml describes the other settings together with their flags.
     """
 
     model_path: str
@@ -48,7 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the scheduler. server/flags.toml and server.cli.EnvSettings describe each."""
+    """Settings of the scheduler. server/flags.toml and server.cli.EnvSettings describe them."""
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 16.0
@@ -59,7 +59,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
         if self.prefill_budget_tokens < 1:
-            raise ConfigError("prefill_budget_tokens must be at least 1 token")
+            raise ConfigError(
+                f"prefill_budget_tokens must be at least 1 token, not {self.prefill_budget_tokens}"
+            )
         if self.cache_type not in ("radix", "naive"):
             raise ConfigError(f"cache_type {self.cache_type!r} is not known; known: radix, naive")
 

@@ -78,11 +78,14 @@ class PromptTooLong(RequestError):
 
 
 class Unsupported(RequestError):
-    """The request sets a known but unsupported parameter, which would change the answer."""
+    """The request sets a parameter that minisgl knows but does not support.
+
+    An answer that ignores the parameter would be wrong.
+    """
 
 
 class GrammarFailed(RequestError):
-    """The output cannot follow the request's grammar to its end: too complex, or no token left."""
+    """The request's grammar is too complex, or it allows no next token."""
 
 
 class Overloaded(RequestError):
@@ -102,7 +105,7 @@ class EngineError(MinisglError):
 
 
 class WorkerDied(EngineError):
-    """A child process ended without being asked to."""
+    """A child process ended although its parent had not stopped it."""
 
 
 class OutOfMemory(EngineError):

@@ -68,7 +68,7 @@ def _checked(folder: Path, name: str, weights: bool) -> str:
         found = f" (only {other[0]}, a format that can run code when read)" if other else ""
         raise ConfigError(
             f"model {name} has no *.safetensors file{found}; convert its weights to safetensors, "
-            "or use random ones with --dummy-weight"
+            "or use random weights with --dummy-weight"
         )
     return str(folder)
 
@@ -76,9 +76,10 @@ def _checked(folder: Path, name: str, weights: bool) -> str:
 def _forbidden_folder(path: Path) -> Path:
     """Return the folder that caused a permission error at `path`.
 
-    It is the outermost parent of `path` that this user may not enter. If that parent does not
-    exist, it is the folder in which the parent could not be created. If the user may enter every
-    parent, it is the direct parent, where the file could not be read or written.
+    The result is the outermost parent of `path` that this user may not enter. If that parent does
+    not exist, the result is the folder in which the parent could not be created. If the user may
+    enter every parent, the result is the direct parent of `path`, where the file could not be read
+    or written.
     """
     for folder in reversed(path.parents):
         if not os.access(folder, os.X_OK, effective_ids=True):
@@ -101,7 +102,7 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
     except errors.RevisionNotFoundError:
         reason = f"has no revision {revision}"
     except errors.RepositoryNotFoundError:
-        reason = "is neither a local folder nor on the hub (a private one needs HF_TOKEN)"
+        reason = "is neither a local folder nor on the hub (a private model needs HF_TOKEN)"
     except errors.HFValidationError:
         reason = "is neither a local folder nor a valid hub id (owner/name)"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):

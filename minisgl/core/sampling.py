@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, and the columns in which they travel to the device.
+"""Sampling parameters of a request, and the columns that carry them to the device.
 
 A parameter that the sampler needs for each row of a step is one entry of `SAMPLING_COLUMNS`. That
 list determines the columns of the request table, the packed buffer of a step, its padding and its
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from minisgl.core.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
-MAX_LOGPROBS = 20  # limit of the most likely tokens that are reported with one token
+MAX_LOGPROBS = 20  # the largest number of most likely tokens reported with one token
 MAX_TOKENS = 2**31 - 1
 
 
@@ -33,10 +33,10 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. Each request ends exactly once."""
+    """The reason for the end of a request. Each request ends exactly once."""
 
-    STOP = "stop"  # it produced an EOS id, a stop token id or a stop string
-    LENGTH = "length"  # it reached max_tokens or the context length
+    STOP = "stop"  # the request produced an EOS id, a stop token id or a stop string
+    LENGTH = "length"  # the request reached max_tokens or the context length
     ABORT = "abort"  # the client disconnected or aborted the request
     ERROR = "error"  # this request failed; other requests go on
 
@@ -52,7 +52,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     think_end    id of the token that closes the thinking; -1: the model has none.
     thinking     "off": the grammar holds from the first token. "open": the prompt ends inside the
                  thinking; the output is free until think_end. "allowed": the first token is either
-                 think_start, after which the output is free until think_end, or the first token of
+                 think_start, and then the output is free until think_end, or the first token of
                  the grammar.
     trigger      after the thinking the output is free until this token, and may end before it. The
                  grammar holds for what follows the token. -1: the grammar holds at once.
@@ -71,8 +71,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature    0 means greedy; otherwise the logits are divided by it.
     top_k          keep the k most likely tokens; 0 or -1 keeps all.
-    top_p          keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
-    min_p          drop tokens less likely than min_p times the most likely one, in [0, 1].
+    top_p          keep the smallest set of tokens whose total probability reaches top_p, which is
+                   above 0 and at most 1.
+    min_p          drop tokens whose probability is below min_p times the highest probability. From
+                   0 to 1.
     seed           a random draw depends only on the seed and the token's position. None: the front
                    end draws a seed.
     max_tokens     limit of output tokens; None: as many as context and KV pool allow.
@@ -86,10 +88,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty
                    above 1 makes tokens of prompt and output less likely; 1 is off.
     logit_bias     added to the logits of these ids.
-    logprobs       number of most likely tokens whose log-probabilities are reported with each
-                   output token, beside the log-probability of that token; None: report nothing.
+    logprobs       number of most likely tokens to report with each output token, with their
+                   log-probabilities. The log-probability of the output token is always reported
+                   with them. None: report nothing.
     prompt_logprobs
-                   the same number for each prompt token except the first.
+                   number of most likely tokens to report with each prompt token except the first.
     json_schema    a JSON schema that the output follows: a dict, JSON text, a boolean, or a class
                    with the method model_json_schema, such as a Pydantic model.
     regex          the output matches this regex as a whole.
@@ -119,10 +122,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | str | None = None
 
     def seeded(self) -> "SamplingParams":
-        """Return these parameters with a random seed where none is given.
+        """Return these parameters, with a random seed if they have none.
 
-        Two equal requests without a seed then get different answers. The seed comes from the
-        system's randomness: a counter would repeat the same answers after every restart.
+        Two equal requests without a seed then get different answers. The operating system
+        draws the seed. Seeds from a counter would give the same answers after every restart.
         """
         if self.seed is not None:
             return self

@@ -6,7 +6,7 @@ import msgspec
 
 
 def step_sizes(largest: int) -> list[int]:
-    """Return the preferred numbers of tokens of a step with prompt tokens, up to `largest`.
+    """Return the preferred sizes, in tokens, of a step with prompt tokens. largest: the limit.
 
     Matrix kernels compute whole tiles of rows. Above 256 rows a tile has 128 rows, so 448 tokens
     take as long as 512. The distance between two sizes grows with the size. On a GPU, steps of up
@@ -20,9 +20,11 @@ def step_sizes(largest: int) -> list[int]:
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """Predicts the time of one forward step, from steps that the engine timed at its start.
 
-    tokens              rising numbers of tokens, decode and prefill together.
-    seconds             time of a step with that number of tokens, without attention; never falling.
-    per_decode_key_s    seconds for each key that a decode request attends to: its context length.
+    tokens              numbers of tokens in a step, decode and prefill together, in rising order.
+    seconds             the time of a step with each of these numbers of tokens, without attention.
+                        No time is smaller than the time before it.
+    per_decode_key_s    seconds for each key that a decode request attends to. The number of keys is
+                        the length of its context.
     per_prefill_pair_s  seconds for each pair of query token and key of a chunk. A chunk has about
                         length * (start + length / 2) pairs. A pair costs about a fiftieth of a
                         decode key on a GPU, because all tokens of a chunk share its keys.

@@ -1,9 +1,9 @@
 """Collectives between the tensor-parallel ranks of one host.
 
-On CPU a communicator owns its process group object. On CUDA it uses torch's default group, which
-symmetric memory requires, so that a process has at most one communicator. Ranks find each other
-through a file. Gloo and NCCL talk over loopback or shared memory: no socket listens outside the
-host.
+On CPU a communicator owns its process group object. On CUDA a communicator uses torch's default
+group, because symmetric memory requires that group. A process therefore has at most one
+communicator on CUDA. Ranks find each other through a file. Gloo and NCCL talk over loopback or
+shared memory, so no socket is reachable from outside the host.
 """
 
 import logging
@@ -59,7 +59,7 @@ class Communicator(Protocol):
         """
 
     def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
-        """Return total[rows], complete on every rank. total: a sum of reduce_norm; rows: [B]."""
+        """Return total[rows], complete on every rank. total: a sum from reduce_norm; rows: [B]."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the x of all ranks in rank order, [ranks, *].
@@ -74,7 +74,7 @@ class Communicator(Protocol):
 
 
 class SingleCommunicator:
-    """The communicator of a single rank, which exchanges nothing."""
+    """The communicator of a single rank. It exchanges no data."""
 
     tp = TPInfo(0, 1)
 
@@ -117,7 +117,7 @@ class ProcessGroup(Protocol):
 class GroupCommunicator:
     """Several ranks over a torch process group: gloo on CPU, NCCL on CUDA.
 
-    peers: memory that all ranks can read, for small sums without the process group; None: not used.
+    peers: memory that all ranks can read, for small sums. None: the process group does all sums.
     A collective raises WorkerDied if the process group finds that another rank has ended.
     """
 
@@ -131,14 +131,14 @@ class GroupCommunicator:
         """Use peer memory for small sums from now on.
 
         A collective on CUDA. If the set-up fails on a rank, that rank logs a warning and all ranks
-        continue with NCCL. The ranks agree after each step, so that no rank waits for one that has
-        failed.
+        continue with NCCL. All ranks also continue with NCCL if their number is not a power of two.
+        The ranks agree after each step, so that no rank waits for a rank that has failed.
         """
         tp = self.tp
         if tp.size & (tp.size - 1):
             return
         peers = PeerMemory(tp.rank, tp.size, self.device)
-        for step in (peers.allocate, peers.meet):
+        for step in (peers.allocate, peers.exchange_addresses):
             works = True
             try:
                 step()
@@ -153,7 +153,7 @@ class GroupCommunicator:
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if self.peers is not None and self.peers.takes(x):
+        if self.peers is not None and self.peers.can_sum(x):
             return self.peers.reduce_norm(x, residual, weight, eps)
         self.all_reduce(x)
         return _add_norm(x, residual, weight, eps)
@@ -215,8 +215,8 @@ def connect(
     timeout = timedelta(seconds=timeout_s)
     store = FileStore(rendezvous_file, tp.size)
     store.set_timeout(timeout)
-    meet = _nccl if device.type == "cuda" else _gloo
-    comm = GroupCommunicator(tp, meet(store, tp, device, timeout), device)
+    create_group = _nccl if device.type == "cuda" else _gloo
+    comm = GroupCommunicator(tp, create_group(store, tp, device, timeout), device)
     comm.agree_min(0)  # connects all pairs of ranks, and fails here if a rank is missing
     if device.type == "cuda":
         store.set_timeout(_EXCHANGE_TIMEOUT)
@@ -234,7 +234,8 @@ def _gloo(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) ->
 
 
 def _nccl(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> ProcessGroup:
-    # NCCL reads its bootstrap interface from the environment only. A user's choice is kept.
+    # NCCL reads its bootstrap interface from the environment only. setdefault keeps a value that
+    # the user has set.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
     torch.cuda.set_device(device)
     dist.init_process_group(

@@ -1,7 +1,8 @@
 """Memory of each rank that all ranks of the host can read and write over NVLink, for small sums.
 
-torch's symmetric memory allocates it and maps the other ranks' memory into this process. The kernel
-that sums over it is minisgl.kernel.triton.reduce. It does not use NVLink multicast.
+torch's symmetric memory allocates this rank's memory and maps the other ranks' memory into this
+process. The kernel minisgl.kernel.triton.reduce adds up the data of all ranks. It does not use
+NVLink multicast.
 """
 
 import os
@@ -15,11 +16,12 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from minisgl.kernel.peers import BLOCKS, PeerLayout
 
 _MAX_BYTES = 8192 * 10240  # the largest sum over peer memory; NCCL computes larger sums
-# The largest sum, in bytes by the number of ranks, for which one shot is as fast as two shots (see
-# minisgl.kernel.triton.reduce). Measured on H200s of one host with rows of 10 KiB, in µs with one
-# shot and with two:
-# 4 ranks: 16 rows 7.7 and 8.9, 32 rows 9.3 and 8.8. 2 ranks: 256 rows 15.3 and 17.3, 512 rows 24.8
-# and 23.2.
+# The largest sum in bytes, by the number of ranks, that one shot computes as fast as two shots (see
+# minisgl.kernel.triton.reduce). Measured on H200s of one host with rows of 10 KiB:
+#   4 ranks,  16 rows: one shot  7.7 µs, two shots  8.9 µs
+#   4 ranks,  32 rows: one shot  9.3 µs, two shots  8.8 µs
+#   2 ranks, 256 rows: one shot 15.3 µs, two shots 17.3 µs
+#   2 ranks, 512 rows: one shot 24.8 µs, two shots 23.2 µs
 _ONE_SHOT_BYTES = MappingProxyType({2: 384 * 10240, 4: 24 * 10240})
 _ONE_SHOT_BYTES_OTHER = 8 * 10240  # for other numbers of ranks
 
@@ -27,7 +29,8 @@ _ONE_SHOT_BYTES_OTHER = 8 * 10240  # for other numbers of ranks
 class PeerMemory:
     """This rank's memory for sums, and the addresses of the other ranks' memory.
 
-    Sums work after `allocate` and `meet`. Until then `memory` is a meta tensor, without storage.
+    Sums work after `allocate` and `exchange_addresses`. Before that, `memory` is a meta tensor
+    without storage.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -48,7 +51,7 @@ class PeerMemory:
         self.memory.zero_()
         torch.cuda.synchronize(self._device)
 
-    def meet(self) -> None:
+    def exchange_addresses(self) -> None:
         """Find the address of each rank's memory in this process, after all ranks have allocated.
 
         A collective. Raises RuntimeError if the GPUs cannot access each other's memory.
@@ -63,7 +66,7 @@ class PeerMemory:
             raise RuntimeError("symmetric memory is not mapped at its beginning")
         self._addresses.copy_(torch.tensor(addresses, dtype=torch.int64))
 
-    def takes(self, x: Tensor) -> bool:
+    def can_sum(self, x: Tensor) -> bool:
         """Whether reduce_norm can sum x [T, H]. Shape and dtype decide, so that all ranks agree."""
         rows, width = x.shape
         padded = -(-rows // self._size) * self._size
@@ -73,7 +76,7 @@ class PeerMemory:
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """As minisgl.kernel.triton.reduce.reduce_norm. x: [T, H] for which `takes` is true."""
+        """As minisgl.kernel.triton.reduce.reduce_norm. x: [T, H]; `can_sum(x)` must be true."""
         from minisgl.kernel.triton.reduce import reduce_norm  # needs Triton
 
         rows = None

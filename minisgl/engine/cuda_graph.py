@@ -23,7 +23,7 @@ from minisgl.kernel import StepLayout
 from minisgl.models.decoder import Attended
 
 _STEP = 16  # distance between sizes; matrix kernels compute tiles of 16 rows or more
-_MAX_PAGE_UPDATES = 4096  # of one graph step; a request usually needs at most one
+_MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -101,7 +101,7 @@ class DecodeGraphs:
             self.graphs.insert(0, graph)
 
     def pick(self, batch: Batch) -> DecodeGraph | None:
-        """Return the smallest graph that can run this step; None if none can.
+        """Return the smallest graph that can run this step; None if no graph can.
 
         A graph runs steps in which every request decodes one token.
         """
@@ -111,7 +111,7 @@ class DecodeGraphs:
         return self._at_least(batch.num_reqs)
 
     def finish(self, attended: Attended) -> Tensor | None:
-        """Compute the logits from the last attention's output, of the rows that sample.
+        """Compute the logits of the rows that sample, from the output of the last attention.
 
         Returns None if no graph is large enough. The next graph that runs overwrites the logits.
         """

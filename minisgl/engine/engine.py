@@ -29,7 +29,7 @@ from minisgl.models.decoder import local_kv_spec
 
 logger = logging.getLogger(__name__)
 
-_MAX_GRAPH_REQS = 256  # requests of the largest decode graph, unless the configuration says more
+_MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 # The driver allocates memory in units of this size. A measured size is uncertain by one unit.
 _DRIVER_BLOCK_BYTES = 2 * 2**20
 _TIMED_TOKENS = 128 * 1024  # tokens of all contexts together in the largest timed step
@@ -204,7 +204,7 @@ class Engine:
             compile_missing(needed)
 
     def _assemble(self) -> StepLauncher:
-        """Allocate all device memory except that of graphs; the KV pool gets num_pages pages."""
+        """Allocate all device memory except for graphs. The KV pool gets num_pages pages."""
         config, model = self._config, self._model_config
         pool = KVPool(
             self._kv_spec,
@@ -294,11 +294,11 @@ class Engine:
         """Return the memory that all graphs will take, in bytes, from trial captures.
 
         The first trial captures the largest graph of each kind, the second trial the two largest.
-        The tensors of smaller graphs reuse the memory of larger ones, but each further graph also
+        The tensors of smaller graphs reuse the memory of larger graphs, but each further graph also
         takes memory of the driver, outside of torch's pool. The size of this memory depends mostly
-        on the number of kernels in the graph, which is the same for every batch size. Both trials
-        are compared with the free memory before the first trial, since the driver may keep memory
-        of the first trial.
+        on the number of kernels in the graph. That number is the same for every batch size. Both
+        trials are compared with the free memory before the first trial, since the driver may keep
+        memory of the first trial.
         """
         sizes, token_sizes = self._graph_sizes()
         torch.cuda.empty_cache()

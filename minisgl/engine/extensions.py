@@ -11,7 +11,7 @@ from minisgl.models.build import ModelExtensions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extensions(ModelExtensions):
-    """Extensions of the engine and the scheduler, in addition to those of ModelExtensions.
+    """Extensions of the engine and the scheduler, in addition to ModelExtensions.
 
     An entry point passes the same object to the engine and to the scheduler.
 
@@ -23,8 +23,8 @@ class Extensions(ModelExtensions):
     sampling_columns   parameters with one value for each row of a step; must begin with
                        SAMPLING_COLUMNS, which the sampler reads.
     logits_processors  in the order in which they edit the logits.
-    constraint_totals  the processor of constraints and the scheduler count in this object, which
-                       SchedulerStats reports; None: the scheduler uses an object of its own.
+    constraint_totals  the processor of constraints and the scheduler count in this object.
+                       SchedulerStats reports it. None: the scheduler uses an object of its own.
     """
 
     sampling_columns: tuple[Column, ...] = SAMPLING_COLUMNS

@@ -71,29 +71,29 @@ class TokenMask:
 
 
 class Constraint(ABC):
-    """A state that decides which tokens the output of its request may contain.
+    """The state of a logits processor that limits the tokens of its request's output.
 
-    The scheduler finds it among the states of a request, of which at most one is a Constraint.
-    Results must depend only on the request and its tokens, so that all ranks get the same.
+    At most one state of a request is a Constraint. The scheduler calls its methods. Results must
+    depend only on the request and its tokens, so that all ranks get the same results.
     """
 
     @abstractmethod
     def prepared(self, wait_s: float | None = 0.0) -> bool:
         """Return True once the state can edit logits, or once it has failed.
 
-        wait_s: wait at most this many seconds; None waits without a limit. Preparation runs in
-        another thread. The scheduler admits the request when it is complete.
+        wait_s: wait at most this many seconds; None waits without a limit. The preparation runs in
+        another thread. The scheduler admits the request after the preparation.
         """
 
     @abstractmethod
     def failure(self, position: int) -> RequestError | None:
-        """Return why no token is allowed at `position`; None if the constraint allows one."""
+        """Return the error if no token is allowed at `position`; None if a token is allowed."""
 
     @abstractmethod
     def forced(self, position: int, last: int) -> Sequence[int]:
-        """Return the ids that must follow. last: the token before `position`, the newest one.
+        """Return the ids that must follow. last: the newest token, which is at position - 1.
 
-        The scheduler may append them to the output. It tells a processor of appended tokens by
+        The scheduler may append these ids to the output. It tells a processor of appended tokens by
         EditedReq.history.
         """
 
@@ -106,8 +106,8 @@ class LogitsProcessor(Protocol[State]):
     rank has its own state. The scheduler keeps it from the arrival of the request to its end, also
     through preemption. A state that derives from `Constraint` takes part in scheduling.
 
-    The processors of all ranks must make the same edits. They see the same requests and tokens, so
-    they must only avoid other inputs, such as a clock or the order of a set.
+    The processors of all ranks must make the same edits. All ranks have the same requests and
+    tokens. A processor must read no other input, such as a clock or the order of a set.
 
     A processor may fill a mask on the host, as a grammar does. It must then advance its matcher by
     each token before the next token is sampled. In the first step that edits a request after its
@@ -135,10 +135,10 @@ class LogitsProcessor(Protocol[State]):
     def prepare(self, reqs: Sequence[tuple[EditedReq, State]], step: ProcessingStep) -> Edit | None:
         """Return the edit of one step, or None if the step needs none.
 
-        reqs: the sampling requests of the step that have a state, at least one. Called before the
-        forward is queued, on the engine's stream; must not wait for the device. The edit is called
-        after the forward is queued. It changes only the rows places[req.index], and queues its work
-        on the same stream.
+        reqs: the requests of the step that sample and have a state, at least one. The engine calls
+        `prepare` on its stream before it queues the forward. `prepare` must not wait for the
+        device. The engine calls the edit after it has queued the forward. The edit changes only the
+        rows places[req.index], and queues its work on the same stream.
         """
 
 
@@ -206,8 +206,8 @@ def prepare_edits(
     """Return the edits of one step, in the order in which they apply."""
     edits = []
     for number, processor in enumerate(processors):
-        mine = [(req, req.states[number]) for req in reqs if req.states[number] is not None]
-        edit = processor.prepare(mine, step) if mine else None
+        edited = [(req, req.states[number]) for req in reqs if req.states[number] is not None]
+        edit = processor.prepare(edited, step) if edited else None
         if edit is not None:
             edits.append(edit)
     return edits
@@ -230,7 +230,7 @@ def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, T
 
 
 def _send_history(reqs: Sequence[EditedReq], step: ProcessingStep) -> None:
-    """Write the tokens of these requests, which all have a history, to the token pool."""
+    """Write the histories of these requests to the token pool. Every request must have one."""
     if not reqs:
         return
     lengths = [req.position for req in reqs]

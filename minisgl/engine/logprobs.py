@@ -1,6 +1,6 @@
 """Log-probabilities of sampled tokens and of prompt tokens, computed in the same step.
 
-They are computed from the logits as the model returns them, before any edit.
+Both kinds are computed from the model's logits, before any edit.
 """
 
 from dataclasses import dataclass

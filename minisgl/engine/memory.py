@@ -1,6 +1,6 @@
 """Values that an EngineConfig may leave open: device, dtype, context length and CPU threads.
 
-They are resolved from the model and the machine. This module also reads the free device memory.
+This module resolves these values from the model and the machine, and reads the free device memory.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
     if name != "cuda":
         raise ConfigError(f"device {name!r} is not supported; supported: auto, cpu, cuda")
     if tp.size > gpus:
-        raise ConfigError(f"tp_size {tp.size} needs as many GPUs, {gpus} are visible; lower it")
+        raise ConfigError(f"tp_size {tp.size} exceeds the {gpus} visible GPUs; lower tp_size")
     return torch.device("cuda", tp.rank)
 
 
@@ -51,8 +51,9 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
 def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     """Return the context length in tokens; None in the config means the model's context.
 
-    Raises ConfigError for more than the model's context, where positions have no meaning, and for a
-    context longer than the model's sliding window, which attention does not apply.
+    Raises ConfigError for a length above the model's context, because later positions have no
+    meaning. Also raises it for a length above the model's sliding window, because attention does
+    not apply windows.
     """
     context = model.max_position
     length = context if config.max_seq_len is None else config.max_seq_len

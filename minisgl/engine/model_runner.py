@@ -26,9 +26,9 @@ class ModelRunner:
     columns     sampling columns of the packed buffer.
     page_table  int32 [max_running_reqs + 1, max_pages]; page ids of each row. The last row is for
                 padding and points to the dummy page.
-    token_pool  int32 [max_running_reqs + 1, max_seq_len + 1]; (row, position) is the id of the
-                token at that position once it has been sampled. The decode requests of the next
-                step read their ids here, so that the host need not know them.
+    token_pool  int32 [max_running_reqs + 1, max_seq_len + 1]; the entry at (row, position) is the
+                id of the token at that position, after the sampler has written it. The decode
+                requests of the next step read their ids here, so that the host need not know them.
     """
 
     model: CausalLM
@@ -69,7 +69,7 @@ class ModelRunner:
         )
 
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
-        """Run the model over `tokens`, which `stage` has filled, up to the last attention.
+        """Run the model over the tokens that `stage` has written, up to the last attention.
 
         Stores the keys and values of all T tokens. Returns the output of the last attention.
         """

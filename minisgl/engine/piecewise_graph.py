@@ -1,11 +1,11 @@
 """CUDA graphs for steps with prompt tokens: one graph for the work between two attention calls.
 
-The launch of attention depends on the lengths of the requests, which differ in each step. A graph
-cannot contain it, so attention runs eagerly. The other work depends only on the number of tokens.
-It is captured for some numbers of tokens, and steps are padded to the next such number. Without
-graphs, the host takes 0.3 ms for each layer to launch the kernels, which is longer than the GPU
-takes to run them in a small step. The work after the last attention runs as DecodeGraph.finish, or
-eagerly.
+The launch of attention depends on the lengths of the requests. The lengths differ in each step, so
+a graph cannot contain this launch, and attention runs eagerly. The other work depends only on the
+number of tokens. It is captured for some numbers of tokens, and steps are padded to the next such
+number. Without graphs, the host takes 0.3 ms for each layer to launch the kernels. In a small step
+the GPU runs these kernels in less time. The work after the last attention runs as
+DecodeGraph.finish, or eagerly.
 """
 
 from collections.abc import Sequence
@@ -77,8 +77,8 @@ class PieceForward(NamedTuple):
         overwrites it.
 
         With tensor parallelism, each rank may hold only a part of the rows of a sum over the ranks.
-        The number of rows determines this part. So either the next sum has the same number of rows,
-        or Attended.take_rows first gathers the rows from all ranks.
+        The number of rows determines this part. Therefore the next sum must have the same number of
+        rows, or Attended.take_rows must first gather the rows from all ranks.
         """
         num_tokens = tokens.shape[1]
         for piece in self.pieces:
@@ -88,11 +88,11 @@ class PieceForward(NamedTuple):
 
 
 class PieceGraphs:
-    """Forwards of several sizes, which run one after the other on the engine's stream.
+    """Forwards of several sizes. They run one after the other on the engine's stream.
 
-    I1  The graphs share their memory, and views of this memory outlive the captured tensors. So a
-        graph overwrites earlier results, and work that reads a result is queued before the next
-        graph, on the same stream.
+    I1  The graphs share their memory, and views of this memory outlive the captured tensors. A
+        graph therefore overwrites earlier results. Work that reads a result must be queued on the
+        same stream before the next graph.
     """
 
     def __init__(

@@ -14,8 +14,9 @@ from minisgl.engine.warmup import StepShape, warmup_batch
 _TIME_LIMIT_NS = 3 * 10**9  # of a whole calibration; slow machines stop at smaller sizes
 _REPEATS = 3  # timings in one round
 _MAX_ROUNDS = 3  # limit of the rounds for one shape
-_SETTLED_NS = 60 * 10**6  # timed per shape with prompt tokens; a GPU adapts its clock slowly
-_HEAT_S = 0.3  # untimed steps with prompt tokens, which warm the GPU up for larger ones
+# A shape with prompt tokens is timed for this long, because a GPU adapts its clock slowly.
+_SETTLED_NS = 60 * 10**6
+_HEAT_S = 0.3  # duration of untimed steps with prompt tokens, which warm up the GPU
 _SCATTER = 1.1  # two durations agree if the longer one is at most this many times the shorter one
 _LONGEST_STEP_S = 0.06  # shapes with a longer predicted time are left out
 
@@ -41,9 +42,9 @@ def calibrate(
     A shape is left out if its predicted time is long, or if its durations scatter because the
     machine does other work.
 
-    A GPU at its power limit takes 5 % longer (8B, H200) when it is warm and the token ids differ
-    than when it is cool and all values are zero. So the steps have different ids, and larger steps
-    are timed only after the GPU has worked for some time.
+    At its power limit, a warm GPU with different token ids takes 5 % longer than a cool GPU with
+    values of zero (8B, H200). The timed steps therefore have different token ids, and the GPU works
+    for some time before larger steps are timed.
 
     slowest_ns(own) returns the longest duration of all ranks. Every decision depends only on these
     durations, so every rank returns the same cost and runs the same steps. The ranks must run the
@@ -102,7 +103,7 @@ class _StopWatch:
     def durations_ns(self, batch: Batch, repeats: int) -> list[int]:
         """Return the times between the ends of two consecutive steps, on the slowest rank.
 
-        The next step is always launched before the one in progress ends, as in serving.
+        As in serving, the next step is launched before the running step ends.
         """
         ends_ns: list[int] = []
         running = self._engine.launch(batch)
@@ -165,7 +166,7 @@ def fit(timings: list[Timing]) -> StepCost:
        key or of a prefill pair.
     2. The first timing of each number of tokens, less its keys and pairs, is the cost of the
        tokens. At least half of the timing remains.
-    3. The cost of a smaller step is lowered to the cost of a larger step if it exceeds it.
+    3. If a smaller step costs more than a larger step, it gets the cost of the larger step.
     """
     near: dict[int, Timing] = {}
     for timing in timings:
@@ -183,9 +184,9 @@ def fit(timings: list[Timing]) -> StepCost:
     )
 
 
-def _lower_median(prices: list[float]) -> float:
+def _lower_median(costs: list[float]) -> float:
     """Return the lower median, at least 0.0; 0.0 for no values.
 
     Of two middle values the lower one is better, because other work only adds time.
     """
-    return max(sorted(prices)[(len(prices) - 1) // 2], 0.0) if prices else 0.0
+    return max(sorted(costs)[(len(costs) - 1) // 2], 0.0) if costs else 0.0

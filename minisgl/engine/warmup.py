@@ -1,7 +1,7 @@
 """Steps without requests: they warm the engine up before it serves.
 
 Their tokens go to the dummy page of KVPool, number num_pages. The contexts that they read are
-spread over the whole KV pool, as those of requests are later.
+spread over the whole KV pool, like the contexts of real requests.
 """
 
 import itertools
@@ -54,8 +54,8 @@ def run_largest(engine: EngineLike, max_chunk_tokens: int) -> None:
     """Run the step that takes the most memory: all rows, the longest chunk, random sampling."""
     chunks = -(-max_chunk_tokens // engine.max_seq_len)
     num_decode = max(engine.max_running_reqs - chunks, 0)
-    most = (engine.max_running_reqs - num_decode) * engine.max_seq_len
-    shape = StepShape(num_decode, min(max_chunk_tokens, most), 0)
+    capacity = (engine.max_running_reqs - num_decode) * engine.max_seq_len
+    shape = StepShape(num_decode, min(max_chunk_tokens, capacity), 0)
     batch = warmup_batch(engine, shape, FILTERED)
     assert batch is not None, "the engine must have room for the largest step; this is a bug"
     engine.launch(batch).wait()

@@ -9,7 +9,7 @@ class FencedPool:
     """A pool of the ids 0..size-1 that delays the reuse of an id until the GPU no longer uses it.
 
     The GPU runs behind the host, so a step in flight may still write to a page whose request has
-    ended. `release` therefore takes a fence: the last step that touches the ids. They are in
+    ended. `release` therefore takes a fence: the last step that touches the ids. The ids are in
     quarantine until `resolve` reports that this step has completed.
 
         pool = FencedPool(2)
@@ -59,7 +59,7 @@ class FencedPool:
             self.num_quarantined += len(ids)
 
     def resolve(self, step: int) -> None:
-        """Free the ids whose fence is at most `step`: these steps have completed on the device."""
+        """Free the ids whose fence is at most `step`. All steps up to `step` have completed."""
         self._resolved_step = step
         for fence in [fence for fence in self._quarantine if fence <= step]:
             for ids in self._quarantine.pop(fence):

@@ -28,11 +28,12 @@ class KVPool:
     """Keys and values of all layers in one allocation, zeroed once.
 
     spec: the state of each layer, with the KV heads of this rank.
-    num_layers: how many layers have keys and values of their own.
+    num_layers: number of layers with keys and values of their own.
 
     Pages 0..num_pages-1 are for requests. One further page, the dummy page, belongs to no request.
-    Padded queries write there, and key positions past the end of a request read there. Therefore a
-    value that a former owner left in a page, such as a NaN, never reaches another request.
+    Padding tokens store their keys and values there. Attention reads that page in place of key
+    positions past the end of a request. A value that a former owner left in a page, such as a NaN,
+    therefore never reaches another request.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class KVPool:
         return self._layers[layer]
 
     def fill_noise(self, num_pages: int) -> None:
-        """Fill the first pages with random keys and values, so that timed steps read real data."""
+        """Fill the first num_pages pages with random values, so that timed steps read real data."""
         self._storage[:, :, : min(num_pages, self.num_pages)].normal_()
 
     def clear_dummy(self) -> None:
-        """Zero the dummy page again after steps of the warm-up, which write to it."""
+        """Zero the dummy page again. The steps of the warm-up write to it."""
         self._storage[:, :, self.dummy_page] = 0

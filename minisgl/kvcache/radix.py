@@ -1,16 +1,17 @@
 """`RadixCache`: the prefix cache, a radix tree over pages of token ids.
 
 The idea is RadixAttention (Zheng et al., SGLang, 2024, section 3). An edge holds whole pages of
-tokens. The key of a child in its parent is the bytes of the child's first page. The rest of the
-edge is compared as arrays. In the keys of the root's children, the cache salt precedes these bytes,
-so that requests with different salts share no node. All pages have the same number of bytes, so the
-page is always the last part of such a key, of this length. Two different pairs of salt and page
+tokens. A parent finds a child by the bytes of the first page of the child's edge. The
+rest of the edge is compared as arrays. In the keys of the root's children, the cache salt precedes
+these bytes, so that requests with different salts share no node. All pages have the same number of
+bytes, and the page is always the last part of such a key. Two different pairs of salt and page
 therefore never give the same key.
 
-Eviction takes leaves that no request uses, least recently used first, from one of two classes: new
-leaves, which no request has matched since their insertion, and reused leaves. New leaves are
-evicted first, so that prompts that come once do not evict prefixes that many requests share. When
-more than half of all evictable pages are reused, reused leaves are evicted first. This is a
+Eviction takes leaves that no request uses, least recently used first. There are two classes of
+leaves. No request has matched a new leaf since its insertion; all other leaves are reused leaves.
+The cache evicts new leaves first, so that prompts that come once do not evict prefixes that many
+requests share. When more than half of all evictable pages belong to reused nodes, the cache evicts
+reused leaves first. This is a
 segmented LRU (Karedla, Love and Wherry, 1994). Each class has a heap, so an eviction takes
 O(log n).
 """
@@ -62,7 +63,7 @@ class Match(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """Pages that the cache has given up, int32. fence: the last step that may still read them."""
+    """Pages that the cache has evicted, int32. fence: the last step that may still read them."""
 
     pages: Int32Array
     fence: int
@@ -76,7 +77,7 @@ def common_prefix(a: Int32Array, b: Int32Array) -> int:
 
 
 class RadixCache:
-    """Finds the pages that hold the KV of a known prefix, so that it is not computed again.
+    """Finds the pages with the KV of a cached prefix, so that no step computes this KV again.
 
     Keys are token ids in whole pages, under a salt. With page_size 2 and the requests A = 1 2 3 4
     and B = 1 2 5 6 the tree is
@@ -88,13 +89,13 @@ class RadixCache:
         cache.match(ids(1, 2, 5, 6)).pages                # [7]: B computes only 5 6
 
     The cache owns the pages of its nodes. A running request locks the path from the root to the end
-    of its prefix, which forbids eviction. Time is a counter of operations, so that all
+    of its prefix. Locked nodes are not evicted. Time is a counter of operations, so that all
     tensor-parallel ranks evict the same nodes.
 
     evictable_pages  pages of unlocked nodes.
 
-    I1  A node's lock_count is at least that of each child. Every ancestor of a locked node is
-        therefore locked.
+    I1  A node's lock_count is at least the lock_count of each child. Every ancestor of a locked
+        node is therefore locked.
     I2  evictable_pages counts the pages of all nodes whose lock_count is 0.
     I3  Every unlocked leaf has exactly one valid entry, in the heap of its class. The last_use in
         the entry may be outdated; eviction then inserts the node again. The heap of new leaves may
@@ -116,7 +117,7 @@ class RadixCache:
     def match(self, tokens: Int32Array, salt: str = "") -> Match:
         """Find the longest cached prefix of `tokens`, int32, and mark its nodes as used.
 
-        If only the first pages of an edge match, the edge is split after them.
+        If only the first pages of an edge match, the edge is split after these pages.
         """
         self._clock += 1
         end, pages, _ = self._walk(tokens, salt)
@@ -129,10 +130,10 @@ class RadixCache:
         """Add the part of `tokens` that is not cached yet.
 
         tokens: int32 [n * page_size]. pages: int32 [n], the pages with the KV of `tokens`.
-        Returns the last node and the cache's n pages for `tokens`. The cache owns these pages. A
-        returned page that differs from the given one was in the cache before, with the same tokens.
-        The caller still owns the given page: it points its page table to the returned page and then
-        frees the given one.
+        Returns the last node and the cache's n pages for `tokens`. The cache owns these pages. If a
+        returned page differs from the given page, the cache held the same tokens before. The caller
+        then still owns the given page. The caller must put the returned page into its page table
+        and then free the given page.
         """
         if len(tokens) != len(pages) * self._page_size:
             raise InvariantBroken(
@@ -176,7 +177,7 @@ class RadixCache:
                 self._push_if_evictable(node)
 
     def evict(self, count: int) -> list[Evicted]:
-        """Give up min(count, evictable_pages) pages.
+        """Evict min(count, evictable_pages) pages.
 
         If a leaf has more pages than are still needed, only its last pages are evicted.
         """
@@ -221,7 +222,7 @@ class RadixCache:
         return node, pages, position
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
-        """Move the first `num_pages` pages of `node` to a new node above it, which is returned."""
+        """Move the first `num_pages` pages of `node` to a new parent node. Returns the new node."""
         parent = node.parent
         cut = num_pages * self._page_size
         assert parent is not None, "the root must not be split; this is a bug"

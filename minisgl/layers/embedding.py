@@ -65,13 +65,13 @@ class LMHead(ParallelEmbedding):
     def all_gather_logits(self, logits: Tensor) -> Tensor:
         """Return the logits [N, V] of the whole vocabulary, equal on every rank.
 
-        logits: [N, n] from `logits` of each rank.
+        logits: [N, n], the result of `logits` on this rank.
         """
         parts = self.comm.gather(logits)
         return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self.shard.full]
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> SampledTokens:
-        """Sample a token for each row of `logits` [N, n], equal on every rank.
+        """Sample a token for each row of `logits` [N, n]. Every rank returns the same tokens.
 
         On a CPU, logits must be float32. Without filters (top_k, top_p, min_p) each rank sends only
         its best candidate of each row. Filters need the whole distribution, so the ranks gather all

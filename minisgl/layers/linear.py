@@ -1,8 +1,8 @@
 """Linear layers of tensor-parallel models, and the methods that store and multiply their weights.
 
-A layer says which part of a matrix its rank holds (LinearShards) and where its result goes. Its
-LinearMethod says how that matrix is stored and multiplied, so that a quantised format is one
-subclass of LinearMethod and no layer changes.
+A layer defines the part of a matrix that its rank holds (LinearShards) and the use of its result.
+Its LinearMethod stores that matrix and multiplies with it. A quantised format is therefore one
+subclass of LinearMethod, and the layers do not change.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ _ROWS_PER_SEMAPHORE = 8
 
 
 class LinearMethod(nn.Module, ABC):
-    """How one linear layer stores its matrix and multiplies with it.
+    """Stores the matrix of one linear layer and multiplies with it.
 
     A subclass creates its parameters, yields their placements and computes `product`. For example,
     weights stored as int8 with one scale for each output feature:
@@ -59,7 +59,7 @@ class LinearMethod(nn.Module, ABC):
 
     @abstractmethod
     def placements(self, name: str) -> Iterator[Placement]:
-        """Yield the placements of each parameter. This base method yields those of the bias.
+        """Yield the placements of each parameter. This base method places the bias.
 
         name: the full name of the method in the model.
         """
@@ -79,7 +79,7 @@ class LinearMethod(nn.Module, ABC):
     def fold(self, norm_weight: Tensor) -> bool:
         """Multiply the columns of the matrix by `norm_weight` [inputs.local], if the method can.
 
-        Returns whether it did. If it did, later calls get x without the norm applied.
+        Returns True if the method has done so. Later calls then get x before the norm.
         """
         return False
 
@@ -133,7 +133,7 @@ class UnquantizedLinear(LinearMethod):
 
 
 class LinearBuild(NamedTuple):
-    """The values from which all linear layers of a model are built.
+    """The values that all linear layers of a model share.
 
     dtype: the dtype of the activations.
     """
@@ -200,7 +200,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> ResidualStream:
         """Return the stream with the product added. residual: [T, out_features], overwritten.
 
-        With several ranks the sum over the ranks is left to the next ResidualNorm.
+        With several ranks, the next ResidualNorm computes the sum over the ranks.
         """
         if self.tp.size == 1:
             total, squares = self.method.add(residual, x)

@@ -12,10 +12,10 @@ from minisgl.layers.shards import Placement
 
 
 class ResidualStream(NamedTuple):
-    """The hidden states [T, H] between two blocks, before their parts are added up.
+    """The hidden states [T, H] between two blocks, as parts that are not added up yet.
 
-    Their value is the sum of x over all ranks, plus residual. On one rank, blocks add their output
-    to the stream themselves, so that residual is None.
+    The hidden states are the sum of x over all ranks, plus residual. On one rank, each block adds
+    its output to the stream itself, so that residual is None.
 
     squares: sums of squares of x's rows as in PendingNorm, if the last block computed them.
     """
@@ -62,7 +62,7 @@ class ResidualNorm(RMSNorm):
         self.folded = False
 
     def forward(self, stream: ResidualStream) -> tuple[BlockInput, Tensor]:
-        """Return the input of the block that follows, and the residual to add its output to.
+        """Return the input of the next block, and the residual to which that block adds its output.
 
         If the norm is folded and the stream needs no sum, this launches no kernel: the first linear
         of the block applies the norm. For the residual see Communicator.reduce_norm.
@@ -77,7 +77,7 @@ class ResidualNorm(RMSNorm):
         """Move the weight into the linear that reads this norm's output, if its method can.
 
         fold: LinearMethod.fold of that linear, which must be the only reader. For one rank only:
-        with several, the norm's kernel also adds up the parts of all ranks.
+        with several ranks, the norm's kernel also adds up the parts of all ranks.
         """
         if fold(self.weight):
             self.weight.fill_(1.0)

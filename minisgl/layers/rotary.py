@@ -1,7 +1,7 @@
 """Rotary position embedding: the table of cosines and sines, for each method of scaling.
 
-A method of scaling extends the context. Its `scale` changes the D/2 frequencies of a head, which
-are a float32 tensor on the CPU.
+A method of scaling extends the context. Its `scale` changes the D/2 frequencies of a head, a
+float32 tensor on the CPU.
 """
 
 import math
@@ -12,13 +12,13 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-# A positive number in the range of float32, in which rotary settings are computed.
+# A positive number in the range of float32. The rotary table is computed in float32.
 Positive = Annotated[float, Meta(gt=0, lt=2.0**128)]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
-    """Positions divided by `factor` (Chen et al. 2023)."""
+    """Divides positions by `factor` (Chen et al. 2023)."""
 
     factor: Positive
 
@@ -28,9 +28,9 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Frequencies of long wavelengths divided by `factor`, those of short ones kept (Llama 3.1).
+    """Divides the frequencies of long wavelengths by `factor`, and keeps the others (Llama 3.1).
 
-    Between the two, a ramp interpolates.
+    A ramp interpolates between long and short wavelengths.
     """
 
     factor: Positive
@@ -41,7 +41,7 @@ class Llama3Rope:
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         """Keep the frequencies that turn more than high_freq_factor times in the original context.
 
-        Divide those that turn less than low_freq_factor times, and interpolate between.
+        Divide the frequencies that turn less than low_freq_factor times, and interpolate between.
         """
         turns = self.original_max_position * frequencies / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
@@ -67,7 +67,7 @@ class YarnRope:
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         """Keep the dimensions that turn more than beta_fast times in the original context.
 
-        Divide those that turn less than beta_slow times, and interpolate between.
+        Divide the dimensions that turn less than beta_slow times, and interpolate between.
         """
         half = len(frequencies)
 

@@ -67,7 +67,7 @@ class LinearShards(NamedTuple):
     inputs     this rank's share of the input features.
     bias       whether the checkpoint's linears have a bias.
     owns_bias  whether this rank loads the bias. The ranks of a row-parallel layer add up their
-               outputs, so only one of them may add the bias; on the others it stays zero.
+               outputs, so only one rank may add the bias. On the other ranks the bias stays zero.
     """
 
     outputs: tuple[Shard, ...]

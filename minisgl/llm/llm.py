@@ -36,7 +36,7 @@ _NOT_A_PROMPT = "a prompt must be text or a sequence of token ids"
 
 
 class LLM:
-    """Generates and chats without a server, for scripts, evaluations and batch jobs.
+    """Completes prompts and answers chats without a server, for scripts and batch jobs.
 
         with LLM("Qwen/Qwen3-0.6B", max_seq_len=4096) as llm:
             print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
@@ -44,9 +44,9 @@ class LLM:
             for piece in llm.stream("Once upon a time"):
                 print(piece.text, end="")
 
-    The model runs in this process, or with tp=N in N processes, one for each GPU. Scheduler, engine
-    and prefix cache are those of the server. Several LLMs may exist side by side. An LLM is not
-    thread-safe: one call at a time.
+    The model runs in this process, or with tp=N in N processes, one for each GPU. The LLM uses the
+    scheduler, the engine and the prefix cache of the server. Several LLMs may exist side by side.
+    An LLM is not thread-safe: one call at a time.
     """
 
     def __init__(
@@ -60,13 +60,14 @@ class LLM:
     ) -> None:
         """Load a model.
 
-        model: a folder, a hub id, or None for the embedded demo model. revision: of the hub id.
+        model: a folder, a hub id, or None for the embedded demo model. revision: a branch, tag or
+        commit of the hub id.
         tp: number of tensor-parallel ranks, each on a GPU of its own.
-        extensions: parts from outside this package. They need tp=1, because other ranks are started
-        as processes of this package.
+        extensions: implementations from outside this package, as in engine.Extensions. They need
+        tp=1, because the processes of several ranks get the settings only.
         settings: fields of EngineConfig and SchedulerConfig by name, such as num_pages, max_seq_len
-        or prefill_budget_tokens. By default there is no step-time target, which gives the
-        highest throughput; target_step_ms sets one.
+        or prefill_budget_tokens. target_step_ms sets a step-time target. By default there is no
+        target, because this gives the highest throughput.
 
         Raises ConfigError for invalid settings and TypeError for an unknown name. With tp > 1,
         every method raises WorkerDied within seconds after a rank has ended. The LLM can then only
@@ -111,12 +112,13 @@ class LLM:
         """Complete one prompt, or a list of prompts. A prompt is text, or a sequence of token ids.
 
         Returns one Completion for one prompt, and a list in the order of the prompts for a list.
-        sampling: one for all prompts, one per prompt, or None for the model's defaults.
+        sampling: the parameters for all prompts, a list with one entry for each prompt, or None for
+        the model's defaults.
         stop: strings that end a text. progress: show a progress bar on stderr.
 
-        Raises InvalidRequest for parameters and prompts of a wrong type or out of range. A prompt
-        that the engine cannot serve, such as one that is too long, does not fail the others: its
-        Completion has finish_reason ERROR.
+        Raises InvalidRequest for parameters and prompts of a wrong type or out of range. If the
+        engine cannot serve a prompt, for example because it is too long, the Completion of this
+        prompt has finish_reason ERROR. The other prompts are not affected.
         """
         single, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
         completions = self._run(listed, sampling, stop, progress)
@@ -146,8 +148,8 @@ class LLM:
     ) -> Iterator[Piece]:
         """Complete prompts as `generate` does, and yield the text in pieces as it is generated.
 
-        Prompts with the highest max_tokens start first, so that no long prompt runs alone at the
-        end. If the caller leaves the loop early, the prompts that are not complete are aborted.
+        Prompts with the highest max_tokens start first, so that no long answer is generated alone
+        at the end. If the caller leaves the loop early, the unfinished prompts are aborted.
         """
         _, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
         return self._stream(listed, sampling, stop)
@@ -202,7 +204,7 @@ class LLM:
         self.worker.abort_and_wait(())
         running = self._running
         try:
-            # Submit the longest request first, so that no long request runs alone at the end.
+            # Submit the highest max_tokens first, so that no long answer runs alone at the end.
             for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
                 each = prompts[index]
                 ids = _as_ids(self.tokenizer.encode_text(each) if isinstance(each, str) else each)
@@ -265,7 +267,7 @@ class LLM:
         sampling = self.default_sampling() if sampling is None else sampling
         params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != count:
-            raise InvalidRequest(f"{len(params)} sampling parameters for {count} prompts")
+            raise InvalidRequest(f"sampling has {len(params)} entries for {count} prompts")
         return [self._constraints.compile(_checked(each).seeded()) for each in params]
 
 

@@ -115,7 +115,7 @@ class LocalWorker:
 class RankWorkers:
     """All tensor-parallel ranks as processes, with the interface of LocalWorker.
 
-    The ranks are started as the server starts them. They end with the caller's process, and when
+    This class starts the ranks as the server does. They end with the caller's process, and when
     this object is garbage-collected. On Linux they also end with the thread that created the LLM.
     """
 
@@ -166,7 +166,7 @@ class RankWorkers:
     def step(self) -> list[StepOutput]:
         """Wait at most _POLL_S for outputs and return all that have arrived. Raises WorkerDied."""
         self._raise_if_lost()
-        list(self._status.drain())  # statistics, which the LLM does not use
+        list(self._status.drain())  # the LLM does not use the statistics
         outputs = list(self._outputs.drain()) if self._outputs.poll(_POLL_S) else []
         self._unfinished -= {finished.uid for output in outputs for finished in output.finished}
         return outputs
@@ -206,7 +206,7 @@ class RankWorkers:
         return facts
 
     def _raise_if_lost(self) -> None:
-        """Raise an error after a rank has ended, at each call the same one."""
+        """Raise an error if a rank has ended. Every later call raises the same error."""
         if self._lost is None and (ended := self._ended()):
             self._lost = self._cause(ended)
         if self._lost is not None:
@@ -215,8 +215,8 @@ class RankWorkers:
     def _cause(self, ended: list[supervise.Child]) -> MinisglError:
         """Return the error of the rank that failed first.
 
-        This is a rank that was killed, or else the first one that reported a reason. The other
-        ranks fail because they have lost a peer.
+        If a signal killed a rank, that rank failed first. Otherwise the first rank that reported a
+        reason failed first. The other ranks fail because they have lost a peer.
         """
         killed = [child for child in ended if (child.exit_code or 0) < 0]
         reasons = supervise.read_reasons(self._reasons)

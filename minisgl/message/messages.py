@@ -1,4 +1,4 @@
-"""Every message that crosses a process border, as msgspec structs: one tagged union per direction.
+"""The messages between processes, as msgspec structs: one tagged union per direction.
 
     API server  -> tokenizer    ToTokenizer
     API server  -> scheduler    ToScheduler    one queue: an abort never overtakes its request
@@ -29,7 +29,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 class TokenizeText(Message, frozen=True, kw_only=True):
     """Encode plain text. Text that spells a special token is encoded as that token.
 
-    uid          set by the engine client when it sends the message, also in the other requests.
+    uid          The engine client sets the uid of each TokenizeRequest when it sends it.
     add_special  also add the special tokens that the tokenizer adds by itself, such as BOS.
     """
 
@@ -96,17 +96,17 @@ class ToolOptions(Message, frozen=True, kw_only=True):
 
 
 class TextOptions(Message, frozen=True, kw_only=True):
-    """How the tokens of one request become text.
+    """Options for the conversion of one request's tokens to text.
 
     prompt_tail          the last ids of the prompt. A character may begin in the prompt and end in
-                         the output; with these ids it is decoded as a whole.
+                         the output. With these ids the detokenizer decodes the whole character.
     stop                 stop strings, in the order in which the client gave them.
     skip_special_tokens  leave special tokens out of the text.
     include_stop         include the stop string that ended the text.
     min_tokens           ignore stop strings in the first min_tokens output tokens.
-    prompt_ids           int32 little-endian; the whole prompt if its log-probabilities are wanted.
+    prompt_ids           int32 little-endian; the whole prompt if the client wants its logprobs.
     token_ids            send the output ids in the updates too.
-    reasoning            report text between <think> and </think> apart from the answer.
+    reasoning            report text between <think> and </think> separately from the answer.
     silent               drop the output tokens, because the client wants the prompt only.
     tools                report tool calls apart from the answer; None: they are text.
     """
@@ -136,16 +136,25 @@ class StartText(Message, frozen=True, kw_only=True):
 
 
 class AddReq(Message, frozen=True, kw_only=True):
-    """Run one request. The scheduler answers with exactly one PrefillDone and one Finished.
+    """Run `count` requests with one prompt, the choices of a call, as uid to uid + count - 1.
+
+    The scheduler answers for each of them with exactly one PrefillDone and one Finished. They share
+    one copy of the prompt. Choice i draws with seed + i. Only the first one reports the
+    log-probabilities of the prompt.
 
     token_ids   int32 little-endian, each below the width of the logits.
     cache_salt  only requests with the same salt share cached prefixes.
+    client      the name of the API key; clients take turns. "" if there is only one.
+    call        number of the call; the calls of a client take turns. 0 in an offline run.
     """
 
     uid: int
     token_ids: bytes
     sampling: SamplingParams
     cache_salt: str = ""
+    count: int = 1
+    client: str = ""
+    call: int = 0
 
 
 class AbortReq(Message, frozen=True, kw_only=True):
@@ -201,7 +210,7 @@ class PrefillDone(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """The last message about a request. If its reason is STOP, its last token is not in the text.
+    """The last message about a request. If the reason is STOP, the text ends before the last token.
 
     error       the error message; None unless the reason is ERROR.
     error_kind  class name of the RequestError that refused the request; "" for an internal error.
@@ -273,7 +282,7 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """One token as text with its log-probability.
 
-    token_bytes  its bytes, which need not be whole characters.
+    token_bytes  its bytes. They need not be whole characters.
     logprob      None for the first token of a prompt.
     offset       number of characters of the text before this token.
     top          bytes and log-probability of the most likely tokens, the most likely first.
@@ -301,10 +310,10 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """New text of one request. Only the last update has `finish`, and `error` after a failure.
+    """New text of one request. The last update has `finish` and, after a failure, `error`.
 
     completion_tokens  number of output tokens so far, with the stop token.
-    reasoning          new text between <think> and </think>, which is not in `text`.
+    reasoning          new text between <think> and </think>. It is not in `text`.
     reasoning_tokens   number of output tokens so far between <think> and </think>.
     prompt_logprobs, logprobs
                        log-probabilities of new tokens, if the client asked for them.

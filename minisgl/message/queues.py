@@ -1,13 +1,13 @@
 """Typed one-way ZMQ queues over ipc sockets. The only module that imports zmq.
 
-Sockets have no high-water mark, so that no sender ever blocks; the scheduler must not. The API
+Sockets have no high-water mark, so that no sender blocks. The scheduler must never block. The API
 server bounds the number of queued messages, because it limits the number of admitted requests. A
-receiver logs and drops a message that does not decode.
+receiver logs and drops a message that it cannot decode.
 
-Each message begins with the key of the folder of the sockets, which the processes of the service
-read from a file there. A receiver drops messages without this key. So a message of another process,
-such as a Shutdown, has no effect, even if it is well-formed. A process of the same user can read
-the key. The key does not protect from such a process, which could also kill the service.
+The socket folder has a file with a key. The processes of the service read this key, and each
+message begins with it. A receiver drops messages without the key, so a well-formed message from
+outside the service, such as a Shutdown, has no effect. The key does not protect the service from
+processes of the same user. They can read the key, and they could also kill the service.
 """
 
 import hmac
@@ -34,7 +34,7 @@ def endpoint(directory: str, name: str) -> str:
 
 
 def _key_of(address: str) -> bytes:
-    """The key of the folder of this address, which `make_socket_dir` has written."""
+    """Return the key that `make_socket_dir` has written to the folder of this address."""
     return Path(address.removeprefix("ipc://")).with_name(SOCKET_KEY).read_bytes()
 
 
@@ -62,7 +62,7 @@ class Sender(Generic[T]):
 
 
 class _Reader(Generic[T]):
-    """The receiving end of a queue, which binds the address."""
+    """The receiving end of a queue. It binds the address."""
 
     def __init__(self, context: zmq.Context[Any], address: str, union: type[T] | UnionType) -> None:
         self._socket = context.socket(zmq.PULL)
@@ -73,7 +73,7 @@ class _Reader(Generic[T]):
         self._key = _key_of(address)
 
     def _decode(self, frame: bytes) -> T | None:
-        """Return the message; None, after a log line, if it is foreign or cannot be decoded."""
+        """Return the message. If the key is wrong or decoding fails, log this and return None."""
         key, data = frame[: len(self._key)], memoryview(frame)[len(self._key) :]
         if not hmac.compare_digest(key, self._key):
             log_event(logger, logging.WARNING, "foreign message dropped", bytes=len(frame))
@@ -121,7 +121,7 @@ class AsyncReceiver(_Reader[T]):
         super().__init__(zmq.asyncio.Context.instance(), address, union)
 
     async def recv(self) -> T:
-        """Wait for the next message that decodes."""
+        """Wait for the next message that can be decoded."""
         while True:
             message = self._decode(await self._socket.recv())
             if message is not None:

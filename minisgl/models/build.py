@@ -1,4 +1,4 @@
-"""Builds a model that can run from a checkpoint folder."""
+"""Builds a runnable model from a checkpoint folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,10 +25,10 @@ from minisgl.moe.registry import create_moe_backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelExtensions:
-    """Implementations from outside this package, which an entry point passes to the engine.
+    """Implementations from outside this package. An entry point passes them to the engine.
 
-    attention_backends  classes to select by their names, as in --attention-backend.
-    moe_backends        classes to select by their names, as in --moe-backend.
+    attention_backends  classes that --attention-backend can select by their names.
+    moe_backends        classes that --moe-backend can select by their names.
     quantizations       linear methods, by the value of quant_method in config.json.
     """
 

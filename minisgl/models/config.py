@@ -1,7 +1,7 @@
 """The description of a model, from the JSON files of a Hugging Face checkpoint.
 
-All defaults are filled in and all values are checked. Some settings are not supported. If such a
-setting would change the output, the model is refused with an error that names the setting.
+This module fills in all defaults and checks all values. It refuses a model with a setting that
+minisgl does not support and that would change the output. The error names the setting.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class LayerSpec(NamedTuple):
     """The attention of one decoder layer, and the state that it keeps for each token.
 
-    kind      how the layer attends.
+    kind      the kind of attention.
     kv        the state of one token: the KV heads of the whole model, in the checkpoint's dtype.
     kv_layer  the index of the layer's keys and values in the KV pool. Layers with the same index
               share them. Indices run from 0 without gaps.
@@ -60,7 +60,7 @@ class MoeConfig(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only model.
+    """The description of one decoder-only model.
 
     layers          one LayerSpec for each of the num_layers decoder layers.
     max_position    the context length in tokens, after an extension by YaRN.
@@ -200,7 +200,7 @@ def _moe(config: Mapping[str, Any]) -> MoeConfig:
 
 
 def _sampling_defaults(recommended: HfGeneration) -> dict[str, int | float]:
-    """Parameters for requests that do not give them, as the model's author recommends.
+    """Return the parameters that the model's author recommends for requests without them.
 
     do_sample false means greedy decoding, which is temperature 0.
     """

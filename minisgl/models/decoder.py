@@ -25,7 +25,7 @@ from minisgl.moe.base import MoeBackend
 
 
 class ModelParts(NamedTuple):
-    """The values from which all modules of a model are built.
+    """The values that all modules of a model share.
 
     comm         the collectives between the tensor-parallel ranks.
     linear       the dtype and the method of all linear layers.
@@ -216,11 +216,11 @@ class Decoder(nn.Module):
         """Return the hidden states [T, H] after the final norm. Overwrites attended.residual."""
         return self.norm.forward(self.layers[-1].project(attended))[0].x
 
-    def empty_attended(self, rows: int) -> Attended:
-        """Return zeros for `rows` tokens: the fixed input of a graph of finish_last_layer."""
+    def empty_attended(self, num_tokens: int) -> Attended:
+        """Return zeros for `num_tokens` tokens: the fixed input of a graph of finish_last_layer."""
         shards = self.layers[-1].self_attn.o_proj.method.shards
         weight = self.norm.weight
-        heads, residual = (rows, shards.inputs.local), (rows, shards.rows)
+        heads, residual = (num_tokens, shards.inputs.local), (num_tokens, shards.rows)
         return Attended(weight.new_zeros(heads), weight.new_zeros(residual))
 
 

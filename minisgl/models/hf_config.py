@@ -1,4 +1,4 @@
-"""The fields that minisgl reads of config.json and generation_config.json, with their types.
+"""The fields that minisgl reads from config.json and generation_config.json, with their types.
 
 Field names are those of Hugging Face checkpoints. A field that is absent or null has the default
 given here. Fields that are not listed are ignored.
@@ -18,7 +18,7 @@ from minisgl.layers.rotary import Positive
 _Fields = TypeVar("_Fields")
 
 Count = Annotated[int, Meta(ge=1)]
-# A number in the range of float32, in which the engine stores these settings.
+# A number in the range of float32. The engine stores these settings as float32.
 Number = Annotated[float, Meta(gt=-(2.0**128), lt=2.0**128)]
 
 
@@ -68,7 +68,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfRope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rope settings that have a default. The classes in layers/rotary.py name all others."""
+    """Rope settings with a default. The classes in layers/rotary.py name all other settings."""
 
     rope_theta: Number | None = None
     partial_rotary_factor: Number = 1.0

@@ -31,8 +31,8 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     """Replace the parameters of a model built on the meta device by zeros on `device`.
 
     Linear methods choose the dtypes of their parameters. All other parameters get `dtype`. A
-    parameter that two modules share stays shared. The loader never writes padding, which therefore
-    stays zero.
+    parameter that two modules share stays shared. Padding stays zero, because the loader never
+    writes it.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -87,8 +87,9 @@ def placements_of(model: nn.Module) -> list[Placement]:
 def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
     """Read this rank's part of every tensor into a materialised model, in the parameters' dtypes.
 
-    Raises ConfigError that names an unreadable file, a tensor that is missing, unknown, or of
-    another shape or type, or a head that differs from the embedding to which the config ties it.
+    Raises ConfigError for an unreadable file, and for a tensor that is missing, that the model does
+    not use, or that has another shape or type. Also raises it for a stored head that differs from
+    the embedding although the config ties the two.
     The progress bar appears on a terminal only; TQDM_DISABLE=1 switches it off there too.
     """
     files, placements = _tensor_files(Path(folder)), placements_of(model)
@@ -98,7 +99,7 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
             raise ConfigError(f"checkpoint {folder} has no tensor {placement.source}")
         by_file[files[placement.source]].append(placement)
     expected = {placement.source for placement in placements}
-    unknown = sorted(name for name in files if name not in expected and not _harmless(name))
+    unknown = sorted(name for name in files if name not in expected and not _may_ignore(name))
     if unknown:
         raise ConfigError(
             f"checkpoint {folder} has {len(unknown)} tensors that the model does not use, "
@@ -117,7 +118,7 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
     logger.info("weights loaded files=%d tensors=%d", len(by_file), len(expected))
 
 
-def _harmless(name: str) -> bool:
+def _may_ignore(name: str) -> bool:
     """Whether the loader may ignore an unexpected tensor of this name.
 
     It ignores rotary tables, and the head's copy of tied embeddings: lm_head.weight is unexpected
@@ -130,7 +131,7 @@ def _check_head(path: Path, embedding: Placement, parameter: Tensor) -> None:
     """Check that a head stored beside tied embeddings equals them. Raises ConfigError."""
     for placement, value in _read(path, [embedding._replace(source=_HEAD)]):
         target = _part(parameter, placement, value)
-        # On the CPU, so that the check takes no GPU memory from the KV pool.
+        # Compare on the CPU, so that the check takes no GPU memory from the KV pool.
         if not torch.equal(target.cpu(), value.to(target.dtype)):
             raise ConfigError(
                 f"{_HEAD} differs from {_EMBEDDING}, although tie_word_embeddings in config.json "

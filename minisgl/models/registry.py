@@ -1,4 +1,4 @@
-"""The supported architectures. All of them run the same decoder; a Family says how they differ."""
+"""The supported architectures. All run the same decoder. A Family lists the differences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Rotary settings from config.json.
 
 transformers 5 writes rope_parameters {rope_type, rope_theta, ...}. Earlier versions write
-rope_theta and rope_scaling {rope_type or type, ...}. Both spellings are read, also together.
+rope_theta and rope_scaling {rope_type or type, ...}. This module reads both
+spellings. A file may have both if they agree.
 """
 
 import math
@@ -21,7 +22,7 @@ def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
     """Return theta, the scaling, and the context length in tokens. Raises ConfigError.
 
     A YaRN model that names its original context has `factor` times that context, even if
-    max_position_embeddings still holds the original one. Qwen's instructions for YaRN do not
+    max_position_embeddings still holds the original context. Qwen's instructions for YaRN do not
     change that field.
     """
     old, new = config.rope_scaling, config.rope_parameters

@@ -10,7 +10,8 @@ from torch import Tensor
 class ExpertWeights(NamedTuple):
     """The weights of one layer's E experts.
 
-    router: [E, H]; gate_up: [E, 2I, H], the rows of the gate first; down: [E, H, I].
+    router: [E, H]; gate_up: [E, 2I, H], the rows of the gate first; down: [E, H, I]. I: the inner
+    size of an expert.
     """
 
     router: Tensor
@@ -53,7 +54,7 @@ class MoeBackend(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
-        """Return the sum over each token's top_k experts of its weight * down(silu(gate) * up).
+        """Return, for each token, the sum of weight * down(silu(gate) * up) over its top_k experts.
 
         x: [T, H] of the weights' dtype. Returns a new [T, H]. If I is divided over ranks, the
         result is this rank's part of the sum.

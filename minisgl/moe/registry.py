@@ -9,7 +9,7 @@ from minisgl.moe.base import MoeBackend
 from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
 
-# In the order of preference: auto takes the first that can run.
+# In the order of preference: auto takes the first backend that can run.
 MOE_BACKENDS: tuple[type[MoeBackend], ...] = (TritonMoe, TorchMoe)
 
 
@@ -18,8 +18,8 @@ def create_moe_backend(
 ) -> MoeBackend:
     """Make the backend called `name`, or for auto the first that can run on `device`.
 
-    added: backends of other packages. Raises ConfigError that lists the known names, or says why
-    the named backend cannot be used.
+    added: backends of other packages. Raises ConfigError for an unknown name, and for a
+    named backend that cannot run on `device`.
     """
     known = (*MOE_BACKENDS, *added)
     for backend in known:

@@ -10,12 +10,15 @@ from torch import Tensor
 from minisgl.kernel import linear
 from minisgl.moe.base import ExpertWeights, MoeBackend
 
-# So few tokens rarely have an expert in common. Sorting them by expert would gain nothing.
+# Up to this many tokens rarely share an expert, so sorting them by expert would gain nothing.
 _FEW_TOKENS = 4
 
 
 class TritonMoe(MoeBackend):
-    """The weights must be contiguous. All layers must run on one stream: they share semaphores."""
+    """Routes tokens and computes their experts with Triton kernels, on a GPU.
+
+    The weights must be contiguous. All layers share semaphores, so they must run on one stream.
+    """
 
     name = "triton"
 

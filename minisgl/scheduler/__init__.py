@@ -1,4 +1,4 @@
-"""The scheduler: it decides which requests each step contains and which request owns which page."""
+"""The scheduler: it plans the requests of each step and assigns KV pages to requests."""
 
 from minisgl.scheduler.inbox import LocalInbox
 from minisgl.scheduler.process import build_scheduler, run_scheduler

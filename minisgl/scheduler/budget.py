@@ -1,12 +1,14 @@
 """`PrefillBudget`: the number of prompt tokens of the next step."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from minisgl.core import Int32Array, SchedulerConfig, StepCost, step_sizes
+from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
@@ -23,15 +25,15 @@ EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B 
 class PrefillBudget:
     """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
-    While no request decodes, or without known step costs, the limit is prefill_budget_tokens. Next
-    to decoding requests it is lower:
+    While no request decodes, or without known step costs, the limit is prefill_budget_tokens. With
+    decoding requests, or with several clients, the limit is lower:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
       `_timed_tokens`.
     - Without one (the offline LLM), only the total time counts. Prompts of requests with few
       output tokens are then spread evenly over the decode steps: `_even_tokens`.
 
-    _prefilling and _waiting are the planner's queues, in the order in which prompts are computed.
+    _prefilling and _waiting are the planner's queues, in the order of computation.
     The budget reads them at each call; the planner keeps changing them. _sizes are the step sizes
     in tokens, in rising order.
     """
@@ -39,7 +41,8 @@ class PrefillBudget:
     _config: SchedulerConfig
     _table: RequestTable
     _prefilling: Sequence[Req]
-    _waiting: Sequence[Req]
+    _waiting: WaitingQueue
+    _clients: Collection[str]  # every client so far
     _sizes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +57,9 @@ class PrefillBudget:
         """
         budget = self._config.prefill_budget_tokens
         target_ms = self._config.target_step_ms
-        if not len(decode_rows) or cost is None or not (self._prefilling or self._waiting):
+        if cost is None or not (self._prefilling or self._waiting):
+            return budget
+        if not len(decode_rows) and (len(self._clients) < 2 or target_ms is None):
             return budget
         if target_ms is None:
             return min(self._even_tokens(decode_rows, cost), budget)
@@ -64,16 +69,16 @@ class PrefillBudget:
         """Spread prompts over the decode steps, in steps of even size.
 
         A decode step with few requests reads all weights for few tokens, so prompt tokens in the
-        same step cost little. They must not delay the end of the whole run, which is the end of the
-        request with the most output tokens left. The method therefore computes the latest step at
-        which each other request has to start to decode. It returns the smallest number of prompt
-        tokens per step with which the prompts of this request and of all requests before it are
-        complete by then, rounded up to a step size. It assumes that each request generates all
-        tokens that it may.
+        same step cost little. The run ends with the request that has the most output tokens left,
+        and prompt tokens must not delay this end. For each other request, the method computes the
+        latest step in which the request has to start to decode. By this step, the prompts of the
+        request and of all requests before it must be complete. The method returns the smallest
+        number of prompt tokens per step that is enough for all requests, rounded up to a step size.
+        It assumes that each request generates as many tokens as it may.
 
         The method returns all of prefill_budget_tokens in two cases: when more requests wait than
-        rows are free, and when prompt tokens next to decode tokens cost more than in a large step
-        of their own, as in small models.
+        rows are free, and when prompt tokens cost more in steps with decode tokens than in a large
+        step without them, as in small models.
         """
         budget = self._config.prefill_budget_tokens
         table = self._table
@@ -107,16 +112,26 @@ class PrefillBudget:
         token, and small chunks make them wait longer. Small chunks also cost throughput: when a
         step is compute-bound, a decode token takes 45 us next to a chunk and 27 us next to other
         decode tokens (8B model, H200).
+
+        If there are several clients, the limit grows half as far, and the shortest queue of the
+        clients with prompts counts. Otherwise the queue of one client would delay the first tokens
+        of the others.
         """
         num_decode = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())
         limit_s = max(target_s, MAX_SLOWDOWN * cost.predict_s(num_decode, keys, 0))
-        queue_s = cost.predict_s(sum(req.uncached_tokens for req in self._waiting), 0, 0)
-        limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), MAX_QUEUE_FACTOR)
+        queued = Counter({req.client: 0 for req in self._prefilling})
+        for req in self._waiting:
+            queued[req.client] += req.uncached_tokens
+        queue_s = cost.predict_s(min(queued.values()), 0, 0)
+        # A request that arrives during step n enters step n + 2, so it waits for two steps.
+        most = MAX_QUEUE_FACTOR / 2 if len(self._clients) > 1 else MAX_QUEUE_FACTOR
+        limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), most)
         if self._prefilling:
             start = int(self._table.computed[self._prefilling[0].row])
         else:  # the cached part of the prompt that is admitted next
-            start = len(self._waiting[0].tokens) - self._waiting[0].uncached_tokens
+            first = next(iter(self._waiting))
+            start = len(first.tokens) - first.uncached_tokens
 
         def step_s(tokens: int) -> float:
             chunk = tokens - num_decode

@@ -1,4 +1,4 @@
-"""Forced tokens: output tokens to which the constraint of a request leaves no alternative."""
+"""Forced tokens: the constraint of a request allows no other token at their positions."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from minisgl.scheduler.request import ReqState
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import append_tokens
 
-# A step with a chunk takes about this share longer than a decode-only step.
+# A step with a chunk takes longer than a decode-only step by about this share of its time.
 CHUNK_SLOWDOWN = 0.5
 
 
@@ -20,15 +20,15 @@ def append_forced(
     kv_manager: KVManager,
     eos_token_ids: Int32Array,
 ) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
-    """Append the tokens that must follow the tokens just sampled. Returns as read_result.
+    """Append the tokens that must follow the sampled tokens. Returns values as read_result.
 
     The next step forwards the appended tokens of a request as one chunk. A step in flight has
     sampled the first of them too; `read_result` drops that result.
 
-    A chunk of k tokens saves k - 1 decode steps of one request. If the next step has no chunk
-    otherwise, it also delays every decoding request. Tokens are appended when the saved tokens
-    outweigh the delay, or when they end the request, which needs no chunk. Without enough free
-    pages the tokens are sampled one by one.
+    A chunk of k tokens saves k - 1 decode steps of one request. If the next step has no other
+    chunk, this chunk also delays every decoding request. Tokens are appended if the saved steps
+    outweigh the delay. Tokens that end the request are always appended, because they need no chunk.
+    Without enough free pages the tokens are sampled one by one.
 
     sampled_rows: int32, the rows that got a token in the step just resolved.
     """

@@ -22,7 +22,8 @@ class Inbox(Protocol):
         wait_s: wait at most this long for the first message; None waits without a limit.
         plan_hash: hash of the batch that this rank launched last. Ranks compare their hashes.
         prepared: uids of the requests whose constraints became prepared on this rank. Rank 0 gets
-        them back as a Prepared message, after the other messages; the other ranks get rank 0's.
+        them back as a Prepared message, after the other messages. The other ranks get the message
+        of rank 0.
         """
 
 
@@ -37,8 +38,8 @@ class QueueInbox:
     ) -> Messages:
         """Return as soon as one message has arrived, before wait_s is over.
 
-        The host takes 5 to 8 ms to launch a step with a new prompt. A launch that began only at the
-        end of the wait would come too late, and the GPU would be idle meanwhile.
+        The host takes 5 to 8 ms to launch a step with a new prompt. If the
+        launch began only at the end of the wait, the GPU would be idle during the launch.
         """
         if wait_s != 0.0:
             self._receiver.poll(wait_s)

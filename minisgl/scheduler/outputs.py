@@ -38,7 +38,7 @@ class OutputBuilder:
         self._next.prompt_logprobs.extend(req.held_logprobs)
 
     def tokens(self, uids: NDArray[np.int64], token_ids: Int32Array) -> None:
-        """Add one token for each request: token_ids[i] is the next one of uids[i]."""
+        """Add one token for each request: token_ids[i] is the next token of request uids[i]."""
         self._next.uids.extend(uids.tolist())
         self._next.token_ids.extend(token_ids.tolist())
 
@@ -80,18 +80,18 @@ class OutputBuilder:
         parts.append(_token_logprobs(req.uid, position + first, found, rows, count))
 
     def finish(self, req: Req, error: MinisglError | None) -> None:
-        """Add the terminal message of `req`, whose end_reason is set."""
+        """Add the Finished message of `req`. Its end_reason must be set."""
         if not req.prefill_done:
             self.open(req)
         assert req.end_reason is not None, "an end reason must be set; this is a bug"
         self._next.finished.append(_finished(req.uid, req.end_reason, error))
 
-    def refuse(self, message: AddReq, error: RequestError) -> None:
-        """Add the PrefillDone and the Finished message of a refused request."""
+    def refuse(self, uid: int, message: AddReq, error: RequestError) -> None:
+        """Add the PrefillDone and the Finished message of a refused request of `message`."""
         prompt_tokens = len(message.token_ids) // 4
-        done = PrefillDone(uid=message.uid, prompt_tokens=prompt_tokens, cached_tokens=0)
+        done = PrefillDone(uid=uid, prompt_tokens=prompt_tokens, cached_tokens=0)
         self._next.prefill_done.append(done)
-        self._next.finished.append(_finished(message.uid, FinishReason.ERROR, error))
+        self._next.finished.append(_finished(uid, FinishReason.ERROR, error))
 
     def take(self, step_id: int) -> StepOutput | None:
         """Return the output since the last call; None when there is none."""

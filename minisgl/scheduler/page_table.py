@@ -25,7 +25,7 @@ class PageTable:
         self.sent[row] = 0
 
     def append(self, rows: Int32Array, pages: Int32Array) -> None:
-        """Append one page to each of these rows, which are distinct."""
+        """Append one page to each of these rows. The rows must be distinct."""
         self.entries[rows, self.counts[rows]] = pages
         self.counts[rows] += 1
 

@@ -1,10 +1,9 @@
-"""`Planner`: decides which requests the next step contains and how many tokens of each.
+"""`Planner`: chooses the requests of the next step and the number of tokens of each.
 
 A plan depends only on the scheduler's state, not on a clock, randomness or I/O, so that all
 tensor-parallel ranks plan the same steps.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
 
@@ -14,10 +13,12 @@ from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, St
 from minisgl.kvcache import common_prefix
 from minisgl.scheduler.budget import PrefillBudget
 from minisgl.scheduler.kv_manager import KVManager
+from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.sharing import ClientShares
 
-MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, which bounds its time
+MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, so its time is limited
 MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
 
 
@@ -36,10 +37,14 @@ class Planner:
     2. Admitted prompts get chunks, in order of admission, until the step's prompt tokens are used
        up (PrefillBudget).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
-       pages are left. The planner skips a request if an older request is computing its prefix,
-       until that prefix is in the prefix cache (in-batch prefix sharing).
+       pages are left. The planner skips a waiting request while an older request computes a
+       prefix that both share (in-batch prefix sharing).
 
-    waiting      the queue: preempted requests first, then new requests in order of arrival.
+    If several clients have prompts, each gets an equal part of the step's prompt tokens, and the
+    rest goes to the clients that can use it. If rows or pages are short, ClientShares decides
+    (docs/decisions/20-clients-in-turn.md).
+
+    waiting      the requests of each client in the order of service.
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
     cost         predicts step times; None when they are unknown.
@@ -56,9 +61,12 @@ class Planner:
         self._kv_manager = kv_manager
         self._table = table
         self.cost: StepCost | None = None
-        self.waiting: deque[Req] = deque()
+        self.waiting = WaitingQueue()
+        self._shares = ClientShares(table, kv_manager.pool.size)
         self.prefilling: list[Req] = []
-        self._budget = PrefillBudget(config, table, self.prefilling, self.waiting)
+        self._budget = PrefillBudget(
+            config, table, self.prefilling, self.waiting, self._shares.clients
+        )
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -75,11 +83,17 @@ class Planner:
 
         in_flight: True while a launched step has no result yet. Its result may free pages.
         Returns the batch (None when no request can run now) and a request to preempt (None when
-        pages suffice). The planner has already removed that request from the running ones.
+        rows and pages suffice). The planner has already removed that request from the running ones.
         """
+        self._shares.measure(self.waiting.clients)
         rows, victim = self._decode_rows_with_pages(in_flight)
         starved = victim is not None or len(rows) < len(self.decode_rows)
-        chunks = self._choose_chunks(rows, admit=not starved)
+        chunks, blocked = self._choose_chunks(rows, admit=not starved)
+        if blocked is not None and victim is None:
+            victim = self._make_room(blocked)
+            if victim is not None:
+                rows = rows[rows != victim.row]
+                chunks.pop(victim.row, None)
         if len(rows) or chunks:
             return self._build(step_id, rows, chunks), victim
         if self.waiting and not in_flight and victim is None:
@@ -110,14 +124,14 @@ class Planner:
     def recompute(self, req: Req) -> None:
         """Let a decoding request forward its forced tokens as a chunk of the next step.
 
-        It comes before all prompts, because its client is receiving tokens.
+        `req` comes before all prompts, because its client is receiving tokens.
         """
         self.decode_rows = self.decode_rows[self.decode_rows != req.row]
         self.prefilling.insert(0, req)
         req.state = ReqState.PREFILL
 
     def remove(self, req: Req) -> None:
-        """Take `req` out of the running requests. It keeps row and pages until their release."""
+        """Take `req` out of the running requests. `req` keeps its row and pages until `release`."""
         if req.state is ReqState.PREFILL:
             self.prefilling.remove(req)
         elif req.state is ReqState.DECODE:
@@ -126,23 +140,21 @@ class Planner:
         req.state = ReqState.ENDING
 
     def enqueue(self, req: Req) -> None:
-        """Put a new request at the end of the queue, a preempted one at its head."""
+        """Put a new or a preempted request into the queue."""
         req.state = ReqState.WAITING
+        self._shares.clients.add(req.client)
         cached = len(self._kv_manager.match(req).pages) * self._kv_manager.page_size
         others = chain(self.uncached, islice(reversed(self.waiting), MAX_DEFERRED))
         shared = self._shared_with_older(req, cached, others)
         req.uncached_tokens = len(req.tokens) - (shared or cached)
-        if req.admitted:
-            self.waiting.appendleft(req)
-        else:
-            self.waiting.append(req)
+        self.waiting.append(req)
 
     # --- decode ---------------------------------------------------------------------------------
 
     def _decode_rows_with_pages(self, in_flight: bool) -> tuple[Int32Array, Req | None]:
         """Give each decoding row a page for its next token.
 
-        Returns the rows that have one, and a request to preempt when pages are short.
+        Returns the rows that have such a page, and a request to preempt when pages are short.
         """
         table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
@@ -158,10 +170,18 @@ class Planner:
     def _allocate_to_oldest(
         self, rows: Int32Array, growing: Int32Array, in_flight: bool
     ) -> tuple[Int32Array, Req | None]:
-        """When pages run short, give them to the oldest requests and preempt the newest one."""
+        """When pages run short, give them to the oldest requests and preempt the newest one.
+
+        Requests of a client that holds more than its share of the pages count as newer than all
+        others.
+        """
         req_at = self._table.req_at
+
+        def age(req: Req) -> tuple[bool, int]:
+            return self._shares.is_over(req), req.arrival_index
+
         pool = self._kv_manager.pool
-        oldest_first = sorted(growing.tolist(), key=lambda row: req_at(row).arrival_index)
+        oldest_first = sorted(growing.tolist(), key=lambda row: age(req_at(row)))
         served, starved = np.split(np.array(oldest_first, dtype=np.int32), [pool.num_free])
         self._table.pages.append(served, pool.allocate(len(served)))
         kept = rows[~np.isin(rows, starved)]
@@ -172,50 +192,111 @@ class Planner:
             if not in_flight:
                 raise InvariantBroken("no page is left for the only running request; this is a bug")
             return kept, None
-        victim = max(running, key=lambda req: req.arrival_index)
+        victim = max(running, key=age)
         self.remove(victim)
         return kept[kept != victim.row], victim
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def _choose_chunks(self, decode_rows: Int32Array, admit: bool) -> dict[int, int]:
-        """Return the number of prompt tokens of each row. admit: waiting requests may start."""
+    def _choose_chunks(
+        self, decode_rows: Int32Array, admit: bool
+    ) -> tuple[dict[int, int], Req | None]:
+        """Return the number of prompt tokens of each row, and a request to make room for.
+
+        admit: waiting requests may start.
+
+        Each client with prompts may first use an equal part of the budget. The second round divides
+        the rest. The returned request is the first one of a client within its share that found no
+        row or no pages.
+        """
+        with_prompts = {req.client for req in self.prefilling}.union(self.waiting.clients)
+        clients = self._shares.in_order(with_prompts)
         budget = self._budget.tokens(decode_rows, self.cost)
         chunks: dict[int, int] = {}
+        blocked: Req | None = None
+        rounds = [budget // len(clients), budget] if len(clients) > 1 else [budget]
+        for part in rounds:
+            for client in clients:
+                used, refused = self._fill(client, min(part, budget), chunks, admit, blocked)
+                budget -= used
+                blocked = blocked or refused
+        return chunks, blocked
+
+    def _fill(
+        self, client: str, budget: int, chunks: dict[int, int], admit: bool, blocked: Req | None
+    ) -> tuple[int, Req | None]:
+        """Add up to `budget` prompt tokens of one client to `chunks`.
+
+        blocked: a request of another client that waits for room. While there is one, only requests
+        within their client's share are admitted.
+        Returns the number of tokens, and a request within the share that found no room.
+        """
+        left = budget
         for req in self.prefilling:
-            if budget > 0:
-                chunks[req.row] = self._chunk_of(req, budget)
-                budget -= chunks[req.row]
-        deferred: list[Req] = []
-        while admit and budget > 0 and self.waiting and self._table.rows.num_free:
-            req = self.waiting[0]
+            if left > 0 and req.client == client:
+                left -= self._add_chunk(req, left, chunks)
+        admitted: list[Req] = []
+        refused: Req | None = None
+        deferred = 0
+        for req in self.waiting.of(client) if admit and left > 0 else ():
+            pages = self._kv_manager.pages_for(len(req.tokens))
+            is_within = self._shares.is_within(req, pages)
+            if not self._table.rows.num_free or not (is_within or blocked is None):
+                refused = req if is_within else None
+                break
             match = self._kv_manager.match(req)
             cached = len(match.pages) * self._kv_manager.page_size
             if self._shared_with_older(req, cached, self.uncached):
-                deferred.append(self.waiting.popleft())
-                if len(deferred) == MAX_DEFERRED:
+                deferred += 1
+                if deferred == MAX_DEFERRED:
                     break
                 continue
             if not self._kv_manager.try_admit(req, match, self._table):
+                refused = req if is_within else None
                 break
-            self.waiting.popleft()
+            self._shares.record_admitted(req, pages)
+            admitted.append(req)
             if not req.admitted:
                 req.admitted = True
                 req.cached_tokens = cached
             req.state = ReqState.PREFILL
             self.prefilling.append(req)
             self.uncached[req] = None
-            chunks[req.row] = self._chunk_of(req, budget)
-            budget -= chunks[req.row]
-        self.waiting.extendleft(reversed(deferred))
-        return chunks
+            left -= self._add_chunk(req, left, chunks)
+            if left <= 0:
+                break
+        for req in admitted:
+            self.waiting.remove(req)
+        return budget - left, refused
+
+    def _add_chunk(self, req: Req, budget: int, chunks: dict[int, int]) -> int:
+        """Add up to `budget` tokens to the chunk of a running request. Returns their number."""
+        chosen = chunks.get(req.row, 0)
+        rest = int(self._table.prefill_end[req.row] - self._table.computed[req.row]) - chosen
+        tokens = min(budget, rest)
+        if tokens:
+            chunks[req.row] = chosen + tokens
+        return tokens
+
+    def _make_room(self, req: Req) -> Req | None:
+        """Preempt a request of a client that holds more than its share, so that `req` can run.
+
+        Returns None if there is none, or if the rows that end with the step in flight may suffice.
+        """
+        running = [*self.prefilling, *map(self._table.req_at, self.decode_rows.tolist())]
+        rows = self._table.rows
+        ends_soon = rows.num_quarantined or int(rows.allocated.sum()) > len(running)
+        victim = None if ends_soon else self._shares.victim(req, running)
+        if victim is not None:
+            self.remove(victim)
+        return victim
 
     def _shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
-        """Return the number of leading tokens of `req` that an older one of `others` computes.
+        """Return the number of leading tokens of `req` that an older request in `others` computes.
 
         The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
-        for so few. With this rule, the n choices of one prompt compute the prompt once, and a burst
-        of requests with the same system prompt computes that prompt once.
+        for so few. With this rule, the n choices of one prompt compute the prompt once. A burst of
+        requests with the same system prompt computes the system prompt once.
 
         A request waits for older requests only, and these decrease in number. If it also waited for
         newer requests, it could wait forever: a newer request is admitted before it, computes the
@@ -226,8 +307,8 @@ class Planner:
         page_size = self._kv_manager.page_size
         half = (len(req.tokens) - cached + 1) // 2
         min_shared = self._kv_manager.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
-        # The first min_shared tokens have to be equal. Compare the last one of them first, because
-        # most prompts differ there. The slice is empty if the prompt has fewer tokens.
+        # The first min_shared tokens have to be equal. Compare the last of these tokens first,
+        # because most prompts differ there. The slice is empty if the prompt has fewer tokens.
         last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
         if not last_needed:
             return 0
@@ -238,9 +319,6 @@ class Planner:
                 if shared >= min_shared:
                     return shared // page_size * page_size
         return 0
-
-    def _chunk_of(self, req: Req, budget: int) -> int:
-        return min(budget, int(self._table.prefill_end[req.row] - self._table.computed[req.row]))
 
     # --- the batch ------------------------------------------------------------------------------
 

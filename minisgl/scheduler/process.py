@@ -34,8 +34,8 @@ def run_scheduler(
     `api`; rank i binds `rank-{i}`. Raises ConfigError or EngineError.
     """
     tp = TPInfo(tp_rank, engine_config.tp_size)
-    # The inbox is bound before the model loads, so that no message sent meanwhile is lost and no
-    # sender has to retry.
+    # Bind the inbox before the model loads, so that messages that are sent during the load are not
+    # lost and no sender has to retry.
     inbox = _inbox(tp, socket_dir)
     rendezvous = str(Path(socket_dir) / "rendezvous")
     comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
@@ -69,8 +69,8 @@ def build_scheduler(
 ) -> Scheduler:
     """Warm up `engine` and return a scheduler for it.
 
-    The function also times steps of the engine, from which the scheduler predicts step times. On a
-    CPU, timing takes 2 s and is skipped if there is no step-time target.
+    The function also times steps of the engine, so that the scheduler can predict step times. On a
+    CPU, timing takes 2 s. Without a step-time target, a CPU does not time steps.
     """
     facts = engine.facts()
     scheduler = Scheduler(

@@ -8,22 +8,23 @@ import msgspec
 import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
+from minisgl.core.sampling import MAX_SEED
 from minisgl.engine.logits_processing import Constraint
 from minisgl.kvcache import RadixNode
 from minisgl.message.messages import AddReq, TokenLogprobs
 
 
 class ReqState(StrEnum):
-    """The state of a request. It moves down this list; preemption returns it to WAITING.
+    """The state of a request, in this order. Preemption returns the request to WAITING.
 
-    Forced tokens return it from DECODE to PREFILL.
+    Forced tokens return the request from DECODE to PREFILL.
     """
 
     PREPARING = "preparing"  # as WAITING, but outside of the queue until its constraint is prepared
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
     DECODE = "decode"  # the whole prompt is launched; each step computes one token
-    ENDING = "ending"  # loses its row once the step in flight, which may contain it, is resolved
+    ENDING = "ending"  # keeps its row until the step in flight that contains it is resolved
     FINISHED = "finished"  # owns neither row nor pages; its Finished message has been built
 
 
@@ -44,14 +45,15 @@ class Req:
                       with the highest index first.
     row               index in page table, token pool and RequestTable; -1 while the request owns no
                       row.
-    cache_node        end of the request's prefix in the prefix cache, which it holds locked.
+    cache_node        end of the request's prefix in the prefix cache. The request locks it.
     shared_pages      the first shared_pages pages of the row belong to the prefix cache; the others
                       belong to this request.
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
-    logit_states      state of each logits processor for this request; None if none needs one.
-    constraint        the one of logit_states that is a Constraint, if there is one.
+    client, call      the client and its call, which take turns in the queue.
+    logit_states      state of each logits processor for this request; None without edited logits.
+    constraint        the element of logit_states that is a Constraint; None if there is none.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
     admitted          True from the first admission on, also while the request waits again after
@@ -69,6 +71,8 @@ class Req:
     sampling: SamplingParams
     arrival_index: int
     cache_salt: str = ""
+    client: str = ""
+    call: int = 0
     logit_states: tuple[Any, ...] | None = None
     constraint: Constraint | None = None
     state: ReqState = ReqState.WAITING
@@ -86,9 +90,11 @@ class Req:
 
 
 def accept_request(
-    message: AddReq, vocab_size: int, capacity_tokens: int, arrival_index: int
+    message: AddReq, index: int, vocab_size: int, capacity_tokens: int, arrival_index: int
 ) -> Req:
-    """Check `message` against the engine's limits and return a waiting request.
+    """Check `message` against the engine's limits and return its waiting request `index`.
+
+    The requests of one message share the memory of the prompt.
 
     The API server has already checked the same limits. This second check protects the ranks: an
     invalid message would make all of them fail.
@@ -97,7 +103,7 @@ def accept_request(
     capacity_tokens: prompt and output tokens that context length and KV pool allow one request.
     Raises RequestError (InvalidRequest, PromptTooLong) for a request that could never complete.
     """
-    tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32)
+    tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32, copy=False)
     sampling = message.sampling
     sampling.validate(vocab_size)
     if not len(tokens):
@@ -112,16 +118,20 @@ def accept_request(
             f"{capacity_tokens} tokens that the context length and the KV pool allow",
             param="prompt",
         )
-    if sampling.seed is None:
-        # The API server draws a seed for a request without one. The uid is the fallback for other
-        # senders: every rank must use the same seed.
-        sampling = msgspec.structs.replace(sampling, seed=message.uid)
+    # The API server draws a seed for a request without one. The uid is the fallback for other
+    # senders: every rank must use the same seed.
+    seed = index + (message.uid if sampling.seed is None else sampling.seed)
+    seed = seed if seed <= MAX_SEED else seed - 2**64
+    prompt_logprobs = None if index else sampling.prompt_logprobs
+    sampling = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=prompt_logprobs)
     return Req(
-        uid=message.uid,
+        uid=message.uid + index,
         tokens=tokens,
         prompt_len=len(tokens),
         max_total_tokens=capacity_tokens if max_tokens is None else needed,
         sampling=sampling,
         arrival_index=arrival_index,
         cache_salt=message.cache_salt,
+        client=message.client,
+        call=message.call,
     )

@@ -112,7 +112,7 @@ class RequestTable:
     def edited_reqs(
         self, rows: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
     ) -> tuple[EditedReq, ...] | None:
-        """Return the sampling requests with edited logits; None if there are none.
+        """Return the requests that sample from edited logits; None if there are none.
 
         rows, ends, samples: columns [B] of the batch. ends: positions of the tokens to sample.
         """

@@ -1,4 +1,4 @@
-"""Reads the result of a completed step: the new tokens of its requests, and which requests end."""
+"""Reads the result of a completed step: the new tokens, and the requests that end."""
 
 import numpy as np
 
@@ -14,10 +14,10 @@ def read_result(
     Returns three values: the row of each new token, int32 [n]; the new tokens, int32 [n], in the
     same order; and the reason of each row that ends, errors first.
 
-    A row gets no token if its request ended in the previous step, while this step was in flight, or
-    if a forced token has taken the position. A row with non-finite logits ends with ERROR and gets
-    no token. Draft tokens that the step did not accept are subtracted from table.computed, so that
-    the row forwards these positions again.
+    A row gets no token if its request ended in the previous step, while this step was in flight. It
+    gets no token either if a forced token has taken the position. A row with non-finite logits ends
+    with ERROR and gets no token. Draft tokens that the step did not accept are subtracted from
+    table.computed, so that the row forwards these positions again.
     """
     sampled = batch.samples & table.rows.allocated[batch.rows]
     sampled &= batch.start + batch.lengths >= table.known[batch.rows]
@@ -45,7 +45,7 @@ def append_tokens(
 ) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
     """Append tokens[i, : counts[i]] to row rows[i] at the positions from first[i] on.
 
-    Returns the same values as read_result. Tokens after the one that ends a request are dropped.
+    Returns the same values as read_result. Tokens after the token that ends a request are dropped.
     """
     width = tokens.shape[1]
     nth: Int32Array = np.arange(width, dtype=np.int32)

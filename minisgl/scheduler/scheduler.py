@@ -50,7 +50,7 @@ PREPARING_WAIT_S = 0.001  # one wait for a constraint while no other request is 
 class Scheduler:
     """Runs requests on one engine, each from its AddReq message to its Finished message.
 
-    One iteration, with overlap (the engine computes step n meanwhile):
+    One iteration, with overlap (the engine computes step n at the same time):
 
         inbox ----> receive messages            new requests, aborts
                     plan step n + 1             Planner: which requests, how many tokens
@@ -67,9 +67,9 @@ class Scheduler:
 
     I1  The scheduler answers every AddReq with exactly one Finished, also for a request that it
         refuses, aborts or fails.
-    I2  A request keeps its row and pages until the last step that contains it is resolved, which
-        means that the scheduler has read its result. There is one exception: the result of a step
-        can end a request, by an EOS or stop token or by non-finite logits. The scheduler then
+    I2  A step is resolved when the scheduler has read its result. A request keeps its row and pages
+        until the last step that contains it is resolved. There is one exception: the result of a
+        step can end a request, by an EOS or stop token or by non-finite logits. The scheduler then
         releases row and pages at once, although the step in flight may still contain the request.
         A fence delays the reuse of the pages until that step is resolved (FencedPool I1).
     I3  The plan depends only on the sequence of messages and of sampled tokens. Rank 0 announces
@@ -109,7 +109,7 @@ class Scheduler:
         self._outputs = OutputBuilder()
         self._meter = StepMeter(clock)
         self._reqs: dict[int, Req] = {}
-        self._preparing: dict[int, Req] = {}  # those of _reqs whose constraint is not prepared
+        self._preparing: dict[int, Req] = {}  # requests whose constraint is not prepared
         # Requests to end or preempt once the step in flight that contains them is resolved.
         self._ending: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
@@ -131,7 +131,7 @@ class Scheduler:
         return not self._reqs and not self._in_flight
 
     def iterate(self) -> None:
-        """Run one iteration. If idle, or too early to plan a step, first wait for a message."""
+        """Run one iteration. If idle, or if no step is due yet, first wait for a message."""
         prepared = self._prepared() if self._preparing else ()
         for message in self._inbox.receive(self._message_wait_s(), self._plan_hash, prepared):
             self._apply(message)
@@ -172,8 +172,8 @@ class Scheduler:
     def _message_wait_s(self) -> float | None:
         """Return the seconds for which `iterate` may wait for a message; None: without a limit.
 
-        While all running requests decode, the next step is planned shortly before the step in
-        flight ends. A request that arrives meanwhile is then part of the next step.
+        While all running requests decode, the scheduler plans the next step shortly before the step
+        in flight ends. A request that arrives before this plan is then part of the next step.
         """
         if self.idle:
             return None
@@ -185,18 +185,18 @@ class Scheduler:
         if pending.done():
             return 0.0
         remaining_s = self._meter.remaining_s(self.planner.predict_decode_s(batch))
-        # The next step must be launched before the device runs out of work. A launch with masks
-        # returns late by their time, so the end of the step before it was noticed late.
+        # The next step must be launched before the device runs out of work. A launch with token
+        # masks returns later, so the scheduler notices the end of the previous step later.
         lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s
         return max(remaining_s - lead_s, 0.0)
 
     def _prepared(self) -> list[int]:
         """Return the uids of the preparing requests whose constraints are prepared.
 
-        While no other request is open, wait shortly for the oldest one.
+        While no other request is open, wait for at most PREPARING_WAIT_S for the oldest request.
         """
         first = next(iter(self._preparing.values()))
-        assert first.constraint is not None, "a preparing request has a constraint: this is a bug"
+        assert first.constraint is not None, "a constraint must be set; this is a bug"
         if len(self._preparing) == len(self._reqs) and not self._in_flight:
             first.constraint.prepared(PREPARING_WAIT_S)
         reqs = self._preparing.items()
@@ -205,7 +205,8 @@ class Scheduler:
     def _apply(self, message: ToScheduler) -> None:
         match message:
             case AddReq():
-                self._add(message)
+                for index in range(message.count):
+                    self._add(message, index)
             case AbortReq():
                 req = self._reqs.get(message.uid)
                 if req is not None:  # None: the request has finished or was refused
@@ -222,15 +223,18 @@ class Scheduler:
                 for req in list(self._reqs.values()):
                     self._abort(req, FinishReason.ABORT)
 
-    def _add(self, message: AddReq) -> None:
+    def _add(self, message: AddReq, index: int) -> None:
         self._arrivals += 1
+        uid = message.uid + index
         try:
-            if message.uid in self._reqs:
-                raise InvalidRequest(f"uid {message.uid} is in use; send another uid")
-            req = accept_request(message, self._vocab_size, self._capacity_tokens, self._arrivals)
+            if uid in self._reqs:
+                raise InvalidRequest(f"uid {uid} is in use; send another uid")
+            req = accept_request(
+                message, index, self._vocab_size, self._capacity_tokens, self._arrivals
+            )
             req.logit_states = self._extensions.open_states(req.sampling)
         except RequestError as error:
-            self._outputs.refuse(message, error)
+            self._outputs.refuse(uid, message, error)
             return
         self._reqs[req.uid] = req
         states = req.logit_states or ()
@@ -242,8 +246,8 @@ class Scheduler:
             self._preparing[req.uid] = req
 
     def _start(self, req: Req) -> None:
-        """Enqueue a request whose constraint is prepared on rank 0, or end it if that failed."""
-        assert req.constraint is not None, "a preparing request has a constraint: this is a bug"
+        """Enqueue a request whose constraint is prepared on rank 0, or end it after a failure."""
+        assert req.constraint is not None, "a constraint must be set; this is a bug"
         req.constraint.prepared(None)  # this rank may be later than rank 0
         error = req.constraint.failure(len(req.tokens))
         if error is None:
@@ -276,13 +280,13 @@ class Scheduler:
     def _release(self, req: Req, error: MinisglError | None = None) -> None:
         """Take the row and the pages from `req`.
 
-        A preempted request then waits again; any other one has finished. error: set if the request
-        failed.
+        A preempted request then waits again; any other request has finished. error: set if the
+        request failed.
         """
         table, row = self.table, req.row
-        # The prompt is cached only if its first token is known, because only then are its logits
-        # known to be finite. Tokens that no resolved step has forwarded are not cached either: the
-        # token of a decode step in flight, and forced tokens.
+        # The prompt is cached only if the first output token is known. Only then is it known that
+        # the logits are finite. Tokens that no resolved step has forwarded are not cached either:
+        # the token of a decode step in flight, and forced tokens.
         cacheable = error is None and table.known[row] > table.prefill_end[row]
         forwarded = int(table.computed[row]) - int(table.last_step[row] > self._resolved_step)
         self.kv_manager.release(req, table, forwarded if cacheable else 0)
@@ -311,7 +315,7 @@ class Scheduler:
         before_s = self.totals.constraints.mask_seconds
         self._in_flight.append((batch, self._engine.launch(batch)))
         self._mask_s = self.totals.constraints.mask_seconds - before_s
-        # With edited logits a launch may wait for the step before it, so its time says nothing.
+        # With edited logits a launch may wait for the previous step, so its time is not recorded.
         if not batch.num_prefill_tokens and batch.logit_edits is None:
             self._decode_launch_s = self._meter.clock() - now_s
         self._launched_step = batch.step_id
@@ -346,7 +350,7 @@ class Scheduler:
                 self.kv_manager.publish(req, self.table, int(self.table.prefill_end[req.row]))
         ending, self._ending = self._ending, []
         for req in ending:
-            if req.state is not ReqState.FINISHED:  # this step's own token may have ended it
+            if req.state is not ReqState.FINISHED:  # a token of this step may have ended it
                 self._end_when_resolved(req)
         if batch.logit_edits is not None:
             state = self.table, self.planner, self.kv_manager
@@ -357,7 +361,7 @@ class Scheduler:
     def _take_tokens(
         self, rows: Int32Array, tokens: Int32Array, ended: dict[int, FinishReason]
     ) -> None:
-        """Send new tokens, and end the requests that they or broken logits end."""
+        """Send new tokens, and end the requests of the rows in `ended`."""
         self.totals.output_tokens_total += len(rows)
         self._outputs.tokens(self.table.uid[rows], tokens)
         for row, reason in ended.items():

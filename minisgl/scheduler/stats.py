@@ -14,8 +14,8 @@ class StepMeter:
 
     The scheduler calls `record_launch` at each launch and `record_result` at each result. Results
     come in the order of the launches. The time of a step begins at its launch, or at the end of the
-    previous step if the two overlap, and ends at its result. So the sum over all steps is the time
-    in which the device had work. The meter takes less than 1 us of host time per step.
+    previous step if the two overlap, and ends at its result. The sum over all steps is therefore
+    the time in which the device had work. The meter takes less than 1 us of host time per step.
 
     phases  the totals by phase (STEP_PHASES). The meter keeps counting in these objects; encode
             them to keep their values.
@@ -34,7 +34,7 @@ class StepMeter:
         self._launched_s.append(self.clock())
 
     def record_result(self, batch: Batch, by_graph: bool) -> None:
-        """Count the oldest launched step, which has completed. by_graph: a CUDA graph ran it."""
+        """Record that the oldest launched step has completed. by_graph: a CUDA graph ran it."""
         now_s = self.clock()
         duration_s = now_s - max(self._launched_s.popleft(), self._ended_s)
         self._ended_s = now_s

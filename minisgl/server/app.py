@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 import minisgl
 from minisgl.core import RequestError
 from minisgl.server.auth import Auth
+from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
 from minisgl.server.guard import Guard
@@ -94,7 +95,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
             error = RouteNotFound("there is no such path")
     elif isinstance(error, RequestError):
         service = request.app.state.service
-        service.client.metrics.on_refused(error, service.lifecycle.phase)
+        client = request.scope["state"].get("client", DEFAULT_CLIENT)
+        service.client.metrics.on_refused(error, service.lifecycle.phase, client)
     response = error_response(error, request.scope["path"], **headers)
     is_bug = not isinstance(error, RequestError)  # uvicorn logs its traceback.
     log_event(
@@ -102,6 +104,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         logging.ERROR if is_bug else logging.INFO,
         "request failed" if is_bug else "call refused",
         request_id=request.scope["state"].get("request_id"),
+        key=request.scope["state"].get("client", DEFAULT_CLIENT),
         status=response.status_code,
         reason=type(error).__name__,
     )

@@ -2,50 +2,88 @@
 
 If the server has API keys, all paths need a key except the probes, /metrics and the files of /docs.
 The admin paths always need an admin key.
+
+A line of a key file is a key, or `name: key`. The name says which client sends the request: clients
+take turns. Several lines may have the same name, so that a client can change its key. A line is a
+key without a name, with spaces or without, if no colon in it has white space after it. All keys
+without a name, and all requests to a server without keys, belong to the client DEFAULT_CLIENT.
 """
 
 import hashlib
 import hmac
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.core import ConfigError
+from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import AdminOnly, NotAuthenticated
 from minisgl.server.middleware import DOCS_PATHS, OPEN_PATHS, error_response
 
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 
 
-def key_hashes(keys: Iterable[str | None], file: str | None) -> tuple[str, ...]:
-    """SHA-256 in hex of each key and of each line of `file`. Raises ConfigError."""
-    found = [key for key in keys if key is not None]
+# A colon with white space after it ends the name of a key.
+_NAMED = re.compile(r"(?P<name>.*?):[ \t]+(?P<key>.+)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def key_hashes(keys: Iterable[str | None], file: str | None) -> dict[str, str]:
+    """The client of each key in `keys` and in `file`, by the SHA-256 of the key in hex.
+
+    Raises ConfigError.
+    """
+    found = [(DEFAULT_CLIENT, key) for key in keys if key is not None]
     if file is not None:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the key file {file} cannot be read: {error}") from None
-        found += [line.strip() for line in lines if line.strip()]
-        if not found:
-            raise ConfigError(f"the key file {file} has no key; expected one per line")
-    if any(not key.strip() for key in found):
-        raise ConfigError("an API key is empty; give a key, or leave the flag or variable out")
-    return tuple(_hash(key.strip().encode()) for key in found)
+        found += _read_file(file)
+    clients: dict[str, str] = {}
+    for client, key in found:
+        if not key.strip():
+            raise ConfigError("an API key is empty; give a key, or leave the flag or variable out")
+        other = clients.setdefault(_hash(key.strip().encode()), client)
+        if other != client:
+            raise ConfigError(f"the clients {other} and {client} have one key; give each its own")
+    return clients
+
+
+def _read_file(file: str) -> list[tuple[str, str]]:
+    """Client and key of each line that is not empty. Raises ConfigError."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the key file {file} cannot be read: {error}") from None
+    found = []
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        named = _NAMED.fullmatch(line)
+        if named is not None and not _NAME.fullmatch(named["name"]):
+            raise ConfigError(
+                f"line {number} of the key file {file} begins with the name of a key that is not "
+                "valid; expected 1 to 63 letters, digits, dots, dashes and underscores"
+            )
+        if line:
+            found.append((named["name"], named["key"]) if named else (DEFAULT_CLIENT, line))
+    if not found:
+        raise ConfigError(f"the key file {file} has no key; expected one per line")
+    return found
 
 
 class Auth:
     """Passes a request on if its key is valid, or answers 401 or 403.
 
     Without `keys`, all paths but the admin paths are open. Admin paths need one of `admin_keys`,
-    which are also valid for all other paths.
+    which are also valid for all other paths. Both give the client of each key by the key's hash.
+    The client goes into the state of the scope.
     """
 
-    def __init__(self, app: ASGIApp, keys: Collection[str], admin_keys: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Mapping[str, str], admin_keys: Mapping[str, str]
+    ) -> None:
         self._app = app
-        self._keys = (*keys, *admin_keys) if keys else ()
-        self._admin_keys = tuple(admin_keys)
+        self._keys = {**admin_keys, **keys} if keys else {}
+        self._admin_keys = admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         error = self._refusal(scope)
@@ -70,7 +108,10 @@ class Auth:
         given = _hash(_key(scope))
         # All keys are compared, so that the duration does not depend on the key.
         matches = [hmac.compare_digest(given, key) for key in allowed]
-        return None if any(matches) else NotAuthenticated("a valid API key is required")
+        if not any(matches):
+            return NotAuthenticated("a valid API key is required")
+        scope["state"]["client"] = allowed[given]
+        return None
 
 
 def _key(scope: Scope) -> bytes:

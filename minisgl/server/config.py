@@ -12,6 +12,9 @@ from minisgl.utils import supervise
 # The name of the process and the number of its pipe follow as arguments.
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
 
+# The client of requests whose key has no name, and of all requests to a server without keys.
+DEFAULT_CLIENT = "default"
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on one request and on all requests together. flags.toml explains each of them.
@@ -20,7 +23,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_body_bytes: int = 16 * 2**20
-    max_bodies_bytes: int = 512 * 2**20
+    max_bodies_bytes: int = 128 * 2**20
     max_prompt_chars: int | None = None
     max_choices: int = 1024
     max_messages: int = 8192
@@ -28,9 +31,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_logit_bias: int = 1024
     max_queued_reqs: int = 1024
     max_queued_tokens: int = 4 * 2**20
+    max_call_tokens: int = 2 * 2**20
+    max_key_reqs: int | None = None
+    max_key_tokens: int | None = None
     max_wait_s: float = 300.0
     max_total_s: float = 3600.0
-    max_connections: int = 4096
+    max_connections: int = 2048
     max_head_bytes: int = 64 * 2**10
     head_timeout_s: float = 30.0
     read_timeout_s: float = 60.0
@@ -42,8 +48,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 # that check them, except max_seq_len, the context length of the model.
 LIMIT_NAMES = (
     *Limits.__struct_fields__,
+    "max_headers",
     "max_n",
     "max_prompts",
+    "max_body_values",
     "max_stop_strings",
     "max_stop_chars",
     "max_stop_token_ids",
@@ -60,7 +68,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved command line. The flag of each field explains it in flags.toml.
 
     served_names        values of `model` that requests may use; responses contain the first.
-    api_key_hashes, admin_key_hashes   SHA-256 in hex; only the launcher holds the keys.
+    api_key_hashes, admin_key_hashes   the client of each key, by the SHA-256 of the key in hex;
+                        only the launcher holds the keys.
     commit              the Git commit of the running source, or "unknown".
     """
 
@@ -69,6 +78,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 1919
+    probe_port: int | None = None
     num_tokenizers: int = 1
     limits: Limits = Limits()
     log_level: str = "info"
@@ -79,8 +89,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     escape_special_tokens: bool = False
     tool_format: str = "auto"
     max_json_whitespace: int = MAX_JSON_WHITESPACE
-    api_key_hashes: tuple[str, ...] = ()
-    admin_key_hashes: tuple[str, ...] = ()
+    api_key_hashes: dict[str, str] = {}
+    admin_key_hashes: dict[str, str] = {}
+    cache_isolation: str = "none"
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
@@ -96,7 +107,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     role        api, tokenizer, detokenizer or scheduler.
     index       number of the process among those of its role, from 0.
-    listen_fd   the bound TCP socket (api only).
+    listen_fds  the bound TCP sockets of --port and --probe-port (api only).
     reason_fd   a pipe; the child writes a fatal error there as one line.
     """
 
@@ -106,7 +117,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     socket_dir: str
     reason_fd: int
     config: ServerConfig
-    listen_fd: int | None = None
+    listen_fds: tuple[int, ...] = ()
     url: str = ""
 
     @property
@@ -118,5 +129,4 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     def spawn(self, command: Sequence[str] = CHILD_COMMAND) -> supervise.Child:
         """Start the child, which reads this spec. Its name is an argument, so `ps` shows it."""
         argv, payload = [*command, self.name], msgspec.json.encode(self)
-        fds = [self.reason_fd] if self.listen_fd is None else [self.reason_fd, self.listen_fd]
-        return supervise.spawn_child(self.name, argv, payload, fds)
+        return supervise.spawn_child(self.name, argv, payload, [self.reason_fd, *self.listen_fds])

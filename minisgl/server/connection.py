@@ -1,33 +1,62 @@
-"""Hardening of uvicorn's HTTP protocol.
+"""HTTP connections of the server: uvicorn's protocol with limits for hostile clients.
 
-It adds limits on request heads, on idle connections and on the number of connections, and closes
-connections during a drain. It overrides methods of `HttpToolsProtocol`, which are not a public API
-of uvicorn: pyproject.toml pins the versions that it was tested with.
+A connection has one request at a time. The server reads the next request after the response. It
+drops bytes that arrive earlier, and then closes the connection with the response: clients that
+send several requests at once (pipelining) do not exist in practice.
+
+The protocol overrides methods of `HttpToolsProtocol`, which are not a public API of uvicorn:
+pyproject.toml pins the versions that it was tested with.
 """
 
 import asyncio
+import logging
 import re
-from collections import deque
+import ssl
+import weakref
 from collections.abc import Callable
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from minisgl.core import InvalidRequest
+from minisgl.core import InvalidRequest, RequestError
 from minisgl.server.config import Limits
-from minisgl.server.errors import ErrorReply, HeadTooLarge, error_reply
+from minisgl.server.errors import HeadTooLarge, error_reply
+from minisgl.utils import log_event
+
+logger = logging.getLogger(__name__)
 
 # Requests beyond max_connections receive a 503. The server accepts this many more connections
 # to send the 503, and aborts further connections without a response.
-_SPARE_CONNECTIONS = 128
-# Number of pipelined requests on one connection before the server stops reading from it.
-_PIPELINED = 8
+SPARE_CONNECTIONS = 128
+MAX_HEADERS = 100
+# The start of a request line, which may be incomplete.
+_START = re.compile(rb"\r?\n?(?:[A-Z]{1,32} |[A-Z]{0,32}\Z)")
+_REQUEST_LINE = re.compile(rb"\r?\n?[A-Z]{1,32} [/Hh*][^\r\n]* HTTP/1\.([01])\r\n")
+_SINGLE = re.compile(rb"\r\n(host|authorization):", re.IGNORECASE)
 # A header that offers another protocol, such as h2c from Java's client. The server removes it
 # before parsing, because the parser would read the body as that protocol.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-# Matches the end of a received part of a head if the next part may complete it to such a header.
-_PARTIAL_UPGRADE = re.compile(rb"\r(\n(u[^\r\n]*\r?|\r)?)?\Z", re.IGNORECASE)
 KEPT = "kept"  # key in the state of a request: its connection carried an earlier request
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
+
+
+def check_head(head: bytes) -> None:
+    """Refuse a complete head that proxies and servers read differently. Raises RequestError."""
+    if head.count(b"\n") > MAX_HEADERS + 2:  # the request line and the empty line
+        reason = f"the request has more than {MAX_HEADERS} headers"
+        raise HeadTooLarge(reason, limit="max_headers")
+    line = _REQUEST_LINE.match(head)
+    if line is None:
+        raise _invalid("the request line must be METHOD PATH HTTP/1.1 or METHOD PATH HTTP/1.0")
+    names = [name.lower() for name in _SINGLE.findall(head)]
+    if len(names) != len(set(names)) or (b"host" not in names and line[1] == b"1"):
+        raise _invalid("a request must have exactly one Host and at most one Authorization header")
+
+
+def _invalid(reason: str = "the request is not valid HTTP") -> InvalidRequest:
+    return InvalidRequest(reason, code="invalid_http")
 
 
 def limited_protocol(
@@ -39,24 +68,31 @@ def limited_protocol(
     leaving: returns True during a drain; a response that begins then closes its connection.
     """
 
-    class LimitedProtocol(HttpToolsProtocol):
-        """Closes a connection that does not complete its request head, or the rest of a rejected
-        body, within head_timeout_s, and refuses a head above max_head_bytes. The timer is off
-        while a response is being sent.
+    class HttpConnection(HttpToolsProtocol):
+        """Holds the bytes of a head until it is complete, and then parses head and body.
 
-        _head_bytes: number of received bytes of the head. After the head: number of bytes since
-        the last part of the body, which bounds the trailers.
+        A timer of head_timeout_s runs while a head, or the rest of a rejected body, is incomplete.
+        It is off while a response is being sent.
+
+        _searched     length of the part of `_held` in which no head ends
+        _in_head      the parser reads a head
+        _in_request   the parser reads a head or a body
+        _surplus      number of bytes since the last part of the body: chunk extensions and
+                      trailers, and bytes that arrive before the response is complete
         """
 
-        _head_bytes = 0
-        _in_head = True
-        _held = b""  # end of the received head that may begin an upgrade header
+        _searched = _surplus = 0
+        _in_head = _in_request = False
         _timer: asyncio.TimerHandle | None = None
+
+        @property
+        def _responding(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._unanswered: deque[RequestResponseCycle] = deque()  # in the order of arrival
-            if len(self.connections) > limits.max_connections + _SPARE_CONNECTIONS:
+            self._held = bytearray()
+            if len(self.connections) > limits.max_connections + SPARE_CONNECTIONS:
                 exceeded("max_connections")
                 transport.abort()
                 return
@@ -67,71 +103,101 @@ def limited_protocol(
             if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
                 exceeded("read_timeout_s")
             super().connection_lost(exc)
-            for cycle in self._unanswered:  # uvicorn notifies only the last request
-                cycle.disconnected = not cycle.response_complete
-                cycle.message_event.set()
 
         def data_received(self, data: bytes) -> None:
-            max_bytes = limits.max_head_bytes
-            if self._in_head:
-                head, blank, body = (self._held + data).partition(b"\r\n\r\n")
-                partial = None if blank else _PARTIAL_UPGRADE.search(head)
-                fits = partial and self._head_bytes + len(partial[0]) < max_bytes
-                self._held = partial[0] if partial and fits else b""
-                head = head.removesuffix(self._held)
-                data = _UPGRADE.sub(b"", head) + blank + body
-                if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-                    self._start_timer()
-            while data and not self.transport.is_closing():
-                room = max_bytes - self._head_bytes
-                if not room:
-                    exceeded("max_head_bytes")
-                    self._refuse(error_reply(HeadTooLarge(f"the head exceeds {max_bytes} bytes")))
-                    return
-                piece, data = data[:room], data[room:]
-                self._head_bytes += len(piece)
-                super().data_received(piece)
+            self._unset_keepalive_if_required()
+            if self.transport.is_closing():
+                return
+            try:
+                if self._in_request:
+                    self._parse(data)
+                elif self._responding:
+                    self._drop(len(data))
+                else:
+                    self._read_head(data)
+            except RequestError as error:
+                self._refuse(error)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+                if self._responding and not self._in_request:
+                    self._drop(len(data))
+                else:
+                    self._refuse(_invalid())
+
+        def _read_head(self, data: bytes) -> None:
+            """Parse the head if it is complete, and the bytes behind it."""
+            if self._timer is None:
+                self._start_timer()
+            held, most = self._held, limits.max_head_bytes
+            held += data
+            blank = held.find(b"\r\n\r\n", self._searched)
+            size = len(held) + 1 if blank < 0 else blank + 4
+            self._searched = max(0, len(held) - 3)
+            if size > most:
+                raise HeadTooLarge(f"the head exceeds {most} bytes")
+            if not _START.match(held):
+                raise _invalid()
+            if blank >= 0:
+                head, rest = bytes(held[:size]), bytes(held[size:])
+                check_head(head)
+                held.clear()
+                self._searched = 0
+                self._in_head = self._in_request = True
+                self._parse(_UPGRADE.sub(b"", head))
+                if rest:
+                    self.data_received(rest)
+
+        def _parse(self, data: bytes) -> None:
+            most = limits.max_head_bytes
+            for start in range(0, len(data), most):
+                part = data[start : start + most]
+                self._surplus += len(part)
+                self.parser.feed_data(part)
+                if self._surplus > most:
+                    raise HeadTooLarge(f"chunk extensions or trailers exceed {most} bytes")
+            if self._responding:
+                # Once for all chunks in `data`, because a chunk may have one byte.
+                self.cycle.message_event.set()
+                if len(self.cycle.body) > HIGH_WATER_LIMIT:
+                    self.flow.pause_reading()
+
+        def _drop(self, size: int) -> None:
+            """Drop bytes behind a request. The connection ends with the response, or at once."""
+            self.cycle.keep_alive = False
+            self._surplus += size
+            if self._surplus > limits.max_head_bytes:
+                exceeded("max_head_bytes")
+                self.transport.abort()
+
+        def on_message_begin(self) -> None:
+            if not self._in_head:
+                raise _invalid("bytes behind a body begin another request")
+            super().on_message_begin()
 
         def on_header(self, name: bytes, value: bytes) -> None:
             if self._in_head:  # ignore trailers, which proxies do not check
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._in_head, self._head_bytes = False, 0
+            self._in_head, self._surplus = False, 0
             self._stop_timer()
             self.scope["state"][KEPT] = self.cycle is not None
             super().on_headers_complete()
-            if leaving() and self.cycle is not None:
+            if leaving():
                 self.cycle.keep_alive = False
-            self._unanswered.append(self.cycle)
-            if 1 < len(self._unanswered) <= _PIPELINED:
-                self.flow.resume_reading()  # otherwise uvicorn does not notice a disconnect
 
         def on_body(self, body: bytes) -> None:
-            self._head_bytes = 0
-            super().on_body(body)
+            self._surplus = 0
+            if self._responding:
+                self.cycle.body += body
 
         def on_message_complete(self) -> None:
+            self._in_request = False
             super().on_message_complete()
-            self._stop_timer()
-            self._in_head, self._head_bytes = True, 0
-            # If the response was complete before the body, the rest of the body has stopped
-            # uvicorn's keep-alive timer. This timer replaces it.
-            if self.cycle.response_complete:
-                self._start_timer()
 
         def on_response_complete(self) -> None:
-            self._unanswered.popleft()
             super().on_response_complete()
-            # The rest of a rejected body, or a head that has begun meanwhile, may never end. The
-            # body of a pipelined request is not rejected, and its response is not complete.
-            if (self._head_bytes or not self._in_head) and self.cycle.response_complete:
+            if self._in_request:  # The rest of a rejected body may never arrive.
                 self._start_timer()
-
-        def send_400_response(self, msg: str) -> None:
-            self._refuse(
-                error_reply(InvalidRequest("the request is not valid HTTP", code="invalid_http"))
-            )
 
         def _start_timer(self) -> None:
             self._timer = self.loop.call_later(limits.head_timeout_s, self._give_up)
@@ -145,12 +211,38 @@ def limited_protocol(
             exceeded("head_timeout_s")
             self.transport.abort()
 
-        def _refuse(self, reply: ErrorReply) -> None:
-            if self.transport.is_closing():
-                return
-            head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            start = head % (reply.status, _REASONS[reply.status], len(reply.body))
-            self.transport.write(start + b"connection: close\r\n\r\n" + reply.body)
+        def _refuse(self, error: RequestError) -> None:
+            """Send the error and close. A response that has begun is cut instead."""
+            if error.limit is not None:
+                exceeded(error.limit)
+            if not (self._responding and self.cycle.response_started):
+                reply = error_reply(error)
+                log_event(logger, logging.INFO, "call refused", reason=error.message)
+                head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                start = head % (reply.status, _REASONS[reply.status], len(reply.body))
+                self.transport.write(start + b"connection: close\r\n\r\n" + reply.body)
             self.transport.close()
 
-    return LimitedProtocol
+    return HttpConnection
+
+
+class TlsContext(ssl.SSLContext):
+    """Refuses TLS connections above `most`.
+
+    uvicorn counts a connection after its handshake. An unfinished handshake takes an open file and
+    60 KiB of memory too.
+    """
+
+    def __init__(self, _: int, most: int, exceeded: Callable[[str], None]) -> None:
+        """exceeded: see `limited_protocol`."""
+        self._most = most
+        self._exceeded = exceeded
+        self._open: weakref.WeakSet[ssl.SSLObject] = weakref.WeakSet()
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        if len(self._open) >= self._most:
+            self._exceeded("max_connections")
+            raise ConnectionAbortedError("too many TLS connections")  # closes this connection
+        opened = super().wrap_bio(*arguments, **options)
+        self._open.add(opened)
+        return opened

@@ -21,12 +21,14 @@ import array
 import itertools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message import messages
-from minisgl.server.config import Limits
+from minisgl.server.config import DEFAULT_CLIENT, Limits
 from minisgl.server.constraints import CompiledConstraint, ConstraintRequest
 from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
@@ -45,14 +47,30 @@ class Tokenized(NamedTuple):
     thinks: bool = False
 
 
+@dataclass(slots=True)
+class ClientLoad:
+    """The open calls of one client.
+
+    queued         choices without output.
+    queued_tokens  prompt tokens that these have submitted. A prompt that several choices share
+                   counts once.
+    choices        choices that the engine has not ended.
+    tokens         tokens of the open calls, as counted for max_call_tokens.
+    """
+
+    queued: int = 0
+    queued_tokens: int = 0
+    choices: int = 0
+    tokens: int = 0
+
+
 class EngineClient:
     """Sends requests to the engine, receives their output, and forgets each when it ends.
 
     I1  `_choices` holds the choices of open calls that the engine has not ended, and no others.
     I2  A submitted choice that is closed before its end is aborted, once.
-    I3  `queued` counts the choices in `_choices` without output. `queued_tokens` counts the prompt
-        tokens that the choices without output have submitted. A prompt that several choices share
-        counts once. The limits bound both numbers.
+    I3  `loads` has the sums over the open calls of each client. Each client has a queue of its own,
+        which the limits bound: a client with a full queue does not keep others from being served.
     """
 
     def __init__(
@@ -65,8 +83,7 @@ class EngineClient:
     ) -> None:
         self.limits = limits
         self.metrics = metrics
-        self.queued = 0
-        self.queued_tokens = 0
+        self.loads: defaultdict[str, ClientLoad] = defaultdict(ClientLoad)
         self._tokenizers = TokenizerPool(to_tokenizers)
         self._to_detokenizer = to_detokenizer
         self._to_scheduler = to_scheduler
@@ -79,8 +96,9 @@ class EngineClient:
         return len(self._generations)
 
     @property
-    def open_choices(self) -> int:
-        return len(self._choices)
+    def open_choices(self) -> dict[str, int]:
+        """The number of open choices of each client."""
+        return {client: load.choices for client, load in self.loads.items()}
 
     @property
     def awaits_engine(self) -> bool:
@@ -90,26 +108,39 @@ class EngineClient:
         """
         return any(choice.submitted for choice in self._choices.values())
 
-    def open(self, num_choices: int, request_id: str = "") -> Generation:
+    def open(
+        self, num_choices: int, request_id: str = "", client: str = DEFAULT_CLIENT
+    ) -> Generation:
         """Admit a call with this number of choices. Its handler must close the generation.
 
-        Raises Overloaded when the queue is full, and InvalidRequest when even an empty queue
-        could not hold the call.
+        client: the name of the key. The uids of the choices are consecutive.
+
+        Raises Overloaded when the queue of the client is full, or the client has too many open
+        requests. Raises InvalidRequest when even an empty queue could not hold the call.
         """
-        max_reqs = self.limits.max_queued_reqs
-        if num_choices > max_reqs:
-            raise InvalidRequest(
-                f"one call may ask for at most {max_reqs} answers, not {num_choices}",
-                limit="max_queued_reqs",
-            )
-        if self.queued + num_choices > max_reqs:
-            raise Overloaded("the request queue is full; try again later", limit="max_queued_reqs")
-        generation = Generation(request_id)
+        load = self.loads[client]
+        for limit, most, now in (
+            ("max_queued_reqs", self.limits.max_queued_reqs, load.queued),
+            ("max_key_reqs", self.limits.max_key_reqs, load.choices),
+        ):
+            if most is not None and num_choices > most:
+                raise InvalidRequest(
+                    f"one call may ask for at most {most} answers, not {num_choices}", limit=limit
+                )
+            if most is not None and now + num_choices > most:
+                which = "waiting" if limit == "max_queued_reqs" else "open"
+                raise Overloaded(
+                    f"too many requests of this client are {which}; try again later", limit=limit
+                )
+        generation = Generation(request_id, client)
         for index in range(num_choices):
-            choice = Choice(next(self._uids), index, generation.changed, generation.started_s)
+            choice = Choice(
+                next(self._uids), index, generation.changed, generation.started_s, client
+            )
             generation.choices.append(choice)
             self._choices[choice.uid] = choice
-        self.queued += num_choices
+        load.queued += num_choices
+        load.choices += num_choices
         self._generations.add(generation)
         return generation
 
@@ -118,6 +149,7 @@ class EngineClient:
         if generation not in self._generations:
             return
         self._generations.remove(generation)
+        self.loads[generation.client].tokens -= generation.tokens
         if any(choice.submitted for choice in generation.choices):
             log_event(logger, logging.INFO, "call ended", **generation.summary())
         self._abort(generation)
@@ -153,29 +185,44 @@ class EngineClient:
         for generation in self._generations:
             generation.fail(error)
 
-    def require_room(self, tokens: int) -> None:
-        """Raise Overloaded when this many prompt tokens do not fit into the queue.
+    def require_room(self, call: Generation, prompt_tokens: int, tokens: int) -> None:
+        """Raise Overloaded when the tokens of a call do not fit beside those of its client.
 
-        An empty queue takes a call of any size.
+        A client without other tokens may make a call of any size.
+        prompt_tokens: the tokens of its prompts. tokens: as counted for max_call_tokens.
         """
-        if self.queued_tokens and self.queued_tokens + tokens > self.limits.max_queued_tokens:
+        load = self.loads[call.client]
+        if load.queued_tokens and load.queued_tokens + prompt_tokens > (
+            self.limits.max_queued_tokens
+        ):
             raise Overloaded(
                 "too many prompt tokens are queued; try again later", limit="max_queued_tokens"
             )
+        most = self.limits.max_key_tokens
+        if most is not None and load.tokens and load.tokens + tokens > most:
+            reason = "too many tokens of this client are open; try again later"
+            raise Overloaded(reason, limit="max_key_tokens")
+        call.tokens = tokens
+        load.tokens += tokens
 
     def submit(
-        self, choice: Choice, request: messages.AddReq, options: messages.TextOptions, tokens: int
+        self,
+        choices: Sequence[Choice],
+        request: messages.AddReq,
+        options: Sequence[messages.TextOptions],
     ) -> None:
-        """Send one choice to the engine, unless it has ended.
+        """Send the choices of one prompt to the engine, unless their call has ended.
 
-        tokens: the prompt tokens that it adds to the queue; 0 if a sibling counts them.
+        request: runs one request for each choice, from the uid of the first one on.
+        options: of each choice.
         """
-        if choice.uid not in self._choices:
+        if choices[0].uid not in self._choices:
             return
-        choice.submitted = True
-        choice.prompt_share = tokens
-        self.queued_tokens += tokens
-        self._to_detokenizer(messages.StartText(uid=choice.uid, options=options))
+        choices[0].prompt_share = len(request.token_ids) // 4
+        self.loads[choices[0].client].queued_tokens += choices[0].prompt_share
+        for choice, option in zip(choices, options, strict=True):
+            choice.submitted = True
+            self._to_detokenizer(messages.StartText(uid=choice.uid, options=option))
         self._to_scheduler(request)
 
     def flush_cache(self) -> None:
@@ -210,7 +257,7 @@ class EngineClient:
         Raises the error of the result. If an error ends the call before the result arrives, raises
         the error of the call.
         """
-        call.tokenizing = self._tokenizers.submit(request)
+        call.tokenizing = self._tokenizers.submit(request, call.client)
         result = await call.tokenizing
         if result.error is not None:
             if result.internal:
@@ -242,6 +289,7 @@ class EngineClient:
             if choice.finish is not None:
                 self.metrics.on_end(choice)
                 del self._choices[update.uid]
+                self.loads[choice.client].choices -= 1
 
     def send_keep_alives(self) -> None:
         """Wake every call, so that each stream without new output sends a comment."""
@@ -250,13 +298,15 @@ class EngineClient:
             generation.changed.set()
 
     def _leave_queue(self, choice: Choice) -> None:
-        self.queued -= 1
-        self.queued_tokens -= choice.prompt_share
+        load = self.loads[choice.client]
+        load.queued -= 1
+        load.queued_tokens -= choice.prompt_share
 
     def _abort(self, generation: Generation) -> None:
         for choice in generation.choices:
             if self._choices.pop(choice.uid, None) is None:
                 continue  # The engine has ended it.
+            self.loads[choice.client].choices -= 1
             if not choice.prefill_done:
                 self._leave_queue(choice)
             if choice.submitted:

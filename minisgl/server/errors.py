@@ -46,7 +46,7 @@ class UnsupportedMediaType(core.RequestError):
 
 
 class HeadTooLarge(core.RequestError):
-    """Request line and headers exceed max_head_bytes."""
+    """Request line and headers exceed max_head_bytes or max_headers."""
 
     limit = "max_head_bytes"
 

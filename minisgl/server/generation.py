@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from minisgl import core
 from minisgl.core import FinishReason
 from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob, ToolCallDelta
+from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import EngineFailure
 
 # The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
@@ -52,12 +53,15 @@ class Choice:
     uid           id of the request in the engine.
     index         position of the choice in the call: prompt index * n + sibling.
     started_s     time of admission, like first_s and last_s in seconds of CLOCK_MONOTONIC.
+    client        the name of the key that sent the call.
     text, delta   the output that has not been taken.
     latest        the last update, whose token counts are totals.
     finish        finish reason; None while the engine works on the choice.
     error         the error that ended the choice before its answer was complete.
     prefill_done  the engine has sent its first update. The choice was queued until then.
     has_calls     the answer has a tool call.
+    offset        characters before the text that text offsets count and the engine does not know:
+                  an echoed prompt whose log-probabilities another choice reports.
     submitted     the choice has been sent to the scheduler.
     prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
                   for the others.
@@ -69,6 +73,7 @@ class Choice:
     index: int
     _changed: asyncio.Event
     started_s: float
+    client: str
     text: list[str] = field(default_factory=list)
     delta: ChoiceDelta | None = None
     latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
@@ -76,6 +81,7 @@ class Choice:
     error: core.RequestError | None = None
     prefill_done: bool = False
     has_calls: bool = False
+    offset: int = 0
     submitted: bool = False
     prompt_share: int = 0
     first_s: float = 0.0
@@ -119,6 +125,8 @@ class Choice:
 class Generation:
     """One HTTP call with all its choices.
 
+    client         the name of the key that sent the call.
+    tokens         tokens that the call may use, as counted for max_call_tokens.
     changed        set when any choice has changed; the handler waits for it.
     keep_alive     the call was woken without new output, so that an idle stream sends a comment.
     tokenizing     the tokenizer result that the call waits for.
@@ -127,6 +135,8 @@ class Generation:
     """
 
     request_id: str
+    client: str = DEFAULT_CLIENT
+    tokens: int = 0
     started_s: float = field(default_factory=time.monotonic)
     choices: list[Choice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -186,6 +196,7 @@ class Generation:
         first_s = min((choice.first_s for choice in self.choices if choice.first_s), default=None)
         return {
             "request_id": self.request_id,
+            "key": self.client,
             "choices": len(self.choices),
             "finish": ",".join(sorted(finishes)),
             "longest_prompt_tokens": max(choice.latest.prompt_tokens for choice in self.choices),

@@ -19,9 +19,8 @@ from starlette.requests import ClientDisconnect
 
 from minisgl import core
 from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
-from minisgl.core.sampling import MAX_SEED
 from minisgl.message.messages import AddReq, SchedulerStats, TokenizeText
-from minisgl.server.config import ServerConfig
+from minisgl.server.config import DEFAULT_CLIENT, ServerConfig
 from minisgl.server.connection import KEPT
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
 from minisgl.server.engine_client import EngineClient
@@ -58,6 +57,7 @@ class CallContext:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.request_id = str(request.scope["state"].get("request_id", ""))
+        self.client_name = str(request.scope["state"].get("client", DEFAULT_CLIENT))
         self.service: Service = request.app.state.service
         self.converter: RequestConverter = request.app.state.converter
         self.client = self.service.client
@@ -97,14 +97,18 @@ CallDep = Annotated[CallContext, Depends(_call)]
 
 
 async def start(
-    client: EngineClient, request: GenerateRequest, facts: ModelFacts, request_id: str = ""
+    client: EngineClient,
+    request: GenerateRequest,
+    facts: ModelFacts,
+    request_id: str = "",
+    client_name: str = DEFAULT_CLIENT,
 ) -> Generation:
     """Admit, tokenize and submit a call, and wait for its first output.
 
     The caller must close the returned generation. Raises RequestError when the call ends before
     its first output; then it is closed already.
     """
-    generation = client.open(request.num_choices, request_id)
+    generation = client.open(request.num_choices, request_id, client_name)
     try:
         await _submit_all(client, generation, request, facts)
         await generation.wait_until(generation.has_output)
@@ -132,23 +136,25 @@ async def _submit_all(
             grammar = compiled.grammar(token_ids, thinks)
             sampling = msgspec.structs.replace(sampling, grammar=grammar)
         prompts.append((token_ids, sampling))
-    client.require_room(sum(len(token_ids) for token_ids, _ in prompts))
+    prompts, tokens = fit_call(request, prompts, facts, client.limits.max_call_tokens)
+    client.require_room(generation, sum(len(token_ids) for token_ids, _ in prompts), tokens)
     for index, (token_ids, sampling) in enumerate(prompts):
-        options = msgspec.structs.replace(
-            request.text,
-            prompt_tail=token_ids[-PROMPT_TAIL_TOKENS:].tolist(),
-            prompt_ids=b"" if sampling.prompt_logprobs is None else token_ids.tobytes(),
+        tail = token_ids[-PROMPT_TAIL_TOKENS:].tolist()
+        others = msgspec.structs.replace(request.text, prompt_tail=tail)
+        first = others
+        if sampling.prompt_logprobs is not None:  # reported once, with the first choice
+            first = msgspec.structs.replace(others, prompt_ids=token_ids.tobytes())
+        choices = generation.choices[index * request.n : (index + 1) * request.n]
+        add_req = AddReq(
+            uid=choices[0].uid,
+            token_ids=token_ids.tobytes(),
+            sampling=sampling.seeded(),
+            cache_salt=request.cache_salt,
+            count=request.n,
+            client=generation.client,
+            call=generation.choices[0].uid,
         )
-        for sibling in range(request.n):
-            choice = generation.choices[index * request.n + sibling]
-            add_req = AddReq(
-                uid=choice.uid,
-                token_ids=token_ids.tobytes(),
-                sampling=_sibling_seed(sampling, sibling),
-                cache_salt=request.cache_salt,
-            )
-            queued_tokens = len(token_ids) if sibling == 0 else 0
-            client.submit(choice, add_req, options, queued_tokens)
+        client.submit(choices, add_req, [first, *[others] * (request.n - 1)])
     if request.text.token_ids:
         generation.prompt_ids = [token_ids.tolist() for token_ids, _ in prompts]
     if request.echo:
@@ -159,6 +165,9 @@ async def _submit_all(
             else await client.detokenize(token_ids, skip_special, generation)
             for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True)
         ]
+        for choice in generation.choices:
+            if request.sampling.prompt_logprobs is not None and choice.index % request.n:
+                choice.offset = len(generation.echo(choice))
 
 
 def fit_max_tokens(
@@ -193,16 +202,41 @@ def fit_max_tokens(
     return msgspec.structs.replace(sampling, max_tokens=context - size)
 
 
-def _sibling_seed(sampling: SamplingParams, sibling: int) -> SamplingParams:
-    """Return the sampling parameters with a separate seed for one choice of a prompt.
+def fit_call(
+    request: GenerateRequest,
+    prompts: list[tuple[TokenArray, SamplingParams]],
+    facts: ModelFacts,
+    max_call_tokens: int,
+) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
+    """The prompts with max_tokens within max_call_tokens, and the number of tokens of the call.
 
-    The n choices of one prompt are siblings. sibling: the index of the choice, from 0 to n - 1.
-    The seed derives from the seed of the request. If the request has no seed, it is random.
+    A token counts once, and with log-probabilities also once for each of them that is reported: its
+    own and those of the most likely tokens. Each prompt counts once, output tokens n times.
+    Raises InvalidRequest when the call has no room, or the client asked for more than there is.
     """
-    if sampling.seed is None or sibling == 0:
-        return sampling.seeded()
-    seed = sampling.seed + sibling
-    return msgspec.structs.replace(sampling, seed=seed if seed <= MAX_SEED else seed - 2**64)
+    first = request.sampling
+    prompt_weight = 1 if first.prompt_logprobs is None else 2 + first.prompt_logprobs
+    weight = request.n * (1 if first.logprobs is None else 2 + first.logprobs)
+    prompt_tokens = prompt_weight * sum(len(token_ids) for token_ids, _ in prompts)
+    context = min(facts.max_seq_len, facts.kv_capacity_tokens)
+    wanted = [sampling.max_tokens or context - len(ids) for ids, sampling in prompts]
+    tokens = prompt_tokens + weight * sum(wanted)
+    if tokens <= max_call_tokens:
+        return prompts, tokens
+    most = (max_call_tokens - prompt_tokens) // (weight * len(prompts))
+    if request.explicit_max_tokens or most < 1:
+        raise core.InvalidRequest(
+            f"the call counts {tokens} tokens, {prompt_tokens} of its prompts and "
+            f"{tokens - prompt_tokens} of its {request.num_choices} answers; at most "
+            f"{max_call_tokens} are accepted: lower max_tokens, n or logprobs",
+            param="max_tokens",
+            limit="max_call_tokens",
+        )
+    fitted = [
+        (ids, msgspec.structs.replace(sampling, max_tokens=min(most, count)))
+        for (ids, sampling), count in zip(prompts, wanted, strict=True)
+    ]
+    return fitted, tokens
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

@@ -8,6 +8,7 @@ If the service fails, the last line of the log is the reason. Kubernetes shows t
 of the log as the termination message.
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -54,7 +55,7 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
     setup_logging("launcher", "info", config.log_format)
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
     if shell_key is not None:
-        hashes = (*config.api_key_hashes, *key_hashes([shell_key], None))
+        hashes = config.api_key_hashes | key_hashes([shell_key], None)
         config = msgspec.structs.replace(config, api_key_hashes=hashes)
     try:
         socket_dir = make_socket_dir()
@@ -64,7 +65,10 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
         ) from None
     reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        with _bind(config.host, config.port) as listener, supervise.Supervisor() as supervisor:
+        with contextlib.ExitStack() as stack:
+            ports = [port for port in (config.port, config.probe_port) if port is not None]
+            listeners = [stack.enter_context(_bind(config.host, port)) for port in ports]
+            supervisor = stack.enter_context(supervise.Supervisor())
             template = ChildSpec(
                 role="",
                 index=0,
@@ -72,10 +76,10 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
                 socket_dir=socket_dir,
                 reason_fd=reason_write,
                 config=config,
-                url=_url(listener, "https" if config.ssl_certfile else "http"),
+                url=_url(listeners[0], "https" if config.ssl_certfile else "http"),
             )
             service = _Service(supervisor, template, reason_read, scheduler_command)
-            service.start(listener, shell_key)
+            service.start(listeners, shell_key)
             return service.run()
     finally:
         os.close(reason_read)
@@ -100,14 +104,17 @@ class _Service:
     _shell: supervise.Child | None = None
     _api: supervise.Child = field(init=False)
 
-    def start(self, listener: socket.socket, shell_key: str | None) -> None:
+    def start(self, listeners: Sequence[socket.socket], shell_key: str | None) -> None:
         """Start all children, the API server first: /livez answers while the others load."""
         config = self._template.config
-        self._say(f"loading {config.served_names[0]} from {config.engine.model_path}")
-        self._say(f"listening on {self._template.url} (not ready yet)")
-        self._api = self._spawn("api", 0, listener.fileno())
+        logger.info(f"loading {config.served_names[0]} from {config.engine.model_path}")
+        logger.info(f"listening on {self._template.url} (not ready yet)")
+        for probe_listener in listeners[1:]:
+            logger.info(f"listening for probes on {_url(probe_listener, 'http')}")
+        self._api = self._spawn("api", 0, *(listener.fileno() for listener in listeners))
         # A second open listener would accept connections after the API server has ended.
-        listener.close()
+        for listener in listeners:
+            listener.close()
         for rank in range(config.engine.tp_size):
             self._spawn("scheduler", rank)
         for index in range(config.num_tokenizers):
@@ -127,8 +134,9 @@ class _Service:
             os.close(read_end)
             self._shell = self._supervisor.adopt(supervise.Child("shell", shell))
 
-    def _spawn(self, role: str, index: int, listen_fd: int | None = None) -> supervise.Child:
-        spec = msgspec.structs.replace(self._template, role=role, index=index, listen_fd=listen_fd)
+    def _spawn(self, role: str, index: int, *listen_fds: int) -> supervise.Child:
+        changed = {"role": role, "index": index, "listen_fds": listen_fds}
+        spec = msgspec.structs.replace(self._template, **changed)
         command = self._scheduler_command if role == "scheduler" else CHILD_COMMAND
         return self._supervisor.adopt(spec.spawn(command))
 
@@ -142,7 +150,7 @@ class _Service:
             events = self._supervisor.wait(drained_by_s)
             if not events:
                 self._supervisor.kill(self._supervisor.children)
-                self._say_error("the API server did not end by its drain deadline")
+                logger.error("error: the API server did not end by its drain deadline")
                 return _FAILED_EXIT
             for event in events:
                 if isinstance(event, supervise.Child):
@@ -169,7 +177,7 @@ class _Service:
         # signals then arrive, which count as one request to stop.
         if number is signal.SIGHUP or time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
             return None
-        self._say("stopping at once")
+        logger.info("stopping at once")
         self._supervisor.kill(self._supervisor.children)
         return 128 + number
 
@@ -199,10 +207,10 @@ class _Service:
         if self._stop_signal is signal.SIGTERM:
             reasons = supervise.read_reasons(self._reason_fd)
             loading = reasons.get(self._api.role, "all processes")
-            self._say_error(
-                f"SIGTERM ended the start after {process_age_s(os.getpid()):.0f} s, while still "
-                f"loading: {loading}; if Kubernetes sent it, the startup probe allows too little "
-                "time: raise startup.budgetSeconds of the chart"
+            logger.error(
+                f"error: SIGTERM ended the start after {process_age_s(os.getpid()):.0f} s, while "
+                f"still loading: {loading}; if Kubernetes sent it, the startup probe allows too "
+                "little time: raise startup.budgetSeconds of the chart"
             )
         return 128 + self._stop_signal
 
@@ -213,19 +221,8 @@ class _Service:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
             self._supervisor.join([self._api], _API_FAILURE_EXIT_S)
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
-        self._say_error(reason)
+        logger.error("error: %s", reason)
         return supervise.CONFIG_EXIT if child.exit_code == supervise.CONFIG_EXIT else _FAILED_EXIT
-
-    def _say_error(self, text: str) -> None:
-        self._say(f"error: {text}", logging.ERROR)
-
-    def _say(self, text: str, level: int = logging.INFO) -> None:
-        """Write one line for the user, as a log record where logs are JSON."""
-        if self._template.config.log_format == "json":
-            logger.log(level, text)
-            return
-        sys.stderr.write(f"{time.strftime('%H:%M:%S')} minisgl: {text}\n")
-        sys.stderr.flush()
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -7,8 +7,8 @@ SchedulerStats at each scrape. The table for readers is in docs/operations.md.
 
 import time
 from bisect import bisect_left
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import inf
 from pathlib import Path
@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 import minisgl
 from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
-from minisgl.server.config import LIMIT_NAMES
+from minisgl.server.config import DEFAULT_CLIENT, LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.generation import Choice
 from minisgl.server.lifecycle import Phase
@@ -31,6 +31,7 @@ from minisgl.server.lifecycle import Phase
 # CACHED_S, so that encoding takes at most 3 % of the loop with any number of clients.
 CACHED_S = 0.1
 _HIT_RATIO_REQS = 1000
+_MAX_CLIENTS = 64  # further clients share the value "other" of the label key
 
 _OPENMETRICS = "application/openmetrics-text"
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
@@ -78,8 +79,13 @@ class Metrics(Collector):
     """
 
     def __init__(
-        self, model_name: str, commit: str = "unknown", clock: Callable[[], float] = time.monotonic
+        self,
+        model_name: str,
+        commit: str = "unknown",
+        clock: Callable[[], float] = time.monotonic,
+        clients: Iterable[str] = (),
     ) -> None:
+        """clients: the names of all API keys. The first 64 have series of their own."""
         declared = Path(__file__).with_name("metrics.toml").read_bytes()
         self._declared = msgspec.toml.decode(declared, type=_Declared)
         self._model_name = model_name
@@ -104,6 +110,10 @@ class Metrics(Collector):
             self._histograms[name] = {(): _Histogram(bounds, [0] * (len(bounds) + 1))}
         for name in LIMIT_NAMES:
             self._count("limits_exceeded_total", 0, name)
+        self._clients = frozenset(sorted({DEFAULT_CLIENT, *clients})[:_MAX_CLIENTS])
+        for name in (name for name, metric in numbers.items() if "key" in metric.labels):
+            for client in self._clients:
+                self._count(name, 0, client)
         self._set("scheduler_last_step_timestamp_seconds", self._started_s)
         self._set("build_info", 1, minisgl.__version__, commit)
 
@@ -135,6 +145,7 @@ class Metrics(Collector):
         """Count an update of the engine. Call this before the choice applies the update."""
         if not choice.prefill_done and update.admitted_s:
             self._count("prompt_tokens_total", choice.prompt_share)
+            self._count("key_prompt_tokens_total", choice.prompt_share, self._key(choice.client))
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
         if update.calls or update.call_failures:
@@ -143,11 +154,14 @@ class Metrics(Collector):
         if tokens <= 0:
             return
         self._count("generation_tokens_total", tokens)
+        self._count("key_generation_tokens_total", tokens, self._key(choice.client))
         if choice.first_s:
             self._observe("inter_token_latency_seconds", now_s - choice.last_s)
         else:
             choice.first_s = now_s
-            self._observe("time_to_first_token_seconds", now_s - choice.started_s)
+            wait_s = now_s - choice.started_s
+            self._observe("time_to_first_token_seconds", wait_s)
+            self._count("key_wait_seconds_total", wait_s, self._key(choice.client))
             if update.admitted_s:
                 self._observe("request_prefill_seconds", now_s - update.admitted_s)
         choice.last_s = now_s
@@ -159,6 +173,7 @@ class Metrics(Collector):
         finish = choice.finish or FinishReason.ABORT
         self._renew()
         self._count("requests_total", 1, finish.value)
+        self._count("key_requests_total", 1, self._key(choice.client))
         if finish not in _COMPLETE or not choice.first_s:
             return
         decode_s, later_tokens = choice.last_s - choice.first_s, choice.latest.completion_tokens - 1
@@ -181,8 +196,8 @@ class Metrics(Collector):
         """Count a feature that a request asked for and the server leaves out."""
         self._count("ignored_features_total", 1, feature)
 
-    def on_refused(self, error: RequestError, phase: Phase) -> None:
-        """Count a call that ended with this error response."""
+    def on_refused(self, error: RequestError, phase: Phase, client: str = DEFAULT_CLIENT) -> None:
+        """Count a call of a client that ended with this error response."""
         if error.limit is not None:
             self.on_limit(error.limit)
         if isinstance(error, Overloaded):
@@ -190,6 +205,7 @@ class Metrics(Collector):
             reason = closed if isinstance(error, NotReady) else "queue_full"
             self._count("requests_rejected_total", 1, reason)
             self._count("requests_total", 1, "rejected")
+            self._count("key_rejected_total", 1, self._key(client))
 
     def on_failed(self) -> None:
         """Count a call that failed in the server before it reached the engine."""
@@ -212,9 +228,11 @@ class Metrics(Collector):
             self._scrapes.clear()
 
     def render(
-        self, accept: str, phase: Phase, is_stalled: bool, open_choices: int
+        self, accept: str, phase: Phase, is_stalled: bool, open_choices: Mapping[str, int]
     ) -> tuple[bytes, str]:
         """The body of a scrape, and its content type.
+
+        open_choices: the number of each client.
 
         The scrape of a single client counts every response that the client has read. If requests
         overlap, the scrape may be up to CACHED_S old.
@@ -231,7 +249,7 @@ class Metrics(Collector):
             self._scrapes[is_openmetrics] = now_s, body
         return body, content_type
 
-    def _refresh(self, phase: Phase, is_stalled: bool, open_choices: int) -> None:
+    def _refresh(self, phase: Phase, is_stalled: bool, open_choices: Mapping[str, int]) -> None:
         """Set the gauges that show the present state of the server."""
         self._set("ready", phase is Phase.READY and not is_stalled)
         self._set("draining", phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
@@ -240,9 +258,15 @@ class Metrics(Collector):
         found = sum(tokens for _, tokens in self._recent)
         self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
         # The number of open choices is current here; the number that run is up to 50 ms old.
-        running = min(self._stats.running_reqs, open_choices)
+        total = sum(open_choices.values())
+        running = min(self._stats.running_reqs, total)
         self._set("requests_running", running)
-        self._set("requests_waiting", open_choices - running)
+        self._set("requests_waiting", total - running)
+        by_key = Counter(dict.fromkeys((*self._clients, "other"), 0))
+        for client, count in open_choices.items():
+            by_key[self._key(client)] += count
+        for key, count in by_key.items():
+            self._set("key_requests_open", count, key)
 
     def _read_stats(self) -> None:
         """Set the metrics of the engine to the latest SchedulerStats. The first values are 0."""
@@ -304,6 +328,9 @@ class Metrics(Collector):
                 yield metric
         text = "Unix time of the start of the API process."
         yield GaugeMetricFamily("process_start_time_seconds", text, self._started_s)
+
+    def _key(self, client: str) -> str:
+        return client if client in self._clients else "other"
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._numbers[name][labels] = value

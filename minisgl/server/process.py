@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -25,11 +26,12 @@ from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.config import ChildSpec, ServerConfig
-from minisgl.server.connection import limited_protocol
+from minisgl.server.connection import SPARE_CONNECTIONS, TlsContext, limited_protocol
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
+from minisgl.server.probes import ProbePort
 from minisgl.utils import log_event, process_age_s, supervise
 
 logger = logging.getLogger(__name__)
@@ -41,9 +43,9 @@ _KEEP_ALIVE_S = 15.0
 # knows that it is about to send a request on the connection.
 _IDLE_CONNECTION_S = 75
 _SEND_BUFFER_BYTES = 128 * 2**10
-# Open files besides --max-connections: 60 for the process itself, and the others for connections
-# that `limited_protocol` accepts only to refuse them.
-_OTHER_FILES = 512
+# Open files besides the connections: 60 for the process itself, 160 for the probe port, and the
+# others for connections that `limited_protocol` accepts only to close them.
+_OTHER_FILES = 1024
 _ERROR_EVENTS_S = 2.0  # Time for the error events of open streams to leave after a failure.
 _LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
 
@@ -68,17 +70,19 @@ class ApiServer:
         self._workers: dict[str, Sender[messages.ToTokenizer | messages.ToDetokenizer]] = {
             name: Sender(endpoint(directory, name)) for name in (*names, "detokenizer")
         }
+        clients = (config.api_key_hashes | config.admin_key_hashes).values()
         self.client = EngineClient(
             [self._workers[name].send for name in names],
             self._workers["detokenizer"].send,
             self._scheduler.send,
             config.limits,
-            Metrics(config.served_names[0], config.commit),
+            Metrics(config.served_names[0], config.commit, clients=clients),
         )
         ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
         self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
         self.stats: messages.SchedulerStats | None = None
         self._watchdog = Watchdog(config.step_timeout_s)
+        self._probe_port = ProbePort(self.lifecycle)
         self._messages: AsyncReceiver[messages.ToApi] = AsyncReceiver(
             endpoint(directory, "api"), messages.ToApi
         )
@@ -101,8 +105,13 @@ class ApiServer:
             self._watchdog.satisfied("scheduler")
         return self._watchdog.hung(now_s)
 
-    async def run(self, listener: socket.socket) -> None:
-        """Serve until drained. Raises WorkerDied when the service cannot continue."""
+    async def run(self, listener: socket.socket, *probe_listeners: socket.socket) -> None:
+        """Serve until drained. Raises WorkerDied when the service cannot continue.
+
+        listener, probe_listeners: the sockets of --port and, if given, of --probe-port.
+        """
+        for probe_listener in probe_listeners:
+            self._probe_port.serve(probe_listener)
         loop = asyncio.get_running_loop()
         # SIGTERM comes from an orchestrator, which needs the grace period. For a Ctrl-C the
         # launcher sends SIGUSR2. Until the handlers below are installed, a SIGINT would raise
@@ -124,8 +133,7 @@ class ApiServer:
                 ),
                 ws="none",
                 loop="uvloop",
-                ssl_certfile=self.config.ssl_certfile,
-                ssl_keyfile=self.config.ssl_keyfile,
+                ssl_context_factory=self._tls_context if self.config.ssl_certfile else None,
                 timeout_keep_alive=_IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=3,
             )
@@ -154,6 +162,13 @@ class ApiServer:
             # handler whose client does not read may not end at all.
             await asyncio.wait({serving, *server.server_state.tasks}, timeout=1)
             self._scheduler.close(linger_ms=500)
+
+    def _tls_context(self, *_: object) -> ssl.SSLContext:
+        most = self.config.limits.max_connections + SPARE_CONNECTIONS
+        context = TlsContext(ssl.PROTOCOL_TLS_SERVER, most, self.client.metrics.on_limit)
+        assert self.config.ssl_certfile is not None, "no certificate for TLS; this is a bug"
+        context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
+        return context
 
     async def _receive(self) -> None:
         while True:
@@ -199,9 +214,9 @@ class ApiServer:
         )
         if self.config.log_format == "json":
             logger.info(line)
-        else:
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
+            return
+        with contextlib.suppress(OSError):  # The disk of the output may be full.
+            os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
     async def _watch(self) -> None:
         """End the service when a worker is hung.
@@ -217,6 +232,7 @@ class ApiServer:
                     if self._watchdog.expect(role, time.monotonic()):
                         sender.send(messages.Ping())
             hung = self.hung_worker()
+            self._probe_port.renew(hung, self.stalled_worker())
             if hung is not None:
                 timeout_s = self.config.step_timeout_s
                 reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"
@@ -286,25 +302,26 @@ class ApiServer:
 
 def run_api(spec: ChildSpec) -> None:
     """The main of the API server process: serve on the inherited socket until drained."""
-    assert spec.listen_fd is not None, "the API server has no socket; this is a bug"
+    assert spec.listen_fds, "the API server has no socket; this is a bug"
     # Most systems start processes with a limit of 1,024 open files, which is less than
-    # --max-connections. Unfinished TLS handshakes do not count as connections. With a limit much
-    # above --max-connections, they could fill the memory.
+    # --max-connections.
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = min(max_files, spec.config.limits.max_connections + _OTHER_FILES)
+    needed = spec.config.limits.max_connections + SPARE_CONNECTIONS + _OTHER_FILES
+    files = min(max_files, needed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    listener = socket.socket(fileno=spec.listen_fd)
-    # Events are small and must leave at once, without Nagle's delay. Accepted sockets inherit the
-    # options of the listener.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Data that a client does not read stays in a buffer of this size. After read_timeout_s the
-    # kernel closes the connection.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    listeners = [socket.socket(fileno=fd) for fd in spec.listen_fds]
     timeout_ms = round(spec.config.limits.read_timeout_s * 1000)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+    for listener in listeners:
+        # Events are small and must leave at once, without Nagle's delay. Accepted sockets inherit
+        # the options of the listener.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Data that a client does not read stays in a buffer of this size. After read_timeout_s the
+        # kernel closes the connection.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
     async def main() -> None:
-        await ApiServer(spec).run(listener)
+        await ApiServer(spec).run(*listeners)
 
     import uvloop
 

@@ -2,8 +2,13 @@
 
 Whole answers are encoded from the structs of `protocol`. The parts that all events of a stream have
 in common are encoded once, because a busy server sends tens of thousands of events per second.
+
+A thread encodes large answers, and the event loop serves other calls meanwhile. Python switches
+between the two every 5 ms, but not within one call of the JSON encoder. The log-probabilities of
+each token are therefore encoded by a call of their own.
 """
 
+import asyncio
 import itertools
 import time
 import uuid
@@ -62,8 +67,13 @@ class ResponseWriter:
         self._text_field = b',"delta":{"content":' if self._is_chat else b',"text":'
         self._text_after = b"}" + rest if self._is_chat else rest
 
-    def whole(self, generation: Generation) -> bytes:
+    async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
+        if self.request.sampling.logprobs is None and not self.request.text.token_ids:
+            return self._whole(generation)
+        return await asyncio.to_thread(self._whole, generation)
+
+    def _whole(self, generation: Generation) -> bytes:
         choices = [self._whole_choice(choice, generation) for choice in generation.choices]
         body = {**self._head, "choices": choices, "usage": self._usage(generation)}
         if not self._is_chat:
@@ -160,7 +170,7 @@ class ResponseWriter:
         self, choice: Choice, delta: ChoiceDelta, generation: Generation | None
     ) -> dict[str, Any]:
         """The fields beside the text of a choice, for its struct."""
-        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(delta)}
+        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(choice, delta)}
         if self.request.text.token_ids:
             values["token_ids"] = delta.token_ids
             if generation is not None and not self._is_chat:
@@ -168,14 +178,15 @@ class ResponseWriter:
         return values
 
     def _logprobs(
-        self, delta: ChoiceDelta
+        self, choice: Choice, delta: ChoiceDelta
     ) -> responses.ChatLogprobs | responses.TextLogprobs | None:
         if self.request.sampling.logprobs is None:
             return None
         if not self._is_chat:
-            return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs])
+            return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs], choice.offset)
         # As in OpenAI's answers, the token that ended the text has no entry.
-        return responses.ChatLogprobs([_chat_logprob(e) for e in delta.logprobs if not e.ends])
+        kept = [_encoded(_chat_logprob(e)) for e in delta.logprobs if not e.ends]
+        return responses.ChatLogprobs(kept)
 
     def _usage(self, generation: Generation) -> responses.Usage:
         """Each prompt counts once, however many choices it has."""
@@ -216,6 +227,11 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
+def _encoded(value: object) -> Any:
+    """The value as JSON, for a field of a struct."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
 def _chat_logprob(entry: TokenLogprob) -> responses.ChatTokenLogprob:
     assert entry.logprob is not None, "a generated token has a log-probability; this is a bug"
     top = [_chat_token(data, logprob) for data, logprob in entry.top]
@@ -235,8 +251,11 @@ def _text_token(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
-    """Return four parallel lists. `top_logprobs` always includes the token itself."""
+def _text_logprobs(entries: list[TokenLogprob], offset: int) -> responses.TextLogprobs:
+    """Return four parallel lists. `top_logprobs` always includes the token itself.
+
+    offset: characters to add to the offset of each entry.
+    """
     tops: list[dict[str, float] | None] = []
     for entry in entries:
         if entry.logprob is None:  # the first token of a prompt
@@ -245,10 +264,10 @@ def _text_logprobs(entries: list[TokenLogprob]) -> responses.TextLogprobs:
         top: dict[str, float] = {}
         for data, logprob in [*entry.top, (entry.token_bytes, entry.logprob)]:
             top.setdefault(_text_token(data), _finite(logprob))
-        tops.append(top)
+        tops.append(_encoded(top))
     return responses.TextLogprobs(
         tokens=[_text_token(entry.token_bytes) for entry in entries],
         token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
         top_logprobs=tops,
-        text_offset=[entry.offset for entry in entries],
+        text_offset=[offset + entry.offset for entry in entries],
     )

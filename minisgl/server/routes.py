@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -20,13 +21,12 @@ from starlette.types import Scope
 
 import minisgl
 from minisgl.core import Cancelled
+from minisgl.server import probes
 from minisgl.server.apis.messages_answer import MessagesWriter
 from minisgl.server.apis.responses_answer import ResponsesWriter
 from minisgl.server.convert import GenerateRequest
-from minisgl.server.errors import RETRY_AFTER
 from minisgl.server.generation import Generation
 from minisgl.server.handler import CallContext, CallDep, start, unless_disconnected
-from minisgl.server.lifecycle import Phase
 from minisgl.server.middleware import DOCS_PATHS, json_response
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.messages_api import TokenCount
@@ -124,14 +124,18 @@ async def _generate(route: str, call: CallContext) -> Response:
     client = call.client
     for feature in request.ignored:
         client.metrics.on_ignored(feature)
-    started = start(client, request, facts, call.request_id)
+    if call.service.config.cache_isolation == "key":
+        # No name has a newline, so the salts of two names always differ.
+        salt = f"{call.client_name}\n{request.cache_salt}"
+        request = msgspec.structs.replace(request, cache_salt=salt)
+    started = start(client, request, facts, call.request_id, call.client_name)
     generation = await unless_disconnected(call.request.receive, started)
     if request.stream:
         return EventStream(client, writer, generation)
     try:
         ended = asyncio.ensure_future(generation.wait_until(generation.finished))
         await unless_disconnected(call.request.receive, ended)
-        return Response(writer.whole(generation), media_type="application/json")
+        return Response(await writer.whole(generation), media_type="application/json")
     finally:
         client.close(generation)
 
@@ -159,7 +163,7 @@ async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitabl
 
     The call waits in the same queue as the calls that generate.
     """
-    generation = call.client.open(1, call.request_id)
+    generation = call.client.open(1, call.request_id, call.client_name)
     try:
         return await unless_disconnected(call.request.receive, ask(generation))
     finally:
@@ -229,22 +233,14 @@ async def flush_cache(call: CallDep) -> Response:
 @router.get("/livez", tags=["probes"])
 async def livez(call: CallDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
-    if (hung := call.service.hung_worker()) is not None:
-        return json_response(responses.StatusResponse(f"the {hung} makes no progress"), 503)
-    if call.service.lifecycle.phase is Phase.FAILED:
-        return json_response(responses.StatusResponse("failed"), 503)
-    return json_response(responses.StatusResponse("ok"))
+    return probes.live(call.service.lifecycle.phase, call.service.hung_worker())
 
 
 @router.get("/readyz", tags=["probes"])
 @router.get("/health", name="health", tags=["probes"])
 async def readyz(call: CallDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
-    phase, stalled = call.service.lifecycle.phase, call.service.stalled_worker()
-    if phase is Phase.READY and stalled is None:
-        return json_response(responses.StatusResponse("ok"))
-    status = f"the {stalled} makes no progress" if stalled else phase.value
-    return json_response(responses.StatusResponse(status), 503, {"retry-after": RETRY_AFTER})
+    return probes.ready(call.service.lifecycle.phase, call.service.stalled_worker())
 
 
 @router.get("/metrics", tags=["probes"])

@@ -23,6 +23,7 @@ _HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # keeps nginx from collecting events before it forwards them
 )
+_LARGE_TOKENS = 512  # tokens with log-probabilities that take up to 10 ms to encode
 
 
 class Writer(Protocol):
@@ -36,7 +37,7 @@ class Writer(Protocol):
     @property
     def keep_alive(self) -> bytes: ...
 
-    def whole(self, generation: Generation) -> bytes:
+    async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
 
     def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
@@ -67,24 +68,30 @@ async def events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]
     while running:
         await generation.wait_for_change()
         parts = []
-        for choice in running:
+        for choice in [*running]:
             text, delta = choice.take()
-            first = None
+            # More output may arrive while a thread encodes this output. The next round takes it.
+            finish, error, first = choice.finish, choice.error, None
             if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
                 first = generation
                 text = generation.echo(choice) + text
                 parts.append(writer.first_chunk(choice, generation))
             if delta is not None or (first and writer.request.text.token_ids):
-                parts.append(writer.delta_chunk(choice, text, delta or ChoiceDelta(), first))
+                delta = delta or ChoiceDelta()
+                if len(delta.prompt_logprobs) + len(delta.logprobs) < _LARGE_TOKENS:
+                    parts.append(writer.delta_chunk(choice, text, delta, first))
+                else:
+                    encode = asyncio.to_thread(writer.delta_chunk, choice, text, delta, first)
+                    parts.append(await encode)
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))
-            if choice.error is not None:
-                yield b"".join(parts) + writer.error_chunk(choice.error)
+            if error is not None:
+                yield b"".join(parts) + writer.error_chunk(error)
                 return
-            if choice.finish is not None:
+            if finish is not None:
                 parts.append(writer.last_chunk(choice))
-        running = [choice for choice in running if choice.finish is None]
+                running.remove(choice)
         if not running:
             parts.append(writer.end_chunk(generation))
         piece = b"".join(parts)

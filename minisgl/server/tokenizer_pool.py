@@ -1,4 +1,4 @@
-"""Distributes tokenize requests over the tokenizer processes."""
+"""Distributes tokenize requests over the tokenizer processes. Clients take turns."""
 
 import asyncio
 import itertools
@@ -6,11 +6,19 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from minisgl.message.messages import TokenizeRequest, TokenizeResult, ToTokenizer
+from minisgl.message.messages import (
+    CompileGrammar,
+    TokenizeChat,
+    TokenizeRequest,
+    TokenizeResult,
+    TokenizeText,
+    ToTokenizer,
+)
 
 # A request that has been sent to a tokenizer process cannot be withdrawn. A process therefore gets
 # new requests only while its unfinished ones have fewer bytes than this. The other requests wait in
-# the pool, which removes a request when its call ends.
+# the pool, which removes a request when its call ends. A request with more bytes is long; a process
+# that works on one has no room.
 _QUEUED_BYTES = 2**16
 
 Result = asyncio.Future[TokenizeResult]
@@ -19,21 +27,28 @@ Result = asyncio.Future[TokenizeResult]
 class TokenizerPool:
     """The tokenizer processes, each with the number of bytes of its unfinished requests.
 
+    Clients take turns. Within a client, requests are sent in order, except that a short request
+    passes long ones that wait for a process. If there are several processes, the last one gets no
+    long requests, so that a short request never waits behind a long one.
+
     Each send function queues a message to one process and returns its size in bytes.
+    _waiting  the requests of each client; a client that was served goes behind all others.
     """
 
     def __init__(self, send_functions: Sequence[Callable[[ToTokenizer], int]]) -> None:
         self._send_functions = send_functions
         self._uids = itertools.count(1)
-        self._waiting: dict[Result, TokenizeRequest] = {}
+        self._waiting: dict[str, dict[Result, TokenizeRequest]] = {}
         self._sent: dict[int, tuple[int, int, Result]] = {}  # By uid: worker, bytes, result.
         self._outstanding_bytes = [0] * len(send_functions)
 
-    def submit(self, request: TokenizeRequest) -> Result:
-        """Queue a request. Cancelling the returned future withdraws it."""
+    def submit(self, request: TokenizeRequest, client: str) -> Result:
+        """Queue a request of a client. Cancelling the returned future withdraws it."""
         result: Result = asyncio.get_running_loop().create_future()
-        self._waiting[result] = request
-        result.add_done_callback(lambda done: self._waiting.pop(done, None))
+        if client not in self._waiting:
+            self._waiting = {client: {}, **self._waiting}
+        self._waiting[client][result] = request
+        result.add_done_callback(lambda done: self._waiting[client].pop(done, None))
         self._dispatch()
         return result
 
@@ -47,11 +62,33 @@ class TokenizerPool:
         return worker
 
     def _dispatch(self) -> None:
-        """Send waiting requests, in order, to the least busy process while it has room."""
-        while self._waiting and min(self._outstanding_bytes) < _QUEUED_BYTES:
-            worker = self._outstanding_bytes.index(min(self._outstanding_bytes))
-            result = next(iter(self._waiting))
-            request, uid = self._waiting.pop(result), next(self._uids)
+        """Send waiting requests while a process has room for one."""
+        while (found := self._next()) is not None:
+            client, result, worker = found
+            requests = self._waiting.pop(client)
+            request, uid = requests.pop(result), next(self._uids)
+            self._waiting[client] = requests  # behind the other clients
             size = self._send_functions[worker](msgspec.structs.replace(request, uid=uid))
             self._outstanding_bytes[worker] += size
             self._sent[uid] = worker, size, result
+
+    def _next(self) -> tuple[str, Result, int] | None:
+        """The client that is served next, its request, and the least busy process for it."""
+        loads = self._outstanding_bytes
+        for client, requests in self._waiting.items() if min(loads) < _QUEUED_BYTES else ():
+            for result, request in requests.items():
+                allowed = (loads[:-1] or loads) if _size(request) > _QUEUED_BYTES else loads
+                if min(allowed) < _QUEUED_BYTES:
+                    return client, result, allowed.index(min(allowed))
+        return None
+
+
+def _size(request: TokenizeRequest) -> int:
+    """The size of a request: characters of a text or grammar, or bytes of a chat or of ids."""
+    match request:
+        case TokenizeText() | CompileGrammar():
+            return len(request.text)
+        case TokenizeChat():
+            return len(request.messages_json)
+        case _:
+            return len(request.token_ids)

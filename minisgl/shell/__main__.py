@@ -1,4 +1,4 @@
-"""`python -m minisgl.shell --url URL --model NAME`: the shell against a running server."""
+"""`python -m minisgl.shell --url URL --model NAME` starts a chat with a running server."""
 
 import argparse
 import os
@@ -17,14 +17,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="minisgl.shell", allow_abbrev=False)
     parser.add_argument("--url", default="http://127.0.0.1:1919")
     parser.add_argument("--model", default="minisgl-demo", help="name of the served model")
-    parser.add_argument("--key-fd", type=int, help="pipe with the API key; else MINISGL_API_KEY")
+    parser.add_argument("--key-fd", type=int, help="pipe with the key; default: MINISGL_API_KEY")
     options = parser.parse_args(argv)
     key = os.environ.get("MINISGL_API_KEY", "")
     if options.key_fd is not None:
         with open(options.key_fd) as pipe:
             key = pipe.read()
-    # Both signals raise exceptions, so that prompt_toolkit restores the mode of the terminal. The
-    # handler of SIGINT is set because a process that a script starts in the background ignores it.
+    # Both signals raise exceptions, so that prompt_toolkit restores the mode of the terminal. A
+    # process that a script starts in the background ignores SIGINT until it sets a handler.
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -15,7 +15,7 @@ class ServerError(Exception):
 
 
 class ChatClient:
-    """Talks to one server. Closing a stream early closes the connection, which ends the request.
+    """Talks to one server. To end a request early, close its stream: this closes the connection.
 
     key: the API key that is sent with each chat; "" for a server without keys. White space around
     it is removed.

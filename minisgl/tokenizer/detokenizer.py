@@ -54,9 +54,9 @@ class Detokenizer:
         sends the StartText before the AddReq. The scheduler sends the other two messages for each
         AddReq, also when it refuses or aborts the request. The detokenizer holds state of a request
         from the first of the three messages to the last.
-    I2  Steps are applied in order. A step with the PrefillDone of a request waits for its
-        StartText, and all later steps wait behind it. The API server sends the StartText before
-        the scheduler learns of the request, so the wait is short and always ends.
+    I2  Steps are applied in order. A step with the PrefillDone of a request waits for the StartText
+        of this request, and all later steps wait for this step. The API server sends the StartText
+        before the AddReq, so the wait is short and always ends.
     I3  Each request gets exactly one update with `finish`: at its stop string or at its Finished.
     """
 
@@ -130,7 +130,7 @@ class Detokenizer:
         return [update for update in updates if update is not None]
 
     def _fail(self, output: messages.StepOutput) -> list[messages.TextUpdate]:
-        """End every request of a step that could not be applied with an error, so that I3 holds."""
+        """End with an error all requests of a step that could not be applied, so that I3 holds."""
         new = {done.uid for done in output.prefill_done}
         ended = []
         for uid in sorted(new.union(output.uids, (end.uid for end in output.finished))):
@@ -149,8 +149,8 @@ class RequestText:
     """The text, reasoning, tool calls, token ids and log-probabilities of one open request.
 
     `push` adds a token. `take` returns an update with all new output. The log-probability of a
-    token is reported with the first character of its text, so that a token that a stop string cuts
-    off is never reported.
+    token is reported with the first character of its text. If a stop string cuts the token off, its
+    log-probability is therefore never reported.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class RequestText:
     def _take_logprobs(self, everything: bool) -> list[messages.TokenLogprob]:
         """Remove and return the entries of tokens whose first character has been returned.
 
-        everything: also those of tokens whose text is withheld or empty.
+        everything: also the entries of tokens whose text is withheld or empty.
         """
         pending, count = self._logprobs, len(self._logprobs)
         if pending and not everything:

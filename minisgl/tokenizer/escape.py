@@ -5,15 +5,16 @@ token that the template wrote looks the same as one that a client wrote. Two ste
 
     mark    before rendering, each text of the client that spells a special token, or that ends
             within one, gets a mark after the first character of that token
-    encode  after rendering, the special tokens without a mark are the template's. Each becomes a
-            name that no client knows. The marks are removed, and a second tokenizer, which knows
-            the special tokens by these names only, encodes the whole string
+    encode  after rendering, the special tokens without a mark belong to the template. Each becomes
+            a name that no client knows. Then the marks are removed. A second tokenizer encodes the
+            whole string. It knows the special tokens by these names only
 
-So the text between two tokens of the template is encoded in one piece, with all its merges, and
-the ids of a chat without special tokens in its texts are those of the first tokenizer.
+The text between two special tokens of the template is therefore encoded in one piece, with all its
+merges. If no text of a chat spells a special token, the ids equal those of the model's tokenizer.
 
-Limit: a special token that begins in the template's text and ends in a text of the client is the
-template's. No known template writes the first characters of a special token before such a text.
+Limit: a special token that begins in the template's text and ends in a text of the client counts
+as a token of the template. No known template writes the first characters of a special token before
+such a text.
 """
 
 import itertools
@@ -27,13 +28,13 @@ import tokenizers
 
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 
-# Code points for private use. Unicode gives them no meaning, so texts rarely contain one.
+# Code points for private use. Unicode gives them no meaning, so texts rarely contain them.
 _MARKS = tuple(chr(code) for code in range(0xE000, 0xF900))
-_TRIALS = 16  # A text with half of the marks is refused once in 65,536 chats.
+_TRIALS = 16  # A chat that contains half of the marks is refused once in 65,536 times.
 
 
 class SpecialTokenEscaper:
-    """Renders and encodes the chats of one model. The texts of a chat have no special tokens.
+    """Renders and encodes the chats of one model. No text of a chat becomes a special token.
 
     escaped: the texts of the special tokens. Other added tokens, such as <think>, stay tokens in
     all texts, because templates look for them in histories.
@@ -43,7 +44,7 @@ class SpecialTokenEscaper:
         self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate, escaped: Collection[str]
     ) -> None:
         self._template = template
-        nonce = secrets.token_hex(16)  # All names have one length, so none contains another.
+        nonce = secrets.token_hex(16)  # All names have one length: no name contains another.
         self._names = {text: f"{nonce}{n:06x}" for n, text in enumerate(sorted(escaped))}
         self._tokens = re.compile(_any_of(self._names))
         self._beginnings = re.compile(_begins_any_of(self._names))
@@ -106,8 +107,9 @@ def escaped_tokens(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> s
 def _renamed(tokenizer: tokenizers.Tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
     """A copy of the tokenizer in which these added tokens have other texts and the same ids.
 
-    The model of the copy cannot produce their ids from plain text either. A SentencePiece model has
-    control tokens such as <s> in its vocabulary, where a merge could join their characters.
+    The model of the copy cannot produce their ids from plain text either. The vocabulary of a
+    SentencePiece model contains control tokens such as <s>, and a merge could join the characters
+    of such a token.
     """
     description = json.loads(tokenizer.to_str())
     model = description["model"]
@@ -123,7 +125,7 @@ def _renamed(tokenizer: tokenizers.Tokenizer, names: dict[str, str]) -> tokenize
         ]
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    description["post_processor"] = None  # It adds BOS to plain text. Templates write their own.
+    description["post_processor"] = None  # It would add a second BOS.
     return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
@@ -153,9 +155,10 @@ def _any_of(words: Collection[str]) -> str:
 
 
 def _begins_any_of(words: Collection[str]) -> str:
-    """A pattern of the first character of a word that follows whole, or up to the end of the text.
+    """A pattern of the first character of each word in a text.
 
-    A text of the client may end within a token, and the next text may complete it.
+    The pattern also matches if the text ends within the word: the next text of the client may
+    complete the word.
     """
     if not words:
         return r"(?!)"

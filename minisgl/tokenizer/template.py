@@ -1,6 +1,6 @@
 """Renders the Jinja chat template of a model in a sandbox, with limits on time and size.
 
-The environment is the one that Hugging Face templates are written for: trimmed blocks, loop
+The Jinja environment has the features that Hugging Face templates use: trimmed blocks, loop
 controls, `tojson` without escaping, `raise_exception`, `strftime_now`, the `generation` tag.
 """
 
@@ -34,8 +34,8 @@ class TemplateError(Exception):
         self.limit = limit
 
 
-class _TimeIsUp(BaseException):
-    """Raised by the timer. It is a BaseException, so that `except Exception` does not catch it."""
+class _TimeLimitExceeded(BaseException):
+    """The timer raises it. It is a BaseException, so that `except Exception` does not catch it."""
 
 
 class _GenerationTag(Extension):
@@ -58,7 +58,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
-        # Jinja's own `tojson` escapes HTML characters, which would change the prompt.
+        # Jinja's own `tojson` would change the prompt, because it escapes HTML characters.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         # Jinja's own `safe` marks a text as HTML, and a text that is added to it is then escaped.
         environment.filters["safe"] = str
@@ -96,7 +96,7 @@ class ChatTemplate:
         try:
             with time_limit(timeout_s):
                 text = self._collect(variables)
-        except _TimeIsUp:
+        except _TimeLimitExceeded:
             message = f"the chat template ran longer than {timeout_s:g} s"
             raise TemplateError(message, "template_timeout_s") from None
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -125,11 +125,11 @@ class ChatTemplate:
 
 @contextmanager
 def time_limit(timeout_s: float | None) -> Iterator[None]:
-    """Raise _TimeIsUp in the block once `timeout_s` has passed. Calls must not be nested."""
+    """Raise _TimeLimitExceeded in the block after `timeout_s`. Calls must not be nested."""
     if timeout_s is None:
         yield
         return
-    previous = signal.signal(signal.SIGALRM, _time_is_up)
+    previous = signal.signal(signal.SIGALRM, _raise_time_limit)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
         yield
@@ -138,8 +138,8 @@ def time_limit(timeout_s: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _time_is_up(number: int, frame: FrameType | None) -> NoReturn:
-    raise _TimeIsUp
+def _raise_time_limit(number: int, frame: FrameType | None) -> NoReturn:
+    raise _TimeLimitExceeded
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -109,7 +109,7 @@ class TextStream:
     def push(self, token_id: int, is_text: bool = True) -> str:
         """Add one token and return the new text.
 
-        is_text: False for a terminating token, which counts as a token and has no text.
+        is_text: False for a terminating token. It counts as a token and has no text.
         """
         if self.stopped:
             return ""

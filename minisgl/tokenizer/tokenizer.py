@@ -35,7 +35,7 @@ class TextTokenizer:
         max_template_chars: float = math.inf,
         escape_special_tokens: bool = False,
     ) -> None:
-        """Read the folder. Raises ConfigError, which names the file at fault.
+        """Read the folder. Raises ConfigError that names the wrong file.
 
         escape_special_tokens: `encode_chat` encodes special tokens in the texts of a chat as text.
         """

@@ -100,7 +100,7 @@ def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
         elif step["type"] == "Replace":
             pattern = step["pattern"].get("String")
             if pattern is None:
-                raise ConfigError("tokenizer.json has a decoder that replaces by a regex")
+                raise ConfigError("tokenizer.json: a decoder with a regex is not supported")
             pairs.append((pattern, step["content"]))
     return pairs
 

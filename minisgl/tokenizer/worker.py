@@ -99,7 +99,7 @@ def tokenize(
     except RecursionError:
         return messages.TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
     # The tokenizers library raises Exception itself. The worker must send a result for this
-    # request, and must stay alive for the next one (W12).
+    # request, and must stay alive for the next request (W12).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
         reason = "the prompt could not be tokenized"

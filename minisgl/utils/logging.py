@@ -1,19 +1,29 @@
-"""Logging of one process: one line per record, on stderr. The process's main sets it up."""
+"""Logging of one process: one line per record, on stderr. The process's main sets it up.
+
+A thread writes the lines. A full disk, or a stderr that no process reads, therefore neither blocks
+nor ends the process. The process loses lines instead, and reports their number.
+"""
 
 import copy
 import json
 import logging
+import os
+import queue
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
 _FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s"
+_MAX_LINES = 1000  # lines that wait for the thread
+_FLUSH_S = 1.0  # time for the waiting lines to leave when the process ends
 
 
 class _OneLine(logging.Formatter):
-    """Escapes line breaks in messages, which may hold client text, but not in tracebacks.
+    """Escapes line breaks in messages, because a message may hold client text.
 
-    Values of fields with spaces, quotes or `=` are quoted, so that a client cannot forge a field.
+    Tracebacks keep their line breaks. Values of fields with spaces, quotes or `=` are quoted, so
+    that a client cannot forge a field.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -58,14 +68,80 @@ class _Json(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+class _Throttle(logging.Filter):
+    """Passes one "call refused" per reason and second, with the number of those held back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[object, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fields = record.args
+        if not isinstance(fields, Mapping) or not record.msg.startswith("call refused"):
+            return True
+        passed_s, held_back = self._passed.get(fields["reason"], (0.0, 0))
+        passes = record.created - passed_s >= 1
+        entry = (record.created, 0) if passes else (passed_s, held_back + 1)
+        self._passed[fields["reason"]] = entry
+        if passes and held_back:
+            record.msg += " held_back=%(held_back)s"
+            record.args = {**fields, "held_back": held_back}
+        return passes
+
+
+class _LineHandler(logging.Handler):
+    """Gives each line to a thread, which writes it to stderr.
+
+    A line is lost if _MAX_LINES lines wait, or if the system refuses it. The next line that is
+    written follows a line with the number of lost ones.
+    """
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self._lines: queue.Queue[str] = queue.Queue(_MAX_LINES)
+        self._dropped = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+
+    def _write(self) -> None:
+        refused = reported = 0
+        while True:
+            line, lost = self._lines.get(), self._dropped + refused
+            if lost > reported:
+                text = f"log lines lost count={lost - reported}"
+                fields = {"name": __name__, "levelname": "WARNING", "msg": text}
+                line = f"{self.format(logging.makeLogRecord(fields))}\n{line}"
+            data = f"{line}\n".encode("utf-8", "backslashreplace")
+            try:
+                # Not sys.stderr: the interpreter could not end while this thread writes to it.
+                while data:
+                    data = data[os.write(sys.stderr.fileno(), data) :]
+                reported = lost
+            except OSError:
+                refused += 1
+            self._lines.task_done()
+
+    def flush(self) -> None:
+        """Wait until all lines are written, at most _FLUSH_S."""
+        written = self._lines.all_tasks_done
+        with written:
+            written.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
+
+
 def setup_logging(role: str, level: str, log_format: str = "text") -> None:
     """Send all log records of this process to stderr, marked with its role and pid.
 
     log_format: "text", or "json" for one object per line.
     """
-    handler = logging.StreamHandler(sys.stderr)
     text_formatter = _OneLine(_FORMAT.format(role=role))
-    handler.setFormatter(_Json(role) if log_format == "json" else text_formatter)
+    handler = _LineHandler(_Json(role) if log_format == "json" else text_formatter)
+    handler.addFilter(_Throttle())
     logging.root.handlers[:] = [handler]
     package_logger = logging.getLogger("minisgl")
     package_logger.setLevel(level.upper())

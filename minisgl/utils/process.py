@@ -6,15 +6,17 @@ import tempfile
 import time
 from pathlib import Path
 
-SOCKET_KEY = "key"  # name of the file
+SOCKET_KEY = "key"  # name of the key file in the socket folder
 _MAX_SOCKET_DIR_CHARS = 80  # the path of a Unix socket has at most 107 characters
-_START_FIELD = 19  # in /proc/PID/stat after the process name, which may contain spaces
+# Index of the start time in /proc/PID/stat, counted from the field after the process name. The name
+# may contain spaces.
+_START_FIELD = 19
 
 
 def make_socket_dir() -> str:
     """Make a folder that only this user can enter (mode 0700), and return its path.
 
-    The file SOCKET_KEY in it holds the key with which the messages of this service begin.
+    The file SOCKET_KEY in this folder holds a key. Every message of the service begins with it.
     """
     base = tempfile.gettempdir()
     if len(base) > _MAX_SOCKET_DIR_CHARS:

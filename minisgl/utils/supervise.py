@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Self
 
-CONFIG_EXIT = 2  # a ConfigError has been reported; the same code as a wrong command line
+CONFIG_EXIT = 2  # the exit code after a ConfigError, as after a wrong command line
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON_BYTES = 1500  # less than PIPE_BUF (one atomic write) and Kubernetes' limit of 2,048
 
@@ -74,7 +74,7 @@ def write_reason(fd: int, role: str, reason: str) -> None:
 def read_reasons(fd: int) -> dict[str, str]:
     """Read the reasons that children have written to this non-blocking pipe, by role.
 
-    They are in the order in which they were written. Each call returns only new reasons.
+    The oldest reason comes first. Each call returns only new reasons.
     """
     lines: list[str] = []
     with contextlib.suppress(BlockingIOError):
@@ -179,8 +179,8 @@ class Supervisor:
     def wait(self, until_s: float | None) -> list[signal.Signals | Child]:
         """Wait for signals and for ends of children.
 
-        until_s: end of the wait by CLOCK_MONOTONIC, with an empty result; None waits without a
-        limit. A SIGCHLD of an orphan, or of a child that is already reaped, does not end the wait.
+        until_s: the CLOCK_MONOTONIC time at which the wait ends with an empty list. None: no limit.
+        A SIGCHLD of an orphan, or of a child that is already reaped, does not end the wait.
         """
         events: list[signal.Signals | Child] = [*self._reap()]
         while not events:

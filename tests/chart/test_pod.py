@@ -80,15 +80,19 @@ def test_selectors_match_the_pods_and_not_the_test_pod(render):
 
 def test_probes_use_the_port_and_the_routes_of_the_server(render, ci_values):
     container = container_of(render(ci_values))
-    assert container["ports"] == [{"name": "http", "containerPort": 1919}]
+    assert container["ports"] == [
+        {"name": "http", "containerPort": 1919},
+        {"name": "probes", "containerPort": 1920},
+    ]
     paths = {probe: container[probe]["httpGet"]["path"] for probe in container if "Probe" in probe}
     assert paths == {
         "startupProbe": "/readyz",
         "readinessProbe": "/readyz",
         "livenessProbe": "/livez",
     }
-    assert {container[probe]["httpGet"]["port"] for probe in paths} == {"http"}
-    assert flags_of(render(ci_values))["--port"] == "1919"
+    assert {container[probe]["httpGet"]["port"] for probe in paths} == {"probes"}
+    flags = flags_of(render(ci_values))
+    assert (flags["--port"], flags["--probe-port"]) == ("1919", "1920")
 
 
 @pytest.mark.parametrize(("budget_s", "period_s"), [(1800, 5), (61, 10), (1, 5)])

@@ -4,11 +4,12 @@ import os
 import re
 import signal
 
+import httpx
 import pytest
 
 from tests.chart.helm import CHART, Object
 from tests.chart.test_pod import container_of, pod_of
-from tests.process.harness import run_server
+from tests.process.harness import DEADLINE_S, run_server
 
 pytestmark = pytest.mark.process
 VALUES = {
@@ -30,10 +31,11 @@ def pod(render, monkeypatch, tmp_path) -> Object:
 
 def test_rendered_container_serves_and_ends_within_its_grace_period(pod):
     container = pod["containers"][0]
-    with run_server(*container["args"]) as server:
+    with run_server(*container["args"], "--probe-port", "0") as server:
         server.wait_ready()
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert server.status(container[probe]["httpGet"]["path"]) == 200
+            url = server.probe_url + container[probe]["httpGet"]["path"]
+            assert httpx.get(url, timeout=DEADLINE_S).status_code == 200
         server.signal(signal.SIGTERM)
         assert server.process.wait(timeout=pod["terminationGracePeriodSeconds"]) == 0
         assert "unknown environment variable" not in server.stderr

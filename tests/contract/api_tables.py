@@ -42,6 +42,9 @@ ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
 FIXED_LIMITS = (
     "| `--max-choices` | | `max_n` | n of one request |",
     "| `--max-choices` | | `max_prompts` | prompts of one completions request |",
+    "| none | 100 | `max_headers` | headers of one request; more get 431 |",
+    "| none | 131,072 and 1,048,576 | `max_body_values` | lists, objects and fields of one body; "
+    "all values of one body |",
     "| none | 16 | `max_stop_strings` | stop strings of one request |",
     "| none | 256 chars | `max_stop_chars` | characters of one stop string |",
     "| none | 128 | `max_stop_token_ids` | stop token ids of one request |",

@@ -4,9 +4,12 @@ Caching and chunking are on: conversations share prefixes, and the long look-ups
 tokens) are cut into chunks of 512.
 """
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from openai import omit
+from openai.types.chat import ChatCompletionMessage
 
 from demo.evaluate import (
     MAX_ANSWER_TOKENS,
@@ -33,7 +36,7 @@ def prompts() -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def reference(prompts: list[Prompt]) -> dict[str, Score]:
-    """The scores of transformers, one prompt at a time."""
+    """The scores of transformers."""
     texts = transformers_answers(prompts, model_path(), "cpu", "float32")
     return accuracy_by_task(prompts, texts)
 
@@ -50,13 +53,29 @@ def test_the_offline_engine_scores_as_transformers_do(
 ) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
     with LLM(prefill_budget_tokens=512) as llm:
-        completions = llm.chat([p.messages for p in prompts], greedy, progress=False)
+        ids = [llm.tokenizer.encode_chat(p.messages, {"tools": list(p.tools)}) for p in prompts]
+        completions = llm.generate(ids, greedy, progress=False)
         totals = llm.worker.scheduler.totals
     assert isinstance(completions, list)
     assert totals.cached_tokens_total > 0
     assert totals.overlapped_steps_total > 0
     assert max(c.prompt_tokens for c in completions) > 2 * 512
     assert accuracy_by_task(prompts, [c.text for c in completions]) == reference
+
+
+def _text(message: ChatCompletionMessage) -> str:
+    """Return the text that the model wrote: the content and the calls."""
+    calls = [call for call in message.tool_calls or () if call.type == "function"]
+    return "\n".join(
+        [
+            *([message.content] if message.content else []),
+            *(
+                f'<tool_call>\n{{"name": {json.dumps(call.function.name)}, '
+                f'"arguments": {call.function.arguments}}}\n</tool_call>'
+                for call in calls
+            ),
+        ]
+    )
 
 
 @pytest.mark.slow
@@ -71,13 +90,14 @@ def test_the_server_scores_as_transformers_do(
             answer = client.chat.completions.create(
                 model="minisgl-demo",
                 messages=prompt.messages,  # type: ignore[arg-type]
+                tools=prompt.tools or omit,  # type: ignore[arg-type]
                 temperature=0,
                 max_tokens=MAX_ANSWER_TOKENS,
             )
             assert answer.usage is not None
             details = answer.usage.prompt_tokens_details
             assert details is not None
-            return answer.choices[0].message.content or "", details.cached_tokens or 0
+            return _text(answer.choices[0].message), details.cached_tokens or 0
 
         with ThreadPoolExecutor(CLIENTS) as pool:
             answers = list(pool.map(ask, prompts))

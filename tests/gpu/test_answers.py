@@ -43,7 +43,8 @@ def test_the_demo_model_answers_as_on_the_cpu() -> None:
     scores = {}
     for device, backend in (("cpu", "torch"), ("cuda", "flashinfer-fa2")):
         with LLM(device=device, attention_backend=backend, prefill_budget_tokens=512) as llm:
-            answers = completed(llm.chat([p.messages for p in prompts], greedy, progress=False))
+            ids = [llm.tokenizer.encode_chat(p.messages, {"tools": list(p.tools)}) for p in prompts]
+            answers = completed(llm.generate(ids, greedy, progress=False))
         scores[device] = accuracy_by_task(prompts, [answer.text for answer in answers])
         print(f"{device}\n{accuracy_table(scores[device])}")
     for task, exact in scores["cpu"].items():

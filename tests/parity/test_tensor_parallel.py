@@ -14,6 +14,7 @@ from minisgl.core import StepCost
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.kernel import SamplingTensors, sample
 from minisgl.layers.embedding import LMHead
+from minisgl.utils.process import write_socket_key
 from tests.parity.driver import make_engine
 from tests.parity.models import transformers_greedy
 from tests.parity.rank_cases import OUTPUT_TOKENS, Outcome, RankCase, prompts, prove, run_cases
@@ -40,6 +41,9 @@ Runs = list[list[Outcome]]
 
 def run_on(size: int, cases: list[RankCase], model_path: ModelPath, folder: Path) -> Runs:
     paths = {case.family: model_path(case.family) for case in cases}
+    for index in range(len(cases)):  # each case has its folder of queues, see run_cases
+        (folder / str(index)).mkdir()
+        write_socket_key(str(folder / str(index)))
     return run_ranks(size, folder, run_cases, str(folder), cases, paths)
 
 

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 __all__ = ["DEADLINE_S", "JSON_BODY", "ServerProcess", "run_server", "wait_for"]
 
 DEADLINE_S = 90.0
+_PROBE_URL = re.compile(r"listening for probes on (https?://\S+)")
 # The headers that a request with a body needs, for tests that write to a socket.
 JSON_BODY = b"host: localhost\r\ncontent-type: application/json\r\n"
 _URL = re.compile(r"listening on (https?://\S+)")
@@ -64,6 +65,13 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def probe_url(self) -> str:
+        """The URL of --probe-port, once `url` is known."""
+        found = _PROBE_URL.search(self.stderr)
+        assert found, "the server has no --probe-port"
+        return found.group(1)
 
     @property
     def url(self) -> str:

@@ -107,9 +107,10 @@ class StubScheduler:
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, AddReq):
-                    self._reqs[message.uid] = _Req(message)
-                    if self._script is not None:
-                        self._script.prepare(self._reqs[message.uid], message)
+                    for uid in range(message.uid, message.uid + message.count):
+                        self._reqs[uid] = _Req(message)
+                        if self._script is not None:
+                            self._script.prepare(self._reqs[uid], message)
                 elif isinstance(message, AbortReq) and message.uid in self._reqs:
                     self._finish(output, message.uid, message.reason)
             if self._mode != "hang" and (self._reqs or output.finished):

@@ -124,7 +124,7 @@ def test_endless_head_is_a_431_or_invalid_http(keyed: ServerProcess, head: bytes
 
 def test_head_over_the_limit_in_one_packet_is_refused(keyed: ServerProcess) -> None:
     """Regression: the limit applied to incomplete heads only, so one packet could exceed it."""
-    size, start = 4096, b"GET /livez HTTP/1.1\r\nconnection: close\r\nx: "
+    size, start = 4096, b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: "
     for length, status in ((size, b"200"), (size + 1, b"431")):
         with connect(keyed) as connection:
             connection.sendall(start + b"y" * (length - len(start) - 4) + b"\r\n\r\n")
@@ -143,6 +143,14 @@ def test_connection_with_an_incomplete_head_is_closed(keyed: ServerProcess, befo
         with contextlib.suppress(ConnectionResetError):
             received(connection)
     assert keyed.limits_exceeded()["head_timeout_s"] == count + 1
+
+
+def test_too_many_headers_are_a_431(keyed: ServerProcess) -> None:
+    before = keyed.limits_exceeded()["max_headers"]
+    with connect(keyed) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n" + b"a:b\r\n" * 100 + b"\r\n")
+        assert received(connection).startswith(b"HTTP/1.1 431")
+    assert keyed.limits_exceeded()["max_headers"] == before + 1
 
 
 def posted(head: bytes = b"", **body: object) -> bytes:
@@ -267,6 +275,32 @@ def test_requests_above_max_connections_are_refused_and_probes_are_not(
     wait_for(lambda: client(keyed).get("/v1/models").status_code == 200, "the end of the streams")
 
 
+def test_probe_port_answers_while_the_main_port_is_full(tiny_model: Path) -> None:
+    """Regression: 200 idle connections, --max-connections and some more, kept all probes out."""
+    flags = ("--max-connections", "3", "--probe-port", "0")
+    with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
+        server.wait_ready()
+        full = select.poll()
+        with contextlib.ExitStack() as stack:
+            for _ in range(300):
+                full.register(stack.enter_context(connect(server)), select.POLLIN)
+            wait_for(lambda: len(full.poll(0)) >= 300 - 3 - 128, "refusals")
+            assert server.status("/livez") == 0
+            for path in ("/livez", "/readyz", "/health"):
+                assert httpx.get(server.probe_url + path, timeout=DEADLINE_S).status_code == 200
+
+
+def test_probe_port_serves_only_the_probes(tiny_model: Path) -> None:
+    with run_server("--model", str(tiny_model), "--probe-port", "0", stub="echo") as server:
+        server.wait_ready()
+        url = server.probe_url
+        for path in ("/livez", "/readyz", "/health"):
+            assert httpx.get(url + path, timeout=DEADLINE_S).status_code == 200
+            assert server.status(path) == 200
+        for path in ("/metrics", "/v1/models", "/docs", "/server_info"):
+            assert httpx.get(url + path, timeout=DEADLINE_S).status_code == 404
+
+
 def test_client_that_does_not_read_is_disconnected(keyed: ServerProcess) -> None:
     body = {"model": "tiny", "prompt": ["a"] * 8, "max_tokens": 1900, "ignore_eos": True}
     text = json.dumps({**body, "stream": True, "logprobs": 20}).encode()
@@ -307,12 +341,13 @@ def test_https(tiny_model: Path, tmp_path: Path) -> None:
             wait_for(lambda: _ready(user), "readiness")
             body = {"model": "tiny", "prompt": "one two", "max_tokens": 3}
             assert user.post("/v1/completions", json=body).status_code == 200
-        # A connection counts after its TLS handshake, which may take a minute.
-        closed = select.poll()
+        # Connections count from the start of their TLS handshake.
+        ended = select.poll()
         with contextlib.ExitStack() as stack:
             for _ in range(700):
-                closed.register(stack.enter_context(connect(server)), select.POLLIN)
-            wait_for(lambda: len(closed.poll(0)) > 100, "refusals", deadline_s=30)
+                ended.register(stack.enter_context(connect(server)), select.POLLIN)
+            wait_for(lambda: len(ended.poll(0)) >= 700 - 129, "refusals", deadline_s=30)
+            assert len(ended.poll(0)) < 700
 
 
 def _ready(user: httpx.Client) -> bool:

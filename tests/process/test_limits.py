@@ -38,6 +38,7 @@ SMALL = {
     "--max-body-bytes": "10000",
     "--template-timeout": "0.2",
     "--max-request-time": "1",
+    "--max-call-tokens": "4000",
 }
 USER = {"role": "user", "content": "hi"}
 # A request that exceeds this limit and no other.
@@ -51,6 +52,7 @@ OVER: dict[str, dict[str, Any]] = {
     "max_logprobs": {"logprobs": 3},
     "max_logit_bias": {"logit_bias": {"1": 1, "2": 1, "3": 1}},
     "max_prompt_chars": {"prompt": "a" * 3001},
+    "max_call_tokens": {"n": 8, "max_tokens": 600},
     "max_seq_len": {"prompt": [5] * 2049},
     "max_body_bytes": {"prompt": "a" * 10_000},
     "max_messages": {"messages": [USER] * 3},
@@ -58,6 +60,7 @@ OVER: dict[str, dict[str, Any]] = {
     "max_template_chars": {"messages": [{**USER, "content": "long"}]},
 }
 BY_THE_ENGINE = {"max_queued_reqs", "max_queued_tokens", "max_wait_s", "max_total_s"}
+IN_TEST_CLIENTS = {"max_key_reqs", "max_key_tokens", "max_body_values"}
 BY_ALL_TOGETHER = {"max_bodies_bytes"}
 IN_TEST_STRUCTURED = {
     "max_grammar_chars",
@@ -65,7 +68,13 @@ IN_TEST_STRUCTURED = {
     "max_enum_entries",
     "max_grammar_seconds",
 }
-IN_TEST_ACCESS = {"max_connections", "max_head_bytes", "head_timeout_s", "read_timeout_s"}
+IN_TEST_ACCESS = {
+    "max_connections",
+    "max_head_bytes",
+    "head_timeout_s",
+    "read_timeout_s",
+    "max_headers",
+}
 
 
 def post(server: ServerProcess, **body: Any) -> httpx.Response:
@@ -75,9 +84,8 @@ def post(server: ServerProcess, **body: Any) -> httpx.Response:
 
 
 def test_every_limit_is_tested() -> None:
-    assert {*OVER, *BY_THE_ENGINE, *BY_ALL_TOGETHER, *IN_TEST_STRUCTURED, *IN_TEST_ACCESS} == set(
-        LIMIT_NAMES
-    )
+    elsewhere = IN_TEST_STRUCTURED | IN_TEST_ACCESS | IN_TEST_CLIENTS
+    assert {*OVER, *BY_THE_ENGINE, *BY_ALL_TOGETHER, *elsewhere} == set(LIMIT_NAMES)
 
 
 @pytest.fixture(scope="module")

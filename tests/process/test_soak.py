@@ -1,11 +1,13 @@
-"""A mixed load with disconnects and aborts at random times.
+"""A mixed load of three keys with disconnects and aborts at random times; one key is hostile.
 
-No request is lost or stuck, every page is returned, and no process grows.
+No request is lost or stuck, every page is returned, and no process grows. The hostile key floods
+its queue; requests of the two other keys are neither refused nor starved.
 """
 
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,15 @@ from tests.process.harness import ServerProcess, run_server, wait_for
 pytestmark = pytest.mark.process
 
 CLIENTS = 6
+KEYS = ("one", "two")
+HOSTILE = "three"
+FLOOD = {
+    "model": "minisgl-demo",
+    "prompt": "Count",
+    "n": 64,
+    "max_tokens": 1000,
+    "ignore_eos": True,
+}
 GROWTH = 1.05
 STUCK_S = 300.0  # far longer than any response takes, even on a busy machine
 TOTAL_PAGES = 512  # small enough for evictions and preemptions
@@ -56,7 +67,9 @@ class Load:
         self._stop = threading.Event()
         self.done = 0
         self.bad: list[str] = []
+        self.floods = 0
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(CLIENTS)]
+        self._threads += [threading.Thread(target=self._flood, args=(i,)) for i in range(CLIENTS)]
 
     def __enter__(self) -> "Load":
         for thread in self._threads:
@@ -71,7 +84,8 @@ class Load:
 
     def _run(self, seed: int) -> None:
         draw = random.Random(seed)
-        with httpx.Client(base_url=self._url, timeout=STUCK_S) as client:
+        headers = {"authorization": f"Bearer {KEYS[seed % len(KEYS)]}"}
+        with httpx.Client(base_url=self._url, timeout=STUCK_S, headers=headers) as client:
             while not self._stop.is_set():
                 path, body = request_of(draw)
                 started_s = time.monotonic()
@@ -79,6 +93,19 @@ class Load:
                     self._one(client, draw, path, body)
                 except httpx.HTTPError as error:
                     self.bad.append(f"{error!r} {time.monotonic() - started_s:.0f} s {path} {body}")
+
+    def _flood(self, seed: int) -> None:
+        """Keep 64 long answers open, and leave each call after some events."""
+        draw = random.Random(seed)
+        headers = {"authorization": f"Bearer {HOSTILE}"}
+        with httpx.Client(base_url=self._url, timeout=STUCK_S, headers=headers) as client:
+            while not self._stop.is_set():
+                body = {**FLOOD, "stream": True, "cache_salt": str(draw.randrange(9))}
+                with client.stream("POST", "/v1/completions", json=body) as answer:
+                    for _ in zip(answer.iter_bytes(), range(draw.randrange(2000)), strict=False):
+                        if self._stop.is_set():
+                            break
+                self.floods += answer.status_code == 200
 
     def _one(
         self, client: httpx.Client, draw: random.Random, path: str, body: dict[str, Any]
@@ -119,8 +146,11 @@ def all_pages_returned(server: ServerProcess) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1800 + 3 * STUCK_S)
 @pytest.mark.parametrize("duration_s", [180, pytest.param(1800, marks=pytest.mark.proof)])
-def test_soak(duration_s: int) -> None:
+def test_soak(duration_s: int, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a: one\nb: two\nhostile: three\n")
     flags = ("--num-pages", str(TOTAL_PAGES), "--max-running-requests", "8")
+    flags += ("--api-key-file", str(keys))
     with run_server(*flags, "--admin-api-key", "root") as server:
         server.wait_ready()
         end_s = time.monotonic() + duration_s
@@ -136,6 +166,11 @@ def test_soak(duration_s: int) -> None:
                 assert server.status("/livez") == 200
         assert not load.bad, load.bad[:3]
         assert load.done > duration_s / 5
+        assert load.floods > 0
+        counted = server.metrics()
+        assert counted["key_rejected_total{key=a}"] == counted["key_rejected_total{key=b}"] == 0
+        assert counted["key_requests_total{key=a}"] > 0
+        assert counted["key_requests_total{key=b}"] > 0
         wait_for(lambda: all_pages_returned(server), "all pages to be returned")
         late = memory_bytes(server)
         for name in early:  # shown by pytest -rP

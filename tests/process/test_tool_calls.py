@@ -5,11 +5,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 from tests.process.harness import ServerProcess, run_server
@@ -33,7 +34,7 @@ TEMPLATE = """
 {%- if add_generation_prompt %}{{ 'assistant:\n' }}{% endif -%}"""
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string"}},
+    "properties": {"city": {"type": "string", "enum": ["Rom", "Bern"]}},
     "required": ["city"],
     "additionalProperties": False,
 }
@@ -137,12 +138,38 @@ def test_a_named_tool_is_called_once_and_the_reason_is_stop(server: ServerProces
 
 
 def test_required_and_strict_tools_follow_their_schema(server: ServerProcess) -> None:
-    assert call_of(server, tool_choice="required", max_tokens=200)[0] in ("tool_calls", "length")
+    reason, call = call_of(server, tool_choice="required", parallel_tool_calls=False)
+    assert reason == "tool_calls"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
     strict = {**TOOL["function"], "strict": True}
-    body = {**REQUEST, "tools": [{"type": "function", "function": strict}]}
+    tools = [{"type": "function", "function": strict}]
+    body = {**REQUEST, "tools": tools, "parallel_tool_calls": False}
     (choice,) = server.client().chat.completions.create(**body).choices
     assert choice.message.content == " word code"
     assert choice.message.tool_calls is not None
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Rom", "Bern"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_helpers_parse_the_arguments_of_a_strict_tool(
+    server: ServerProcess, stream: bool
+) -> None:
+    """The model begins a call by itself, and the grammar holds for the rest of the answer."""
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    body = {**REQUEST, "tools": tools, "parallel_tool_calls": False}
+    completions = server.client().chat.completions
+    if stream:
+        with completions.stream(**body) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = completions.parse(**body)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    calls = answer.choices[0].message.tool_calls
+    assert calls, "the model begins a call"
+    assert all(isinstance(call.function.parsed_arguments, Weather) for call in calls)
 
 
 def test_an_unsupported_schema_is_a_400_that_names_it(server: ServerProcess) -> None:

@@ -124,9 +124,12 @@ def _traffic() -> list[Panel]:
             {
                 "calls": "sum(rate(minisgl_tool_calls_total{m}[r]))",
                 "incomplete": "sum(rate(minisgl_tool_call_failures_total{m}[r]))",
+                "ignored {{feature}}": "sum by (feature) "
+                "(rate(minisgl_ignored_features_total{m}[r]))",
             },
             "ops",
-            "Tool calls in answers per second, and texts that began as a call and are not complete.",
+            "Tool calls in answers per second, texts that began as a call but did not end, and "
+            "features of Responses and Messages that the server ignored.",
         ),
         graph(
             "Tokens per second",
@@ -145,6 +148,35 @@ def _traffic() -> list[Panel]:
             },
             "none",
             "The metrics that the autoscaler and the endpoint picker use.",
+        ),
+        graph(
+            "Tokens by key",
+            {
+                "{{key}} prompt": "sum by (key) (rate(minisgl_key_prompt_tokens_total{m}[r]))",
+                "{{key}} generated": "sum by (key) "
+                "(rate(minisgl_key_generation_tokens_total{m}[r]))",
+            },
+            "none",
+            "Prompt tokens of admitted requests and generated tokens per second, for each key.",
+        ),
+        graph(
+            "Open and refused requests by key",
+            {
+                "{{key}}": "sum by (key) (minisgl_key_requests_open{m})",
+                "{{key}} refused per second": "sum by (key) "
+                "(rate(minisgl_key_rejected_total{m}[r]))",
+            },
+            "none",
+            "Requests accepted and not ended, and requests refused with 503.",
+        ),
+        graph(
+            "Mean time to first token by key",
+            {
+                "{{key}}": "sum by (key) (rate(minisgl_key_wait_seconds_total{m}[r])) / "
+                "sum by (key) (rate(minisgl_key_requests_total{m}[r]))",
+            },
+            "s",
+            "Time from arrival to the first output, per request that ended.",
         ),
         graph(
             "HTTP requests in flight",

@@ -88,6 +88,7 @@ OPEN = ("resources", "podSecurityContext", "securityContext", "affinity", "tests
 NULLABLE = (*OPEN, "podDisruptionBudget.maxUnavailable", "tolerations")
 
 RULES: dict[str, Json] = {
+    "auth.cacheIsolation": {"enum": ["none", "key"]},
     "autoscaling.maxReplicas": _POSITIVE,
     "autoscaling.minReplicas": _POSITIVE,
     "autoscaling.scaleDownWindowSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},

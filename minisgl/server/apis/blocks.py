@@ -55,7 +55,7 @@ class BlockWriter(ABC):
         self.request = request
         self.blocks: list[Block] = []
 
-    def whole(self, generation: Generation) -> bytes:
+    async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
         (choice,) = generation.choices
         text, delta = choice.take()

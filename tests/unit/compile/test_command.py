@@ -27,7 +27,7 @@ def test_a_wrong_command_is_reported_in_one_line(
     assert message in line
 
 
-def test_a_complete_folder_stays_complete_when_nothing_can_be_compiled(
+def test_a_folder_keeps_its_manifest_when_nothing_can_be_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with filling(tmp_path, [90], []):

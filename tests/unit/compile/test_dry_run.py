@@ -1,4 +1,4 @@
-"""The parts of a dry run that need no Triton. tests/gpu and the image run the whole of it."""
+"""The parts of a dry run that need no Triton. tests/gpu and the image run complete dry runs."""
 
 import pytest
 import torch

@@ -198,7 +198,7 @@ def test_folder_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_folder_that_the_user_cannot_enter_is_named(
     closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """minisgl tries each name as a path first. Regression: a traceback did not name the folder."""
+    """Regression: the error was a traceback that did not name the folder."""
     with as_unprivileged_user(), tempfile.TemporaryDirectory() as base:
         outer = Path(base) / "outer"
         (outer / "model").mkdir(parents=True)
@@ -229,7 +229,7 @@ def test_cache_folder_that_the_user_cannot_write_is_named(
 
 @contextlib.contextmanager
 def as_unprivileged_user() -> Iterator[None]:
-    """Run the block as another user than root, to which file permissions do not apply."""
+    """Run the block as a normal user, because file permissions do not apply to root."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

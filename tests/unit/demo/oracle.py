@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Callable
 
-from demo.sample import Sample
+from demo.sample import Call, Exchange, Sample
+from demo.tasks.tools import NO_TOOL
 
 _OPERATORS = (
     (r"\+|plus|\badd\b|\bsum\b", lambda a, b: a + b),
@@ -135,6 +136,97 @@ def check_greeting(sample: Sample) -> None:
     assert re.search(pattern, user), sample
 
 
+_JSON_TYPES = {"string": str, "integer": int, "number": int, "boolean": bool}
+
+
+def _check_call(sample: Sample, user: str, call: Call) -> None:
+    """The call obeys a schema of the list, and each of its values stands in the question."""
+    (tool,) = (tool for tool in sample.tools if tool.name == call.name)
+    assert list(call.arguments) == list(tool.parameters)
+    for key, value in call.arguments.items():
+        assert type(value) is _JSON_TYPES[tool.parameters[key]]
+        if value is True or value is False:
+            assert ("on" if value else "off") in _words(user)
+        elif isinstance(value, str) and (sides := re.fullmatch(r"(\d+) ([-+*/]) (\d+)", value)):
+            check_operands(user, sides[2], int(sides[1]), int(sides[3]))
+        else:
+            assert re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", user), sample
+
+
+def check_operands(user: str, operator: str, a: int, b: int) -> None:
+    """One of the sums, differences, products or quotients in the question has these operands."""
+    words = {"+": "plus|add|sum", "-": "minus|difference", "*": "times|multiply|product|x|×"}  # noqa: RUF001
+    pattern = words.get(operator, "divided?")
+    if operator == "-" and re.search(rf"(take|subtract) {b} \w*\s?from {a}", user, re.IGNORECASE):
+        return
+    if operator == "-" and re.search(rf"take {b} away from {a}\b", user, re.IGNORECASE):
+        return
+    between = rf"\b{a}\b[^0-9]*\b{b}\b"
+    found = re.search(rf"({pattern}|{re.escape(operator)})", user, re.IGNORECASE)
+    assert found, user
+    assert re.search(between, user), user
+
+
+def _check_exchange(sample: Sample, exchange: Exchange) -> None:
+    for call in exchange.calls:
+        _check_call(sample, exchange.user, call)
+    assert len(exchange.results) in (0, len(exchange.calls))
+    sentences = exchange.assistant
+    for result in exchange.results:
+        value = json.loads(result) if result[0] in '{"' else result
+        if isinstance(value, dict):
+            value = next(reversed(value.values()))
+        assert f" is {value}." in sentences, exchange
+        sentences = sentences.replace(f" is {value}.", "", 1)
+
+
+def _check_tools(sample: Sample, calls: int, least: int, most: int) -> None:
+    names = [tool.name for tool in sample.tools]
+    assert least <= len(set(names)) == len(names) <= most
+    assert len(sample.exchanges[0].calls) == calls
+    for exchange in sample.exchanges:
+        _check_exchange(sample, exchange)
+
+
+def check_tool_call(sample: Sample) -> None:
+    _check_tools(sample, calls=1, least=1, most=1)
+
+
+def check_tool_choice(sample: Sample) -> None:
+    _check_tools(sample, calls=1, least=2, most=4)
+
+
+def check_tool_result(sample: Sample) -> None:
+    _check_tools(sample, calls=len(sample.exchanges[0].results), least=1, most=3)
+    assert sample.exchanges[0].results
+
+
+def check_tool_parallel(sample: Sample) -> None:
+    _check_tools(sample, calls=2, least=1, most=3)
+    first, second = sample.exchanges[0].calls
+    assert first != second
+
+
+_OWN_TASKS: tuple[Callable[[Sample], None], ...] = (
+    check_arithmetic, check_spelling, check_reversing, check_sorting, check_counting,
+    check_lookup, check_json, check_greeting,
+)  # fmt: skip
+
+
+def _is_right(check: Callable[[Sample], None], sample: Sample) -> bool:
+    try:
+        check(sample)
+    except (AssertionError, ValueError, StopIteration, IndexError):
+        return False
+    return True
+
+
+def check_tool_none(sample: Sample) -> None:
+    _check_tools(sample, calls=0, least=1, most=4)
+    if sample.answer != NO_TOOL:
+        assert any(_is_right(check, sample) for check in _OWN_TASKS), sample
+
+
 CHECKS: dict[str, Callable[[Sample], None]] = {
     "arithmetic": check_arithmetic,
     "spelling": check_spelling,
@@ -145,4 +237,9 @@ CHECKS: dict[str, Callable[[Sample], None]] = {
     "json": check_json,
     "conversation": check_conversation,
     "greeting": check_greeting,
+    "tool-call": check_tool_call,
+    "tool-choice": check_tool_choice,
+    "tool-result": check_tool_result,
+    "tool-none": check_tool_none,
+    "tool-parallel": check_tool_parallel,
 }

@@ -14,7 +14,7 @@ from demo.build_evaluation import MAX_LOOKUP_TOKENS, evaluation_text
 from demo.evaluate import Prompt, accuracy_by_task, accuracy_table, is_correct, load_evaluation
 from demo.generate import training_sample
 from demo.lexicon import Lexicon
-from demo.tasks import GENERATORS
+from demo.tasks import GENERATORS, TOOL_TASKS
 from minisgl.demo import evaluation_path, model_path
 
 
@@ -78,7 +78,10 @@ def test_lookups_reach_but_do_not_pass_their_limit(prompts: list[Prompt]) -> Non
 
 def test_no_evaluation_prompt_is_ever_trained_on(prompts: list[Prompt]) -> None:
     asked = {
-        prompt.messages[-1]["content"].casefold()
+        (
+            prompt.messages[-1]["content"].casefold(),
+            tuple(tool["function"]["name"] for tool in prompt.tools),
+        )
         for prompt in prompts
         if prompt.task
         in {
@@ -90,18 +93,57 @@ def test_no_evaluation_prompt_is_ever_trained_on(prompts: list[Prompt]) -> None:
             "lookup",
             "json",
             "greeting",
+            "tool-call",
+            "tool-choice",
+            "tool-none",
+            "tool-parallel",
         }
     }
     rng, lexicon = random.Random(11), Lexicon()
     for _ in range(20_000):
-        for exchange in training_sample(rng, lexicon).exchanges:
-            assert exchange.user.casefold() not in asked
+        sample = training_sample(rng, lexicon)
+        names = tuple(tool.name for tool in sample.tools)
+        for exchange in sample.exchanges:
+            assert (exchange.user.casefold(), names) not in asked
+
+
+def test_tool_prompts_hold_requests_of_an_openai_api(prompts: list[Prompt]) -> None:
+    for prompt in prompts:
+        assert bool(prompt.tools) == (prompt.task in TOOL_TASKS)
+        assert bool(prompt.calls) == (prompt.answer == "")
+        names = {tool["function"]["name"] for tool in prompt.tools}
+        for call in prompt.calls:
+            assert call["name"] in names
+    calls = [len(prompt.calls) for prompt in prompts if prompt.task == "tool-parallel"]
+    assert calls == [2] * 50
+    assert all(p.messages[-1]["role"] == "tool" for p in prompts if p.task == "tool-result")
 
 
 def test_scoring() -> None:
-    assert is_correct("42", " 42\n")
-    assert not is_correct("42", "42.")
+    answer = Prompt("a", [], "42")
+    assert is_correct(answer, " 42\n")
+    assert not is_correct(answer, "42.")
     prompts = [Prompt("a", [], "1"), Prompt("a", [], "2"), Prompt("b", [], "3")]
     scores = accuracy_by_task(prompts, ["1", "x", "3"])
     assert [(task, score.accuracy) for task, score in scores.items()] == [("a", 0.5), ("b", 1.0)]
     assert "| a | 1 | 2 | 50.0% |" in accuracy_table(scores)
+
+
+_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (_CALL, True),
+        (_CALL.replace(" ", ""), True),
+        (f"{_CALL}\n{_CALL}", False),
+        (f"Here: {_CALL}", False),
+        (_CALL.replace("1", "2"), False),
+        (_CALL.replace("}}", "}"), False),
+        ("", False),
+    ],
+)
+def test_scoring_of_calls(text: str, right: bool) -> None:
+    prompt = Prompt("t", [], "", calls=[{"name": "f", "arguments": {"x": 1}}])
+    assert is_correct(prompt, text) == right

@@ -10,7 +10,7 @@ from demo.generate import MIXTURE, held_out_samples, training_sample
 from demo.lexicon import Lexicon
 from demo.sample import Draw, Sample
 from demo.split import is_held_out
-from demo.tasks import GENERATORS
+from demo.tasks import GENERATORS, TOOL_TASKS
 from demo.tasks.numbers import operand_key
 from tests.unit.demo.oracle import CHECKS
 
@@ -31,7 +31,7 @@ def test_every_task_is_trained_and_checked() -> None:
 def test_answers_are_right(task: str, held_out: bool) -> None:
     for sample in _draw(task, held_out, 400):
         assert sample.task == task
-        assert sample.messages()[-1]["role"] == "user"
+        assert sample.messages()[-1]["role"] in ("user", "tool")
         CHECKS[task](sample)
 
 
@@ -80,3 +80,36 @@ def test_training_samples_are_not_all_alike() -> None:
     assert {s.task for s in samples} == set(GENERATORS)
     assert sum(s.system is not None for s in samples) > 100
     assert sum(len(s.exchanges) > 3 for s in samples) > 50
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_tools_vary(held_out: bool) -> None:
+    samples = _draw("tool-choice", held_out, 400)
+    names = [tool.name for sample in samples for tool in sample.tools]
+    assert len(set(names)) > 0.6 * len(names)
+    arguments = {key for sample in samples for tool in sample.tools for key in tool.parameters}
+    assert len(arguments) > 60
+    kinds = {
+        kind for sample in samples for tool in sample.tools for kind in tool.parameters.values()
+    }
+    assert kinds == {"string", "integer", "number", "boolean"}
+    places = [[t.name for t in s.tools].index(s.calls[0].name) for s in samples if s.calls]
+    assert {0, 1, 2, 3} == set(places)
+
+
+@pytest.mark.parametrize("task", TOOL_TASKS)
+def test_held_out_tool_names_are_never_trained(task: str) -> None:
+    held_out = {tool.name for sample in _draw(task, True, 300) for tool in sample.tools}
+    trained = {tool.name for sample in _draw(task, False, 3000) for tool in sample.tools}
+    assert held_out
+    assert not held_out & trained
+
+
+def test_only_the_last_turn_of_a_sample_lacks_the_results() -> None:
+    rng, lexicon = random.Random(4), Lexicon()
+    samples = [s for s in (training_sample(rng, lexicon) for _ in range(3000)) if s.tools]
+    assert len(samples) > 400
+    for sample in samples:
+        assert all(len(e.calls) == len(e.results) for e in sample.exchanges[:-1])
+    assert any(sample.calls for sample in samples)
+    assert any(len(sample.exchanges) == 2 for sample in samples)

@@ -52,13 +52,13 @@ def test_documents_of_a_row_do_not_see_each_other(tiny: Network) -> None:
 
 
 def test_batches_do_not_depend_on_the_number_of_workers(tiny: Network) -> None:
-    stream = BatchStream(Plan(seed=1, steps=100, short_tokens=1024, long_tokens=768))
+    stream = BatchStream(Plan(seed=1, steps=100, short_tokens=4096, long_tokens=768))
     first, again = (list(itertools.islice(iter(stream), 2)) for _ in range(2))
     for one, other in zip(first, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     batch = first[0]
     assert not torch.equal(batch.short_ids, first[1].short_ids)
-    assert (batch.short_document >= 0).float().mean() > 0.7
+    assert (batch.short_document >= 0).float().mean() > 0.9
     assert not (batch.short_produced & (batch.short_document < 0)).any()
     targets = batch.long_ids.flatten()[batch.long_positions + 1].long()
     assert torch.equal(targets, batch.long_targets)
@@ -84,5 +84,5 @@ def test_shipped_model_answers() -> None:
     by_task = {prompt.task: prompt for prompt in reversed(evaluation) if prompt.task != "lookup"}
     prompts: list[Prompt] = list(by_task.values())
     texts = transformers_answers(prompts, model_path(), "cpu", "float32")
-    right = [is_correct(p.answer, t) for p, t in zip(prompts, texts, strict=True)]
+    right = [is_correct(p, t) for p, t in zip(prompts, texts, strict=True)]
     assert sum(right) >= len(prompts) - 1, list(zip(prompts, texts, strict=True))

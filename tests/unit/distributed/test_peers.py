@@ -1,4 +1,4 @@
-"""The sums that go over peer memory. Shape and dtype decide this, so that all ranks agree."""
+"""Shape and dtype decide whether peer memory computes a sum, so that all ranks agree."""
 
 import pytest
 import torch
@@ -14,15 +14,15 @@ def rows(count: int, width: int = 5120, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_sums_up_to_80_mib_in_whole_16_bytes_are_taken(size: int) -> None:
+def test_peer_memory_computes_sums_of_up_to_80_mib_with_rows_of_whole_16_bytes(size: int) -> None:
     peers = PeerMemory(0, size, torch.device("meta"))
-    assert all(peers.takes(rows(count)) for count in (1, 7, 256, 8192))
-    assert not peers.takes(rows(8193)), (
+    assert all(peers.can_sum(rows(count)) for count in (1, 7, 256, 8192))
+    assert not peers.can_sum(rows(8193)), (
         "rows are padded to a multiple of the ranks, which exceeds the memory"
     )
-    assert not peers.takes(rows(8192, dtype=torch.float32))
-    assert not peers.takes(rows(0))
-    assert not peers.takes(rows(4, width=1001))
+    assert not peers.can_sum(rows(8192, dtype=torch.float32))
+    assert not peers.can_sum(rows(0))
+    assert not peers.can_sum(rows(4, width=1001))
 
 
 def test_parts_of_peer_memory_do_not_overlap() -> None:

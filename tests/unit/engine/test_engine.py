@@ -90,7 +90,7 @@ def test_last_position_of_the_context_can_be_computed(path: str) -> None:
     assert int(engine._launcher.runner.token_pool[0, 12]) == result.tokens[0, 0]
 
 
-def test_a_step_without_sampling_requests_computes_no_logits(path: str) -> None:
+def test_a_step_in_which_no_request_samples_computes_no_logits(path: str) -> None:
     engine = make_engine(path)
 
     def refuse(hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_only_sampled_positions_are_computed_after_the_last_attention(
 
 @pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
 def test_prompt_logprobs_do_not_change_the_other_results(folded: bool, path: str) -> None:
-    """Prompt log-probabilities need the hidden states of all tokens, other steps of few tokens."""
+    """Prompt log-probabilities need the hidden states of all tokens. Other steps need fewer."""
     found = []
     for prompts in (False, True):
         engine = make_engine(path)
@@ -228,7 +228,7 @@ def test_cpu_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_ranks_than_gpus_are_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
-    with pytest.raises(ConfigError, match="needs as many GPUs, 0 are visible"):
+    with pytest.raises(ConfigError, match="exceeds the 0 visible GPUs"):
         resolve_device(EngineConfig(model_path="x", device="cuda", tp_size=2), TPInfo(0, 2))
     assert resolve_device(EngineConfig(model_path="x"), TPInfo(0, 1)) == torch.device("cpu")
 

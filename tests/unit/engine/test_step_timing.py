@@ -69,7 +69,7 @@ def test_calibration_finds_the_cost_of_steps() -> None:
     assert engine.now_ns < 2e9, "the start of the server waits for the calibration"
 
 
-class LimitedChip(VirtualEngine):
+class PowerLimitedGpu(VirtualEngine):
     """A GPU that reaches its power limit after 0.2 s of prompt tokens.
 
     Steps take 7 % less time before that, and 5 % less time if all ids are equal.
@@ -88,9 +88,9 @@ class LimitedChip(VirtualEngine):
         return pending
 
 
-def test_costs_are_those_of_a_chip_at_its_power_limit() -> None:
+def test_costs_are_those_of_a_gpu_at_its_power_limit() -> None:
     """On a cool GPU with equal ids, the timed steps took 5 to 8 % less time than in serving."""
-    assert largest_error(calibrated(LimitedChip())) < 0.01
+    assert largest_error(calibrated(PowerLimitedGpu())) < 0.01
 
 
 def test_disturbed_steps_do_not_change_the_cost() -> None:

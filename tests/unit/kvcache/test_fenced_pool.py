@@ -1,4 +1,4 @@
-"""An id is allocated once at a time, and not while a step in flight may use it."""
+"""An id has at most one owner, and no id is allocated while a step in flight may use it."""
 
 import numpy as np
 import pytest

@@ -7,7 +7,7 @@ from minisgl.kvcache.pool import KVPool, KVSpec
 
 
 @pytest.mark.parametrize(("asked", "filled"), [(3, 3), (100, 8)])
-def test_noise_fills_the_first_pages_and_never_the_dummy(asked: int, filled: int) -> None:
+def test_noise_fills_the_first_pages_and_never_the_dummy_page(asked: int, filled: int) -> None:
     spec = KVSpec(kv_heads=1, head_dim=16, dtype=torch.bfloat16)
     device = torch.device("cpu")
     pool = KVPool(spec, num_layers=2, num_pages=8, page_size=4, device=device)

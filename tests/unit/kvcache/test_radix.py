@@ -51,7 +51,7 @@ def test_a_locked_prefix_survives_any_eviction() -> None:
 
 
 def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
-    """W25: the head of a split edge kept its old last_use, so shared prefixes went first."""
+    """W25: the head of a split edge kept its last_use, so shared prefixes were evicted first."""
     cache = RadixCache(1)
     fill(cache, ids(1, 2, 3, 4), 0, 1)
     fill(cache, ids(9, 8), 10, 1)
@@ -82,8 +82,7 @@ def test_reused_leaves_keep_at_most_half_of_the_cache() -> None:
     for key in range(6, 10):
         fill(cache, ids(key), key, 1)
     evicted = [page for each in cache.evict(4) for page in each.pages.tolist()]
-    # Six reused of ten pages are more than half, as are five of nine and four of seven. Four of
-    # eight are not.
+    # Reused pages of all pages: 6 of 10, 5 of 9 and 4 of 7 are more than half; 4 of 8 are not.
     assert evicted == [0, 1, 6, 2]
     check_cache(cache)
 
@@ -112,7 +111,7 @@ ACTS = st.tuples(st.sampled_from(["insert", "match", "match", "evict"]), KEYS)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ACTS, max_size=60))
 def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, int]]) -> None:
-    """Regression: reused leaves were evicted in the order of insertion, not of their last use."""
+    """Regression: reused leaves were evicted in the order of insertion and not of last use."""
     cache = RadixCache(1)
     new: dict[int, None] = {}  # both in the order of their last use
     reused: dict[int, None] = {}
@@ -138,7 +137,7 @@ def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, in
 
 
 def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
-    """When every prompt is matched again, evictions never take entries from the other heap."""
+    """If every prompt is matched again, evictions never remove the void entries of heap 0."""
     cache = RadixCache(1)
     fill(cache, ids(10_000), 10_000, 1)
     for key in range(1000):
@@ -188,7 +187,7 @@ def test_unlocking_too_often_is_a_bug() -> None:
 
 
 class RadixMachine(RuleBasedStateMachine):
-    """Model: a map from each cached prefix (whole pages) to the page that ends it."""
+    """Model: a map from each cached prefix (whole pages) to its last page."""
 
     handles = Bundle("handles")
 

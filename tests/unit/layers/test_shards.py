@@ -7,7 +7,7 @@ from minisgl.layers.shards import split_evenly, split_heads
 
 
 @pytest.mark.parametrize(("full", "size"), [(8, 1), (8, 2), (9, 2), (5, 4), (3, 8), (151936, 7)])
-def test_even_parts_cover_everything_once(full: int, size: int) -> None:
+def test_even_shares_cover_each_row_once(full: int, size: int) -> None:
     parts = [split_evenly("x", full, rank, size) for rank in range(size)]
     assert len({part.local for part in parts}) == 1
     covered = [row for part in parts for row in range(part.begin, part.end)]
@@ -27,6 +27,6 @@ def test_fewer_heads_than_ranks_are_shared_by_neighbours() -> None:
 
 
 @pytest.mark.parametrize(("heads", "size"), [(6, 4), (3, 2), (2, 3)])
-def test_heads_that_do_not_fit_are_refused(heads: int, size: int) -> None:
+def test_head_counts_that_do_not_divide_are_refused(heads: int, size: int) -> None:
     with pytest.raises(ConfigError, match=f"{heads} heads of k cannot be split"):
         split_heads("k", heads, 16, 0, size)

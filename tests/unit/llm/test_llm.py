@@ -78,11 +78,11 @@ def test_stream_concatenates_to_the_whole_text(llm: LLM) -> None:
 
 
 UNEQUAL = [5, None, 1, 30, 12, None, 30, 2]
-"""max_tokens of the prompts: sorted by length, hardly a prompt keeps its place."""
+"""max_tokens of the prompts. Sorting them moves almost every prompt."""
 
 
 def unequal(llm: LLM) -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
-    """Return prompts without shared prefixes, their parameters, and the tokens of each alone."""
+    """Return prompts without shared prefixes, their parameters, and the answer to each alone."""
     room = llm.facts.max_seq_len
     prompts = [
         [20 + 3 * i, 7, 5 + i] * (room // 3 - 5 if max_tokens is None else i + 1)
@@ -156,7 +156,7 @@ def test_a_prompt_that_is_too_long_fails_alone(llm: LLM) -> None:
 
 
 def test_completions_have_the_log_probabilities(llm: LLM) -> None:
-    """The values equal those of the same tokens in a prompt. Regression: there were none."""
+    """The values equal the values of the same tokens in a prompt. Regression: no values."""
     prompt = [*llm.tokenizer.encode_text("planet")]  # not a chat, so that the model is uncertain
     asked = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
     found = one(llm.generate(prompt, asked, progress=False))
@@ -201,7 +201,7 @@ def test_limits_of_one_input_leave_shared_parameters_alone(llm: LLM) -> None:
 def test_wrong_parameters_are_refused_before_any_request_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
         llm.generate([5], SamplingParams(temperature=float("nan")), progress=False)
-    with pytest.raises(InvalidRequest, match="1 sampling parameters for 2 prompts"):
+    with pytest.raises(InvalidRequest, match="sampling has 1 entries for 2 prompts"):
         llm.generate([[5], [6]], [GREEDY], progress=False)
     with pytest.raises(InvalidRequest, match="32 bits"):
         llm.generate([2**40], GREEDY, progress=False)

@@ -117,7 +117,7 @@ def test_receiver_drops_garbage_and_goes_on(tmp_path: Path) -> None:
 def test_receiver_drops_messages_without_the_key_of_its_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A well-formed message of another process, such as a TokenizeResult for no call, ended it."""
+    """Regression: a well-formed message of another process ended the receiver."""
     write_socket_key(tmp_path)
     (tmp_path / "other").mkdir()
     write_socket_key(tmp_path / "other")
@@ -146,7 +146,7 @@ def test_receiver_drops_messages_without_the_key_of_its_folder(
 
 
 @given(st.lists(st.integers(0, 3000), max_size=8))
-def test_long_and_short_messages_follow_each_other_whole(sizes: list[int]) -> None:
+def test_long_and_short_messages_arrive_whole(sizes: list[int]) -> None:
     """A sender encodes each message into the memory of the message before."""
     folder = make_socket_dir()
     try:

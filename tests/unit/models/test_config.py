@@ -1,4 +1,4 @@
-"""Reading config.json: both spellings, defaults, and settings that are refused by name."""
+"""Reading config.json: both spellings, defaults, and errors that name the setting."""
 
 import json
 from pathlib import Path
@@ -108,14 +108,14 @@ def test_rope_in_both_spellings(spelling: str) -> None:
     assert llama3.max_position == 512
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=512)
     assert yarn.rope_scaling == YarnRope(4.0, pytest.approx(1.138629), 512, 32.0, 1.0, True)
-    assert yarn.max_position == 2048  # max_position_embeddings was left at the original
+    assert yarn.max_position == 2048  # max_position_embeddings still has the original value
     explicit = rope("yarn", factor=4.0, attention_factor=0.9, beta_fast=16, truncate=False)
     assert explicit.rope_scaling == YarnRope(4.0, 0.9, 512, 16.0, 1.0, False)
     assert explicit.max_position == 512
 
 
 def test_rope_in_both_spellings_at_once() -> None:
-    """Both spellings may stand together, with equal values or each with a part of them."""
+    """config.json may have both spellings, with equal values or with different settings."""
     old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     model = config(rope_scaling=old, rope_parameters=YARN | {"rope_theta": 5e5})
     assert (model.rope_theta, model.max_position) == (5e5, 512)
@@ -177,7 +177,7 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ),
     ],
 )
-def test_unsupported_or_broken_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
+def test_unsupported_or_malformed_settings_are_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(**changes)
 

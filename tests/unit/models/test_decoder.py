@@ -56,7 +56,7 @@ def test_forward_gives_hidden_states_of_all_tokens_or_of_some(family: str, tmp_p
 
 
 @torch.inference_mode()
-def test_the_parts_of_a_forward_give_the_same(tmp_path: Path) -> None:
+def test_the_parts_of_a_forward_give_the_same_hidden_states(tmp_path: Path) -> None:
     model, context = load(save_random_model("qwen3", tmp_path))
     ids, rows = torch.tensor(PROMPT), torch.tensor([0, 7, 7])
     attended = model.model.forward_to_last_attention(ids, context)

@@ -93,7 +93,7 @@ def test_heads_that_do_not_divide_are_refused(saved: Callable[[str], Path]) -> N
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, saved: Callable[[str], Path]) -> Path:
-    """A copy that a test may damage, in two files with an index."""
+    """A copy of the checkpoint that a test may damage, in two files with an index."""
     source = saved("qwen2-yarn-tied")
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     write(tmp_path, load_file(source / "model.safetensors"))
@@ -208,7 +208,7 @@ def test_an_index_that_names_the_wrong_file_is_named(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_dtype_is_converted_on_the_way(checkpoint: Path) -> None:
+def test_weights_are_converted_to_the_dtype_of_the_parameters(checkpoint: Path) -> None:
     model = build_model(
         load_model_config(str(checkpoint)),
         str(checkpoint),

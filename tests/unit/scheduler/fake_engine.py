@@ -4,7 +4,7 @@ Each KV slot holds the hash of the token written there and its position. The nex
 over all slots from 0 to the last position, read through the engine's own page table. So the token
 changes if a page is freed too early, if a page-table entry is stale, if a chunk is lost, or if a
 token is written into a reused row.
-A step runs when its result is read, which is as late as possible, as on a slow GPU.
+A step runs as late as possible, when its result is read, as on a slow GPU.
 """
 
 import numpy as np
@@ -141,7 +141,7 @@ class FakeEngine:
         return StepResult(tokens, counts, finite)
 
     def _accept(self, where: np.ndarray, drafts: list[int]) -> list[int]:
-        """Return the sampled tokens: those that agree with the drafts, and one more.
+        """Return the sampled tokens: the tokens that agree with the drafts, and one more token.
 
         where: slots of the context and of the drafts, which come last.
         """

@@ -47,16 +47,32 @@ class Harness:
         self.answers: dict[int, Answer] = {}
         self.next_uid = 1
 
-    def add(self, prompt: list[int], cache_salt: str = "", **sampling: object) -> int:
-        """Queue a request and return its uid."""
+    def add(
+        self,
+        prompt: list[int],
+        cache_salt: str = "",
+        client: str = "",
+        call: int = 0,
+        count: int = 1,
+        **sampling: object,
+    ) -> int:
+        """Queue `count` requests with consecutive uids and return the first uid."""
         uid = self.next_uid
-        self.next_uid += 1
+        self.next_uid += count
         params = ScriptedParams(**({"max_tokens": 8} | sampling))  # type: ignore[arg-type]
         ids = np.array(prompt, dtype="<i4").tobytes()
         self.inbox.messages.append(
-            AddReq(uid=uid, token_ids=ids, sampling=params, cache_salt=cache_salt)
+            AddReq(
+                uid=uid,
+                token_ids=ids,
+                sampling=params,
+                cache_salt=cache_salt,
+                count=count,
+                client=client,
+                call=call,
+            )
         )
-        self.answers[uid] = Answer()
+        self.answers |= {each: Answer() for each in range(uid, uid + count)}
         return uid
 
     def abort(self, uid: int, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -79,7 +95,7 @@ class Harness:
             for uid, token in zip(output.uids, output.token_ids, strict=True):
                 answer = self.answers[uid]
                 assert answer.opened == 1, "a token before the PrefillDone message"
-                assert not answer.finishes, "a token after the terminal message"
+                assert not answer.finishes, "a token after the Finished message"
                 answer.tokens.append(token)
             for finished in output.finished:
                 self.answers[finished.uid].finishes.append(finished.reason)

@@ -32,7 +32,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_table(table: RequestTable) -> None:
-    """Each row is free, fenced, or its request's own."""
+    """Each row is free, fenced, or owned by one request."""
     check_pool(table.rows)
     owned = [row for row, req in enumerate(table.reqs) if req is not None]
     assert owned == np.flatnonzero(table.rows.allocated).tolist(), "a row is lost or owned twice"

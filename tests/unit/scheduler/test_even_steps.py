@@ -1,4 +1,4 @@
-"""Without a step-time target: prompts computed first, and prompts computed next to decoding."""
+"""Without a step-time target: prompts before decoding, and prompts in the decode steps."""
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -72,14 +72,14 @@ def test_a_request_that_is_due_does_not_wait_for_later_ones() -> None:
 
 
 def test_prompts_before_a_long_request_are_computed_in_time() -> None:
-    """The last prompt is short, but must be complete three steps after the first one."""
+    """The last prompt is short, but must be complete three steps after the first prompt."""
     steps = steps_of([(10, 40), *[(1500, 10)] * 3, (20, 37)])
     assert steps[:4] == [(0, 2048), (2, 894), (2, 894), (3, 694)]
     assert len(steps) == 40
 
 
 def test_the_longest_request_may_still_wait() -> None:
-    """The decoding request is almost complete, and the next one in the queue has most outputs."""
+    """The decoding request is almost complete. The next request has the most output tokens."""
     assert steps_of([(2048, 3), (40, 100), *[(3000, 2)] * 2])[:3] == [(0, 2048), (1, 511), (2, 510)]
 
 
@@ -95,7 +95,7 @@ def test_prompts_come_first_while_more_requests_wait_than_rows_are_free() -> Non
 
 
 def test_prompts_come_first_when_mixed_steps_cost_more() -> None:
-    """A small model: 511 tokens next to one decode token take 2.8 ms, in a step of 2,048 1.9 ms."""
+    """Small model: 511 tokens take 2.8 ms with a decode token, 1.9 ms within a step of 2,048."""
     cost = StepCost(
         tokens=(1, 64, 512, 2048),
         seconds=(0.001, 0.0011, 0.0038, 0.0076),
@@ -150,7 +150,7 @@ def test_a_cached_prefix_leaves_less_to_compute() -> None:
 
 
 def test_a_shared_prefix_counts_once_in_even_steps() -> None:
-    """If it counted three times, the steps would have up to 896 tokens."""
+    """If the prefix counted three times, the steps would have up to 896 tokens."""
     harness = start([])
     harness.add(prompt_of(100, 1), max_tokens=16, ignore_eos=True)
     harness.step()

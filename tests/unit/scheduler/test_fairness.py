@@ -10,7 +10,7 @@ BROKEN = 63  # prompts with this id have non-finite logits; other prompts have i
 SHARED = [token % 62 + 1 for token in prompt_of(150)]
 
 
-def test_a_request_does_not_wait_for_newer_ones_with_its_prefix_that_fail() -> None:
+def test_a_request_does_not_wait_for_newer_requests_that_share_its_prefix_and_fail() -> None:
     """Regression: newer requests were admitted one after another, and the old one never ran."""
     engine = FakeEngine(4096, 4, max_seq_len=1024)
     engine.break_prompts_with = BROKEN

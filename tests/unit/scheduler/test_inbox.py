@@ -36,7 +36,7 @@ def test_a_burst_reaches_the_other_ranks_whole(tmp_path: Path) -> None:
     local = LocalInbox()
     leader = LeaderInbox(local, [sender])
     sent: list[Sequence[ToScheduler]] = []
-    for uid in range(BURST):  # the follower reads nothing meanwhile
+    for uid in range(BURST):  # the follower reads nothing until then
         local.messages.append(AbortReq(uid=uid))
         sent.append(leader.receive(0.0))
     received = [follower.receive(0.0) for _ in range(BURST)]
@@ -93,7 +93,7 @@ class Arrivals:
 def test_the_first_message_ends_the_wait(
     wait_s: float | None, uids: list[int], now_s: float
 ) -> None:
-    """The host takes several ms to launch a step with a prompt, so it starts at once."""
+    """The host takes several ms to launch a step with a prompt, so the launch starts at once."""
     receiver = Arrivals(0.003, 0.003, 0.0064)
     assert [message.uid for message in QueueInbox(receiver).receive(wait_s)] == uids
     assert receiver.now_s == pytest.approx(now_s)
@@ -130,7 +130,7 @@ def test_an_idle_scheduler_blocks_and_a_busy_one_does_not() -> None:
 
 
 class SlowEngine(FakeEngine):
-    """A step takes 10 ms of a simulated clock, which advances when its result is read."""
+    """A step takes 10 ms of a simulated clock. The clock advances when a result is read."""
 
     now_s = 0.0
 
@@ -193,7 +193,7 @@ def test_the_next_step_is_planned_earlier_by_the_time_of_its_masks() -> None:
 
 
 def test_every_eos_id_ends_a_req() -> None:
-    """W6: only one EOS id was known, so models with several generated up to max_tokens."""
+    """W6: only one EOS id was known, so models with several ids generated up to max_tokens."""
     prompt = prompt_that_stops_after(6)
     plain = expected_output(prompt, 20, ignore_eos=True)
     second_eos = plain[2]

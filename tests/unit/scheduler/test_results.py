@@ -20,7 +20,7 @@ PAGE_SIZE = 4
 
 
 class DraftingEngine(FakeEngine):
-    """Writes one draft token after the last token of each decode request that forwards two.
+    """Writes a draft token after the last token of decode requests that forward two tokens.
 
     Two drafts of three are right, so that steps accept and reject.
     """

@@ -215,7 +215,7 @@ def test_a_request_with_nonfinite_logits_ends_alone_and_is_not_cached() -> None:
 
 
 def test_chunks_of_an_aborted_prompt_are_not_cached() -> None:
-    """Their logits were never read, so non-finite KV could reach other requests."""
+    """The logits of such chunks were never read, so non-finite KV could reach other requests."""
     engine = FakeEngine(64, 4)
     engine.break_prompts_with = 63
     harness = Harness(engine, config(prefill_budget_tokens=8))
@@ -269,7 +269,7 @@ def test_shutdown_ends_every_request_once() -> None:
 
 
 def test_two_ranks_with_the_same_messages_make_the_same_plans() -> None:
-    """W2: the order of the decode batch was that of a set of objects."""
+    """W2: the decode batch had the order of a set of objects."""
 
     def plans() -> list[tuple[list[int], list[int], list[int]]]:
         engine = FakeEngine(20, 2, max_running_reqs=4, max_seq_len=40)

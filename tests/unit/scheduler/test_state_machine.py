@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         | st.lists(st.floats(0, 0.03), min_size=3, max_size=3)
         | st.just([0.004, 0.004, 0.03]),  # a mixed step costs little more, as on a GPU
         target_step_ms=st.sampled_from([None, 15.0]),
+        clients=st.sampled_from([[""], ["a", "b"], ["a", "b", "c"]]),
     )
     def start(
         self,
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_type: str,
         seconds: list[float] | None,
         target_step_ms: float | None,
+        clients: list[str],
     ) -> None:
         """seconds: step costs that the planner knows; None: it knows none."""
         num_pages = -(-MAX_LEN // page_size) + slack
@@ -65,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 per_prefill_pair_s=attention_s,
             )
             self.harness.scheduler.planner.cost = cost
+        self.clients = clients
         self.wanted: dict[int, list[int]] = {}
         self.prompts: list[list[int]] = []
         self.sequences: dict[int, tuple[str, list[int]]] = {}
@@ -77,6 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "salt"]),
         stretch=st.none() | st.integers(0, 6),
         polls=st.integers(0, 4),
+        call=st.integers(0, 2),
+        count=st.sampled_from([1, 1, 1, 3]),
     )
     def arrive(
         self,
@@ -86,6 +91,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         stretch: int | None,
         polls: int,
+        call: int,
+        count: int,
     ) -> None:
         """stretch, polls: as in ScriptedParams; None: the request has no constraint."""
         prefix: list[int] = []
@@ -101,10 +108,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if stretch is not None:
             sampling |= {"prompt_len": len(prompt), "script": tuple(output)}
             sampling |= {"stretch": stretch, "polls": polls}
-        uid = self.harness.add(prompt, salt, **sampling)
-        self.wanted[uid] = output
-        self.prompts.append(prompt + self.wanted[uid])
-        self.sequences[uid] = salt, self.prompts[-1]
+        client = data.draw(st.sampled_from(self.clients), label="client")
+        first = self.harness.add(prompt, salt, client, call, count, **sampling)
+        for uid in range(first, first + count):
+            self.wanted[uid] = output
+            self.prompts.append(prompt + output)
+            self.sequences[uid] = salt, self.prompts[-1]
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data(), stop=st.booleans())
@@ -149,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool, cache = scheduler.kv_manager.pool, scheduler.kv_manager.cache
         assert pool.num_free + cache.evictable_pages == pool.size
         for uid, answer in self.harness.answers.items():
-            assert len(answer.finishes) == 1, "exactly one terminal message"
+            assert len(answer.finishes) == 1, "exactly one Finished message"
             if uid not in self.aborted:
                 assert answer.tokens == self.wanted[uid]
                 assert answer.finishes[0] in (FinishReason.STOP, FinishReason.LENGTH)

@@ -68,7 +68,7 @@ def test_overlapped_time_counts_once() -> None:
 
 
 def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
-    """The host noticed the end at 24 late: the next step looks short. Mixed steps do not matter."""
+    """The host noticed one end late, so the next step seems short. Mixed steps do not count."""
     times = iter([0.0, 0.0, 0.0, 0.0, 10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
     meter = StepMeter(clock=lambda: next(times))
     for _ in range(4):
@@ -80,7 +80,7 @@ def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
 
 
 def test_scheduler_stats_hold_every_step_and_every_token() -> None:
-    """A prompt of 20 tokens gives the first of eight tokens, seven decode steps the others."""
+    """The prefill gives the first of eight tokens, and seven decode steps give the others."""
     harness = Harness(FakeEngine(num_pages=64, page_size=4))
     harness.add(list(range(1, 21)), max_tokens=8, ignore_eos=True)
     while not harness.scheduler.idle or harness.inbox.messages:

@@ -5,7 +5,7 @@ import msgspec
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message.messages import StepText, TextUpdate, TokenizeResult
 from minisgl.server import Limits, ServerConfig
-from minisgl.server.engine_client import EngineClient
+from minisgl.server.engine_client import ClientLoad, EngineClient
 from minisgl.server.metrics import Metrics
 
 FACTS = ModelFacts(
@@ -71,10 +71,9 @@ class World:
         client = self.client
         return (
             not client.open_generations
-            and not client.open_choices
-            and not client._tokenizers._waiting
+            and not any(client.open_choices.values())
+            and not any(client._tokenizers._waiting.values())
             and not client._tokenizers._sent
             and not any(client._tokenizers._outstanding_bytes)
-            and client.queued == 0
-            and client.queued_tokens == 0
+            and all(load == ClientLoad() for load in client.loads.values())
         )

@@ -118,7 +118,9 @@ def run(
             for generation in (stream, whole):
                 world.finish(generation.choices[0].uid, finish)
         await reader
-        body = b"{}" if finish is None else WRITERS[route](request_of(route)).whole(whole)
+        body = b"{}"
+        if finish is not None:
+            body = await WRITERS[route](request_of(route)).whole(whole)
         for generation in (stream, whole):
             world.client.close(generation)
         return b"".join(pieces), body

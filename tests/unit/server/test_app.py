@@ -42,17 +42,17 @@ class FakeService:
 
 
 async def answer_all(world: World) -> None:
-    """Answer every tokenize request, and each AddReq with two updates."""
+    """Answer every tokenize request, and each choice of an AddReq with two updates."""
     done: set[int] = set()
     while True:
         await asyncio.sleep(0)
         world.answer()
         for message in [m for m in world.scheduler.sent if isinstance(m, AddReq)]:
-            if message.uid not in done:
-                done.add(message.uid)
-                world.update(message.uid, "hé")
+            for uid in {*range(message.uid, message.uid + message.count)} - done:
+                done.add(uid)
+                world.update(uid, "hé")
                 await asyncio.sleep(0)
-                world.update(message.uid, "llo", completion_tokens=2, finish=FinishReason.LENGTH)
+                world.update(uid, "llo", completion_tokens=2, finish=FinishReason.LENGTH)
 
 
 def call(

@@ -1,6 +1,7 @@
 """The HTTP protocol of a connection, driven by the bytes that a socket would deliver."""
 
 import asyncio
+import ssl
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,9 +11,15 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from minisgl.server.config import Limits
-from minisgl.server.connection import limited_protocol
+from minisgl.server.connection import (
+    MAX_HEADERS,
+    SPARE_CONNECTIONS,
+    TlsContext,
+    limited_protocol,
+)
 
 MOST = 1024
+LIMITS = Limits(max_head_bytes=MOST)
 POST = b"POST /path HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -58,24 +65,38 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+class Wired:
+    """A connection that the test feeds. `exceeded` has the names of the limits it exceeds."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.exceeded: list[str] = []
+        protocol: Any = limited_protocol(limits, self.exceeded.append, lambda: False)
+        config = uvicorn.Config(echo, log_config=None, lifespan="off", http=protocol, ws="none")
+        config.load()
+        self.wire = Wire()
+        self.connection = protocol(config=config, server_state=ServerState(), app_state={})
+        self.connection.connection_made(self.wire)
+
+    async def receive(self, part: bytes) -> None:
+        """Deliver these bytes, and give the loop more turns than a response needs."""
+        self.connection.data_received(part)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    def close(self) -> None:
+        self.connection.connection_lost(None)
+
+
 def answers(parts: Iterable[bytes]) -> bytes:
     """The bytes written if these parts arrive one by one, each when the loop is idle."""
 
     async def feed() -> bytes:
-        protocol = limited_protocol(Limits(max_head_bytes=MOST), lambda name: None, lambda: False)
-        config = uvicorn.Config(echo, http=protocol, log_config=None, lifespan="off", ws="none")
-        wire, made_by = Wire(), {"config": config, "server_state": ServerState(), "app_state": {}}
-        connection: Any = protocol(**made_by)
-        connection.connection_made(wire)
+        wired = Wired()
         for part in parts:
-            connection.data_received(part)
-            before = b"?"
-            while wire.written != before:
-                before = wire.written
-                for _ in range(10):  # more turns of the loop than a response needs
-                    await asyncio.sleep(0)
-        connection.connection_lost(None)
-        return wire.written
+            if not wired.wire.is_closing():
+                await wired.receive(part)
+        wired.close()
+        return wired.wire.written
 
     return asyncio.run(feed())
 
@@ -93,6 +114,12 @@ def test_upgrade_header_is_ignored_in_any_split(name: bytes) -> None:
         given = answers(parts)
         assert given.startswith(b"HTTP/1.1 200"), parts
         assert given.endswith(b"/path body"), parts
+
+
+def test_upgrade_header_of_a_later_request_keeps_its_body() -> None:
+    """Regression: only the first head of a segment was searched for the header."""
+    offer = b"upgrade: h2c\r\nconnection: Upgrade\r\ncontent-length: 4\r\n\r\nbody"
+    assert answers([POST + b"\r\n", POST + offer]).endswith(b"/path body")
 
 
 @pytest.mark.parametrize("start", [b"x: ", b"user-agent: "])
@@ -141,7 +168,144 @@ def test_body_may_have_any_size_and_chunks() -> None:
             assert answers(parts).endswith(b"/path " + body)
 
 
-def test_pipelined_requests_are_answered_in_order() -> None:
-    paths = [b"/%d" % number for number in range(500)]
-    given = answers([b"".join(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path for path in paths)])
-    assert [line for line in given.split() if line.startswith(b"/")] == paths
+PATHS = [b"/%d" % number for number in range(20)]
+PIPELINED = b"".join(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path for path in PATHS)
+
+
+def test_only_the_first_of_pipelined_requests_is_answered() -> None:
+    """Regression: 200 connections with 10,000 pipelined requests stopped the loop for seconds."""
+    given = answers([PIPELINED])
+    assert given.count(b"HTTP/1.1 ") == 1
+    assert given.endswith(b"/0 ")
+    assert b"connection: close" in given
+
+
+def test_endless_pipelined_requests_are_not_parsed() -> None:
+    """Bytes above the limit of a head end the connection, before or after the response."""
+    given = answers([PIPELINED * 1000] * 3)
+    assert given.count(b"HTTP/1.1 ") <= 1
+    first = PIPELINED[: PIPELINED.index(b"GET /1 ")]
+    assert answers([first, PIPELINED]).count(b"HTTP/1.1 ") == 2
+
+
+def test_request_behind_a_chunked_body_is_not_parsed() -> None:
+    chunked = POST + b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"
+    given = answers([chunked + PIPELINED])
+    assert given.count(b"HTTP/1.1 ") == 1
+    assert given.endswith(b"/path body")
+    assert b"connection: close" in given
+
+
+def test_requests_one_after_the_other_keep_the_connection() -> None:
+    request = POST + b"content-length: 4\r\n\r\nbody"
+    given = answers([request, request, b"\r\n" + request])
+    assert given.count(b"HTTP/1.1 200") == given.count(b"/path body") == 3
+    assert b"connection: close" not in given
+
+
+@pytest.mark.parametrize("count", [MAX_HEADERS, MAX_HEADERS + 1])
+def test_number_of_headers_is_bounded(count: int) -> None:
+    """Regression: 10,800 tiny headers of one head took 20 times their size."""
+    head = b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a:b\r\n" * (count - 1) + b"\r\n"
+    status = b"200" if count == MAX_HEADERS else b"431"
+    for parts in ([head], [head[:50], head[50:]]):
+        assert answers(parts).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("line", [b"a:b\r\n", b"upgrade: h2c\r\n", b"x"])
+def test_incomplete_head_takes_no_more_memory_than_its_bytes(line: bytes) -> None:
+    """No object is made for a header before the head is complete."""
+
+    async def feed() -> None:
+        wired = Wired(Limits(max_head_bytes=2**16))
+        await wired.receive(b"GET / HTTP/1.1\r\nhost: x\r\nx: y")
+        for _ in range(1000):
+            await wired.receive(line)
+            assert len(wired.connection._held) <= 2**16
+            assert not wired.connection.headers
+        wired.close()
+
+    asyncio.run(feed())
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n", b"exactly one Host and"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nHost: a\r\n", b"exactly one Host and"),
+        (b"GET / HTTP/1.0\r\nhost: a\r\nhost: b\r\n", b"exactly one Host and"),
+        (b"GET /\r\n", b"METHOD PATH"),
+        (b"GET / HTTP/0.9\r\nhost: a\r\n", b"METHOD PATH"),
+        (b"GET / HTTP/2.0\r\nhost: a\r\n", b"METHOD PATH"),
+        (b"PRI * HTTP/2.0\r\n", b"METHOD PATH"),
+        (b"GET / RTSP/1.0\r\nhost: a\r\n", b"METHOD PATH"),
+        (POST + b"authorization: Bearer a\r\nAuthorization: b\r\n", b"at most one Authorization"),
+        (b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n", b"METHOD PATH"),
+    ],
+)
+def test_ambiguous_head_is_a_400(head: bytes, reason: bytes) -> None:
+    given = answers([head + b"\r\n"])
+    assert given.startswith(b"HTTP/1.1 400")
+    assert reason in given
+    assert b"connection: close" in given
+
+
+def test_http_1_0_needs_no_host() -> None:
+    assert answers([b"GET / HTTP/1.0\r\n\r\n"]).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("start", [b"\x16\x03\x01", b"get / HTTP/1.1", b"\r\n\r\nGET", b"A" * 33])
+def test_bytes_that_begin_no_request_are_refused_at_once(start: bytes) -> None:
+    assert answers([start]).startswith(b"HTTP/1.1 400")
+
+
+def test_chunks_of_one_byte_reach_the_application_once() -> None:
+    """One read with many chunks wakes the application once, with all of them."""
+
+    async def feed() -> None:
+        wired = Wired(Limits(max_head_bytes=2**16))
+        await wired.receive(POST + b"transfer-encoding: chunked\r\n\r\n")
+        wired.connection.data_received(b"1\r\ny\r\n" * 10_000)
+        assert len(wired.connection.cycle.body) == 10_000
+        await wired.receive(b"0\r\n\r\n")
+        assert wired.wire.written.endswith(b"/path " + b"y" * 10_000)
+        wired.close()
+
+    asyncio.run(feed())
+
+
+def test_connections_above_the_limit_are_aborted() -> None:
+    async def connect() -> tuple[list[bool], list[str]]:
+        exceeded: list[str] = []
+        protocol: Any = limited_protocol(Limits(max_connections=2), exceeded.append, lambda: False)
+        config = uvicorn.Config(echo, log_config=None, lifespan="off", http=protocol, ws="none")
+        config.load()
+        state, wires = ServerState(), [Wire() for _ in range(SPARE_CONNECTIONS + 4)]
+        made = [protocol(config=config, server_state=state, app_state={}) for _ in wires]
+        for connection, wire in zip(made, wires, strict=True):
+            connection.connection_made(wire)
+        closing = [wire.is_closing() for wire in wires]
+        for connection in made:
+            connection.connection_lost(None)
+        return closing, exceeded
+
+    closing, exceeded = asyncio.run(connect())
+    assert closing == [False] * (SPARE_CONNECTIONS + 2) + [True, True]
+    assert exceeded == ["max_connections"] * 2
+
+
+def test_unfinished_tls_handshakes_are_bounded() -> None:
+    """Regression: uvicorn counts a connection after its handshake, so 900 handshakes did not
+    count, and took all files of the process."""
+    exceeded: list[str] = []
+    context = TlsContext(ssl.PROTOCOL_TLS_SERVER, 2, exceeded.append)
+
+    def begin() -> ssl.SSLObject:
+        return context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
+
+    handshakes = [begin(), begin()]
+    with pytest.raises(ConnectionAbortedError):
+        begin()
+    assert exceeded == ["max_connections"]
+    handshakes.pop()
+    begin()

@@ -108,7 +108,7 @@ def test_every_token_of_cut_off_reasoning_counts() -> None:
         world.update(uid, reasoning="a b", reasoning_tokens=2, completion_tokens=2)
         world.update(uid, reasoning_tokens=3, completion_tokens=3, finish=FinishReason.LENGTH)
         generation = await task
-        usage = json.loads(ResponseWriter(request()).whole(generation))["usage"]
+        usage = json.loads(await ResponseWriter(request()).whole(generation))["usage"]
         assert usage["completion_tokens"] == 3
         assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
         world.client.close(generation)
@@ -207,9 +207,10 @@ def test_text_options_are_sent_before_their_request() -> None:
         body = b'{"model":"m","prompt":[[1,2],[3,4,5]],"n":2,"stop":"x"}'
         task = asyncio.create_task(start(world.client, request(body), FACTS))
         await settle()
-        assert [type(message) for message in sent] == [StartText, AddReq] * 4
-        starts, adds = sent[::2], sent[1::2]
-        assert [message.uid for message in starts] == [message.uid for message in adds]
+        assert [type(message) for message in sent] == [StartText, StartText, AddReq] * 2
+        starts, adds = [*sent[:2], *sent[3:5]], sent[2::3]
+        uids = [uid for add in adds for uid in range(add.uid, add.uid + add.count)]
+        assert [message.uid for message in starts] == uids
         assert [message.options.prompt_tail for message in starts] == [[1, 2]] * 2 + [[3, 4, 5]] * 2
         assert all(message.options.stop == ["x"] for message in starts)
         task.cancel()
@@ -218,26 +219,16 @@ def test_text_options_are_sent_before_their_request() -> None:
     assert run(main).is_empty
 
 
-def test_siblings_draw_by_different_seeds() -> None:
+@pytest.mark.parametrize("seed", [b"", b',"seed":9223372036854775807'])
+def test_the_choices_of_a_prompt_are_one_message_with_a_seed(seed: bytes) -> None:
+    """The scheduler derives a seed for each choice (tests/unit/scheduler/test_clients.py)."""
+
     async def main(world: World) -> None:
-        body = b'{"model":"m","prompt":"hi","n":3,"seed":9223372036854775807}'
+        body = b'{"model":"m","prompt":"hi","n":3%b}' % seed
         task = await start_tokenized(world, request(body))
-        seeds = [add.sampling.seed for add in world.scheduler.sent]
-        assert len(set(seeds)) == 3
-        assert all(-(2**63) <= seed < 2**63 for seed in seeds)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    assert run(main).is_empty
-
-
-def test_every_choice_without_a_seed_gets_a_random_one() -> None:
-    async def main(world: World) -> None:
-        body = b'{"model":"m","prompt":"hi","n":2}'
-        task = await start_tokenized(world, request(body))
-        first, second = (add.sampling.seed for add in world.scheduler.sent)
-        assert first is not None
-        assert first != second
+        (add,) = world.scheduler.sent
+        assert add.count == 3
+        assert -(2**63) <= add.sampling.seed < 2**63
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -267,7 +258,7 @@ def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_is_not() -> None:
         await settle()
         world.answer(b"\1\0\0\0" * 9)  # More than the limit, but nothing else is queued.
         await settle()
-        assert world.client.queued_tokens == 9
+        assert world.client.loads["default"].queued_tokens == 9
         second = asyncio.create_task(start(world.client, request(), FACTS))
         await settle()
         world.answer()

@@ -26,8 +26,9 @@ from tests.unit.server.test_app import FakeService
 
 TABLE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
-Now = tuple[Phase, bool, int]  # arguments of a scrape: phase, is_stalled, open choices
-READY: Now = (Phase.READY, False, 0)
+# Arguments of a scrape: phase, is_stalled, open choices of each client.
+Now = tuple[Phase, bool, dict[str, int]]
+READY: Now = (Phase.READY, False, {})
 
 
 def values(families: Iterable[Metric]) -> dict[str, float]:
@@ -343,7 +344,7 @@ def stats(**fields: int) -> SchedulerStats:
 
 def test_request_waits_until_the_stats_of_the_scheduler_count_it_as_running() -> None:
     metrics = Metrics("m", clock=itertools.count().__next__)  # one second between scrapes
-    now = (Phase.READY, False, 5)
+    now = (Phase.READY, False, {"a": 2, "b": 3})
 
     def pair(now: Now) -> tuple[float, float]:
         found = scraped(metrics, now)
@@ -353,7 +354,9 @@ def test_request_waits_until_the_stats_of_the_scheduler_count_it_as_running() ->
     assert pair(now) == (0, 5)
     metrics.on_stats(stats(running_reqs=3))
     assert pair(now) == (3, 2)
-    assert pair((Phase.READY, False, 1)) == (1, 0), "the other two have ended since the last stats"
+    assert pair((Phase.READY, False, {"a": 1})) == (1, 0), (
+        "the other two have ended since the last stats"
+    )
 
 
 @pytest.mark.parametrize(
@@ -367,7 +370,7 @@ def test_request_waits_until_the_stats_of_the_scheduler_count_it_as_running() ->
     ],
 )
 def test_ready_and_draining(phase: Phase, stalled: bool, ready: int, draining: int) -> None:
-    found = scraped(Metrics("m"), (phase, stalled, 0))
+    found = scraped(Metrics("m"), (phase, stalled, {}))
     assert (found["minisgl_ready{}"], found["minisgl_draining{}"]) == (ready, draining)
 
 

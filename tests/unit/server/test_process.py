@@ -42,7 +42,7 @@ def test_scheduler_without_requests_is_not_hung(tmp_path: Path) -> None:
     (choice,) = server.client.open(1).choices
     assert [server.hung_worker(), server.hung_worker()] == [None, None]
     request = AddReq(uid=choice.uid, token_ids=b"", sampling=SamplingParams())
-    server.client.submit(choice, request, TextOptions(), 0)
+    server.client.submit([choice], request, [TextOptions()])
     assert [server.hung_worker(), server.hung_worker()] == [None, "scheduler"]
 
 

@@ -46,7 +46,7 @@ def test_whole_answer_has_the_fields_of_its_struct(route: str) -> None:
     async def main() -> None:
         world = World()
         generation = generation_of(world, reasoning="hm")
-        body = writer_of(route).whole(generation)
+        body = await writer_of(route).whole(generation)
         answer = msgspec.json.decode(body, type=WHOLE[route])
         assert msgspec.json.encode(answer) == body, "the struct has each field"
         (choice,) = answer.choices

@@ -185,7 +185,7 @@ def answer(
             if stream:
                 found += await anext(pieces)
         if not stream:
-            found = b"data: " + writer.whole(generation)
+            found = b"data: " + await writer.whole(generation)
         world.client.close(generation)
         blocks = (block.removeprefix(b"data: ") for block in found.split(b"\n\n"))
         return [json.loads(block) for block in blocks if block not in (b"", b"[DONE]")]

@@ -20,7 +20,7 @@ from minisgl.shell.client import ChatClient, ServerError
     ],
 )
 def test_wrong_address_is_a_message(url: str) -> None:
-    """Regression: an https address was used as HTTP at port 80, and others gave a traceback."""
+    """Regression: an https address was used as HTTP at port 80, and other text gave a traceback."""
     with pytest.raises(ServerError, match="is not an address"):
         ChatClient(url, "m")
 

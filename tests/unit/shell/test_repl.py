@@ -8,7 +8,7 @@ from minisgl.shell.repl import Shell
 
 
 class FakeClient:
-    """Answers in two parts, and raises `fault` after the first."""
+    """Answers in two parts, and raises `fault` after the first part."""
 
     def __init__(self, fault: BaseException | None = None) -> None:
         self.fault = fault

@@ -92,7 +92,7 @@ def test_outputs_wait_for_the_text_options_of_their_request() -> None:
     assert is_empty(detokenizer)
 
 
-def test_token_that_ends_by_stop_is_not_text() -> None:
+def test_stop_token_is_not_text() -> None:
     detokenizer = Detokenizer(VOCABULARY)
     start(detokenizer, 1)
     output = step((1, A), opens=(1,), ends={1: FinishReason.STOP})

@@ -1,4 +1,4 @@
-"""RequestText: text, reasoning, ids and log-probabilities, without those of tokens cut off."""
+"""RequestText: the text, reasoning, ids and log-probabilities up to a stop string."""
 
 import array
 
@@ -158,7 +158,7 @@ def test_stop_token_after_an_incomplete_character_has_the_next_offset() -> None:
 
 
 def test_token_that_ends_the_text_has_a_logprob_and_no_text() -> None:
-    """lm-eval drops the last entry as the generated one, whether it is EOS or not."""
+    """lm-eval always drops the last entry, because it expects the generated token there."""
     text = RequestText(PLAIN, TextOptions(), DONE)
     text.push(EOS, False, one_token([]))
     update = text.take(Finished(uid=1, reason=FinishReason.STOP))

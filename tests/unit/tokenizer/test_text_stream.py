@@ -28,7 +28,7 @@ def streamed(stream: TextStream, ids: list[int]) -> list[str]:
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """The expected text: cut at the stop string that ends first, and of two such at the longer."""
+    """The text, cut at the stop string that ends first; of equal ends the longer string counts."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -1,0 +1,206 @@
+"""Clients take turns: the order of service, and room for a client within its share."""
+
+import numpy as np
+import pytest
+
+from minisgl.benchmark.simulate import DEFAULT_COST, VirtualEngine, read_cost, simulate
+from minisgl.benchmark.trace import Load
+from minisgl.core import Batch, SamplingParams, SchedulerConfig
+from minisgl.scheduler.queue import WaitingQueue
+from minisgl.scheduler.request import Req
+from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
+from tests.unit.scheduler.harness import Harness
+from tests.unit.scheduler.test_scheduler import config, prompt_of
+
+
+def waiting(*names: str) -> WaitingQueue:
+    """A queue of requests that arrived in this order; the name "a2" is call 2 of client a."""
+    queue = WaitingQueue()
+    for index, name in enumerate(names):
+        tokens = np.arange(3, dtype=np.int32)
+        req = Req(index, tokens, 3, 4, SamplingParams(), index, client=name[0], call=int(name[1]))
+        queue.append(req)
+    return queue
+
+
+def served(queue: WaitingQueue) -> list[str]:
+    """Serve one client after the other, and return the names in this order."""
+    order = []
+    while len(queue):
+        for client in sorted(queue.clients):
+            req = next(iter(queue.of(client)))
+            queue.remove(req)
+            order.append(f"{req.client}{req.call}")
+    return order
+
+
+def test_one_client_with_one_call_is_first_in_first_out() -> None:
+    queue = waiting("a0", "a0", "a0")
+    assert [req.uid for req in queue] == [0, 1, 2]
+    assert [req.uid for req in reversed(queue)] == [2, 1, 0]
+
+
+def test_calls_of_one_choice_are_served_in_order_of_arrival() -> None:
+    assert served(waiting("a3", "a1", "a2")) == ["a3", "a1", "a2"]
+
+
+def test_calls_take_turns_within_a_client() -> None:
+    queue = waiting("a1", "a1", "a1", "a2", "a3", "a3")
+    assert [f"{req.client}{req.call}" for req in queue] == ["a1", "a2", "a3", "a1", "a3", "a1"]
+    assert served(queue) == ["a1", "a2", "a3", "a1", "a3", "a1"]
+
+
+def test_clients_take_turns() -> None:
+    queue = waiting("a1", "a2", "a3", "b4", "b5", "c6")
+    assert served(queue) == ["a1", "b4", "c6", "a2", "b5", "a3"]
+
+
+def test_a_preempted_request_comes_first_within_its_client_only() -> None:
+    queue = waiting("a1", "b2")
+    tokens = np.arange(3, dtype=np.int32)
+    back = Req(9, tokens, 3, 4, SamplingParams(), 9, client="b", call=7, admitted=True)
+    queue.append(back)
+    assert [req.uid for req in queue] == [0, 9, 1]
+    queue.remove(back)
+    assert [req.uid for req in queue] == [0, 1]
+    assert set(queue.clients) == {"a", "b"}
+
+
+def test_the_choices_of_a_prompt_are_requests_of_their_own() -> None:
+    """They share one copy of the prompt, and draw with different seeds."""
+    harness = Harness(FakeEngine(64, 4, max_seq_len=64), config())
+    uid = harness.add(prompt_of(9), count=3, max_tokens=4, ignore_eos=True, seed=2**63 - 1)
+    harness.step()
+    reqs = [harness.scheduler._reqs[each] for each in range(uid, uid + 3)]
+    assert [req.sampling.seed for req in reqs] == [2**63 - 1, -(2**63), -(2**63) + 1]
+    assert all(np.shares_memory(reqs[1].tokens, req.tokens) for req in reqs[2:])
+    harness.run()
+    for each in range(uid, uid + 3):
+        assert harness.answers[each].tokens == expected_output(prompt_of(9), 4, ignore_eos=True)
+
+
+def test_a_refused_message_ends_each_of_its_requests_once() -> None:
+    harness = Harness(FakeEngine(64, 4, max_seq_len=64), config())
+    uid = harness.add([10**6], count=3)
+    harness.run()
+    assert [len(harness.answers[each].finishes) for each in range(uid, uid + 3)] == [1, 1, 1]
+
+
+def first_step_of(harness: Harness, engine: FakeEngine, uid: int, steps: int = 50) -> int:
+    """Run until the request has its first token. Returns the number of launched steps."""
+    before = len(engine.batches)
+    for _ in range(steps):
+        harness.step()
+        if harness.answers[uid].tokens:
+            return len(engine.batches) - before
+    raise AssertionError("the request was not served")
+
+
+@pytest.mark.parametrize("hostile_choices", [8, 800])
+def test_a_short_request_passes_a_long_queue_of_another_client(hostile_choices: int) -> None:
+    """Its first token takes the same number of steps behind 8 and behind 800 other requests."""
+    engine = FakeEngine(4096, 4, max_running_reqs=8, max_seq_len=512)
+    harness = Harness(engine, config())
+    for call in range(1, 9):
+        harness.add(
+            prompt_of(40, call),
+            client="hostile",
+            call=call,
+            count=hostile_choices // 8,
+            max_tokens=400,
+            ignore_eos=True,
+        )
+    for _ in range(5):
+        harness.step()
+    uid = harness.add(prompt_of(20, 99), client="other", call=9, max_tokens=2, ignore_eos=True)
+    assert first_step_of(harness, engine, uid) <= 4
+    assert harness.scheduler.totals.preemptions_total == 1, "one row was enough"
+
+
+def test_a_long_prompt_of_one_client_leaves_half_of_each_step_to_another_one() -> None:
+    engine = FakeEngine(4096, 4, max_running_reqs=8, max_seq_len=4000)
+    harness = Harness(engine, config(prefill_budget_tokens=40))
+    harness.add(prompt_of(3000), client="hostile", call=1, max_tokens=2)
+    harness.step()
+    uid = harness.add(prompt_of(20, 9), client="other", call=2, max_tokens=2, ignore_eos=True)
+    harness.step()
+    assert sorted(engine.batches[-1].lengths.tolist()) == [20, 20]
+    assert first_step_of(harness, engine, uid) <= 1
+
+
+def test_pages_are_taken_from_the_client_that_holds_most() -> None:
+    """When the streams of both clients grow, the newest stream of the larger client waits."""
+    engine = FakeEngine(40, 4, max_running_reqs=8, max_seq_len=160)
+    harness = Harness(engine, config(cache_type="naive"))
+    hostile = [
+        harness.add(prompt_of(16, i), client="hostile", call=i, max_tokens=60, ignore_eos=True)
+        for i in range(1, 7)
+    ]
+    for _ in range(3):
+        harness.step()
+    other = harness.add(prompt_of(8, 9), client="other", call=9, max_tokens=40, ignore_eos=True)
+    preempted = set()
+    while not harness.answers[other].finishes:
+        harness.step()
+        preempted |= {r.client for r in harness.scheduler.planner.waiting if r.admitted}
+    assert preempted == {"hostile"}
+    harness.run()
+    for index, uid in enumerate(hostile, 1):
+        wanted = expected_output(prompt_of(16, index), 60, ignore_eos=True)
+        assert harness.answers[uid].tokens == wanted
+
+
+def test_a_client_alone_uses_all_rows() -> None:
+    engine = FakeEngine(4096, 4, max_running_reqs=8, max_seq_len=512)
+    harness = Harness(engine, config())
+    harness.add(prompt_of(9), client="other", max_tokens=2)
+    harness.run()
+    for call in range(1, 20):
+        harness.add(prompt_of(9, call), client="a", call=call, max_tokens=30, ignore_eos=True)
+    for _ in range(4):
+        harness.step()
+    assert engine.batches[-1].num_reqs == 8
+    harness.run()
+    assert harness.scheduler.totals.preemptions_total == 0
+
+
+class CountingEngine(VirtualEngine):
+    """Records the requests and the prompt tokens of each step."""
+
+    def __init__(self) -> None:
+        super().__init__(read_cost(DEFAULT_COST), num_pages=20_000, rows=256, max_seq_len=16_384)
+        self.launched_s: list[float] = []
+
+    def launch(self, batch: Batch):  # type: ignore[no-untyped-def]
+        self.launched_s.append(self.now_s)
+        return super().launch(batch)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "output_tokens"), [(256, 1000), (8000, 4), (1000, 300)])
+def test_simulated_overload_delays_another_client_by_few_steps(
+    prompt_tokens: int, output_tokens: int
+) -> None:
+    """One client has 1,000 requests open, about 100 times the load of the other one.
+
+    Costs of an 8B model on one H200. At most three steps start between the arrival of the other
+    client's request and its first token: one makes room, one computes its prompt, and one starts
+    before the result of the second is read.
+    """
+    hostile = [(0.001 * i, prompt_tokens, output_tokens, "hostile") for i in range(1000)]
+    other = [(5 + 0.7771 * i, 256, 8, "other") for i in range(8)]
+    reqs = sorted([*hostile, *other, (0.0, 16, 1, "other")])
+    prompts = [
+        np.random.default_rng(i).integers(0, 10_000, size, dtype=np.int32)
+        for i, (_, size, _, _) in enumerate(reqs)
+    ]
+    load = Load(prompts, [r[2] for r in reqs], [r[0] for r in reqs], [r[3] for r in reqs])
+    engine = CountingEngine()
+    cost = read_cost(DEFAULT_COST)
+    answers = simulate(load, engine, cost, SchedulerConfig(), 1)
+    started = np.array(engine.launched_s)
+    steps = [
+        int(((started > answer.sent_s) & (started < answer.outputs_s[0])).sum())
+        for answer, req in zip(answers, reqs, strict=True)
+        if req[3] == "other" and req[0] > 0
+    ]
+    assert max(steps) <= 3
