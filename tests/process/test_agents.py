@@ -193,3 +193,43 @@ def test_structured_output_of_messages(demo: ServerProcess) -> None:
         output_config={"format": {"type": "json_schema", "schema": Sum.model_json_schema()}},
     )
     assert isinstance(Sum.model_validate_json(answer.content[0].text), Sum)  # type: ignore[union-attr]
+
+
+EXPRESSION = {
+    "type": "object",
+    "properties": {"expression": {"type": "string"}},
+    "required": ["expression"],
+}
+PRODUCT = [{"role": "user", "content": "What is 12 * 34?"}]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_demo_model_calls_a_tool_by_responses(demo: ServerProcess, choice: str) -> None:
+    client = demo.client()
+    tool = {"type": "function", "name": "calculate", "parameters": EXPRESSION, "strict": False}
+    given: Any = {"model": "minisgl-demo", "tools": [tool]}
+    with client.responses.stream(input=PRODUCT, tool_choice=choice, **given) as events:
+        (call,) = events.get_final_response().output
+    assert (call.type, json.loads(call.arguments)) == ("function_call", {"expression": "12 * 34"})
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "408"}
+    history: Any = [*PRODUCT, call.model_dump(exclude={"parsed_arguments"}), output]
+    assert client.responses.create(input=history, **given).output_text == "The result is 408."
+
+
+@pytest.mark.parametrize("choice", ["auto", "any"])
+def test_demo_model_calls_a_tool_by_messages(demo: ServerProcess, choice: str) -> None:
+    client = anthropic.Anthropic(base_url=demo.url, api_key="none", max_retries=0)
+    tool = {"name": "calculate", "input_schema": EXPRESSION}
+    given: Any = {"model": "minisgl-demo", "max_tokens": 64, "tools": [tool]}
+    chosen: Any = {"type": choice, "disable_parallel_tool_use": True}
+    history: Any = [*PRODUCT]
+    with client.messages.stream(messages=history, tool_choice=chosen, **given) as events:
+        first = events.get_final_message()
+    (call,) = first.content
+    assert (call.type, first.stop_reason) == ("tool_use", "tool_use")
+    assert call.input == {"expression": "12 * 34"}  # type: ignore[union-attr]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "408"}  # type: ignore[union-attr]
+    history += [{"role": "assistant", "content": first.content}]
+    history += [{"role": "user", "content": [result]}]
+    answer: Any = client.messages.create(messages=history, **given)
+    assert answer.content[0].text == "The result is 408."
