@@ -75,6 +75,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     tool_format         how the model writes tool calls: the name of a format, NO_TOOLS if the chat
                         template does not render tools, or UNKNOWN_TOOL_FORMAT. A tokenizer process
                         finds it.
+    template_variables  the variables that the chat template reads.
     """
 
     NO_TOOLS: ClassVar[str] = "none"
@@ -89,3 +90,4 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     sampling_defaults: dict[str, int | float] = {}
     tool_format: str = NO_TOOLS
+    template_variables: tuple[str, ...] = ()

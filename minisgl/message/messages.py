@@ -321,6 +321,7 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     call_failures      number of new texts that began as a tool call and were not a complete call.
     stopped            True if a stop string or a failure of the detokenizer ended the request. The
                        scheduler does not know yet that the request has ended.
+    stop_string        the stop string that ended the text.
     admitted_s         as in PrefillDone.
     """
 
@@ -340,6 +341,7 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     error_kind: str = ""
     stopped: bool = False
+    stop_string: str = ""
     admitted_s: float = 0.0
 
 
@@ -353,13 +355,15 @@ class Ready(Message, frozen=True, kw_only=True):
     """A process has completed its start and can serve requests.
 
     facts        facts about the model; only rank 0 of the scheduler sends them.
-    tool_format  as in ModelFacts; only tokenizer processes send it.
+    tool_format, template_variables
+                 as in ModelFacts; only tokenizer processes send them.
     startup_s    seconds of each phase of the start.
     """
 
     role: str
     facts: ModelFacts | None = None
     tool_format: str | None = None
+    template_variables: tuple[str, ...] = ()
     startup_s: dict[str, float] = {}
 
 

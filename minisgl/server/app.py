@@ -97,7 +97,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         service = request.app.state.service
         client = request.scope["state"].get("client", DEFAULT_CLIENT)
         service.client.metrics.on_refused(error, service.lifecycle.phase, client)
-    response = error_response(error, **headers)
+    response = error_response(error, request.scope["path"], **headers)
     is_bug = not isinstance(error, RequestError)  # uvicorn logs its traceback.
     log_event(
         logger,

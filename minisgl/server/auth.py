@@ -1,4 +1,4 @@
-"""Authenticates requests by bearer keys, which it compares by their hashes.
+"""Authenticates requests by keys, which it compares by their hashes.
 
 If the server has API keys, all paths need a key except the probes, /metrics and the files of /docs.
 The admin paths always need an admin key.
@@ -90,7 +90,7 @@ class Auth:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> NotAuthenticated | AdminOnly | None:
         # The router matches the path of the scope. A client could forge a path from headers.
@@ -105,7 +105,7 @@ class Auth:
             allowed = self._keys
         else:
             return None
-        given = _hash(_bearer(scope))
+        given = _hash(_key(scope))
         # All keys are compared, so that the duration does not depend on the key.
         matches = [hmac.compare_digest(given, key) for key in allowed]
         if not any(matches):
@@ -114,9 +114,13 @@ class Auth:
         return None
 
 
-def _bearer(scope: Scope) -> bytes:
-    scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-    return token.encode("latin-1").strip() if scheme.lower() == "bearer" else b""
+def _key(scope: Scope) -> bytes:
+    """The key in `Authorization: Bearer`, or else in `x-api-key` (Anthropic's clients)."""
+    headers = Headers(scope=scope)
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        token = headers.get("x-api-key", "")
+    return token.encode("latin-1").strip()
 
 
 def _hash(key: bytes) -> str:

@@ -5,20 +5,21 @@ checks the rules that need several fields, the configuration or the model, and f
 """
 
 import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import UNSET
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
 from minisgl.core.sampling import CONSTRAINTS
 from minisgl.message.messages import TextOptions, TokenizeChat, TokenizeText
+from minisgl.server.apis import Translation, messages_request, responses_request
+from minisgl.server.chat import ending, prepare_message
 from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintRequest, constraint_of
-from minisgl.server.decode import decode, reject
+from minisgl.server.decode import Body, decode, reject
 from minisgl.server.errors import ModelNotFound
-from minisgl.server.protocol import requests
+from minisgl.server.protocol import messages_api, requests, responses_api
 from minisgl.server.tools import ToolRequest, shorten_ids, tools_of
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11
@@ -32,6 +33,14 @@ _CONVERTED = frozenset(
 )
 # Parameters with the same name and meaning in the body and in SamplingParams.
 _SAME_IN_SAMPLING = tuple(set(SamplingParams.__struct_fields__) - _CONVERTED)
+# The bodies of other APIs by route, with the functions that translate them.
+_TRANSLATED: Mapping[
+    str, tuple[type[requests.RequestBody], Callable[[Any, ModelFacts], Translation]]
+] = {
+    requests.RESPONSES: (responses_api.ResponsesBody, responses_request.translate),
+    requests.MESSAGES: (messages_api.MessagesBody, messages_request.translate),
+    requests.COUNT_TOKENS: (messages_api.CountTokensBody, messages_request.translate),
+}
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +55,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     explicit_max_tokens: the client set sampling.max_tokens, so a prompt that leaves less room is
     refused. Otherwise max_tokens shrinks to the room.
     named_tool: the client named the tool that the answer calls.
+    ignored, repeated: as in Translation.
     """
 
     route: str
@@ -61,6 +71,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     cache_salt: str = ""
     named_tool: bool = False
+    ignored: tuple[str, ...] = ()
+    repeated: dict[str, Any] = {}
 
     @property
     def num_choices(self) -> int:
@@ -82,8 +94,8 @@ class RequestConverter:
 
         Raises a RequestError; its class, `param` and `limit` name the fault.
         """
-        body = decode(raw, requests.BODIES[route], self._check_sizes, self._allow_unknown)
-        self.check_model(body.model)
+        translation = self._translate(route, raw, facts)
+        body = translation.body
         options = body.stream_options
         if options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
@@ -115,7 +127,7 @@ class RequestConverter:
         return GenerateRequest(
             route=route,
             model=body.model,
-            prompts=tuple(self._prompts(body, facts, tools)),
+            prompts=tuple(self._prompts(translation, facts, tools)),
             n=body.n,
             sampling=sampling,
             grammar=grammar,
@@ -129,13 +141,37 @@ class RequestConverter:
                 silent=silent,
                 tools=tools and tools.options,
             ),
-            explicit_max_tokens=max_tokens is not None,
+            explicit_max_tokens=max_tokens is not None and not translation.fits_tokens,
             stream=body.stream,
             include_usage=options is not None and bool(options.include_usage),
             echo=echo,
             cache_salt=body.cache_salt,
             named_tool=tools is not None and tools.is_named,
+            ignored=translation.ignored,
+            repeated=translation.repeated,
         )
+
+    def read_count_tokens(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
+        """The name and the prompt of a body of /v1/messages/count_tokens."""
+        translation = self._translate(requests.COUNT_TOKENS, raw, facts)
+        assert isinstance(translation.body, requests.ChatBody), (
+            "only a chat is counted: this is a bug"
+        )
+        (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
+        return prompt
+
+    def _translate(self, route: str, raw: bytes, facts: ModelFacts) -> Translation:
+        """Decode a body of this route, and translate it if it is of another API."""
+        if route in _TRANSLATED:
+            kind, translate = _TRANSLATED[route]
+            translation = translate(self._decode(raw, kind), facts)
+        else:
+            translation = Translation(self._decode(raw, requests.BODIES[route]))
+        self.check_model(translation.body.model)
+        return translation
+
+    def _decode(self, raw: bytes, kind: type[Body]) -> Body:
+        return decode(raw, kind, self._check_sizes, self._allow_unknown)
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
         """Return the name ("prompt" or "messages") and the prompt of a /tokenize body."""
@@ -168,17 +204,24 @@ class RequestConverter:
         options: requests.TemplateOptions,
         facts: ModelFacts,
         tools: ToolRequest | None = None,
+        param: str = "messages",
+        **more_options: bool,
     ) -> Prompt:
-        """The messages in the form that chat templates expect, with the template's options."""
-        chars = sum([_prepare_message(message, i) for i, message in enumerate(messages)])
-        self._check_chars("messages", chars, facts)
+        """The messages in the form that chat templates expect, with the template's options.
+
+        param: the name of the messages in error messages. more_options: for the template too.
+        """
+        chars = sum([prepare_message(message, i) for i, message in enumerate(messages)])
+        self._check_chars(param, chars, facts)
         rendered = b"null" if tools is None else tools.rendered
         self._check_chars("tools", len(rendered), facts)
         if facts.tool_format.startswith("mistral"):
             shorten_ids(messages)
         return TokenizeChat(
             messages_json=msgspec.json.encode(messages),
-            template_kwargs_json=msgspec.json.encode(options),
+            template_kwargs_json=msgspec.json.encode(
+                {**msgspec.to_builtins(options), **more_options}
+            ),
             tools_json=rendered,
         )
 
@@ -211,12 +254,14 @@ class RequestConverter:
         return token_ids
 
     def _prompts(
-        self, body: requests.AnyBody, facts: ModelFacts, tools: ToolRequest | None
+        self, translation: Translation, facts: ModelFacts, tools: ToolRequest | None
     ) -> list[tuple[str, Prompt]]:
         """Each prompt with its path in the body."""
+        body, param = translation.body, translation.messages
         if isinstance(body, requests.ChatBody):
-            prompt = self.chat_prompt(body.messages, body.chat_template_kwargs, facts, tools)
-            return [("messages", prompt)]
+            messages, options = body.messages, body.chat_template_kwargs
+            end = ending(body)
+            return [(param, self.chat_prompt(messages, options, facts, tools, param, **end))]
         if isinstance(body, requests.GenerateBody):
             return [("input_ids", self.ids_prompt("input_ids", body.input_ids, facts))]
         named: list[tuple[str, Any]] = [("prompt", body.prompt)]
@@ -233,15 +278,20 @@ class RequestConverter:
 
     def _check_sizes(self, given: Mapping[str, Any]) -> None:
         """Refuse lists that are longer than this server allows."""
-        limit, messages = self.limits.max_messages, given.get("messages")
-        if isinstance(messages, list):
+        limit = self.limits.max_messages
+        for param in ("messages", "input", "system"):
+            messages = given.get(param)
+            if not isinstance(messages, list):
+                continue
             counts = {"messages": len(messages)}
-            for field in ("content", "tool_calls"):
-                entries = [m.get(field) for m in messages[:limit] if isinstance(m, dict)]
-                counts[f"entries of {field}"] = sum([len(e) for e in entries if type(e) is list])
+            for field in ("content", "tool_calls", "output", "summary"):
+                counts[f"entries of {field}"], inner = 0, messages
+                while inner and counts[f"entries of {field}"] <= limit:  # a part may have parts
+                    inner = _entries(inner[:limit], field)
+                    counts[f"entries of {field}"] += len(inner)
             for name, count in counts.items():
                 if count > limit:
-                    raise reject("messages", f"must have at most {limit} {name}", "max_messages")
+                    raise reject(param, f"must have at most {limit} {name}", "max_messages")
         max_bias, bias = self.limits.max_logit_bias, given.get("logit_bias")
         if isinstance(bias, dict) and len(bias) > max_bias:
             raise reject("logit_bias", f"must have at most {max_bias} entries", "max_logit_bias")
@@ -290,45 +340,7 @@ class RequestConverter:
         return sampling
 
 
-def _prepare_message(message: requests.Message, index: int) -> int:
-    """Bring one message to the form that chat templates expect. Returns its number of characters.
-
-    `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
-    arguments of tool calls are parsed, because templates write them as JSON themselves. The empty
-    fields, which carry no information, are left out.
-    """
-    if message.role == "developer":
-        message.role = "system"
-    chars = 0
-    if message.tool_calls:
-        if message.role != "assistant":
-            raise reject(f"messages[{index}].tool_calls", "is allowed only with role assistant")
-        if message.content is UNSET:
-            message.content = None
-        chars += _parse_arguments(message, index)
-    elif message.content is UNSET or message.content is None:
-        raise reject(f"messages[{index}].content", "is required")
-    else:
-        message.tool_calls = None
-    if isinstance(message.content, list):
-        message.content = "\n".join([part.text for part in message.content])
-    # A loop over the names would be slower, and a chat may have thousands of messages.
-    message.refusal = message.annotations = message.audio = None
-    message.function_call = message.reasoning = None
-    chars += len(message.content or "") + len(message.name or "")
-    return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
-
-
-def _parse_arguments(message: requests.Message, index: int) -> int:
-    """Parse the arguments of the tool calls, and return the calls' number of characters."""
-    chars = 0
-    for number, call in enumerate(message.tool_calls or ()):
-        name, arguments = call.function.name, call.function.arguments
-        try:
-            parsed = msgspec.json.decode(arguments or "{}")
-        except (msgspec.MsgspecError, RecursionError):
-            param = f"messages[{index}].tool_calls[{number}].function.arguments"
-            raise reject(param, "must be JSON in a string") from None
-        call.function = requests.ParsedFunctionCall(name=name, arguments=parsed)
-        chars += len(call.id) + len(name) + len(arguments)
-    return chars
+def _entries(objects: list[Any], field: str) -> list[Any]:
+    """The entries of the lists that these objects have in a field."""
+    lists = [one.get(field) for one in objects if isinstance(one, dict)]
+    return [entry for found in lists if isinstance(found, list) for entry in found]

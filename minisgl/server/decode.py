@@ -6,13 +6,14 @@ fault, for example `messages[3].content`. No message repeats more than 64 charac
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from minisgl.core import InvalidRequest, RequestError, Unsupported
 from minisgl.server.protocol import requests
-from minisgl.server.protocol.requests import PARAMETERS, GenerationBody, RequestBody
+from minisgl.server.protocol.requests import KnownParameters, RequestBody, known_parameters
 from minisgl.utils import near_names
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -30,13 +31,6 @@ _OBJECTS: dict[str, type[RequestBody]] = {
     "stream_options": requests.StreamOptions,
     "chat_template_kwargs": requests.TemplateOptions,
     "tool_choice": requests.ToolChoice,
-}
-# The values of the fields with a fixed set of values, by the last part of their path.
-_VALUES: dict[str, tuple[str, ...]] = {
-    "role": get_args(requests.Role),
-    "tool_choice": ("none", "auto", "required"),
-    "allowed_tools": ("function", "allowed_tools"),
-    "mode": ("auto", "required"),
 }
 # Bounds of `protocol` by field and type, with their labels in minisgl_limits_exceeded_total.
 _LIMITS = {
@@ -82,7 +76,7 @@ def decode(
     try:
         return msgspec.convert(known, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error), given) from None
+        raise _refusal(str(error), given, kind) from None
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -130,34 +124,35 @@ def _check_unknown(
     name: str, given: Mapping[str, Any], kind: type[RequestBody], allow_unknown: bool
 ) -> None:
     """Raise for a field that the struct lacks, unless the field cannot change the answer."""
-    generates = issubclass(kind, GenerationBody)
-    if generates and name in PARAMETERS.unsupported:
-        if not _is_neutral(name, given):
-            rule = PARAMETERS.refusals.get(name, "is not supported")
+    others = known_parameters(kind)
+    if others is not None and name in others.unsupported:
+        if not _is_neutral(name, given, others):
+            rule = others.refusals.get(name, "is not supported")
             raise Unsupported(f"{name} {rule}", param=name)
-    elif not generates or not (allow_unknown or name in PARAMETERS.ignored):
+    elif others is None or not (allow_unknown or name in others.ignored):
         shown = name[:64]
-        others = (*PARAMETERS.ignored, *PARAMETERS.unsupported) if generates else ()
-        hint = near_names(shown, (*kind.__struct_fields__, *others))
+        known = () if others is None else (*others.ignored, *others.unsupported)
+        hint = near_names(shown, (*kind.__struct_fields__, *known))
         text = f"unknown parameter '{shown}'{hint}"
         raise InvalidRequest(text, param=shown, code="unknown_parameter")
 
 
-def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
+def _is_neutral(name: str, given: Mapping[str, Any], others: KnownParameters) -> bool:
     """True if the value of this unsupported parameter does not change the answer."""
     value = given[name]
     # True equals 1 in Python, so booleans need a comparison of the types too.
-    neutral = PARAMETERS.unsupported[name]
+    neutral = others.unsupported[name]
     same = [value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral]
     return value is None or any(same)
 
 
-def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
+def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> RequestError:
     """Translate the text of a msgspec.ValidationError about this body."""
     found = _ERROR.fullmatch(error)
     assert found is not None, "the pattern matches every text; this is a bug"
     text, param = found["text"], found["path"] or ""
-    if part := _TEXT_PART.match(param):
+    has_parts = issubclass(kind, (requests.ChatBody, requests.TokenizeBody))
+    if has_parts and (part := _TEXT_PART.match(param)):
         content = given["messages"][int(part[1])]["content"][int(part[2])]
         if isinstance(content, dict) and content.get("type") != "text":
             rule = "only parts of type text are supported"
@@ -166,7 +161,7 @@ def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
         return Unsupported(f"{param} is not supported", param=param)
     if found["key"]:
         return reject(param, "must have token ids as keys")
-    if param.endswith("[...]"):  # msgspec does not name the key of a wrong value
+    if param == "logit_bias[...]":  # msgspec does not name the key of a wrong value
         param = _bias_at_fault(given["logit_bias"])
     if text.startswith("Object missing required field"):
         name = text.split("`")[1]
@@ -177,9 +172,7 @@ def _refusal(error: str, given: Mapping[str, Any]) -> RequestError:
         hint = near_names(name, _OBJECTS[field].__struct_fields__)
         return reject(param, f"has an unknown field '{name}'{hint}")
     if text.startswith("Invalid enum value"):  # the text of msgspec repeats the value
-        field = "allowed_tools" if param == "tool_choice.type" else param.rpartition(".")[2]
-        values = _VALUES.get(field, ("function",))
-        return reject(param, f"must be one of {', '.join(values)}")
+        return reject(param, f"must be one of {', '.join(_values_at(kind, param))}")
     over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
     limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None
     message = f"{param}: {text[:1].lower()}{text[1:]}"
@@ -194,3 +187,23 @@ def _bias_at_fault(given: Mapping[str, Any]) -> str:
         except msgspec.ValidationError:
             return f"logit_bias.{name[:64]}"
     return "logit_bias"
+
+
+def _values_at(kind: type[RequestBody], path: str) -> list[str]:
+    """The values that a field with a fixed set of values may have."""
+    types = [kind]
+    for name in re.findall(r"[a-z_]+", path):
+        structs = [arm for one in types for arm in _arms(one) if hasattr(arm, "__struct_fields__")]
+        fields = [field for struct in structs for field in msgspec.structs.fields(struct)]
+        types = [field.type for field in fields if field.name == name]
+    arms = [arm for one in types for arm in _arms(one)]
+    return [value for arm in arms if get_origin(arm) is Literal for value in get_args(arm)]
+
+
+def _arms(kind: Any) -> list[Any]:
+    """The types in a union, and the types of the entries of lists."""
+    if get_origin(kind) in (Annotated, list):
+        return _arms(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [arm for one in get_args(kind) for arm in _arms(one)]
+    return [kind]

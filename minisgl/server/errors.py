@@ -1,4 +1,4 @@
-"""Maps each error class to an HTTP status, and writes all errors in one JSON form.
+"""Maps each error class to an HTTP status, and writes errors in the JSON form of each API.
 
 core/errors.py draws the whole tree. Only the HTTP front end raises the classes of this module.
 """
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl import core
+from minisgl.server.protocol.messages_api import MessagesError, MessagesErrorDetail
 from minisgl.server.protocol.responses import ErrorDetail, ErrorResponse
 
 
@@ -74,7 +75,8 @@ class _Kind(NamedTuple):
     code: str | None = None
 
 
-RETRY_AFTER = "1"  # seconds, in the header of each 503
+RETRY_AFTER = "1"  # seconds, in the header of each 503 and 529
+MESSAGES_PATH = "/v1/messages"  # errors on this path and below have the form of Anthropic's API
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
@@ -104,6 +106,17 @@ _TABLE: Mapping[type[BaseException], _Kind] = {
     BaseException: _Kind(500, _SERVER, "internal_error"),
 }
 
+# The type of an error on the paths of Messages, by its status there.
+_MESSAGES_TYPES: Mapping[int, str] = {
+    **dict.fromkeys((400, 405, 415, 431), _INVALID),
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
 
 def status_table() -> list[tuple[int, str, str]]:
     """Status, code and docstring of each error that a client may receive."""
@@ -119,15 +132,39 @@ class ErrorReply(NamedTuple):
     body: bytes
 
 
-def error_reply(error: BaseException) -> ErrorReply:
-    """The response to an error. Clients see the message of a RequestError only.
-
-    A 503 says when to retry. Other errors of the server ask OpenAI's clients not to retry.
-    """
-    kind = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
-    detail = ErrorDetail("internal error; see the server's log", kind.type, None, kind.code)
+def public_message(error: BaseException) -> str:
+    """The message for the client. Clients see the message of a RequestError only."""
     if isinstance(error, core.RequestError):
-        detail = ErrorDetail(error.message, kind.type, error.param, error.code or kind.code)
+        return error.message
+    return "internal error; see the server's log"
+
+
+def messages_status(status: int) -> int:
+    """The status on the paths of Messages: 529 takes the place of 503."""
+    return 529 if status == 503 else status
+
+
+def messages_error(error: BaseException) -> MessagesError:
+    """An error in the form of Anthropic's API."""
+    kind = _MESSAGES_TYPES.get(messages_status(_kind(error).status), "api_error")
+    return MessagesError(error=MessagesErrorDetail(kind, public_message(error)))
+
+
+def is_messages(path: str) -> bool:
+    """True for the paths of Anthropic's API."""
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def _kind(error: BaseException) -> _Kind:
+    return next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
+
+
+def error_reply(error: BaseException, path: str = "") -> ErrorReply:
+    """The response to an error of a request to this path.
+
+    A 503 says when to retry. Other errors of the server ask the clients not to retry.
+    """
+    kind = _kind(error)
     headers: dict[str, str] = {}
     if kind.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -135,4 +172,10 @@ def error_reply(error: BaseException) -> ErrorReply:
         headers["retry-after"] = RETRY_AFTER
     elif kind.status >= 500:
         headers["x-should-retry"] = "false"
+    if is_messages(path):
+        body = msgspec.json.encode(messages_error(error))
+        return ErrorReply(messages_status(kind.status), headers, body)
+    detail = ErrorDetail(public_message(error), kind.type, None, kind.code)
+    if isinstance(error, core.RequestError):
+        detail.param, detail.code = error.param, error.code or kind.code
     return ErrorReply(kind.status, headers, msgspec.json.encode(ErrorResponse(detail)))

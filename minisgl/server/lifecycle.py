@@ -31,6 +31,7 @@ class Lifecycle:
         self.missing = set(roles)
         self.facts: ModelFacts | None = None
         self._tool_format = ModelFacts.NO_TOOLS
+        self._template_variables: tuple[str, ...] = ()
         self.phase = Phase.LOADING
 
     def on_ready(self, message: Ready) -> ModelFacts | None:
@@ -38,9 +39,14 @@ class Lifecycle:
         self.missing.discard(message.role)
         self.facts = message.facts or self.facts
         self._tool_format = message.tool_format or self._tool_format
+        self._template_variables = message.template_variables or self._template_variables
         if self.phase is not Phase.LOADING or self.missing or self.facts is None:
             return None
-        self.facts = msgspec.structs.replace(self.facts, tool_format=self._tool_format)
+        self.facts = msgspec.structs.replace(
+            self.facts,
+            tool_format=self._tool_format,
+            template_variables=self._template_variables,
+        )
         self.phase = Phase.READY
         return self.facts
 

@@ -192,6 +192,10 @@ class Metrics(Collector):
         self._count("limits_exceeded_total", 1, name)
         self._renew()
 
+    def on_ignored(self, feature: str) -> None:
+        """Count a feature that a request asked for and the server leaves out."""
+        self._count("ignored_features_total", 1, feature)
+
     def on_refused(self, error: RequestError, phase: Phase, client: str = DEFAULT_CLIENT) -> None:
         """Count a call of a client that ended with this error response."""
         if error.limit is not None:

@@ -33,9 +33,9 @@ def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None 
     return Response(msgspec.json.encode(body), code, headers, "application/json")
 
 
-def error_response(error: BaseException, **headers: str) -> Response:
-    """The response to an error, with further headers."""
-    reply = error_reply(error)
+def error_response(error: BaseException, path: str, **headers: str) -> Response:
+    """The response to an error of a request to this path, with further headers."""
+    reply = error_reply(error, path)
     return Response(reply.body, reply.status, {**reply.headers, **headers}, "application/json")
 
 
@@ -96,7 +96,7 @@ class LimitMiddleware:
         error = self._refusal(scope)
         if error is not None:
             self._refused(error)
-            await error_response(error, connection="close")(scope, receive, send)
+            await error_response(error, scope["path"], connection="close")(scope, receive, send)
             return
         received = partial = 0
 

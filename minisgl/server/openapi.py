@@ -10,9 +10,9 @@ import msgspec
 
 from minisgl.server.auth import ADMIN_PATHS
 from minisgl.server.convert import RequestConverter
-from minisgl.server.errors import status_table
+from minisgl.server.errors import is_messages, messages_status, status_table
 from minisgl.server.middleware import OPEN_PATHS
-from minisgl.server.protocol import requests, responses
+from minisgl.server.protocol import messages_api, requests, responses, responses_api
 
 Schema = dict[str, Any]
 
@@ -33,6 +33,13 @@ _ROUTES = {
     ),
     "/v1/completions": _Bodies(requests.CompletionBody, *_COMPLETION),
     "/generate": _Bodies(requests.GenerateBody, *_COMPLETION),
+    "/v1/responses": _Bodies(
+        responses_api.ResponsesBody, responses_api.ModelResponse, responses_api.ResponsesEvent
+    ),
+    "/v1/messages": _Bodies(
+        messages_api.MessagesBody, messages_api.ModelMessage, messages_api.MessagesEvent
+    ),
+    "/v1/messages/count_tokens": _Bodies(messages_api.CountTokensBody, messages_api.TokenCount),
     "/tokenize": _Bodies(requests.TokenizeBody, responses.TokenizeResponse),
     "/detokenize": _Bodies(requests.DetokenizeBody, responses.DetokenizeResponse),
     "/abort": _Bodies(requests.AbortBody, responses.AbortResponse),
@@ -74,11 +81,10 @@ def openapi_document(base: Schema, converter: RequestConverter, has_keys: bool) 
 def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
     """The schema of each body by the name of its struct, with the bounds of this server."""
     structs = {struct for bodies in _ROUTES.values() for struct in bodies if struct is not None}
-    by_name = sorted(structs | {responses.ErrorResponse}, key=lambda struct: struct.__name__)
+    errors = {responses.ErrorResponse, messages_api.MessagesError}
+    by_name = sorted(structs | errors, key=lambda struct: struct.__name__)
     _, found = msgspec.json.schema_components(by_name, ref_template="#/components/schemas/{name}")
     parameters = requests.PARAMETERS
-    others: Schema = {name: {} for name in sorted(parameters.ignored)}
-    others |= {name: {"enum": [*v, None]} for name, v in parameters.unsupported.items()}
     for struct in by_name:
         if not issubclass(struct, requests.RequestBody):
             continue
@@ -90,8 +96,10 @@ def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
         for base in reversed(struct.__mro__):
             for name, text in parameters.descriptions.get(base.__name__, {}).items():
                 schema["properties"][name]["description"] = text
-        if issubclass(struct, requests.GenerationBody):
-            schema["properties"] |= others
+        if (others := requests.known_parameters(struct)) is not None:
+            schema["properties"] |= {name: {} for name in sorted(others.ignored)}
+            neutral = others.unsupported.items()
+            schema["properties"] |= {name: {"enum": [*v, None]} for name, v in neutral}
     found["TokenizeBody"]["oneOf"] = [
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
         for name in ("prompt", "messages")
@@ -114,17 +122,18 @@ def _operation(path: str) -> Schema:
     bodies = _ROUTES.get(path, _Bodies())
     content = _content(_ref(bodies.answer) if bodies.answer else {"type": "object"})
     if bodies.event is not None:
-        text = f"Events of {bodies.event.__name__} as JSON, then [DONE]."
+        done = ", then [DONE]" if issubclass(bodies.event, responses.ResponseHead) else ""
+        text = f"Events of {bodies.event.__name__} as JSON{done}."
         content |= _content({"description": text}, "text/event-stream")
     if path == "/metrics":
         content = _content({"type": "string"}, "text/plain", "application/openmetrics-text")
     found: Schema = {"responses": {"200": {"description": "The answer.", "content": content}}}
     if path not in OPEN_PATHS:
-        found["responses"] |= _errors()
+        found["responses"] |= _errors(path)
     elif path != "/metrics":
         text = "The server is not ready, or a process hangs or has failed."
         found["responses"] |= {"503": {"description": text, "content": content}}
-        found["responses"] |= {"405": _errors()["405"]}
+        found["responses"] |= {"405": _errors(path)["405"]}
     if bodies.request is not None:
         found["requestBody"] = {"required": True, "content": _content(_ref(bodies.request))}
     if "{model_id}" in path:
@@ -133,11 +142,13 @@ def _operation(path: str) -> Schema:
     return found
 
 
-def _errors() -> Schema:
-    """Each status of the error table, with all its meanings."""
+def _errors(path: str) -> Schema:
+    """Each status of the error table, with all its meanings on this path."""
     found: Schema = {}
     for status, _, meaning in status_table():
         content = _content(_ref(responses.ErrorResponse))
+        if is_messages(path):
+            content, status = _content(_ref(messages_api.MessagesError)), messages_status(status)
         entry = found.setdefault(str(status), {"description": "", "content": content})
         entry["description"] = f"{entry['description']} {meaning}".strip()
     return found

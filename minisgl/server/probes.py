@@ -88,7 +88,7 @@ class ProbePort:
     def _answer(self, path: str) -> Response:
         if path not in ("/livez", "/readyz", "/health"):
             text = "this port serves only /livez, /readyz and /health; use --port for other paths"
-            return error_response(RouteNotFound(text))
+            return error_response(RouteNotFound(text), path)
         silent_s = time.monotonic() - self._renewed_s
         if silent_s > _MAX_SILENCE_S:
             return _response(f"the API server has made no progress for {silent_s:.0f} s")

@@ -1,4 +1,4 @@
-"""Writes answers as JSON and as server-sent events.
+"""Writes answers in OpenAI's format, as JSON and as server-sent events.
 
 Whole answers are encoded from the structs of `protocol`. The parts that all events of a stream have
 in common are encoded once, because a busy server sends tens of thousands of events per second.
@@ -10,41 +10,24 @@ each token are therefore encoded by a call of their own.
 
 import asyncio
 import itertools
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 import minisgl
-from minisgl.core import Cancelled, FinishReason
+from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprob, ToolCallDelta
 from minisgl.server.convert import GenerateRequest
-from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import error_reply
 from minisgl.server.generation import Choice, ChoiceDelta, Generation
-from minisgl.server.handler import unless_disconnected
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
-from minisgl.utils import log_event
-
-logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment that clients skip; keeps the connection open
-_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # keeps nginx from collecting events before it forwards them
-)
 _LOWEST_LOGPROB = -9999.0
-_LARGE_TOKENS = 512  # tokens with log-probabilities that take up to 10 ms to encode
 _KINDS = {
     CHAT: ("chatcmpl-", "chat.completion"),
     COMPLETIONS: ("cmpl-", "text_completion"),
@@ -53,12 +36,14 @@ _KINDS = {
 
 
 class ResponseWriter:
-    """Writes the answer to one request, as a whole or as events.
+    """Writes the answer to one request in OpenAI's format, as a whole or as events.
 
     writer = ResponseWriter(request)
     body = writer.whole(generation)                     without stream, after the last token
     event = writer.text_chunk(choice.index, " word")    with stream
     """
+
+    keep_alive = b": keep-alive\n\n"  # a comment that clients skip
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -166,10 +151,16 @@ class ResponseWriter:
             return "length"
         return "tool_calls" if choice.has_calls and not self.request.named_tool else "stop"
 
-    def usage_chunk(self, generation: Generation) -> bytes:
-        """The last event of a stream with include_usage."""
+    def end_chunk(self, generation: Generation) -> bytes:
+        """The usage, with include_usage, and the mark of the end of a stream."""
+        if not self.request.include_usage:
+            return DONE
         usage = msgspec.json.encode(self._usage(generation))
-        return self._before + b'],"usage":' + usage + b"}\n\n"
+        return self._before + b'],"usage":' + usage + b"}\n\n" + DONE
+
+    def error_chunk(self, error: BaseException) -> bytes:
+        """The events that end a stream after a failure."""
+        return b"data: " + error_reply(error).body + b"\n\n" + DONE
 
     def _chunk(self, choice: msgspec.Struct, ids: bytes = b"") -> bytes:
         """One event of one choice. ids: the field prompt_token_ids of a chat, or b""."""
@@ -280,84 +271,3 @@ def _text_logprobs(entries: list[TokenLogprob], offset: int) -> responses.TextLo
         top_logprobs=tops,
         text_offset=[offset + entry.offset for entry in entries],
     )
-
-
-def _sse(payload: bytes) -> bytes:
-    """One event. JSON has no raw newlines, so one data line is enough."""
-    return b"data: " + payload + b"\n\n"
-
-
-async def events(generation: Generation, writer: ResponseWriter) -> AsyncIterator[bytes]:
-    """Yield the events of a stream. Each wake-up of the call yields all events that are ready."""
-    running = list(generation.choices)
-    begun: set[int] = set()
-    while running:
-        await generation.wait_for_change()
-        parts = []
-        for choice in [*running]:
-            text, delta = choice.take()
-            # More output may arrive while a thread encodes this output. The next round takes it.
-            finish, error, first = choice.finish, choice.error, None
-            if choice.prefill_done and choice.index not in begun:
-                begun.add(choice.index)
-                first = generation
-                text = generation.echo(choice) + text
-                parts.append(writer.first_chunk(choice, generation))
-            if delta is not None or (first and writer.request.text.token_ids):
-                delta = delta or ChoiceDelta()
-                if len(delta.prompt_logprobs) + len(delta.logprobs) < _LARGE_TOKENS:
-                    parts.append(writer.delta_chunk(choice, text, delta, first))
-                else:
-                    encode = asyncio.to_thread(writer.delta_chunk, choice, text, delta, first)
-                    parts.append(await encode)
-            elif text:
-                parts.append(writer.text_chunk(choice.index, text))
-            if error is not None:
-                yield b"".join(parts) + _sse(error_reply(error).body) + DONE
-                return
-            if finish is not None:
-                parts.append(writer.last_chunk(choice))
-                running.remove(choice)
-        if not running:
-            if writer.request.include_usage:
-                parts.append(writer.usage_chunk(generation))
-            parts.append(DONE)
-        piece = b"".join(parts)
-        if piece:
-            yield piece
-        elif generation.keep_alive:
-            yield KEEP_ALIVE
-        generation.keep_alive = False
-
-
-@dataclass(eq=False)
-class EventStream(Response):
-    """Sends the events of a generation, and closes the generation at the end of the stream.
-
-    It derives from Response so that FastAPI does not encode it.
-    """
-
-    client: EngineClient
-    writer: ResponseWriter
-    generation: Generation
-    background: None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_disconnected(receive, asyncio.ensure_future(self._send(send)))
-        except (Cancelled, asyncio.CancelledError):  # CancelledError at the end of a drain
-            log_event(logger, logging.DEBUG, "client gone", request_id=self.generation.request_id)
-        finally:
-            self.client.close(self.generation)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
-        try:
-            async for event in events(self.generation, self.writer):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        # The status line has been sent, so an event reports the error. uvicorn logs the traceback.
-        except Exception as error:
-            body = _sse(error_reply(error).body) + DONE
-            await send({"type": "http.response.body", "body": body, "more_body": False})
-            raise
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

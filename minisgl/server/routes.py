@@ -22,12 +22,17 @@ from starlette.types import Scope
 import minisgl
 from minisgl.core import Cancelled
 from minisgl.server import probes
+from minisgl.server.apis.messages_answer import MessagesWriter
+from minisgl.server.apis.responses_answer import ResponsesWriter
+from minisgl.server.convert import GenerateRequest
 from minisgl.server.generation import Generation
 from minisgl.server.handler import CallContext, CallDep, start, unless_disconnected
 from minisgl.server.middleware import DOCS_PATHS, json_response
 from minisgl.server.protocol import responses
-from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE
-from minisgl.server.response import EventStream, ResponseWriter
+from minisgl.server.protocol.messages_api import TokenCount
+from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
+from minisgl.server.response import ResponseWriter
+from minisgl.server.stream import EventStream, Writer
 
 T = TypeVar("T")
 
@@ -82,13 +87,43 @@ async def generate(call: CallDep) -> Response:
     return await _generate(GENERATE, call)
 
 
+@router.post("/v1/responses", tags=["generation"])
+async def create_response(call: CallDep) -> Response:
+    """Answer a list of items in the format of OpenAI's Responses API. Nothing is stored."""
+    return await _generate(RESPONSES, call)
+
+
+@router.post("/v1/messages", tags=["generation"])
+async def create_message(call: CallDep) -> Response:
+    """Answer a chat in the format of Anthropic's Messages API."""
+    return await _generate(MESSAGES, call)
+
+
+@router.post("/v1/messages/count_tokens", tags=["tokens"])
+async def count_tokens(call: CallDep) -> Response:
+    """The number of prompt tokens of a chat in the format of Anthropic's Messages API."""
+    raw, facts = await call.read()
+    name, prompt = call.converter.read_count_tokens(raw, facts)
+    found = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
+    return json_response(TokenCount(len(found.token_ids)))
+
+
+# The writer of each API other than OpenAI's chat and completions.
+_WRITERS: Mapping[str, Callable[[GenerateRequest], Writer]] = {
+    RESPONSES: ResponsesWriter,
+    MESSAGES: MessagesWriter,
+}
+
+
 async def _generate(route: str, call: CallContext) -> Response:
     """Start the request of the body, and respond with the whole answer or with a stream."""
     raw, facts = await call.read()
     request = call.converter.read(route, raw, facts)
     del raw  # Otherwise the body stays in memory until the response is complete.
-    writer = ResponseWriter(request)
+    writer = _WRITERS.get(route, ResponseWriter)(request)
     client = call.client
+    for feature in request.ignored:
+        client.metrics.on_ignored(feature)
     if call.service.config.cache_isolation == "key":
         # No name has a newline, so the salts of two names always differ.
         salt = f"{call.client_name}\n{request.cache_salt}"

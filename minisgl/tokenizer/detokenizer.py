@@ -264,6 +264,7 @@ class RequestText:
             error=finished.error if finished is not None else None,
             error_kind=finished.error_kind if finished is not None else "",
             stopped=stopped and finished is None,
+            stop_string=stream.stop_string,
             admitted_s=self._done.admitted_s,
         )
         self._text = self._reasoning = ""

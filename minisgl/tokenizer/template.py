@@ -5,6 +5,7 @@ controls, `tojson` without escaping, `raise_exception`, `strftime_now`, the `gen
 """
 
 import json
+import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -48,7 +49,10 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. max_chars: the limit for the length of a rendered chat."""
+    """One compiled template. max_chars: the limit for the length of a rendered chat.
+
+    variables: the names of the variables that the template reads.
+    """
 
     def __init__(self, source: str, special_tokens: dict[str, str], max_chars: float) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -62,6 +66,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         self.source = source
         self._template = environment.from_string(source)
+        self.variables = tuple(sorted(meta.find_undeclared_variables(environment.parse(source))))
         self._special_tokens = special_tokens
         self._max_chars = max_chars
 
@@ -70,6 +75,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a chat. Raises TemplateError for every failure of the template.
 
+        With the option continue_final_message, the prompt ends with the content of the last
+        message, so that the model continues it.
         timeout_s works in the main thread of a process only (it uses SIGALRM); None: no limit.
         """
         variables: dict[str, Any] = {
@@ -80,9 +87,15 @@ class ChatTemplate:
             **self._special_tokens,
             "messages": messages,
         }
+        mark = ""
+        if options.get("continue_final_message"):
+            # The template writes the end of the message after the mark.
+            mark = secrets.token_hex(16)
+            final = {**messages[-1], "content": messages[-1]["content"] + mark}
+            variables["messages"] = [*messages[:-1], final]
         try:
             with time_limit(timeout_s):
-                return self._collect(variables)
+                text = self._collect(variables)
         except _TimeLimitExceeded:
             message = f"the chat template ran longer than {timeout_s:g} s"
             raise TemplateError(message, "template_timeout_s") from None
@@ -90,6 +103,13 @@ class ChatTemplate:
             raise TemplateError(f"the chat template refused this chat: {error}"[:500]) from None
         except (AttributeError, RecursionError, MemoryError) as error:
             raise TemplateError(f"the chat template failed: {type(error).__name__}") from None
+        if not mark:
+            return text
+        text, found, _ = text.rpartition(mark)
+        if not found:
+            message = "the chat template leaves out the last message, so it cannot be continued"
+            raise TemplateError(message)
+        return text
 
     def _collect(self, variables: dict[str, Any]) -> str:
         parts: list[str] = []

@@ -24,6 +24,7 @@ class StopMatcher:
         self._include_stop = include_stop
         self._withheld = ""
         self.stopped = False
+        self.found = ""  # the stop string that ended the text
 
     def feed(self, text: str) -> str:
         """Add text. Returns the text that cannot belong to a stop string; "" once stopped."""
@@ -41,6 +42,7 @@ class StopMatcher:
             self.stopped = True
             self._withheld = ""
             end, minus_length = min(matches)
+            self.found = text[end + minus_length : end]
             return text[: end if self._include_stop else end + minus_length]
         certain = len(text) - max(partial_match(stop, text) for stop in self._stops)
         self._withheld = text[certain:]
@@ -84,6 +86,11 @@ class TextStream:
     def stopped(self) -> bool:
         """A stop string has ended the text."""
         return self._matcher.stopped
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that has ended the text, or ""."""
+        return self._matcher.found
 
     def offset(self, token_id: int | None) -> int:
         """The number of characters of the text before `token_id`, if it is the next token.

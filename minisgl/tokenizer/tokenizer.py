@@ -74,6 +74,11 @@ class TextTokenizer:
             escaped = escaped_tokens(tokenizer, self._template)
             self._escaper = SpecialTokenEscaper(tokenizer, self._template, escaped)
 
+    @property
+    def template_variables(self) -> tuple[str, ...]:
+        """The variables that the chat template reads."""
+        return () if self._template is None else self._template.variables
+
     def encode_text(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of plain text. If the text begins with BOS, no second BOS is added.
 

@@ -50,7 +50,11 @@ def run_tokenizer(
             return check_grammar(message)
         return tokenize(tokenizer, message, template_timeout_s)
 
-    ready = messages.Ready(role=name, tool_format=detect_tools(tokenizer))
+    ready = messages.Ready(
+        role=name,
+        tool_format=detect_tools(tokenizer),
+        template_variables=tokenizer.template_variables,
+    )
     _serve_queue(ready, socket_dir, messages.ToTokenizer, handle)
 
 

@@ -6,6 +6,7 @@
 import json
 import re
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,18 @@ from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import status_table
 from minisgl.server.openapi import component_schemas
+from minisgl.server.protocol.messages_api import MessagesBody
 from minisgl.server.protocol.requests import (
     BODIES,
     CHAT,
     COMPLETIONS,
     GENERATE,
     PARAMETERS,
+    KnownParameters,
+    RequestBody,
+    known_parameters,
 )
+from minisgl.server.protocol.responses_api import ResponsesBody
 
 __all__ = ["PAGE", "with_tables"]
 
@@ -53,7 +59,14 @@ FIXED_LIMITS = (
 
 def with_tables(page: str) -> str:
     """The page with new contents between each `<!-- table: NAME -->` and `<!-- end -->`."""
-    tables = {"parameters": parameters, "refused": refused, "limits": limits, "errors": errors}
+    tables = {
+        "parameters": parameters,
+        "refused": refused,
+        "responses": partial(api_parameters, ResponsesBody),
+        "messages": partial(api_parameters, MessagesBody),
+        "limits": limits,
+        "errors": errors,
+    }
 
     def replace(found: re.Match[str]) -> str:
         return f"<!-- table: {found[1]} -->\n{tables[found[1]]()}\n<!-- end -->"
@@ -74,6 +87,17 @@ def parameters() -> str:
         shown = "all" if len(routes) == len(ROUTES) else ", ".join(routes)
         lines.append(f"| `{name}` | {shown} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def api_parameters(struct: type[RequestBody]) -> str:
+    """The fields of the body of another API, and the parameters that are no fields."""
+    rows = ["| parameter | values | default | meaning |", "|---|---|---|---|"]
+    for name in struct.__struct_fields__:
+        schema = SCHEMAS[struct.__name__]["properties"][name]
+        rows.append(f"| `{name}` | {values(schema)} | {default(schema)} | {meaning(schema)} |")
+    others = known_parameters(struct)
+    assert others is not None, "each API has a list of the other parameters"
+    return "\n".join(rows) + _others(others)
 
 
 def default(schema: dict[str, Any]) -> str:
@@ -134,11 +158,22 @@ def refused() -> str:
     for name, neutral in sorted(PARAMETERS.unsupported.items()):
         values = ", ".join(f"`{value!r}`" for value in neutral) or "absent or null"
         rows.append(f"| `{name}` | {values} |")
-    ignored = ", ".join(f"`{name}`" for name in sorted(PARAMETERS.ignored))
-    return (
-        "\n".join(rows)
-        + f"\n\nAccepted and ignored, because they do not change the answer: {ignored}."
-    )
+    return "\n".join(rows) + _ignored(PARAMETERS)
+
+
+def _ignored(parameters: KnownParameters) -> str:
+    ignored = ", ".join(f"`{name}`" for name in sorted(parameters.ignored))
+    return f"\n\nAccepted and ignored, because they do not change the answer: {ignored}."
+
+
+def _others(parameters: KnownParameters) -> str:
+    """The parameters that are no fields, in two sentences."""
+    neutral = {
+        name: " or ".join(f"`{json.dumps(value)}`" for value in values)
+        for name, values in sorted(parameters.unsupported.items())
+    }
+    refused = ", ".join(f"`{n}`{f' (except {v})' if v else ''}" for n, v in neutral.items())
+    return f"{_ignored(parameters)}\n\nRefused: {refused}."
 
 
 def limits() -> str:

@@ -7,12 +7,17 @@ It speaks the same messages as the real one. Modes:
     hang     become ready, and never run a step
     refuse   end each request with an error
     broken   fail while loading, as a ConfigError does
+
+The mode may also be the path of a JSON file with rules, each a pair of texts. The answer to a
+request is the second text of the first rule whose first text occurs in the prompt.
 """
 
+import json
 import os
 import sys
 import time
 from array import array
+from pathlib import Path
 
 import msgspec
 
@@ -30,6 +35,7 @@ from minisgl.message.messages import (
 )
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.server.config import ChildSpec
+from minisgl.tokenizer import TextTokenizer
 from minisgl.utils.supervise import CONFIG_EXIT, bind_to_parent, read_payload
 
 STEP_S = 0.005
@@ -44,17 +50,44 @@ FACTS = ModelFacts(
 )
 
 
+# A scripted answer is for clients whose prompts are long.
+SCRIPT_FACTS = msgspec.structs.replace(FACTS, max_seq_len=1_000_000, kv_capacity_tokens=1_000_000)
+
+
 class _Req:
+    """prompt_tokens: length of the prompt. ids: the tokens to answer, over and over."""
+
     def __init__(self, add: AddReq) -> None:
         self.ids = array("i", add.token_ids)
+        self.prompt_tokens = len(self.ids)
         self.sent = 0
         self.prefill_done = False
         self.max_tokens = add.sampling.max_tokens or FACTS.max_seq_len - len(self.ids)
+        self.reason = FinishReason.LENGTH
+
+
+class _Script:
+    """The answers of a JSON file."""
+
+    def __init__(self, path: Path, model_path: str) -> None:
+        self._rules = json.loads(path.read_text())
+        self._tokenizer = TextTokenizer(model_path)
+
+    def prepare(self, req: _Req, add: AddReq) -> None:
+        """Replace the answer of a request."""
+        prompt = self._tokenizer.vocabulary.decode(req.ids.tolist(), skip_special=False)
+        answer = next(answer for text, answer in self._rules if text in prompt)
+        ids = [*self._tokenizer.encode_text(answer), *FACTS.eos_token_ids]
+        if add.sampling.max_tokens is None or len(ids) <= add.sampling.max_tokens:
+            req.max_tokens, req.reason = len(ids), FinishReason.STOP
+        req.ids = array("i", ids)
 
 
 class StubScheduler:
-    def __init__(self, mode: str, socket_dir: str) -> None:
+    def __init__(self, mode: str, socket_dir: str, model_path: str) -> None:
         self._mode = mode
+        is_script = mode.endswith(".json")
+        self._script = _Script(Path(mode), model_path) if is_script else None
         self._inbox: Receiver[ToScheduler] = Receiver(
             endpoint(socket_dir, "scheduler"), ToScheduler
         )
@@ -65,7 +98,8 @@ class StubScheduler:
 
     def run(self) -> None:
         if self._mode != "loading":
-            self._api.send(Ready(role="scheduler", facts=FACTS))
+            facts = FACTS if self._script is None else SCRIPT_FACTS
+            self._api.send(Ready(role="scheduler", facts=facts))
         while True:
             self._inbox.poll(STEP_S if self._reqs else 0.2)
             output = StepOutput(step_id=self._step_id + 1)
@@ -75,6 +109,8 @@ class StubScheduler:
                 if isinstance(message, AddReq):
                     for uid in range(message.uid, message.uid + message.count):
                         self._reqs[uid] = _Req(message)
+                        if self._script is not None:
+                            self._script.prepare(self._reqs[uid], message)
                 elif isinstance(message, AbortReq) and message.uid in self._reqs:
                     self._finish(output, message.uid, message.reason)
             if self._mode != "hang" and (self._reqs or output.finished):
@@ -94,7 +130,7 @@ class StubScheduler:
             output.token_ids.append(req.ids[req.sent % len(req.ids)])
             req.sent += 1
             if req.sent >= req.max_tokens:
-                self._finish(output, uid, FinishReason.LENGTH)
+                self._finish(output, uid, req.reason)
         self._out.send(output)
 
     def _open(self, output: StepOutput, uid: int) -> None:
@@ -102,7 +138,7 @@ class StubScheduler:
         req = self._reqs[uid]
         if not req.prefill_done:
             req.prefill_done = True
-            done = PrefillDone(uid=uid, prompt_tokens=len(req.ids), cached_tokens=0)
+            done = PrefillDone(uid=uid, prompt_tokens=req.prompt_tokens, cached_tokens=0)
             output.prefill_done.append(done)
 
     def _finish(
@@ -129,7 +165,7 @@ def main() -> None:
     if mode == "broken":
         os.write(spec.reason_fd, b"scheduler\tthe model is upside down\n")
         os._exit(CONFIG_EXIT)
-    StubScheduler(mode, spec.socket_dir).run()
+    StubScheduler(mode, spec.socket_dir, spec.config.engine.model_path).run()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import pytest
 
 from tests.process.harness import ServerProcess, run_server
@@ -70,3 +71,40 @@ def test_reasoning_content(
     assert usage.completion_tokens == tokens
     assert usage.completion_tokens_details is not None
     assert usage.completion_tokens_details.reasoning_tokens == len((reasoning or "").split())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_items_of_responses(server: ServerProcess, stream: bool) -> None:
+    client = server.client()
+    given: Any = {"model": "tiny", "input": "hi"}
+    if stream:
+        with client.responses.stream(**given) as events:
+            response: Any = events.get_final_response()
+    else:
+        response = client.responses.create(**given)
+    reasoning, message = response.output
+    assert reasoning.content[0].text == REASONING
+    assert message.content[0].text == response.output_text == ANSWER
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_blocks_of_messages(server: ServerProcess, stream: bool) -> None:
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    given: Any = {
+        "model": "tiny",
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
+
+    def ask(**more: Any) -> list[tuple[str, str]]:
+        if stream:
+            with client.messages.stream(**given, **more) as events:
+                blocks: Any = events.get_final_message().content
+        else:
+            blocks = client.messages.create(**given, **more).content
+        return [(b.type, b.thinking if b.type == "thinking" else b.text) for b in blocks]
+
+    thinking = {"type": "adaptive"}
+    assert ask(thinking=thinking) == [("thinking", REASONING), ("text", ANSWER)]
+    assert ask(thinking={"type": "disabled"}) == [("text", ANSWER)]

@@ -124,9 +124,12 @@ def _traffic() -> list[Panel]:
             {
                 "calls": "sum(rate(minisgl_tool_calls_total{m}[r]))",
                 "incomplete": "sum(rate(minisgl_tool_call_failures_total{m}[r]))",
+                "ignored {{feature}}": "sum by (feature) "
+                "(rate(minisgl_ignored_features_total{m}[r]))",
             },
             "ops",
-            "Tool calls in answers per second, and texts that began as a call but did not end.",
+            "Tool calls in answers per second, texts that began as a call but did not end, and "
+            "features of Responses and Messages that the server ignored.",
         ),
         graph(
             "Tokens per second",

@@ -14,17 +14,26 @@ from minisgl.core.sampling import RANGES
 CHAT = "chat"
 COMPLETIONS = "completions"
 GENERATE = "generate"
+RESPONSES = "responses"
+MESSAGES = "messages"
+COUNT_TOKENS = "count_tokens"
 
 _INT32 = 2**31 - 1
 
 
-class _Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """parameters.toml, which explains the fields."""
+class KnownParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters that the server knows and that are not fields of a body; see parameters.toml."""
 
     ignored: frozenset[str]
     unsupported: dict[str, tuple[Any, ...]]
     refusals: dict[str, str]
+
+
+class _Parameters(KnownParameters, frozen=True, forbid_unknown_fields=True):
+    """parameters.toml, which explains the fields. apis: by the name of the struct of the body."""
+
     descriptions: dict[str, dict[str, str]]
+    apis: dict[str, KnownParameters]
 
 
 PARAMETERS = msgspec.toml.decode(
@@ -32,7 +41,7 @@ PARAMETERS = msgspec.toml.decode(
 )
 
 
-def _range(name: str) -> Meta:
+def bounds(name: str) -> Meta:
     """The range of this parameter in core.sampling."""
     low, high = RANGES[name]
     return Meta(gt=low, le=high) if name == "top_p" else Meta(ge=low, le=high)  # top_p > 0
@@ -53,6 +62,7 @@ Schema = dict[str, Any] | bool | str  # a JSON schema, or its JSON text
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
+ToolFunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -107,7 +117,7 @@ class Message(RequestBody, kw_only=True, omit_defaults=True):
 class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A function that the model may call. `parameters` is a JSON schema of an object."""
 
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
+    name: ToolFunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -206,19 +216,19 @@ class GenerationBody(RequestBody, kw_only=True):
     """
 
     model: str
-    temperature: Annotated[float, _range("temperature")] | None = None
-    top_p: Annotated[float, _range("top_p")] | None = None
-    top_k: Annotated[int, _range("top_k")] | None = None
-    min_p: Annotated[float, _range("min_p")] | None = None
-    repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
-    frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
-    presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
+    temperature: Annotated[float, bounds("temperature")] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
+    top_k: Annotated[int, bounds("top_k")] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
+    repetition_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
     logit_bias: LogitBias | None = None
-    seed: Annotated[int, _range("seed")] | None = None
+    seed: Annotated[int, bounds("seed")] | None = None
     n: Annotated[int, Meta(ge=1)] = 1
     stop: StopString | StopStrings = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] = []
-    min_tokens: Annotated[int, _range("min_tokens")] = 0
+    min_tokens: Annotated[int, bounds("min_tokens")] = 0
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -239,12 +249,15 @@ class GenerationBody(RequestBody, kw_only=True):
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
     messages: Annotated[list[Message], Meta(min_length=1)]
     chat_template_kwargs: TemplateOptions = msgspec.field(default_factory=TemplateOptions)
-    max_tokens: Annotated[int, _range("max_tokens")] | None = None
-    max_completion_tokens: Annotated[int, _range("max_tokens")] | None = None
+    max_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, bounds("max_tokens")] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, _range("logprobs")] = 0
+    top_logprobs: Annotated[int, bounds("logprobs")] = 0
     separate_reasoning: bool = True
     tools: Annotated[list[Tool], Meta(max_length=128)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -255,7 +268,7 @@ class TextBody(GenerationBody, kw_only=True):
     """Parameters of the routes that take a prompt instead of a chat."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
-    logprobs: Annotated[int, _range("logprobs")] | None = None
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
     echo: bool = False
 
 
@@ -301,3 +314,11 @@ BODIES: dict[str, type[AnyBody]] = {
     COMPLETIONS: CompletionBody,
     GENERATE: GenerateBody,
 }
+
+
+def known_parameters(kind: type[RequestBody]) -> KnownParameters | None:
+    """The parameters beside the fields of this body; None if all others are errors."""
+    if issubclass(kind, GenerationBody):
+        return PARAMETERS
+    apis = PARAMETERS.apis
+    return next((apis[base.__name__] for base in kind.__mro__ if base.__name__ in apis), None)

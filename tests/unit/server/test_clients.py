@@ -20,7 +20,8 @@ from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import Metrics
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import COMPLETIONS
-from minisgl.server.response import ResponseWriter, events
+from minisgl.server.response import ResponseWriter
+from minisgl.server.stream import events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 from tests.unit.server.test_engine_client import request, run, settle
 

@@ -23,7 +23,8 @@ from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Generation
 from minisgl.server.handler import start
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS
-from minisgl.server.response import KEEP_ALIVE, ResponseWriter, events
+from minisgl.server.response import ResponseWriter
+from minisgl.server.stream import events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
@@ -240,7 +241,7 @@ def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
         generation = world.client.open(1)
         stream = events(generation, ResponseWriter(call))
         world.client.send_keep_alives()
-        assert await anext(stream) == KEEP_ALIVE
+        assert await anext(stream) == ResponseWriter.keep_alive
         world.client.send_keep_alives()
         world.update(generation.choices[0].uid, "he")
         assert b'"text":"he"' in await anext(stream)

@@ -12,7 +12,8 @@ from minisgl.message.messages import TokenLogprob
 from minisgl.server.convert import RequestConverter
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS
-from minisgl.server.response import ResponseWriter, events
+from minisgl.server.response import ResponseWriter
+from minisgl.server.stream import events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 RICH = {"return_token_ids": True, "stream_options": {"include_usage": True}, "stream": True}

@@ -12,7 +12,8 @@ from minisgl.message.messages import Ready, TokenizeChat, ToolCallDelta
 from minisgl.server.convert import RequestConverter
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.protocol.requests import CHAT
-from minisgl.server.response import ResponseWriter, events
+from minisgl.server.response import ResponseWriter
+from minisgl.server.stream import events
 from minisgl.tool_calls import ToolGrammar
 from tests.unit.server.fakes import CONFIG, FACTS, World
 

@@ -156,3 +156,24 @@ def test_rendering_and_ids_equal_transformers(folder: Path, template: str) -> No
     assert ours.render_chat(chat) == expected
     theirs_ids = theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     assert ours.encode_chat(chat) == theirs_ids
+
+
+CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</end>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("escapes", [False, True])
+@pytest.mark.parametrize("begun", ["Well,", "Well, ", "hello", "</end>\n<user>", "<bos", "é"])
+def test_the_final_message_is_continued(folder: Path, escapes: bool, begun: str) -> None:
+    write_config(folder, CONTINUED + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    tokenizer = TextTokenizer(folder, escape_special_tokens=escapes)
+    chat = [*CHAT, {"role": "assistant", "content": begun}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    ids = tokenizer.encode_chat(chat, options)
+    assert tokenizer.vocabulary.decode(ids, False) == f"<user>hello</end>\n<assistant>{begun}"
+
+
+def test_a_template_that_leaves_out_the_final_message_cannot_continue_it(folder: Path) -> None:
+    write_config(folder, "{{ messages[0].content }}")
+    chat = [*CHAT, {"role": "assistant", "content": "Well,"}]
+    with pytest.raises(TemplateError, match="leaves out the last message"):
+        TextTokenizer(folder).render_chat(chat, {"continue_final_message": True})

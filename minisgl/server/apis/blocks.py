@@ -1,0 +1,156 @@
+"""`BlockWriter`: writes one answer as a sequence of blocks.
+
+Both APIs give an answer as a list of blocks of reasoning, text and tool calls. A stream announces
+each block, sends its text in pieces, and closes it before the next block begins.
+"""
+
+import uuid
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from minisgl.core import FinishReason
+from minisgl.message.messages import ToolCallDelta
+from minisgl.server.convert import GenerateRequest
+from minisgl.server.generation import Choice, ChoiceDelta, Generation
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One block of an answer.
+
+    index        its position in the answer.
+    call_id, name
+                 of a tool call; otherwise "".
+    pieces       its text, or the JSON text of the arguments of a call.
+    is_complete  a later block has begun, or the answer has ended by itself.
+    """
+
+    kind: Kind
+    index: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    is_complete: bool = False
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class BlockWriter(ABC):
+    """Writes the answer to a request with one choice.
+
+    blocks: the blocks that have begun. All but the last are complete.
+    """
+
+    keep_alive: bytes
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.blocks: list[Block] = []
+
+    async def whole(self, generation: Generation) -> bytes:
+        """The JSON body of an answer without stream. The generation has finished."""
+        (choice,) = generation.choices
+        text, delta = choice.take()
+        self.delta_chunk(choice, text, delta or ChoiceDelta(), None)
+        self._close(choice.finish is FinishReason.STOP)
+        return msgspec.json.encode(self.answer(choice))
+
+    def text_chunk(self, index: int, text: str) -> bytes:
+        """The events for new text and nothing else."""
+        return self._add("text", text)
+
+    def delta_chunk(
+        self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
+    ) -> bytes:
+        """The events for new reasoning, text and tool calls.
+
+        One delta may hold the output of several steps. The rest of a call that has begun comes
+        first, because the next block closes the call. Text comes before new calls.
+        """
+        calls = list(delta.calls)
+        parts = []
+        while calls and not calls[0].name:
+            parts.append(self._add("call", calls.pop(0).arguments))
+        if delta.reasoning:
+            parts.append(self._add("reasoning", delta.reasoning))
+        if text:
+            parts.append(self._add("text", text))
+        for call in calls:
+            parts.append(self._begin("call", call) if call.name else b"")
+            parts.append(self._add("call", call.arguments) if call.arguments else b"")
+        return b"".join(parts)
+
+    def last_chunk(self, choice: Choice) -> bytes:
+        """The events at the end of the answer."""
+        return self._close(choice.finish is FinishReason.STOP) + self.ended(choice)
+
+    def end_chunk(self, generation: Generation) -> bytes:
+        """Nothing: the usage is in the last event of the answer, and no [DONE] follows."""
+        return b""
+
+    def _add(self, kind: Kind, text: str) -> bytes:
+        """Add text to the last block, or to a new block if the last is of another kind."""
+        begun = b""
+        if not self.blocks or self.blocks[-1].kind != kind:
+            assert kind != "call", "the name of a call comes before its arguments: this is a bug"
+            begun = self._begin(kind)
+        block = self.blocks[-1]
+        block.pieces.append(text)
+        return begun + self.added(block, text)
+
+    def _begin(self, kind: Kind, call: ToolCallDelta | None = None) -> bytes:
+        closed = self._close(True)
+        block = Block(kind, len(self.blocks))
+        if call is not None:
+            block.call_id, block.name = call.id, call.name
+        self.blocks.append(block)
+        return closed + self.begun(block)
+
+    def _close(self, is_complete: bool) -> bytes:
+        """End the last block. is_complete: False if the answer was cut within this block."""
+        if not self.blocks:
+            return b""
+        block = self.blocks[-1]
+        block.is_complete = is_complete
+        return self.closed(block)
+
+    @abstractmethod
+    def answer(self, choice: Choice) -> msgspec.Struct:
+        """The body of the whole answer."""
+
+    @abstractmethod
+    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
+        """The events before the first block."""
+
+    @abstractmethod
+    def begun(self, block: Block) -> bytes:
+        """The events that announce a block."""
+
+    @abstractmethod
+    def added(self, block: Block, text: str) -> bytes:
+        """The event with new text of the last block. It is the most frequent event."""
+
+    @abstractmethod
+    def closed(self, block: Block) -> bytes:
+        """The events that end a block."""
+
+    @abstractmethod
+    def ended(self, choice: Choice) -> bytes:
+        """The events at the end of an answer."""
+
+    @abstractmethod
+    def error_chunk(self, error: BaseException) -> bytes:
+        """The events that end a stream after a failure."""
+
+
+def sse(kind: str, event: msgspec.Struct) -> bytes:
+    """One server-sent event with its name."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(event))

@@ -1,0 +1,67 @@
+"""Brings the messages of a chat to the form that chat templates expect."""
+
+import msgspec
+from msgspec import UNSET
+
+from minisgl.server.decode import reject
+from minisgl.server.protocol import requests
+
+
+def ending(body: requests.ChatBody) -> dict[str, bool]:
+    """The options of the template for the end of the prompt, where they are not the usual ones."""
+    if not body.continue_final_message:
+        return {} if body.add_generation_prompt is not False else {"add_generation_prompt": False}
+    last = body.messages[-1]
+    if last.role != "assistant" or not last.content or last.tool_calls:
+        rule = "needs a last message of the role assistant with content and without tool calls"
+        raise reject("continue_final_message", rule)
+    if body.add_generation_prompt:
+        raise reject("add_generation_prompt", "must be false with continue_final_message")
+    return {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def prepare_message(message: requests.Message, index: int) -> int:
+    """Bring one message to the form that chat templates expect. Returns its number of characters.
+
+    `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
+    arguments of tool calls are parsed, because templates write them as JSON themselves. The empty
+    fields, which carry no information, are left out.
+    """
+    if message.role == "developer":
+        message.role = "system"
+    chars = 0
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise reject(f"messages[{index}].tool_calls", "is allowed only with role assistant")
+        if message.content is UNSET:
+            message.content = None
+        chars += _parse_arguments(message, index)
+    elif message.content is UNSET or message.content is None:
+        raise reject(f"messages[{index}].content", "is required")
+    else:
+        message.tool_calls = None
+    if isinstance(message.content, list):
+        message.content = "\n".join([part.text for part in message.content])
+    # A loop over the names would be slower, and a chat may have thousands of messages.
+    message.refusal = message.annotations = message.audio = None
+    message.function_call = message.reasoning = None
+    chars += len(message.content or "") + len(message.name or "")
+    return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
+
+
+def _parse_arguments(message: requests.Message, index: int) -> int:
+    """Parse the arguments of the tool calls, and return the calls' number of characters."""
+    chars = 0
+    for number, call in enumerate(message.tool_calls or ()):
+        name, arguments = call.function.name, call.function.arguments
+        if isinstance(call.function, requests.ParsedFunctionCall):
+            chars += len(call.id) + len(name) + len(msgspec.json.encode(arguments))
+            continue
+        try:
+            parsed = msgspec.json.decode(arguments or "{}")
+        except (msgspec.MsgspecError, RecursionError):
+            param = f"messages[{index}].tool_calls[{number}].function.arguments"
+            raise reject(param, "must be JSON in a string") from None
+        call.function = requests.ParsedFunctionCall(name=name, arguments=parsed)
+        chars += len(call.id) + len(name) + len(arguments)
+    return chars

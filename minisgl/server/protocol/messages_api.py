@@ -1,0 +1,192 @@
+"""Bodies of Anthropic's Messages API: requests, the whole answer, events of a stream, errors."""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from minisgl.server.protocol.requests import RequestBody, StopString, ToolFunctionName, bounds
+
+BlockType = Annotated[
+    str,
+    Meta(
+        extra_json_schema={
+            "enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+        }
+    ),
+]
+ToolName = Annotated[str, Meta(max_length=256)]
+
+
+class MessagesBlock(msgspec.Struct, kw_only=True):
+    """One block of a message or of a tool's result. Further fields are ignored."""
+
+    type: BlockType
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: ToolName = ""
+    input: dict[str, Any] = {}
+    tool_use_id: str = ""
+    content: "str | list[MessagesBlock] | None" = None
+
+
+class MessagesMessage(msgspec.Struct, kw_only=True):
+    """One message of `messages`."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[MessagesBlock]
+
+
+class MessagesTool(msgspec.Struct, kw_only=True):
+    """A tool. Tools of other types than custom are ignored, and so are further fields."""
+
+    name: ToolFunctionName
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class MessagesToolChoice(msgspec.Struct, kw_only=True):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName = ""
+    disable_parallel_tool_use: bool = False
+
+
+class MessagesThinking(msgspec.Struct, kw_only=True):
+    """Whether the chat template asks the model to think. Further fields are ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class SchemaFormat(msgspec.Struct, kw_only=True):
+    """The JSON schema that the text of the answer follows."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """The form of the answer. `effort` goes to the chat template."""
+
+    format: SchemaFormat | None = None
+    effort: Annotated[str, Meta(max_length=32)] | None = None
+
+
+class CountTokensBody(RequestBody, kw_only=True):
+    """POST /v1/messages/count_tokens: the parameters that change the prompt."""
+
+    model: str
+    messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
+    system: str | list[MessagesBlock] | None = None
+    tools: Annotated[list[MessagesTool], Meta(max_length=1024)] = []
+    tool_choice: MessagesToolChoice | None = None
+    thinking: MessagesThinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountTokensBody, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, bounds("max_tokens")]
+    temperature: Annotated[float, bounds("temperature")] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
+    top_k: Annotated[int, bounds("top_k")] | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=16)] = []
+    stream: bool = False
+
+
+class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
+    """Text of the answer."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    """Text between <think> and </think>. The server does not sign it."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
+    """A tool call."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
+StopName: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessagesUsage(msgspec.Struct, kw_only=True):
+    """Token counts. input_tokens is the number of prompt tokens that were not in the cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class ModelMessage(msgspec.Struct, kw_only=True):
+    """The whole answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: StopName | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+
+
+class TokenCount(msgspec.Struct):
+    """The number of tokens of a prompt."""
+
+    input_tokens: int
+
+
+class MessagesDelta(msgspec.Struct, kw_only=True):
+    """New text of a block, with its type: text_delta, thinking_delta or input_json_delta.
+
+    The delta of message_delta has no type. It holds the reason of the end of the answer.
+    """
+
+    type: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: StopName | UnsetType = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class MessagesEvent(msgspec.Struct, kw_only=True):
+    """One event of a stream. Its type says which of the optional fields it has."""
+
+    type: str
+    message: ModelMessage | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: AnswerBlock | UnsetType = UNSET
+    delta: MessagesDelta | UnsetType = UNSET
+    usage: MessagesUsage | UnsetType = UNSET
+
+
+class MessagesErrorDetail(msgspec.Struct):
+    """An error. The message names the field at fault."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, kw_only=True):
+    """The body of every answer with a status of 400 or more, and the last event of a failure."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail

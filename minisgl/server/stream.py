@@ -1,0 +1,135 @@
+"""Sends the answer to one request as a stream of server-sent events."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minisgl.core import Cancelled
+from minisgl.server.convert import GenerateRequest
+from minisgl.server.engine_client import EngineClient
+from minisgl.server.generation import Choice, ChoiceDelta, Generation
+from minisgl.server.handler import unless_disconnected
+from minisgl.utils import log_event
+
+logger = logging.getLogger(__name__)
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # keeps nginx from collecting events before it forwards them
+)
+_LARGE_TOKENS = 512  # tokens with log-probabilities that take up to 10 ms to encode
+
+
+class Writer(Protocol):
+    """Writes the answer to one request in the form of an API.
+
+    keep_alive: bytes without meaning that keep the connection of a stream open.
+    """
+
+    request: GenerateRequest
+
+    @property
+    def keep_alive(self) -> bytes: ...
+
+    async def whole(self, generation: Generation) -> bytes:
+        """The JSON body of an answer without stream. The generation has finished."""
+
+    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
+        """The events of a choice before its output."""
+
+    def text_chunk(self, index: int, text: str) -> bytes:
+        """The events with new text of one choice and nothing else."""
+
+    def delta_chunk(
+        self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
+    ) -> bytes:
+        """The events with new output of any kind. generation: given for the first of a choice."""
+
+    def last_chunk(self, choice: Choice) -> bytes:
+        """The events at the end of one choice."""
+
+    def end_chunk(self, generation: Generation) -> bytes:
+        """The events at the end of the stream."""
+
+    def error_chunk(self, error: BaseException) -> bytes:
+        """The events that end the stream after a failure."""
+
+
+async def events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]:
+    """Yield the events of a stream. Each wake-up of the call yields all events that are ready."""
+    running = list(generation.choices)
+    begun: set[int] = set()
+    while running:
+        await generation.wait_for_change()
+        parts = []
+        for choice in [*running]:
+            text, delta = choice.take()
+            # More output may arrive while a thread encodes this output. The next round takes it.
+            finish, error, first = choice.finish, choice.error, None
+            if choice.prefill_done and choice.index not in begun:
+                begun.add(choice.index)
+                first = generation
+                text = generation.echo(choice) + text
+                parts.append(writer.first_chunk(choice, generation))
+            if delta is not None or (first and writer.request.text.token_ids):
+                delta = delta or ChoiceDelta()
+                if len(delta.prompt_logprobs) + len(delta.logprobs) < _LARGE_TOKENS:
+                    parts.append(writer.delta_chunk(choice, text, delta, first))
+                else:
+                    encode = asyncio.to_thread(writer.delta_chunk, choice, text, delta, first)
+                    parts.append(await encode)
+            elif text:
+                parts.append(writer.text_chunk(choice.index, text))
+            if error is not None:
+                yield b"".join(parts) + writer.error_chunk(error)
+                return
+            if finish is not None:
+                parts.append(writer.last_chunk(choice))
+                running.remove(choice)
+        if not running:
+            parts.append(writer.end_chunk(generation))
+        piece = b"".join(parts)
+        if piece:
+            yield piece
+        elif generation.keep_alive:
+            yield writer.keep_alive
+        generation.keep_alive = False
+
+
+@dataclass(eq=False)
+class EventStream(Response):
+    """Sends the events of a generation, and closes the generation at the end of the stream.
+
+    It derives from Response so that FastAPI does not encode it.
+    """
+
+    client: EngineClient
+    writer: Writer
+    generation: Generation
+    background: None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, asyncio.ensure_future(self._send(send)))
+        except (Cancelled, asyncio.CancelledError):  # CancelledError at the end of a drain
+            log_event(logger, logging.DEBUG, "client gone", request_id=self.generation.request_id)
+        finally:
+            self.client.close(self.generation)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
+        try:
+            async for event in events(self.generation, self.writer):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        # The status line has been sent, so an event reports the error. uvicorn logs the traceback.
+        except Exception as error:
+            body = self.writer.error_chunk(error)
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+            raise
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

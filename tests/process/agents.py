@@ -1,0 +1,32 @@
+"""A server for clients of Responses and Messages: a scripted engine that calls a tool."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from minisgl.demo import model_path
+from tests.process.harness import ServerProcess, run_server
+
+__all__ = ["ANSWER", "CALL", "run_scripted"]
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+ANSWER = "The sum is 5."
+_TEMPLATE = Path(__file__).parents[1] / "unit" / "tool_calls" / "templates" / "hermes.jinja"
+
+
+@contextlib.contextmanager
+def run_scripted(
+    folder: Path, rules: list[tuple[str, str]], *flags: str
+) -> Iterator[ServerProcess]:
+    """A server whose engine answers by `rules`, with a template that renders tools.
+
+    rules: pairs of a text in the prompt and the answer; the first that matches counts.
+    """
+    shutil.copytree(model_path(), folder / "model")
+    shutil.copy(_TEMPLATE, folder / "model" / "chat_template.jinja")
+    script = folder / "script.json"
+    script.write_text(json.dumps(rules))
+    with run_server("--model", str(folder / "model"), *flags, stub=str(script)) as server:
+        yield server.wait_ready()

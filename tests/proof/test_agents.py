@@ -1,0 +1,129 @@
+"""Agents finish a tool round against a scripted engine: Codex CLI, Claude Code and frameworks.
+
+The newest versions of the two command lines come from npm. The answer to the request of the user
+calls the shell tool of the agent. The agent must run the command, and must print the answer to the
+result of the tool.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.agents import ANSWER, CALL, run_scripted
+from tests.process.harness import ServerProcess
+from tests.proof.venvs import make_venv
+
+pytestmark = pytest.mark.proof
+
+MODEL = "served"
+KEY = "secret"
+LIMIT_S = 600
+TASK = "Write the word sesame to the file made.txt."
+COMMAND = "echo sesame > made.txt"
+CODEX_CONFIG = """
+model = "{model}"
+model_provider = "minisgl"
+
+[model_providers.minisgl]
+name = "minisgl"
+base_url = "{url}/v1"
+env_key = "MINISGL_API_KEY"
+wire_api = "responses"
+"""
+
+
+def rules(tool: str, arguments: dict[str, Any]) -> list[tuple[str, str]]:
+    call = json.dumps({"name": tool, "arguments": arguments})
+    text = f"I write it.\n<tool_call>\n{call}\n</tool_call>"
+    return [("<|im_start|>tool", ANSWER), (TASK, text), ("", "A task.")]
+
+
+def install(folder: Path, package: str, command: str) -> Path:
+    """The command of a package of npm. Skips the test when no registry can be reached."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    npm = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]
+    done = subprocess.run(npm, capture_output=True, text=True, timeout=LIMIT_S)
+    unreachable = ("ENOTFOUND", "ECONNREFUSED", "ETIMEDOUT", "EAI_AGAIN")
+    if done.returncode and any(words in done.stderr for words in unreachable):
+        pytest.skip(f"no registry offers {package} here")
+    assert done.returncode == 0, done.stderr[-3000:]
+    script = folder / "node_modules" / package / "install.cjs"
+    if script.is_file():  # npm may be configured to run no scripts of packages
+        subprocess.run(["node", script.name], cwd=script.parent, check=True, timeout=LIMIT_S)
+    return folder / "node_modules" / ".bin" / command
+
+
+def run_agent(server: ServerProcess, folder: Path, command: list[str], **environment: str) -> str:
+    """Run an agent in a new folder with the task. Returns its output; it has made the file."""
+    home, work = folder / "home", folder / "work"
+    home.mkdir(exist_ok=True)
+    work.mkdir()
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=work,
+        stdin=subprocess.DEVNULL,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
+    )
+    report = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{server.stderr[-3000:]}"
+    assert done.returncode == 0, report
+    assert (work / "made.txt").read_text() == "sesame\n", report
+    assert ANSWER in done.stdout, report
+    return done.stdout
+
+
+def test_codex_finishes_a_tool_round(tmp_path: Path) -> None:
+    codex = install(tmp_path / "npm", "@openai/codex", "codex")
+    version = subprocess.run([str(codex), "--version"], capture_output=True, text=True).stdout
+    script = rules("exec_command", {"cmd": COMMAND})
+    flags = ("--api-key", KEY, "--served-model-name", MODEL)
+    with run_scripted(tmp_path, script, *flags) as server:
+        (tmp_path / "home").mkdir()
+        config = CODEX_CONFIG.format(model=MODEL, url=server.url)
+        (tmp_path / "home" / "config.toml").write_text(config)
+        command = [str(codex), "exec", "--skip-git-repo-check", TASK]
+        command.insert(2, "--dangerously-bypass-approvals-and-sandbox")
+        home = str(tmp_path / "home")
+        run_agent(server, tmp_path, command, CODEX_HOME=home, MINISGL_API_KEY=KEY)
+        assert server.metrics()["ignored_features_total{feature=tool}"] > 0
+    sys.stdout.write(version)
+
+
+def test_claude_code_finishes_a_tool_round(tmp_path: Path) -> None:
+    claude = install(tmp_path / "npm", "@anthropic-ai/claude-code", "claude")
+    version = subprocess.run([str(claude), "--version"], capture_output=True, text=True).stdout
+    script = rules("Bash", {"command": COMMAND, "description": "write the file"})
+    flags = ("--api-key", KEY, "--served-model-name", MODEL)
+    with run_scripted(tmp_path, script, *flags) as server:
+        command = [str(claude), "-p", TASK, "--model", MODEL, "--allowedTools", "Bash"]
+        run_agent(
+            server,
+            tmp_path,
+            command,
+            ANTHROPIC_BASE_URL=server.url,
+            ANTHROPIC_API_KEY=KEY,
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        )
+    sys.stdout.write(version)
+
+
+def test_frameworks_finish_a_tool_round(tmp_path: Path) -> None:
+    packages = ("openai-agents", "pydantic-ai-slim[openai,anthropic]", "litellm")
+    python = make_venv(tmp_path / "venv", *packages) / "python"
+    question = "What is 2 + 3?"
+    script = [("<|im_start|>tool", ANSWER), (question, CALL)]
+    with run_scripted(tmp_path, script, "--served-model-name", MODEL) as server:
+        path = Path(__file__).parent / "scripts" / "agents_client.py"
+        command = [str(python), str(path), server.url, MODEL, question, ANSWER]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, f"{done.stderr[-3000:]}\n{server.stderr[-3000:]}"
+    sys.stdout.write(done.stdout)
