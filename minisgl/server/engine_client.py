@@ -52,8 +52,8 @@ class ClientLoad:
     """The open calls of one client.
 
     queued         choices without output.
-    queued_tokens  prompt tokens that these have submitted. A prompt that several choices share
-                   counts once.
+    queued_tokens  prompt tokens of the queued choices that have been submitted. A prompt that
+                   several choices share counts once.
     choices        choices that the engine has not ended.
     tokens         tokens of the open calls, as counted for max_call_tokens.
     """
@@ -186,10 +186,10 @@ class EngineClient:
             generation.fail(error)
 
     def require_room(self, call: Generation, prompt_tokens: int, tokens: int) -> None:
-        """Raise Overloaded when the tokens of a call do not fit beside those of its client.
+        """Raise Overloaded when a call and the other open calls of its client exceed a token limit.
 
-        A client without other tokens may make a call of any size.
-        prompt_tokens: the tokens of its prompts. tokens: as counted for max_call_tokens.
+        A limit refuses no call of a client without other tokens that count for this limit.
+        prompt_tokens: tokens of the call's prompts. tokens: as counted for max_call_tokens.
         """
         load = self.loads[call.client]
         if load.queued_tokens and load.queued_tokens + prompt_tokens > (
@@ -200,7 +200,7 @@ class EngineClient:
             )
         most = self.limits.max_key_tokens
         if most is not None and load.tokens and load.tokens + tokens > most:
-            reason = "too many tokens of this client are open; try again later"
+            reason = "the open requests of this client have too many tokens; try again later"
             raise Overloaded(reason, limit="max_key_tokens")
         call.tokens = tokens
         load.tokens += tokens
@@ -213,8 +213,9 @@ class EngineClient:
     ) -> None:
         """Send the choices of one prompt to the engine, unless their call has ended.
 
-        request: runs one request for each choice, from the uid of the first one on.
-        options: of each choice.
+        request: one message for all choices. The scheduler gives them consecutive uids, from
+        request.uid on.
+        options: text options of each choice.
         """
         if choices[0].uid not in self._choices:
             return
