@@ -106,7 +106,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of the launcher to each child, through an inherited pipe.
 
     role        api, tokenizer, detokenizer or scheduler.
-    index       number of the process among those of its role, from 0.
+    index       number of the process within its role, from 0.
     listen_fds  the bound TCP sockets of --port and --probe-port (api only).
     reason_fd   a pipe; the child writes a fatal error there as one line.
     """

@@ -127,13 +127,13 @@ def limited_protocol(
             """Parse the head once it is complete, and then the bytes that follow the head."""
             if self._timer is None:
                 self._start_timer()
-            held, most = self._held, limits.max_head_bytes
+            held = self._held
             held += data
             blank = held.find(b"\r\n\r\n", self._searched)
             size = len(held) + 1 if blank < 0 else blank + 4
             self._searched = max(0, len(held) - 3)
-            if size > most:
-                raise HeadTooLarge(f"the head exceeds {most} bytes")
+            if size > limits.max_head_bytes:
+                raise HeadTooLarge(f"the head exceeds {limits.max_head_bytes} bytes")
             if not _START.match(held):
                 raise _invalid()
             if blank >= 0:
@@ -147,13 +147,13 @@ def limited_protocol(
                     self.data_received(rest)
 
         def _parse(self, data: bytes) -> None:
-            most = limits.max_head_bytes
-            for start in range(0, len(data), most):
-                part = data[start : start + most]
+            max_bytes = limits.max_head_bytes
+            for start in range(0, len(data), max_bytes):
+                part = data[start : start + max_bytes]
                 self._surplus += len(part)
                 self.parser.feed_data(part)
-                if self._surplus > most:
-                    raise HeadTooLarge(f"chunk extensions or trailers exceed {most} bytes")
+                if self._surplus > max_bytes:
+                    raise HeadTooLarge(f"chunk extensions or trailers exceed {max_bytes} bytes")
             if self._responding:
                 # Set the event once for all chunks in `data`, because a chunk may have one byte.
                 self.cycle.message_event.set()

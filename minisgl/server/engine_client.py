@@ -119,18 +119,19 @@ class EngineClient:
         requests. Raises InvalidRequest when even an empty queue could not hold the call.
         """
         load = self.loads[client]
-        for limit, most, now in (
+        for limit, maximum, current in (
             ("max_queued_reqs", self.limits.max_queued_reqs, load.queued),
             ("max_key_reqs", self.limits.max_key_reqs, load.choices),
         ):
-            if most is not None and num_choices > most:
+            if maximum is not None and num_choices > maximum:
                 raise InvalidRequest(
-                    f"one call may ask for at most {most} answers, not {num_choices}", limit=limit
+                    f"one call may ask for at most {maximum} answers, not {num_choices}",
+                    limit=limit,
                 )
-            if most is not None and now + num_choices > most:
-                which = "waiting" if limit == "max_queued_reqs" else "open"
+            if maximum is not None and current + num_choices > maximum:
+                state = "waiting" if limit == "max_queued_reqs" else "open"
                 raise Overloaded(
-                    f"too many requests of this client are {which}; try again later", limit=limit
+                    f"too many requests of this client are {state}; try again later", limit=limit
                 )
         generation = Generation(request_id, client)
         for index in range(num_choices):
@@ -164,7 +165,7 @@ class EngineClient:
         return was_running
 
     def end_by_id(self, request_id: str, error: RequestError) -> int:
-        """End the calls with exactly this request id. Returns how many were running."""
+        """End the open calls with exactly this request id. Returns the number of these calls."""
         return sum([self.end(g, error) for g in self._generations if g.request_id == request_id])
 
     def end_overdue(self, now_s: float) -> None:
@@ -198,8 +199,8 @@ class EngineClient:
             raise Overloaded(
                 "too many prompt tokens are queued; try again later", limit="max_queued_tokens"
             )
-        most = self.limits.max_key_tokens
-        if most is not None and load.tokens and load.tokens + tokens > most:
+        maximum = self.limits.max_key_tokens
+        if maximum is not None and load.tokens and load.tokens + tokens > maximum:
             reason = "the open requests of this client have too many tokens; try again later"
             raise Overloaded(reason, limit="max_key_tokens")
         call.tokens = tokens

@@ -127,7 +127,7 @@ _UNSUPPORTED = {
 def _read_choice(
     choice: requests.ToolChoice | str | None, names: Sequence[str]
 ) -> tuple[str | None, str, Sequence[str]]:
-    """The name of the one tool to call, the mode, and the names of the allowed tools."""
+    """The name of the tool to call (or None), the mode, and the names of the allowed tools."""
     if not isinstance(choice, requests.ToolChoice):
         if choice == "required" and not names:
             raise reject("tool_choice", "is 'required', so tools must have at least one tool")

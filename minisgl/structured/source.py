@@ -110,7 +110,7 @@ class GrammarCompiler:
 
 
 def _json_options(request: CompileGrammar) -> "JsonCompileOptions":
-    """The options of llguidance's JSON compiler, which override those in a schema."""
+    """The options of llguidance's JSON compiler. They override the options in a schema."""
     options: JsonCompileOptions = {
         "coerce_one_of": False,
         "item_separator": ",",

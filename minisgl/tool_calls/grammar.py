@@ -84,8 +84,8 @@ class ToolGrammar(msgspec.Struct, frozen=True):
 class WrittenGrammar(NamedTuple):
     """A Lark grammar with the schemas that it names.
 
-    trigger: the output is free up to this token, and the grammar describes what follows it; -1: the
-    grammar describes the whole output.
+    trigger: the output is free up to this token, and the grammar describes the output after it. -1:
+    the grammar describes the whole output.
     """
 
     lark: str

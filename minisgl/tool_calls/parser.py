@@ -28,8 +28,8 @@ class Format(NamedTuple):
     """The form in which the models of a family write tool calls.
 
     starts   markers that begin a call or a list of calls, at any place of the answer.
-    markers  all markers that may be special tokens, the starts included. With skip_special_tokens,
-             the parser receives the text of these tokens all the same.
+    markers  all markers that may be special tokens, the starts included. The parser
+             receives the text of these tokens also with skip_special_tokens.
     read     reads the calls after this marker. At the beginning of an answer the marker may be
              "". Text that `read` has read and not committed is outside of the calls.
     bare     characters; an answer that begins with one of them may be a call without a marker.

@@ -134,7 +134,7 @@ class ToolName(msgspec.Struct, kw_only=True):
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
-    """The tools that the model may call, and whether it must call one of them."""
+    """The tools that the model may call. With mode required, it must call one of them."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[ToolName], Meta(min_length=1, max_length=128)]
