@@ -21,7 +21,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 class ToolRequest(NamedTuple):
     """The tools of one request.
 
-    tools     those that the model may call.
+    tools     the tools that the model may call.
     must_call the answer has at least one call and no other text.
     is_named  the request names one tool, and the answer is exactly one call of this tool.
     parallel  the answer may have more than one call.
