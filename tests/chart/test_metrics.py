@@ -193,7 +193,10 @@ THEIRS = {
     "Usage of EmptyDir volume exceeds the limit",
     "No space left on device",
 }
-FILLED = {"0 are visible": "{gpus} are visible", "was killed by SIGKILL": "was killed by {name}"}
+FILLED = {
+    "exceeds the 0 visible GPUs": "exceeds the {gpus} visible GPUs",
+    "was killed by SIGKILL": "was killed by {name}",
+}
 
 
 def test_messages_in_the_troubleshooting_table_occur_in_the_source():

@@ -280,5 +280,5 @@ def test_origins_and_escaping_reach_the_server(render):
     origins = ["https://a.example", "https://b.example"]
     server = {"escapeSpecialTokens": True, "allowedOrigins": origins}
     options = build_parser().parse_strictly(container_of(render({"server": server}))["args"])
-    assert options.allow_origin == origins
-    assert options.escape_special_tokens
+    assert getattr(options, "server.allowed_origins") == origins
+    assert getattr(options, "server.escape_special_tokens")

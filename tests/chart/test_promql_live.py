@@ -23,7 +23,7 @@ MODEL = "minisgl-demo"
 
 @contextlib.contextmanager
 def load_on(server: ServerProcess) -> Iterator[None]:
-    """Runs streams, long prompts, cancelled streams and refused requests until the block ends."""
+    """Runs streams, long prompts, grammars, cancelled streams and refused requests meanwhile."""
     stop = threading.Event()
     url = server.url + "/v1/completions"
     counter = itertools.count()
@@ -42,11 +42,13 @@ def load_on(server: ServerProcess) -> Iterator[None]:
                     client.post(url, json=body(4, 700))
                 elif kind == 2:
                     client.post(url, json={**body(4, 5), "n": 50})  # fills the queue
+                elif kind == 3:
+                    client.post(url, json={**body(20, 5), "regex": "[ab]{1,9}"})
                 else:
                     with client.stream("POST", url, json={**body(60, 5), "stream": True}) as parts:
                         next(parts.iter_bytes())
 
-    threads = [threading.Thread(target=work, args=(kind,)) for kind in (0, 0, 1, 2, 3)]
+    threads = [threading.Thread(target=work, args=(kind,)) for kind in (0, 0, 1, 2, 3, 4)]
     for thread in threads:
         thread.start()
     try:

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-import httpx
 import pytest
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Metric
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
@@ -17,12 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message.messages import Ready, SchedulerStats, TextUpdate, TokenizeResult, TokenizeText
-from minisgl.server.app import build_app
 from minisgl.server.errors import EngineFailure, NotReady, RanTooLong
-from minisgl.server.lifecycle import Lifecycle, Phase
+from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import CACHED_S, Metrics
 from tests.unit.server.fakes import FACTS, World
-from tests.unit.server.test_app import FakeService
 
 TABLE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
@@ -372,32 +369,3 @@ def test_request_waits_until_the_stats_of_the_scheduler_count_it_as_running() ->
 def test_ready_and_draining(phase: Phase, stalled: bool, ready: int, draining: int) -> None:
     found = scraped(Metrics("m"), (phase, stalled, {}))
     assert (found["minisgl_ready{}"], found["minisgl_draining{}"]) == (ready, draining)
-
-
-def test_http_responses_count_by_route_pattern_even_while_loading() -> None:
-    """An unknown path, method or model name adds no series of its own."""
-
-    async def main() -> dict[str, float]:
-        service = FakeService(World())
-        service.lifecycle = Lifecycle(frozenset({"scheduler"}))  # still loading
-        transport = httpx.ASGITransport(build_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            for name in ("a", "b"):
-                await client.get(f"/v1/models/{name}")
-                await client.request(f"X{name}", f"/{name}")
-            await client.get("/v1/completions")
-            await client.post("/v1/completions", json={})
-            answer = await client.get("/metrics")
-        assert answer.headers["content-type"] == CONTENT_TYPE_PLAIN_0_0_4
-        return values(parse_text(answer.text))
-
-    found = asyncio.run(main())
-    http = {n: v for n, v in found.items() if n.startswith("minisgl_http_requests_total")}
-    assert http == {
-        "minisgl_http_requests_total{code=404,method=GET,route=/v1/models/{model_id:path}}": 2,
-        "minisgl_http_requests_total{code=404,method=other,route=other}": 2,
-        "minisgl_http_requests_total{code=405,method=GET,route=/v1/completions}": 1,
-        "minisgl_http_requests_total{code=503,method=POST,route=/v1/completions}": 1,
-    }
-    assert found["minisgl_http_requests_in_flight{}"] == 0
-    assert found["minisgl_requests_rejected_total{model_name=m,reason=loading}"] == 1

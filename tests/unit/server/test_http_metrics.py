@@ -1,0 +1,42 @@
+"""The metrics of HTTP responses, counted by the application itself."""
+
+import asyncio
+
+import httpx
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from minisgl.server.app import build_app
+from minisgl.server.lifecycle import Lifecycle
+from tests.unit.server.fakes import World
+from tests.unit.server.test_app import FakeService
+from tests.unit.server.test_metrics import values
+
+
+def test_http_responses_count_by_route_pattern_even_while_loading() -> None:
+    """An unknown path, method or model name adds no series of its own."""
+
+    async def main() -> dict[str, float]:
+        service = FakeService(World())
+        service.lifecycle = Lifecycle(frozenset({"scheduler"}))  # still loading
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for name in ("a", "b"):
+                await client.get(f"/v1/models/{name}")
+                await client.request(f"X{name}", f"/{name}")
+            await client.get("/v1/completions")
+            await client.post("/v1/completions", json={})
+            answer = await client.get("/metrics")
+        assert answer.headers["content-type"] == CONTENT_TYPE_PLAIN_0_0_4
+        return values(parse_text(answer.text))
+
+    found = asyncio.run(main())
+    http = {n: v for n, v in found.items() if n.startswith("minisgl_http_requests_total")}
+    assert http == {
+        "minisgl_http_requests_total{code=404,method=GET,route=/v1/models/{model_id:path}}": 2,
+        "minisgl_http_requests_total{code=404,method=other,route=other}": 2,
+        "minisgl_http_requests_total{code=405,method=GET,route=/v1/completions}": 1,
+        "minisgl_http_requests_total{code=503,method=POST,route=/v1/completions}": 1,
+    }
+    assert found["minisgl_http_requests_in_flight{}"] == 0
+    assert found["minisgl_requests_rejected_total{model_name=m,reason=loading}"] == 1
