@@ -60,7 +60,10 @@ CHAT_TEMPLATE = (
 
 
 class Turn(NamedTuple):
-    """One rendered turn without the tokens around it. produced: the model must write the text."""
+    """One rendered turn without the tokens around it. produced: the model must write the text.
+
+    by_letter: as in Exchange.
+    """
 
     role: str
     text: str

@@ -1,4 +1,4 @@
-"""Drawing tools, questions that they answer, their results, and the sentences that report them."""
+"""Draws random tools, questions for them, results, and sentences that report the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WRAPPED = (*("{q}",) * 8, "Please help: {q}", "Question: {q}", "{q} Use a tool.
 
 
 class Offer(NamedTuple):
-    """A tool of the list, with what is needed to draw questions for it.
+    """A tool of the list, with the data for drawing its questions.
 
     slots: the arguments in the order of the schema.
     """
@@ -66,7 +66,7 @@ class Request(NamedTuple):
 
 
 def draw_offer(draw: Draw) -> Offer:
-    """Draw one tool whose name and topic are on the side of the split."""
+    """Draw one tool. Its name, and a random topic, are held out exactly if draw.held_out."""
     rng = draw.rng
     kind = rng.choices(KINDS, weights=[kind.weight for kind in KINDS])[0]
     topic, keys, fixed = rng.choice(kind.topics), [], True
@@ -81,10 +81,10 @@ def draw_offer(draw: Draw) -> Offer:
         )
     else:
         names, descriptions = kind.names, kind.descriptions
-        # The order of the arguments is not that of the question.
+        # Random, so that the order does not show the role of an argument.
         slots = tuple(rng.sample(kind.slots, len(kind.slots)))
     opaque = rng.random() < _OPAQUE_NAME_SHARE
-    # Without a description the name has to say what the tool is for.
+    # Without a description, only the name shows the purpose of the tool.
     described = opaque or not fixed or rng.random() >= _NO_DESCRIPTION_SHARE
     name = _tool_name(draw, None if opaque else names, topic)
     description = rng.choice(descriptions).format(n=topic) if described else ""

@@ -1,8 +1,8 @@
 """The kinds of tools of the tool tasks: names, arguments, descriptions, and questions.
 
 A kind of tool has one or more topics, such as "weather" or "phone number". A question names the
-topic in the words of the description. Half of the topics of the open kinds are random words, and
-the names of tools and arguments vary, so the model has to read the list of tools.
+topic in the words of the description. Half of the topics of a kind with open_topics are random
+words. The names of tools and arguments vary. The model therefore has to read the list of tools.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Slot(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One kind of tool. `{n}` is the topic, in names with `_` between its words.
+    """One kind of tool. In texts `{n}` stands for the topic. In names `_` replaces its blanks.
 
     group: kinds of one group may answer the same question. weight: relative frequency.
     open_topics: half of the topics are random words. answer: the sentence for a result `{v}`.

@@ -1,7 +1,8 @@
 """The tool tasks: one tool, a choice, an answer from a result, no fitting tool, two calls.
 
-The client offers one to four tools. In training most conversations go on after the call, with its
-result, an answer, and sometimes a second question: one list of tools then teaches several turns.
+The client offers one to four tools. In training most conversations continue after the call: with
+the result, an answer, and sometimes a second question. Such a conversation trains several turns
+with one list of tools.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Constraint(ABC):
     def forced(self, position: int, last: int) -> Sequence[int]:
         """Return the ids that must follow. last: the newest token, which is at position - 1.
 
-        The scheduler may append these ids to the output. It tells a processor of appended tokens by
+        The scheduler may append these ids to the output. A processor finds the appended tokens in
         EditedReq.history.
         """
 

@@ -66,7 +66,7 @@ class PrefillBudget:
         return min(self._timed_tokens(decode_rows, cost, target_ms / 1000), budget)
 
     def _even_tokens(self, decode_rows: Int32Array, cost: StepCost) -> int:
-        """Spread prompts over the decode steps, in steps of even size.
+        """Spread prompts over the decode steps, in steps of equal size.
 
         A decode step with few requests reads all weights for few tokens, so prompt tokens in the
         same step cost little. The run ends with the request that has the most output tokens left,
@@ -113,9 +113,9 @@ class PrefillBudget:
         step is compute-bound, a decode token takes 45 us next to a chunk and 27 us next to other
         decode tokens (8B model, H200).
 
-        If there are several clients, the limit grows half as far, and the shortest queue of the
-        clients with prompts counts. Otherwise the queue of one client would delay the first tokens
-        of the others.
+        If there are several clients, the limit grows at most half as far, and only with the
+        shortest queue of a client with prompts. Otherwise the queue of one client would delay the
+        first tokens of the others.
         """
         num_decode = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())

@@ -9,7 +9,7 @@ from minisgl.scheduler.request import ReqState
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import append_tokens
 
-# A step with a chunk takes longer than a decode-only step by about this share of its time.
+# About this share of a decode-only step is the extra time of a step with a chunk.
 CHUNK_SLOWDOWN = 0.5
 
 
@@ -20,7 +20,7 @@ def append_forced(
     kv_manager: KVManager,
     eos_token_ids: Int32Array,
 ) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
-    """Append the tokens that must follow the sampled tokens. Returns values as read_result.
+    """Append the tokens that must follow the sampled tokens. Returns the values of read_result.
 
     The next step forwards the appended tokens of a request as one chunk. A step in flight has
     sampled the first of them too; `read_result` drops that result.

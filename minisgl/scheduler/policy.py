@@ -40,9 +40,9 @@ class Planner:
        pages are left. The planner skips a waiting request while an older request computes a
        prefix that both share (in-batch prefix sharing).
 
-    If several clients have prompts, each gets an equal part of the step's prompt tokens, and the
-    rest goes to the clients that can use it. If rows or pages are short, ClientShares decides
-    (docs/decisions/20-clients-in-turn.md).
+    If several clients have prompts, each may first use an equal part of the step's prompt tokens.
+    The planner then divides the unused tokens between the clients that need more. If rows or pages
+    are short, ClientShares decides (docs/decisions/20-clients-in-turn.md).
 
     waiting      the requests of each client in the order of service.
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
@@ -206,8 +206,8 @@ class Planner:
         admit: waiting requests may start.
 
         Each client with prompts may first use an equal part of the budget. The second round divides
-        the rest. The returned request is the first one of a client within its share that found no
-        row or no pages.
+        the rest. The returned request found no row or no pages although its client is within its
+        share.
         """
         with_prompts = {req.client for req in self.prefilling}.union(self.waiting.clients)
         clients = self._shares.in_order(with_prompts)
@@ -227,8 +227,8 @@ class Planner:
     ) -> tuple[int, Req | None]:
         """Add up to `budget` prompt tokens of one client to `chunks`.
 
-        blocked: a request of another client that waits for room. While there is one, only requests
-        within their client's share are admitted.
+        blocked: a request of another client that waits for room. While a request is blocked, only
+        requests within their client's share are admitted.
         Returns the number of tokens, and a request within the share that found no room.
         """
         left = budget

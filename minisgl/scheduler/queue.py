@@ -40,12 +40,12 @@ class WaitingQueue:
         return self._clients.keys()
 
     def of(self, client: str) -> Iterator[Req]:
-        """The waiting requests of one client in the order of service: each call has one turn."""
+        """The waiting requests of one client in the order of service: calls take turns."""
         turns = zip_longest(*self._clients.get(client, {}).values())
         return (req for turn in turns for req in turn if req is not None)
 
     def append(self, req: Req) -> None:
-        """Add a request: behind its call, or before all others of its client if it has run."""
+        """Add a request: to the end of its call, or, if preempted, before all of its client."""
         self._reqs[req] = None
         calls = self._clients.setdefault(req.client, {})
         if req.admitted:

@@ -1,4 +1,4 @@
-"""`ClientShares`: the rows and pages of each client, and preemption for the sake of another one."""
+"""`ClientShares`: divides rows and pages between clients, and chooses requests to preempt."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,16 +12,16 @@ class ClientShares:
 
     The fair share of a client is all rows, and all pages, divided by the number of clients with
     running or waiting requests. A client may hold more than its share while other clients do not
-    need it (work conservation). A request of a client within its share that finds no room preempts
-    the newest request of the client that holds the most. This is max-min fairness for each of the
-    two resources; it looks at present holdings only and not at past use.
+    need it (work conservation). If a request finds no room, and its client is within its share, the
+    planner preempts the newest request of the client that holds the most. This is max-min fairness
+    for rows and for pages. It depends on present holdings only, and not on past use.
 
     The last running request of a client is never preempted for another client, so that each client
     makes progress. A request that needs more than the fair share of pages waits until the other
-    clients leave that many.
+    clients leave that many pages free.
 
-    The planner calls `measure` at the start of each plan. With one client, measure does nothing,
-    and each method returns the answer of a server that has no clients.
+    The planner calls `measure` at the start of each plan. With one client, `measure` counts no
+    holdings, and no request is preempted for another client.
 
     clients  every client so far; the API server has a fixed number of them.
     """

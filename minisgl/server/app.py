@@ -98,7 +98,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         client = request.scope["state"].get("client", DEFAULT_CLIENT)
         service.client.metrics.on_refused(error, service.lifecycle.phase, client)
     response = error_response(error, request.scope["path"], **headers)
-    is_bug = not isinstance(error, RequestError)  # uvicorn logs its traceback.
+    is_bug = not isinstance(error, RequestError)  # uvicorn logs the traceback of a bug.
     log_event(
         logger,
         logging.ERROR if is_bug else logging.INFO,

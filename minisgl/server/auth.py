@@ -1,12 +1,13 @@
-"""Authenticates requests by keys, which it compares by their hashes.
+"""Authenticates requests by keys. The server compares hashes of keys, and not the keys.
 
 If the server has API keys, all paths need a key except the probes, /metrics and the files of /docs.
 The admin paths always need an admin key.
 
-A line of a key file is a key, or `name: key`. The name says which client sends the request: clients
-take turns. Several lines may have the same name, so that a client can change its key. A line is a
-key without a name, with spaces or without, if no colon in it has white space after it. All keys
-without a name, and all requests to a server without keys, belong to the client DEFAULT_CLIENT.
+A line of a key file is a key, or `name: key`. The name identifies the client that sends a request
+with this key. Clients take turns. Several lines may have the same name, so that a client can change
+its key. A line in which no colon is followed by white space is a key without a name, also if it has
+spaces. All keys without a name, and all requests to a server without keys, belong to the client
+DEFAULT_CLIENT.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def key_hashes(keys: Iterable[str | None], file: str | None) -> dict[str, str]:
-    """The client of each key in `keys` and in `file`, by the SHA-256 of the key in hex.
+    """Map the SHA-256 of each key in `keys` and in `file`, in hex, to the client of the key.
 
     Raises ConfigError.
     """
@@ -45,7 +46,9 @@ def key_hashes(keys: Iterable[str | None], file: str | None) -> dict[str, str]:
             raise ConfigError("an API key is empty; give a key, or leave the flag or variable out")
         other = clients.setdefault(_hash(key.strip().encode()), client)
         if other != client:
-            raise ConfigError(f"the clients {other} and {client} have one key; give each its own")
+            raise ConfigError(
+                f"the clients {other} and {client} have the same key; give each a key of its own"
+            )
     return clients
 
 
@@ -60,8 +63,8 @@ def _read_file(file: str) -> list[tuple[str, str]]:
         named = _NAMED.fullmatch(line)
         if named is not None and not _NAME.fullmatch(named["name"]):
             raise ConfigError(
-                f"line {number} of the key file {file} begins with the name of a key that is not "
-                "valid; expected 1 to 63 letters, digits, dots, dashes and underscores"
+                f"line {number} of the key file {file} begins with an invalid name of a "
+                "key; expected 1 to 63 letters, digits, dots, dashes and underscores"
             )
         if line:
             found.append((named["name"], named["key"]) if named else (DEFAULT_CLIENT, line))
@@ -74,8 +77,8 @@ class Auth:
     """Passes a request on if its key is valid, or answers 401 or 403.
 
     Without `keys`, all paths but the admin paths are open. Admin paths need one of `admin_keys`,
-    which are also valid for all other paths. Both give the client of each key by the key's hash.
-    The client goes into the state of the scope.
+    which are also valid for all other paths. Both arguments map the hash of each key to its client.
+    Auth stores the client of a request in the state of the scope.
     """
 
     def __init__(

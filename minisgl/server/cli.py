@@ -32,14 +32,14 @@ _SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "limits": Limits,
     "server": ServerConfig,
 }
-# The largest value of a flag without `high`, by type. Such floats are times in seconds. 1e6 s (12
-# days) fit into the 31 bits that the kernel has for the milliseconds of --read-timeout.
+# The largest value of a flag without `high`, by type. Each float flag without `high` is a time in
+# seconds. 1e6 s (12 days) fit into the 31 bits of the kernel's milliseconds for --read-timeout.
 _HIGHEST: Mapping[type, float] = {int: math.inf, float: 1e6}
 _INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Reports an error as one line with the names of similar flags. Flags have no abbreviations."""
+    """Reports an error in one line with the names of similar flags. Accepts full names only."""
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"{self.prog}: error: {message}; see --help\n")
@@ -189,7 +189,7 @@ def resolve(
         folder = resolve_model(options.model, options.revision, needs_weights)
     engine["kernel_cache"] = engine["kernel_cache"] or env.kernel_cache
     scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
-    _obey_replaced(options, given["limits"])
+    _apply_replaced_flags(options, given["limits"])
     _warn_of_visible_keys(options)
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
@@ -217,7 +217,7 @@ def _warn_of_visible_keys(options: argparse.Namespace) -> None:
             )
 
 
-def _obey_replaced(options: argparse.Namespace, limits: dict[str, Any]) -> None:
+def _apply_replaced_flags(options: argparse.Namespace, limits: dict[str, Any]) -> None:
     """Log a warning for each flag of an earlier version.
 
     --max-n and --max-prompts still lower max_choices.

@@ -9,7 +9,7 @@ from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_JSON_WHITESPACE, MAX_LOGPROBS
 from minisgl.utils import supervise
 
-# The name of the process and the number of its pipe follow as arguments.
+# The launcher appends two arguments: the name of the process, and the descriptor of its pipe.
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
 
 # The client of requests whose key has no name, and of all requests to a server without keys.
@@ -68,8 +68,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved command line. The flag of each field explains it in flags.toml.
 
     served_names        values of `model` that requests may use; responses contain the first.
-    api_key_hashes, admin_key_hashes   the client of each key, by the SHA-256 of the key in hex;
-                        only the launcher holds the keys.
+    api_key_hashes, admin_key_hashes   map the SHA-256 of each key, in hex, to the client of the
+                        key. Only the launcher holds the keys.
     commit              the Git commit of the running source, or "unknown".
     """
 
@@ -106,7 +106,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of the launcher to each child, through an inherited pipe.
 
     role        api, tokenizer, detokenizer or scheduler.
-    index       number of the process among those of its role, from 0.
+    index       number of the process within its role, from 0.
     listen_fds  the bound TCP sockets of --port and --probe-port (api only).
     reason_fd   a pipe; the child writes a fatal error there as one line.
     """

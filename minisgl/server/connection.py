@@ -1,8 +1,8 @@
 """HTTP connections of the server: uvicorn's protocol with limits for hostile clients.
 
-A connection has one request at a time. The server reads the next request after the response. It
-drops bytes that arrive earlier, and then closes the connection with the response: clients that
-send several requests at once (pipelining) do not exist in practice.
+A connection has one request at a time. The server reads the next request after the response. If
+further bytes arrive before the response is complete, the server drops them and closes the
+connection after the response. Known clients do not send several requests at once (pipelining).
 
 The protocol overrides methods of `HttpToolsProtocol`, which are not a public API of uvicorn:
 pyproject.toml pins the versions that it was tested with.
@@ -124,16 +124,16 @@ def limited_protocol(
                     self._refuse(_invalid())
 
         def _read_head(self, data: bytes) -> None:
-            """Parse the head if it is complete, and the bytes behind it."""
+            """Parse the head once it is complete, and then the bytes that follow the head."""
             if self._timer is None:
                 self._start_timer()
-            held, most = self._held, limits.max_head_bytes
+            held = self._held
             held += data
             blank = held.find(b"\r\n\r\n", self._searched)
             size = len(held) + 1 if blank < 0 else blank + 4
             self._searched = max(0, len(held) - 3)
-            if size > most:
-                raise HeadTooLarge(f"the head exceeds {most} bytes")
+            if size > limits.max_head_bytes:
+                raise HeadTooLarge(f"the head exceeds {limits.max_head_bytes} bytes")
             if not _START.match(held):
                 raise _invalid()
             if blank >= 0:
@@ -147,21 +147,24 @@ def limited_protocol(
                     self.data_received(rest)
 
         def _parse(self, data: bytes) -> None:
-            most = limits.max_head_bytes
-            for start in range(0, len(data), most):
-                part = data[start : start + most]
+            max_bytes = limits.max_head_bytes
+            for start in range(0, len(data), max_bytes):
+                part = data[start : start + max_bytes]
                 self._surplus += len(part)
                 self.parser.feed_data(part)
-                if self._surplus > most:
-                    raise HeadTooLarge(f"chunk extensions or trailers exceed {most} bytes")
+                if self._surplus > max_bytes:
+                    raise HeadTooLarge(f"chunk extensions or trailers exceed {max_bytes} bytes")
             if self._responding:
-                # Once for all chunks in `data`, because a chunk may have one byte.
+                # Set the event once for all chunks in `data`, because a chunk may have one byte.
                 self.cycle.message_event.set()
                 if len(self.cycle.body) > HIGH_WATER_LIMIT:
                     self.flow.pause_reading()
 
         def _drop(self, size: int) -> None:
-            """Drop bytes behind a request. The connection ends with the response, or at once."""
+            """Drop bytes that follow a request. The connection closes after the response.
+
+            More than max_head_bytes of such bytes close the connection at once.
+            """
             self.cycle.keep_alive = False
             self._surplus += size
             if self._surplus > limits.max_head_bytes:
@@ -170,7 +173,9 @@ def limited_protocol(
 
         def on_message_begin(self) -> None:
             if not self._in_head:
-                raise _invalid("bytes behind a body begin another request")
+                raise _invalid(
+                    "the bytes after the body begin another request; send it after the response"
+                )
             super().on_message_begin()
 
         def on_header(self, name: bytes, value: bytes) -> None:
@@ -227,7 +232,7 @@ def limited_protocol(
 
 
 class TlsContext(ssl.SSLContext):
-    """Refuses TLS connections above `most`.
+    """Refuses a TLS connection while `most` others are open.
 
     uvicorn counts a connection after its handshake. An unfinished handshake takes an open file and
     60 KiB of memory too.

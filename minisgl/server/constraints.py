@@ -16,7 +16,8 @@ from minisgl.server.protocol import requests
 from minisgl.structured.thinking import thinking_of
 from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
 
-# Of a constraint with titles and descriptions. The worker has a lower limit without them.
+# Limit of a constraint with its titles and descriptions. The worker removes these texts and then
+# checks a lower limit.
 _MAX_CHARS = 2**20
 
 _Found = tuple[str, GrammarKind, Any]  # parameter, kind, value
@@ -57,8 +58,8 @@ class CompiledConstraint(NamedTuple):
 def constraint_of(body: requests.GenerationBody, max_whitespace: int) -> ConstraintRequest | None:
     """The constraint of this body, or None if its output is free.
 
-    max_whitespace: characters between two tokens of JSON where the body sets no pattern. Raises
-    InvalidRequest, or Unsupported for a structural tag.
+    max_whitespace: the largest number of white-space characters between two tokens of JSON, for a
+    body without whitespace_pattern. Raises InvalidRequest, or Unsupported for a structural tag.
     """
     found = [*_response_format(body), *_structured_outputs(body), *_top_level(body)]
     if not found:
@@ -116,7 +117,7 @@ def _top_level(body: requests.GenerationBody) -> Iterator[_Found]:
 
 
 def _named(given: requests.RequestBody, prefix: str, *names: str) -> Iterator[_Found]:
-    """Yield the parameters of `given` with these names, each of which ends in its kind."""
+    """Yield the parameters of `given` with these names. The last word of a name is its kind."""
     kinds: dict[str, GrammarKind] = {"json": "json_schema", "regex": "regex", "choice": "choice"}
     for name in names:
         if (value := getattr(given, name)) is not None:

@@ -329,7 +329,7 @@ class RequestConverter:
     def _sampling(
         self, body: requests.AnyBody, facts: ModelFacts, **counts: int | None
     ) -> SamplingParams:
-        """The sampling parameters of a body. counts: those of _CONVERTED that are numbers."""
+        """The sampling parameters of a body. counts: the numbers in _CONVERTED."""
         values: dict[str, Any] = dict(facts.sampling_defaults) if self._use_model_defaults else {}
         for name in _SAME_IN_SAMPLING:
             if (value := getattr(body, name)) is not None:

@@ -98,8 +98,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 def _check_values(raw: bytes) -> None:
     """Count the lists, objects, fields and values of JSON, and refuse too many.
 
-    Counting takes 20 ms for 16 MiB. If the characters inside strings alone could be the reason for
-    a high count, the strings are removed and the rest is counted.
+    Counting takes 20 ms for 16 MiB. The first count includes characters inside strings. If this
+    count is too high, the function removes the strings and counts again.
     """
     if _counts_fit(raw):
         return

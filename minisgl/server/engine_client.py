@@ -52,8 +52,8 @@ class ClientLoad:
     """The open calls of one client.
 
     queued         choices without output.
-    queued_tokens  prompt tokens that these have submitted. A prompt that several choices share
-                   counts once.
+    queued_tokens  prompt tokens of the queued choices that have been submitted. A prompt that
+                   several choices share counts once.
     choices        choices that the engine has not ended.
     tokens         tokens of the open calls, as counted for max_call_tokens.
     """
@@ -119,18 +119,19 @@ class EngineClient:
         requests. Raises InvalidRequest when even an empty queue could not hold the call.
         """
         load = self.loads[client]
-        for limit, most, now in (
+        for limit, maximum, current in (
             ("max_queued_reqs", self.limits.max_queued_reqs, load.queued),
             ("max_key_reqs", self.limits.max_key_reqs, load.choices),
         ):
-            if most is not None and num_choices > most:
+            if maximum is not None and num_choices > maximum:
                 raise InvalidRequest(
-                    f"one call may ask for at most {most} answers, not {num_choices}", limit=limit
+                    f"one call may ask for at most {maximum} answers, not {num_choices}",
+                    limit=limit,
                 )
-            if most is not None and now + num_choices > most:
-                which = "waiting" if limit == "max_queued_reqs" else "open"
+            if maximum is not None and current + num_choices > maximum:
+                state = "waiting" if limit == "max_queued_reqs" else "open"
                 raise Overloaded(
-                    f"too many requests of this client are {which}; try again later", limit=limit
+                    f"too many requests of this client are {state}; try again later", limit=limit
                 )
         generation = Generation(request_id, client)
         for index in range(num_choices):
@@ -164,7 +165,7 @@ class EngineClient:
         return was_running
 
     def end_by_id(self, request_id: str, error: RequestError) -> int:
-        """End the calls with exactly this request id. Returns how many were running."""
+        """End the open calls with exactly this request id. Returns the number of these calls."""
         return sum([self.end(g, error) for g in self._generations if g.request_id == request_id])
 
     def end_overdue(self, now_s: float) -> None:
@@ -186,10 +187,10 @@ class EngineClient:
             generation.fail(error)
 
     def require_room(self, call: Generation, prompt_tokens: int, tokens: int) -> None:
-        """Raise Overloaded when the tokens of a call do not fit beside those of its client.
+        """Raise Overloaded when a call and the other open calls of its client exceed a token limit.
 
-        A client without other tokens may make a call of any size.
-        prompt_tokens: the tokens of its prompts. tokens: as counted for max_call_tokens.
+        A limit refuses no call of a client without other tokens that count for this limit.
+        prompt_tokens: tokens of the call's prompts. tokens: as counted for max_call_tokens.
         """
         load = self.loads[call.client]
         if load.queued_tokens and load.queued_tokens + prompt_tokens > (
@@ -198,9 +199,9 @@ class EngineClient:
             raise Overloaded(
                 "too many prompt tokens are queued; try again later", limit="max_queued_tokens"
             )
-        most = self.limits.max_key_tokens
-        if most is not None and load.tokens and load.tokens + tokens > most:
-            reason = "too many tokens of this client are open; try again later"
+        maximum = self.limits.max_key_tokens
+        if maximum is not None and load.tokens and load.tokens + tokens > maximum:
+            reason = "the open requests of this client have too many tokens; try again later"
             raise Overloaded(reason, limit="max_key_tokens")
         call.tokens = tokens
         load.tokens += tokens
@@ -213,8 +214,9 @@ class EngineClient:
     ) -> None:
         """Send the choices of one prompt to the engine, unless their call has ended.
 
-        request: runs one request for each choice, from the uid of the first one on.
-        options: of each choice.
+        request: one message for all choices. The scheduler gives them consecutive uids, from
+        request.uid on.
+        options: text options of each choice.
         """
         if choices[0].uid not in self._choices:
             return

@@ -60,8 +60,8 @@ class Choice:
     error         the error that ended the choice before its answer was complete.
     prefill_done  the engine has sent its first update. The choice was queued until then.
     has_calls     the answer has a tool call.
-    offset        characters before the text that text offsets count and the engine does not know:
-                  an echoed prompt whose log-probabilities another choice reports.
+    offset        characters that the response adds to the engine's text offsets: the length of an
+                  echoed prompt, if another choice reports the log-probabilities of this prompt.
     submitted     the choice has been sent to the scheduler.
     prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
                   for the others.

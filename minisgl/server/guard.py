@@ -1,7 +1,7 @@
-"""Refuses requests that a web page makes a browser send, and bodies that are not JSON.
+"""Refuses requests from foreign web pages, and bodies that are not JSON.
 
 A browser on the machine of the user reaches a server on a loopback address. Without keys, nothing
-else keeps a web page from using it. The page has two ways in:
+else keeps a web page from using the server. A page can reach the server in two ways:
 
     DNS rebinding         the page lets its own name resolve to 127.0.0.1. The browser sees one
                           origin, but the Host header still has the name of the page.
@@ -34,8 +34,8 @@ class Guard:
         self._has_keys = bool(config.api_key_hashes)
         self._hosts = {_plain(name) for name in ("localhost", config.host, *config.allowed_hosts)}
         self._origins = frozenset(config.allowed_origins)
-        # On such an address the server also accepts connections to 127.0.0.1, but it is meant for
-        # other machines, which use names that the server does not know.
+        # A server on all addresses also accepts connections to 127.0.0.1. Other machines
+        # reach it by names that it does not know, so Host is not checked.
         self._listens_on_all = config.host in ("", "0.0.0.0", "::")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
@@ -97,6 +97,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_json(content_type: str) -> bool:
-    """Whether the media type is application/json, or one of its kinds, such as ...+json."""
+    """Whether the media type is JSON, as application/json and application/problem+json are."""
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind[-5:] == "+json")

@@ -106,7 +106,7 @@ async def start(
     """Admit, tokenize and submit a call, and wait for its first output.
 
     The caller must close the returned generation. Raises RequestError when the call ends before
-    its first output; then it is closed already.
+    its first output; the generation is then already closed.
     """
     generation = client.open(request.num_choices, request_id, client_name)
     try:
@@ -210,9 +210,9 @@ def fit_call(
 ) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
     """The prompts with max_tokens within max_call_tokens, and the number of tokens of the call.
 
-    A token counts once, and with log-probabilities also once for each of them that is reported: its
-    own and those of the most likely tokens. Each prompt counts once, output tokens n times.
-    Raises InvalidRequest when the call has no room, or the client asked for more than there is.
+    A token counts once. With log-probabilities it counts once more for itself, and once for each
+    likely token that is reported. Each prompt counts once, output tokens n times.
+    Raises InvalidRequest when the call has no room, or less room than the client asked for.
     """
     first = request.sampling
     prompt_weight = 1 if first.prompt_logprobs is None else 2 + first.prompt_logprobs

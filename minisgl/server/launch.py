@@ -161,7 +161,7 @@ class _Service:
                     return code
 
     def _ask_to_stop(self, number: signal.Signals | None) -> None:
-        """Drain with the grace period after SIGTERM, and without it after Ctrl-C or the shell."""
+        """Drain, with the grace period after SIGTERM only; None: the shell has ended."""
         self._stop_asked_s = time.monotonic()
         self._stop_signal = number
         graceful = number is signal.SIGTERM

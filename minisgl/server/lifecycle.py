@@ -59,8 +59,8 @@ class Lifecycle:
         """The facts of the model. Raises NotReady with the reason why no request is accepted.
 
         kept: the request came on a connection that carried an earlier request. During a drain
-        each response tells its client to close the connection. The last response before the drain
-        did not say so, and the client may send one more request, which is therefore accepted.
+        each response tells its client to close the connection. A response before the drain did
+        not. Its client may send one more request on this connection, and the server accepts it.
         """
         accepting = self.phase in (Phase.READY, Phase.GRACE)
         if (accepting or (kept and self.phase is Phase.DRAINING)) and self.facts is not None:
@@ -84,7 +84,7 @@ class Watchdog:
     message makes it ready again. A worker is stalled after STALL_S without a message, or later if
     its steps are slow: after twice its longest time between two messages so far, but at most half
     of timeout_s. A server with steps of several seconds, such as a long prefill on a CPU, is
-    therefore stalled only in a step of more than twice its longest step before.
+    therefore stalled only in a step that takes more than twice its longest earlier step.
     """
 
     STALL_S = 3.0

@@ -51,7 +51,7 @@ class _Metric(msgspec.Struct, forbid_unknown_fields=True):
     buckets: str | None = None
 
 
-class _Declared(msgspec.Struct, forbid_unknown_fields=True):
+class _Declarations(msgspec.Struct, forbid_unknown_fields=True):
     """All of metrics.toml."""
 
     gauge: dict[str, _Metric]
@@ -87,7 +87,7 @@ class Metrics(Collector):
     ) -> None:
         """clients: the names of all API keys. The first 64 have series of their own."""
         declared = Path(__file__).with_name("metrics.toml").read_bytes()
-        self._declared = msgspec.toml.decode(declared, type=_Declared)
+        self._declared = msgspec.toml.decode(declared, type=_Declarations)
         self._model_name = model_name
         self._clock = clock
         self._started_s = time.time()
@@ -257,7 +257,7 @@ class Metrics(Collector):
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)
         self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
-        # The number of open choices is current here; the number that run is up to 50 ms old.
+        # The number of open choices is current. The number of running requests is up to 50 ms old.
         total = sum(open_choices.values())
         running = min(self._stats.running_reqs, total)
         self._set("requests_running", running)

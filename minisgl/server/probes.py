@@ -1,4 +1,4 @@
-"""What the probes answer, and the port of their own (--probe-port).
+"""The answers of the probes, and the second port that serves only probes (--probe-port).
 
 The main port answers the probes in the event loop of the service. Many clients can keep that loop
 busy, so the probe port has a thread, an event loop and connections of its own.

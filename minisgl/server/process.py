@@ -248,7 +248,7 @@ class ApiServer:
             self.client.send_keep_alives()
 
     def _fail(self, failure: BaseException) -> None:
-        # While loading, the launcher writes the reason as one line, which should be the last one.
+        # While the model loads, the launcher logs the reason, as the last line of the log.
         level = logging.DEBUG if self.lifecycle.phase is Phase.LOADING else logging.ERROR
         self.lifecycle.phase = Phase.FAILED
         log_event(logger, level, "service failed", reason=failure)

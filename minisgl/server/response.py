@@ -125,8 +125,9 @@ class ResponseWriter:
         values = self._values(choice, delta, generation)
         if not self._is_chat:
             return self._chunk(responses.TextChunkChoice(text=text, **values))
-        # One event each, because a client may ignore the content of a delta with reasoning, and
-        # expects one part of one call in a delta. The last event has the other values.
+        # Reasoning, content and each part of a call are separate events: a client may ignore the
+        # content of a delta with reasoning, and expects one part of one call in a delta. The last
+        # event has the token ids and the log-probabilities.
         deltas = [responses.Delta(tool_calls=[_call(part, part.index)]) for part in delta.calls]
         if text:
             deltas.insert(0, responses.Delta(content=text))
@@ -169,7 +170,7 @@ class ResponseWriter:
     def _values(
         self, choice: Choice, delta: ChoiceDelta, generation: Generation | None
     ) -> dict[str, Any]:
-        """The fields beside the text of a choice, for its struct."""
+        """The fields of a choice's struct, without its text."""
         values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(choice, delta)}
         if self.request.text.token_ids:
             values["token_ids"] = delta.token_ids

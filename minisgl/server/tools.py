@@ -1,4 +1,4 @@
-"""Reads the tools of a chat: which of them the template describes, and how calls are found."""
+"""Reads the tools of a chat: the tools for the template, and the options for finding calls."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 class ToolRequest(NamedTuple):
     """The tools of one request.
 
-    tools     those that the model may call.
+    tools     the tools that the model may call.
     must_call the answer has at least one call and no other text.
-    is_named  the request names the one tool to call, which the answer calls once.
+    is_named  the request names one tool, and the answer is exactly one call of this tool.
     parallel  the answer may have more than one call.
     """
 
@@ -44,7 +44,7 @@ class ToolRequest(NamedTuple):
 
     @property
     def options(self) -> ToolOptions:
-        """How the detokenizer finds the calls."""
+        """The options with which the detokenizer finds the calls."""
         parameters = {tool.name: tool.parameters for tool in self.tools}
         return ToolOptions(format=self.format, parameters_json=msgspec.json.encode(parameters))
 
@@ -54,7 +54,7 @@ class ToolRequest(NamedTuple):
         """The constraint of an answer with these tools; None if the answer is free.
 
         answer: the constraint of an answer without calls. max_whitespace: as in `constraint_of`.
-        A constrained call follows the schema of its tool, whatever `strict` says.
+        A constrained call follows the schema of its tool, also if `strict` is false.
         """
         is_free = not self.must_call and self.parallel and answer is None
         if is_free and not any(tool.strict for tool in self.tools):
@@ -79,7 +79,7 @@ class ToolRequest(NamedTuple):
 
 
 def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
-    """The tools that the answer to this chat may call; None if it calls none.
+    """The tools that the answer to this chat may call; None if the answer calls no tool.
 
     Raises InvalidRequest, or Unsupported if the model's template or call format knows no tools.
     """
@@ -102,7 +102,7 @@ def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
 
 
 def shorten_ids(messages: Sequence[requests.Message]) -> None:
-    """Replace the ids of tool calls that Mistral's templates refuse: they need 9 alphanumerics."""
+    """Replace ids of tool calls: Mistral's templates accept only ids of 9 letters and digits."""
     for message in messages:
         for call in message.tool_calls or ():
             call.id = _short_id(call.id)
@@ -127,7 +127,7 @@ _UNSUPPORTED = {
 def _read_choice(
     choice: requests.ToolChoice | str | None, names: Sequence[str]
 ) -> tuple[str | None, str, Sequence[str]]:
-    """The name of the one tool to call, the mode, and the names of the allowed tools."""
+    """The name of the tool to call (or None), the mode, and the names of the allowed tools."""
     if not isinstance(choice, requests.ToolChoice):
         if choice == "required" and not names:
             raise reject("tool_choice", "is 'required', so tools must have at least one tool")

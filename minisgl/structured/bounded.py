@@ -16,8 +16,8 @@ class BoundedProcess:
         reply = process.call(b"request")  # None: the call exceeded the limit
 
     llguidance bounds most of its work by counters, but not all: a schema of 1 KB can take minutes
-    and gigabytes while it compiles. A thread that is inside of the library cannot be stopped, a
-    process can. The limit counts CPU time, so a busy machine does not change the result much.
+    and gigabytes while it compiles. A thread inside the library cannot be stopped, but a process
+    can. The limit counts CPU time, so a busy machine does not change the result much.
 
     The constructor forks a parent that waits, and the parent forks the process that works. When the
     kernel ends the working process, the parent replies in its place and forks the next one, which
@@ -28,7 +28,7 @@ class BoundedProcess:
         """Fork. handle: takes and returns up to 4 GiB, and raises for bugs only."""
         request_fds, reply_fds = os.pipe(), os.pipe()
         if os.fork() == 0:
-            # The other descriptors belong to the owner. An open copy would hide that it has ended.
+            # The other descriptors belong to the owner. An open copy would hide the owner's end.
             kept = {request_fds[0], reply_fds[1]}
             _close_others(kept)
             _supervise(
@@ -56,7 +56,7 @@ class BoundedProcess:
 def _supervise(
     handle: Callable[[bytes], bytes], cpu_s: float, requests: BinaryIO, replies: BinaryIO
 ) -> None:
-    """Fork a process that serves; reply for it and fork again if a signal ends it."""
+    """Fork a process that serves; if a signal ends it, reply in its place and fork again."""
     while True:
         pid = os.fork()
         if pid == 0:

@@ -1,4 +1,4 @@
-"""`GrammarState`: the grammar of one request, and the place in it that the output has reached."""
+"""`GrammarState`: the grammar of one request, and the position of the output in the grammar."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -31,7 +31,7 @@ class GrammarState(Constraint):
     The output of a reasoning model may begin with thinking, which is free text that closes with
     think_end. The rest follows the grammar. EOS ids and stop token ids end the output, so they are
     allowed only where the grammar accepts the text as complete. With ignore_eos, an EOS id is
-    allowed only where nothing else is: where the text is complete and cannot go on.
+    allowed only where the text is complete and no other token can follow.
 
     compiled       the matcher, from the thread that compiles the grammar.
     eos_token_ids  of the model.
@@ -39,10 +39,11 @@ class GrammarState(Constraint):
     forces_tokens  False: `forced` returns no token.
     _seen          number of tokens, prompt and output, that the state has followed; -1 before the
                    first step that samples.
-    _first         position of the first output token; valid from that step on.
-    _free_until    the token that ends the free text that the output is in; None: the grammar holds.
-    _failed        the first error, and the position at which it left no token; position None: the
-                   grammar could not be compiled.
+    _first         position of the first output token; valid from the first step that samples.
+    _free_until    while the output is free text: the token that ends the free text; None: the
+                   grammar applies.
+    _failed        the first error, and the position at which no token was allowed; position None:
+                   the grammar could not be compiled.
     """
 
     params: SamplingParams
@@ -134,7 +135,7 @@ class GrammarState(Constraint):
         return not is_free
 
     def complete(self, mask: Mask) -> None:
-        """Complete the mask of the next token in place. It forbids all ids after a failure.
+        """Complete the mask of the next token in place. After a failure, the mask forbids all ids.
 
         mask: as the matcher computed it, if masked_by_grammar; otherwise its content is undefined.
         """

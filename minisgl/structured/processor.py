@@ -38,8 +38,8 @@ class GrammarProcessor:
     of a step are computed on the host while the device computes the step's forward.
 
     totals         counts over all requests.
-    forces_tokens  False: a step samples every token of the requests that are opened from now on.
-                   A benchmark compares both.
+    forces_tokens  True: the scheduler appends forced tokens. False: a step samples every token of
+                   the requests that are opened from now on. A benchmark compares both values.
     """
 
     forces_tokens = True
@@ -100,7 +100,7 @@ class GrammarProcessor:
         """Return the result of TokenMask.compute for states that have followed every token."""
         device = step.token_pool.device
         count, words = len(reqs), -(-self._tokenizer.result().vocab_size // 32)
-        # One transfer sends the masks and the rows, which come last.
+        # One transfer sends all masks, and after them all rows.
         buffer = torch.empty(
             count * (words + 1), dtype=torch.int32, pin_memory=device.type == "cuda"
         )

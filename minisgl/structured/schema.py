@@ -82,9 +82,9 @@ def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def check_regex(pattern: str, pointer: str = "") -> None:
-    """Refuse syntax that llguidance reads otherwise than Python and JavaScript do.
+    """Refuse syntax with another meaning in llguidance than in Python and JavaScript.
 
-    These are classes inside of a class, operators on classes and possessive quantifiers.
+    This syntax is classes inside of a class, operators on classes and possessive quantifiers.
     """
     in_class = False
     for found in _REGEX_PART.finditer(pattern):
@@ -182,11 +182,11 @@ def _draft(schema: Mapping[str, Any], pointer: str, inherited: int) -> int:
 
 
 def _check_min_properties(schema: Mapping[str, Any], pointer: str) -> None:
-    """Refuse a lower bound that an object with one key written twice would reach."""
+    """Refuse a minProperties that an object would reach by one key written twice."""
     least, required = schema.get("minProperties"), schema.get("required")
     known = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int) and least - known >= 2:
-        reason = "above 1, it needs all properties but one in required"
+        reason = "must be at most 1 above the number of names in required"
         raise refusal(f"{pointer}/minProperties", reason)
 
 

@@ -24,7 +24,7 @@ _TOO_MUCH = (
 
 
 class GrammarService:
-    """Checks grammars in a bounded process, and remembers those that it accepted.
+    """Checks grammars in a bounded process, and remembers the sources of accepted grammars.
 
     service = GrammarService.start(model_folder)
     service.compile(CompileGrammar(kind="regex", text="[0-9]{4}")).text

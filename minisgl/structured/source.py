@@ -15,8 +15,8 @@ from minisgl.structured.schema import MAX_CHARS, check_regex, check_schema, chil
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Without \u, which could write a key of `properties` in a second way. llguidance does not notice
-# that such a key is taken, and would not enforce the schema of its value.
+# The escapes of strings in the output. The list lacks \u, because \u could spell a key of
+# `properties` in a second way, and llguidance would not enforce the schema of that key's value.
 _ESCAPES = 'nrbtf\\"'
 _SEARCHED_CHARS = 2**17  # of the schemas that are compiled to find the pointer of a fault
 _MAX_REASON_CHARS = 500
@@ -110,7 +110,7 @@ class GrammarCompiler:
 
 
 def _json_options(request: CompileGrammar) -> "JsonCompileOptions":
-    """The options of llguidance's JSON compiler, which override those in a schema."""
+    """The options of llguidance's JSON compiler. They override the options in a schema."""
     options: JsonCompileOptions = {
         "coerce_one_of": False,
         "item_separator": ",",

@@ -1,4 +1,4 @@
-"""Where the grammar of a reasoning model begins: before, after or without its thinking."""
+"""Decides where the grammar of a reasoning model begins: at the first token or after thinking."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -2,7 +2,8 @@
 
 import re
 
-# Counts in braces, then the four characters of JSON's white space and the syntax of a regex.
+# _COUNT matches a count in braces. _WHITESPACE matches a regex without counts that has only the
+# four characters of JSON's white space and operators.
 _COUNT = re.compile(r"\{\d{1,4}(?:,\d{0,4})?\}")
 _WHITESPACE = re.compile(r"(?:[ \t\n\r\[\]()*+?|]|\\[tnr]|\\x(?:20|09|0[aAdD]))*")
 _MAX_CHARS = 256
@@ -17,5 +18,5 @@ def whitespace_pattern(max_chars: int) -> str:
 
 
 def is_json_whitespace(pattern: str) -> bool:
-    """True if the text of this regex holds nothing but JSON's white space and operators."""
+    """True if the text of this regex has only JSON's white space and operators."""
     return len(pattern) <= _MAX_CHARS and bool(_WHITESPACE.fullmatch(_COUNT.sub("", pattern)))

@@ -166,7 +166,7 @@ class RequestText:
         self._options = options
         self._parser = parser
         self._marker_ids = {} if parser is None else parser.marker_ids
-        self._failures = 0  # those of the parser that an update has reported
+        self._failures = 0  # failures of the parser that updates have reported
         self._has_update = False  # True after the first update of `take`.
         self._text = ""
         self._reasoning = ""
@@ -211,7 +211,7 @@ class RequestText:
             self._add_text(stream.push(token_id, is_text))
 
     def _push_marker(self, token_id: int) -> None:
-        """Add a special token that may begin a call. A text without special tokens lacks it."""
+        """Pass a special token that may begin a call to the parser; the text may omit it."""
         stream = self.stream
         stream.push(token_id, is_text=False)
         self._add_text(stream.flush())

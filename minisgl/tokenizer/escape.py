@@ -107,8 +107,8 @@ def escaped_tokens(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> s
 def _renamed(tokenizer: tokenizers.Tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
     """A copy of the tokenizer in which these added tokens have other texts and the same ids.
 
-    The model of the copy cannot produce their ids from plain text either. The vocabulary of a
-    SentencePiece model contains control tokens such as <s>, and a merge could join the characters
+    The copy cannot produce their ids from plain text either. The vocabulary of a SentencePiece
+    model contains control tokens such as <s>, and a merge could join the characters
     of such a token.
     """
     description = json.loads(tokenizer.to_str())

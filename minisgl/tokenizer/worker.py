@@ -40,7 +40,7 @@ def run_tokenizer(
     detect_tools: returns the tool_format of ModelFacts.
     start_grammars: returns the function that checks the grammars of requests.
     """
-    # One message at a time: the library's thread pool would only compete for the cores.
+    # The worker encodes one message at a time. The library's threads would compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS, escape_special_tokens)
     check_grammar = start_grammars(tokenizer.vocabulary)

@@ -44,7 +44,7 @@ _CALL = {
 def detect_format(tokenizer: TextTokenizer, given: str) -> str:
     """Return the tool_format of ModelFacts for a model. given: --tool-format.
 
-    A template that does not render tools has no format, whatever is given.
+    A template that does not render tools has no format, also with --tool-format.
     """
     found = detect(lambda chat, options: tokenizer.render_chat(chat, options, timeout_s=None))
     return found if given == "auto" or found == ModelFacts.NO_TOOLS else given
@@ -74,8 +74,8 @@ def detect(render: Render) -> str:
 def answer_in(chat: str, prompt: str) -> str:
     """Return the part of a rendered chat that the model would write after this prompt.
 
-    The prompt may end with a tag that the chat does not repeat, such as <think>, and whose first
-    characters are those of a call.
+    The prompt may end with a tag, such as <think>, that the chat does not repeat. The first
+    characters of this tag may equal those of a call.
     """
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, chat, strict=False))
     prefix = _OPEN_TAG.sub("", "".join(char for char, _ in pairs))

@@ -46,12 +46,12 @@ WriteCall = Callable[[GrammarWriter, str, Mapping[str, Any]], str]
 
 
 class CallGrammar(NamedTuple):
-    """How the models of a format write calls.
+    """The texts around and between the calls of a format.
 
     call       a call without the texts around it.
     start      the marker before each call, or before the list of calls; "": none.
     opening    text between `start` and the first call of a list.
-    separator  text between two calls; in a list without the markers around each call.
+    separator  text between two calls. Without is_list, it stands between `end` and `start`.
     end        text after each call, or after the list of calls.
     is_list    `start` and `end` stand around all calls, and not around each of them.
     """
@@ -65,7 +65,7 @@ class CallGrammar(NamedTuple):
 
 
 class ToolGrammar(msgspec.Struct, frozen=True):
-    """What the calls of an answer must look like.
+    """The tools, the number of calls and the free part of an answer.
 
     format     name of the call format.
     tools      each tool that may be called, with the schema of its arguments.
@@ -84,8 +84,8 @@ class ToolGrammar(msgspec.Struct, frozen=True):
 class WrittenGrammar(NamedTuple):
     """A Lark grammar with the schemas that it names.
 
-    trigger: the output is free up to this token, and the grammar describes what follows it; -1: the
-    grammar describes the whole output.
+    trigger: the output is free up to this token, and the grammar describes the output after it. -1:
+    the grammar describes the whole output.
     """
 
     lark: str
@@ -137,7 +137,7 @@ def json_call(key: str, before: str = "", after: str = "") -> WriteCall:
 
 
 def properties_of(schema: Mapping[str, Any]) -> Sequence[tuple[str, dict[str, Any], bool]]:
-    """The parameters of a tool: name, schema with the definitions of the whole, is required."""
+    """Return (name, schema, is_required) of each parameter. `$defs` are copied to each schema."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = schema.get("required", ())
     return [

@@ -1,8 +1,8 @@
 """`ToolCallParser`: finds the tool calls in the text of one answer, piece by piece.
 
 Text that can no longer belong to a call is content. Text that may belong to a call is withheld.
-Text that looked like a call and is none comes back as content. White space beside a call belongs
-to the format, and is in neither.
+Text that looked like a call and is no call becomes content. White space beside a call belongs to
+the format: neither the content nor the call contains it.
 """
 
 import itertools
@@ -16,8 +16,8 @@ from minisgl.tokenizer.text_stream import partial_match
 from minisgl.tool_calls.grammar import CallGrammar
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
 
-# A failed call is searched for further calls only up to this length, and text is fed in pieces of
-# at most _PIECE_CHARS, so that the cost stays linear for every text.
+# The parser searches only _SEARCHED_CHARS of a failed call for further calls, and reads text in
+# pieces of at most _PIECE_CHARS. The cost is therefore linear for every text.
 _SEARCHED_CHARS = 1024
 _PIECE_CHARS = 4096
 _MAX_SPACE = 256  # White space that is withheld because a call may follow.
@@ -25,16 +25,16 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 
 class Format(NamedTuple):
-    """How the models of a family write tool calls.
+    """The form in which the models of a family write tool calls.
 
     starts   markers that begin a call or a list of calls, at any place of the answer.
-    markers  all markers that may be special tokens, the starts included. With skip_special_tokens,
-             the parser receives the text of these tokens all the same.
-    read     reads the calls that follow a marker, or stand at the beginning of the answer (then
-             the marker is ""). Text that it has read and not committed is outside of the calls.
+    markers  all markers that may be special tokens, the starts included. The parser
+             receives the text of these tokens also with skip_special_tokens.
+    read     reads the calls after this marker. At the beginning of an answer the marker may be
+             "". Text that `read` has read and not committed is outside of the calls.
     bare     characters; an answer that begins with one of them may be a call without a marker.
     probe    text that the template of such a model writes for a call.
-    grammar  what constrained calls look like.
+    grammar  describes constrained calls to llguidance.
     id_chars length of the ids of calls without the prefix "call_"; 0: the ids have the prefix.
     """
 
@@ -105,7 +105,7 @@ class ToolCallParser:
         parser.take()      # "Let me see.", [ToolCallDelta(0, "", "call_...", "now"), ...]
 
     marker_ids  the special tokens that are markers, with their texts.
-    failures    markers that no call followed, and calls that the end of the answer cut off.
+    failures    number of markers without a call, and of calls cut off by the end of the answer.
     """
 
     def __init__(

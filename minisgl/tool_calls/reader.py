@@ -86,7 +86,7 @@ class Reader:
         return part
 
     def run(self, pattern: re.Pattern[str], max_chars: int = MAX_NAME_CHARS) -> Steps[str]:
-        """Read the longest text that matches `pattern`, in which every character stands for itself.
+        """Read the longest text of characters that each match `pattern`.
 
         Raises NotACall for more than max_chars.
         """

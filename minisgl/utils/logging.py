@@ -69,7 +69,7 @@ class _Json(logging.Formatter):
 
 
 class _Throttle(logging.Filter):
-    """Passes one "call refused" per reason and second, with the number of those held back."""
+    """Passes one "call refused" line per reason and second. held_back counts the other lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ class _Throttle(logging.Filter):
 class _LineHandler(logging.Handler):
     """Gives each line to a thread, which writes it to stderr.
 
-    A line is lost if _MAX_LINES lines wait, or if the system refuses it. The next line that is
-    written follows a line with the number of lost ones.
+    A line is lost if _MAX_LINES lines wait, or if the system refuses it. Before the next line,
+    the thread writes a line with the number of lost lines.
     """
 
     def __init__(self, formatter: logging.Formatter) -> None:

@@ -144,7 +144,7 @@ class ToolName(msgspec.Struct, kw_only=True):
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
-    """The tools that the model may call, and whether it must call one of them."""
+    """The tools that the model may call. With mode required, it must call one of them."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[ToolName], Meta(min_length=1, max_length=128)]
@@ -178,7 +178,7 @@ class StreamOptions(RequestBody, kw_only=True):
 
 
 class NamedSchema(RequestBody, kw_only=True):
-    """A JSON schema as OpenAI's clients send it. The output follows it whatever `strict` says."""
+    """A JSON schema as OpenAI's clients send it. The output follows it also without `strict`."""
 
     name: str = ""
     schema: dict[str, Any] | bool
@@ -187,7 +187,7 @@ class NamedSchema(RequestBody, kw_only=True):
 
 
 class ResponseFormat(RequestBody, kw_only=True):
-    """text, json_object or json_schema. The last three fields belong to structural_tag."""
+    """Of type text, json_object or json_schema. The other fields belong to structural_tag."""
 
     type: str
     json_schema: NamedSchema | None = None
@@ -197,7 +197,7 @@ class ResponseFormat(RequestBody, kw_only=True):
 
 
 class StructuredOutputs(RequestBody, kw_only=True):
-    """vLLM's form of a constraint: exactly one of the first five fields, and the white space."""
+    """vLLM's form of a constraint: json, regex, choice, grammar or json_object."""
 
     json: Schema | None = None
     regex: Text | None = None

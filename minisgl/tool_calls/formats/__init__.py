@@ -1,4 +1,4 @@
-"""The formats of tool calls, one module each."""
+"""The formats of tool calls. Each format is a module."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""Hermes, Qwen2.5 and Qwen3: <tool_call>{"name": "f", "arguments": {...}}</tool_call>, repeated."""
+"""Hermes, Qwen2.5 and Qwen3: <tool_call>{"name": "f", "arguments": {...}}</tool_call> per call."""
 
 from minisgl.tool_calls.formats.json_calls import read_json_call
 from minisgl.tool_calls.grammar import CallGrammar, json_call

@@ -141,7 +141,7 @@ def _read_string(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
 
 
 def _read_escape(reader: Reader) -> Steps[str]:
-    """Convert what follows a backslash to the inside of a JSON string."""
+    """Convert the characters after a backslash to the inside of a JSON string."""
     char = yield from reader.char()
     reader.skip(len(char))
     if char == "\n":
@@ -164,8 +164,8 @@ def _inside_quotes(text: str) -> str:
 
 
 def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
-    """The parameters in the order of the schema, with JSON values, which the parser reads too."""
-    # The last parameters, once after a comma and once without one in front of them.
+    """Return the expression of a call. Its parameters are in schema order, its values are JSON."""
+    # Rules for the last parameters: `after_comma` behind another parameter, `first` without one.
     after_comma = first = '""'
     for key, part, is_required in reversed(properties_of(schema)):
         value = writer.schema(part)

@@ -1,6 +1,6 @@
 """Qwen3-Coder, Qwen3.5 and later: <tool_call><function=f><parameter=k>v</parameter>...
 
-A value is raw text between two newlines. The tool's schema says which JSON value it stands for.
+A value is raw text between two newlines. The tool's schema gives the JSON type of the value.
 """
 
 import json
@@ -21,7 +21,8 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^\s<>]*")
 _KEY = re.compile(r"[^\n>]*")
 _MAX_SPACE = 8  # between the end of a value and the next tag
-# The end of a value. A value may contain </parameter> where neither of the tags follows.
+# The end of a value: </parameter> before <parameter= or </function>. A </parameter> before other
+# text belongs to the value.
 _VALUE_END = re.compile(
     rf"\n?{_PARAMETER_END}(?=\s{{0,{_MAX_SPACE}}}(?:{_PARAMETER}|{_FUNCTION_END}))"
 )
@@ -112,9 +113,9 @@ def _is_partial_end(text: str) -> bool:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value that is no string only. types: of the schema; empty: any.
+    """Return the JSON of a value whose schema allows more than strings. types: empty: any type.
 
-    Templates write constants as Python does (True, None). Text that is no JSON is a string.
+    Templates write constants as Python does (True, None). Other text becomes a string.
     """
     plain = text.strip()
     constant = _CONSTANTS.get(plain.lower(), "")

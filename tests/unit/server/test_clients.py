@@ -50,7 +50,7 @@ def test_a_line_with_a_wrong_name_is_refused_with_its_number(tmp_path: Path, lin
 def test_one_key_with_two_names_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("a: same\nb: same\n")
-    with pytest.raises(ConfigError, match="a and b have one key"):
+    with pytest.raises(ConfigError, match="a and b have the same key"):
         key_hashes([], str(path))
 
 

@@ -88,7 +88,7 @@ def test_enum_entries_count_over_the_whole_schema() -> None:
         ({"enum": [{"deep": [1e300]}]}, "/enum: has a number"),
         ({"maximum": 2**53 + 3}, "/maximum: needs more than 53 bits"),
         ({"minimum": 2**53 + 1}, "/minimum: needs more than 53 bits"),
-        ({"minProperties": 2}, "/minProperties: above 1"),
+        ({"minProperties": 2}, "/minProperties: must be at most 1 above"),
         ({"anyOf": [True, {"minProperties": 3, "required": ["a"]}]}, "/anyOf/1/minProperties:"),
         ({"items": {"pattern": "[a[b]]"}}, r"/items/pattern: has '[' inside of [...]"),
         ({"patternProperties": {"a++": True}}, "/patternProperties/a++: has the possessive"),
