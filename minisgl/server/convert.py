@@ -294,8 +294,8 @@ def _prepare_message(message: requests.Message, index: int) -> int:
     """Bring one message to the form that chat templates expect. Returns its number of characters.
 
     `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
-    arguments of tool calls are parsed, because templates write them as JSON themselves. The empty
-    fields and `parsed`, which carry no information, are left out.
+    arguments of tool calls are parsed, because templates write them as JSON themselves. Fields
+    that only clients use and the empty fields are left out.
     """
     if message.role == "developer":
         message.role = "system"
@@ -314,7 +314,8 @@ def _prepare_message(message: requests.Message, index: int) -> int:
         message.content = "\n".join([part.text for part in message.content])
     # A loop over the names would be slower, and a chat may have thousands of messages.
     message.refusal = message.annotations = message.audio = None
-    message.function_call = message.reasoning = message.parsed = None
+    message.function_call = message.reasoning = None
+    message.parsed = message.provider_specific_fields = None
     chars += len(message.content or "") + len(message.name or "")
     return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
 

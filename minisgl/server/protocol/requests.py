@@ -91,8 +91,8 @@ class ToolCall(msgspec.Struct, kw_only=True):
 class Message(RequestBody, kw_only=True, omit_defaults=True):
     """One message of a chat.
 
-    OpenAI's `parse` adds `parsed`, the value of `content` as an object, to its answer. A client
-    that sends this answer as a message sends the field too.
+    OpenAI's `parse` adds `parsed`, the value of `content` as an object, to its answer, and litellm
+    adds `provider_specific_fields`. A client that sends an answer as a message sends them too.
     """
 
     role: Role
@@ -107,6 +107,7 @@ class Message(RequestBody, kw_only=True, omit_defaults=True):
     function_call: Empty = None
     reasoning: Empty = None
     parsed: Any = None
+    provider_specific_fields: Any = None
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):
