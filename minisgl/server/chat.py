@@ -45,6 +45,7 @@ def prepare_message(message: requests.Message, index: int) -> int:
     # A loop over the names would be slower, and a chat may have thousands of messages.
     message.refusal = message.annotations = message.audio = None
     message.function_call = message.reasoning = None
+    message.parsed = message.provider_specific_fields = None
     chars += len(message.content or "") + len(message.name or "")
     return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
 

@@ -35,7 +35,7 @@ def without_varying(text: str) -> str:
 
 @pytest.mark.process
 def test_examples_print_the_output_in_the_readme() -> None:
-    assert [language for language, _, _ in examples()] == ["sh", "python", "python"]
+    assert [language for language, _, _ in examples()] == ["sh", "python", "python", "python"]
     with run_server() as server:
         url = server.wait_ready().url
         for language, code, output in examples():

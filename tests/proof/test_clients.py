@@ -28,8 +28,19 @@ LIMIT_S = 900
         ("langchain_client.py", ["langchain-openai"]),
         ("litellm_client.py", ["litellm"]),
         ("instructor_client.py", ["instructor"]),
+        ("pydantic_ai_client.py", ["pydantic-ai-slim[openai]"]),
+        ("openai_agents_client.py", ["openai-agents"]),
     ],
-    ids=["openai-1", "openai-2", "openai-newest", "langchain", "litellm", "instructor"],
+    ids=[
+        "openai-1",
+        "openai-2",
+        "openai-newest",
+        "langchain",
+        "litellm",
+        "instructor",
+        "pydantic-ai",
+        "openai-agents",
+    ],
 )
 def test_client(
     demo_server: ServerProcess, tmp_path: Path, script: str, requirements: list[str]

@@ -57,9 +57,9 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 _BIAS_KEYS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 LogitBias = Annotated[dict[TokenId, Bias], Meta(extra_json_schema=_BIAS_KEYS)]
-# A client that sends an earlier answer as a message also sends these fields, with an empty value.
 Schema = dict[str, Any] | bool | str  # a JSON schema, or its JSON text
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+# A client that sends an earlier answer as a message also sends these fields, with an empty value.
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
 ToolFunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
@@ -99,7 +99,11 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class Message(RequestBody, kw_only=True, omit_defaults=True):
-    """One message of a chat."""
+    """One message of a chat.
+
+    OpenAI's `parse` adds `parsed`, the value of `content` as an object, to its answer, and litellm
+    adds `provider_specific_fields`. A client that sends an answer as a message sends them too.
+    """
 
     role: Role
     content: str | Annotated[list[TextPart], Meta(max_length=1024)] | UnsetType | None = UNSET
@@ -112,6 +116,8 @@ class Message(RequestBody, kw_only=True, omit_defaults=True):
     audio: Empty = None
     function_call: Empty = None
     reasoning: Empty = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -8,11 +8,10 @@ from openai import OpenAI
 from structured import QUESTION, Sum
 
 url, model = sys.argv[1:]
-client = instructor.from_openai(
-    OpenAI(base_url=url + "/v1", api_key="none"), mode=instructor.Mode.JSON_SCHEMA
-)
-found = client.chat.completions.create(
-    model=model, messages=[{"role": "user", "content": QUESTION}], response_model=Sum
-)
-assert isinstance(found, Sum), found
+modes = instructor.Mode
+for mode in (modes.JSON_SCHEMA, modes.TOOLS):
+    client = instructor.from_openai(OpenAI(base_url=url + "/v1", api_key="none"), mode=mode)
+    given = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
+    found = client.chat.completions.create(**given, response_model=Sum, max_retries=0)
+    assert isinstance(found, Sum), found
 sys.stdout.write(f"instructor {version('instructor')}\n")

@@ -4,7 +4,7 @@ import sys
 from importlib.metadata import version
 
 import litellm
-from structured import QUESTION, Sum
+from structured import PRODUCT, QUESTION, Calculator, Sum, product
 
 url, model = sys.argv[1:]
 given = {"model": f"openai/{model}", "api_base": url + "/v1", "api_key": "none", "temperature": 0}
@@ -27,4 +27,17 @@ bound = litellm.completion(
     **given, messages=[{"role": "user", "content": QUESTION}], response_format=Sum
 )
 assert isinstance(Sum.model_validate_json(bound.choices[0].message.content), Sum)
+function = {"name": "calculator", "parameters": Calculator.model_json_schema()}
+tools = [{"type": "function", "function": function}]
+for streamed in (False, True):
+    messages = [{"role": "user", "content": PRODUCT}]
+    answer = litellm.completion(**given, messages=messages, tools=tools, stream=streamed)
+    if streamed:
+        answer = litellm.stream_chunk_builder(list(answer))
+    (call,) = answer.choices[0].message.tool_calls
+    result = product(Calculator.model_validate_json(call.function.arguments).expression)
+    tool = {"role": "tool", "tool_call_id": call.id, "content": result}
+    messages += [answer.choices[0].message, tool]
+    answer = litellm.completion(**given, messages=messages, tools=tools)
+    assert answer.choices[0].message.content == f"The result is {result}.", answer
 sys.stdout.write(f"litellm {version('litellm')}\n")

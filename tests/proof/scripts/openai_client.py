@@ -6,7 +6,7 @@ The script uses only features that all versions from 1.109 on have.
 import sys
 
 import openai
-from structured import QUESTION, Sum
+from structured import PRODUCT, QUESTION, Calculator, Sum, product
 
 url, model = sys.argv[1:]
 client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
@@ -57,11 +57,29 @@ assert isinstance(bound.choices[0].message.parsed, Sum)
 with client.chat.completions.stream(model=model, messages=chat, response_format=Sum) as stream:
     assert isinstance(stream.get_final_completion().choices[0].message.parsed, Sum)
 
+tools = [openai.pydantic_function_tool(Calculator, name="calculator")]
+for streamed in (False, True):
+    messages = [{"role": "user", "content": PRODUCT}]
+    given = {"model": model, "messages": messages, "tools": tools, "temperature": 0}
+    if streamed:
+        with client.chat.completions.stream(**given) as stream:
+            kinds = [event.type for event in stream]
+            answer = stream.get_final_completion().choices[0]
+        assert "tool_calls.function.arguments.done" in kinds
+    else:
+        answer = client.chat.completions.parse(**given).choices[0]
+    assert answer.finish_reason == "tool_calls", answer
+    (call,) = answer.message.tool_calls
+    result = product(call.function.parsed_arguments.expression)
+    messages += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    answer = client.chat.completions.create(**given).choices[0]
+    assert answer.message.content == f"The result is {result}.", answer
+
 for wrong, kind, param in [
     ({"temperature": 9}, openai.BadRequestError, "temperature"),
     ({"model": "none"}, openai.NotFoundError, "model"),
     ({"max_tokens": 10**6}, openai.BadRequestError, "messages"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+    ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice"),
 ]:
     try:
         client.chat.completions.create(**{"model": model, "messages": chat, **wrong})

@@ -197,6 +197,27 @@ def test_tool_history_has_parsed_arguments() -> None:
     assert rendered(messages=messages)[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
+def test_fields_that_clients_add_to_answers_are_left_out() -> None:
+    """Regression: `parsed` (openai) and `provider_specific_fields` (litellm) were a 400."""
+    function = {"name": "f", "arguments": '{"x": 1}', "parsed_arguments": {"x": 1}}
+    call = {"id": "c", "type": "function", "function": function}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": '{"y": 2}', "parsed": {"y": 2}},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "provider_specific_fields": {"refusal": None},
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    _, answer, calls, _ = rendered(messages=messages)
+    assert answer == {"role": "assistant", "content": '{"y": 2}'}
+    assert set(calls) == {"role", "content", "tool_calls"}
+    assert calls["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+
+
 PART = {"type": "text", "text": "a"}
 CALL = {"function": {"name": "f", "arguments": "{}"}}
 
