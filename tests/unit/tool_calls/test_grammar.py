@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -44,13 +45,23 @@ MAX_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> LLTokenizer:
-    return load_tokenizer(str(model_path()), (EOS,))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the demo tokenizer without its tokens for calls, so that markers are text."""
+    found = json.loads((model_path() / "tokenizer.json").read_text())
+    found["added_tokens"] = [t for t in found["added_tokens"] if "tool_" not in t["content"]]
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str(model_path() / "tokenizer.json"))
+def tokenizer(folder: Path) -> LLTokenizer:
+    return load_tokenizer(str(folder), (EOS,))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(folder: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def write(name: str, token_ids: dict[str, int] | None = None, **request: Any) -> WrittenGrammar:
@@ -170,3 +181,15 @@ def test_a_start_that_is_one_token_triggers_the_grammar(
     assert required.trigger == -1
     assert accepts(tokenizer, required, [7, *ids])
     assert not accepts(tokenizer, required, ids)
+
+
+def test_markers_that_are_tokens_are_written_as_tokens() -> None:
+    """The demo tokenizer has a token for each marker of hermes, as that of Qwen3."""
+    tokenizer = load_tokenizer(str(model_path()), (EOS,))
+    vocabulary = tokenizers.Tokenizer.from_file(str(model_path() / "tokenizer.json"))
+    tokens = {marker: vocabulary.token_to_id(marker) for marker in ("<tool_call>", "</tool_call>")}
+    ids = vocabulary.encode(CALLS["hermes"], add_special_tokens=False).ids
+    assert (ids[0], ids[-1]) == tuple(tokens.values())
+    assert accepts(tokenizer, write("hermes", tokens), ids)
+    assert accepts(tokenizer, write("hermes", tokens, must_call=False), ids[1:])
+    assert not accepts(tokenizer, write("hermes", tokens), ids[:-1])
