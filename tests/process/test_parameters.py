@@ -1,5 +1,6 @@
 """The effect of each parameter over HTTP, with a real engine. tests/parity checks the values."""
 
+import itertools
 import math
 from typing import Any
 
@@ -71,7 +72,10 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(real_server: ServerProc
 def test_logprobs_end_where_a_stop_string_cuts_the_text(real_server: ServerProcess) -> None:
     whole = complete(real_server, max_tokens=12, logprobs=0, ignore_eos=True)
     tokens = whole["logprobs"]["tokens"]
-    cut = complete(real_server, max_tokens=12, logprobs=0, ignore_eos=True, stop=[tokens[4]])
+    texts = list(itertools.takewhile(lambda token: not token.startswith("bytes:"), tokens))
+    stop = texts[-1]
+    assert "".join(texts).find(stop) == len("".join(texts[:-1])) > 0, "the text must have one stop"
+    cut = complete(real_server, max_tokens=12, logprobs=0, ignore_eos=True, stop=[stop])
     assert cut["finish_reason"] == "stop"
     assert "".join(cut["logprobs"]["tokens"]) == cut["text"]
     kept = complete(
@@ -79,10 +83,10 @@ def test_logprobs_end_where_a_stop_string_cuts_the_text(real_server: ServerProce
         max_tokens=12,
         logprobs=0,
         ignore_eos=True,
-        stop=[tokens[4]],
+        stop=[stop],
         include_stop_str_in_output=True,
     )
-    assert kept["text"] == cut["text"] + tokens[4] == "".join(kept["logprobs"]["tokens"])
+    assert kept["text"] == cut["text"] + stop == "".join(kept["logprobs"]["tokens"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -176,7 +180,12 @@ def test_parts_and_tool_history_reach_the_template(real_server: ServerProcess) -
     tokens = post(real_server, "/tokenize", messages=messages)["tokens"]
     body = {"tokens": tokens, "skip_special_tokens": True}
     text = post(real_server, "/detokenize", **body)["prompt"]
-    assert text == "system\nbe brief\nuser\none\ntwo\nassistant\ncalling\ntool\nthree\nassistant\n"
+    call_text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    result_text = "<tool_response>\nthree\n</tool_response>"
+    assert text == (
+        f"system\nbe brief\nuser\none\ntwo\nassistant\ncalling\n{call_text}\n"
+        f"user\n{result_text}\nassistant\n"
+    )
     answer = post(real_server, "/v1/chat/completions", messages=messages, max_tokens=2)
     assert answer["usage"]["prompt_tokens"] == len(tokens)
 

@@ -31,10 +31,10 @@ def build_reciting_model(folder: Path, recital: list[str], new_tokens: list[str]
 
     The embeddings of the recital's tokens are orthogonal. The layers do not change them. The row of
     a token in the output head is the embedding of the token before it in the recital. new_tokens:
-    tokens to add to the tokenizer.
+    tokens of the model that the tokenizer gets if it does not have them.
     """
     tokenizer = json.loads((model_path() / "tokenizer.json").read_text())
-    for content in new_tokens:
+    for content in [token for token in new_tokens if token not in _ids(tokenizer)]:
         added = {**tokenizer["added_tokens"][0], "content": content, "special": False}
         tokenizer["added_tokens"].append({**added, "id": max(_ids(tokenizer).values()) + 1})
     ids = [_ids(tokenizer)[token] for token in recital]
