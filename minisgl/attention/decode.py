@@ -3,7 +3,8 @@
 There are two kinds. BalancedDecode runs minisgl's own kernel: it gives every multiprocessor the
 same amount of work, and also normalises, rotates and stores the new token. UnsplitDecode runs
 FlashInfer with one block for each request and KV head. Its plan does not depend on the contexts.
-It has no partial results to merge, so it is faster if the blocks fill the GPU more than once.
+It has no partial results to merge. It is therefore faster when there are more thread blocks
+(requests times KV heads) than the GPU runs at the same time.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from minisgl.attention.base import AttentionStep, NormRope
 from minisgl.kernel import DecodeScratch, balanced_decode, count_blocks, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
-# Room for a plan: a few int32 values for each of some thousand blocks.
+# Room for a plan: a few int32 values for each of several thousand blocks.
 _INT_WORKSPACE_BYTES = 2**20
 
 

@@ -66,7 +66,8 @@ class _DecodeStep(NamedTuple):
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         keys, values = (part.flatten(0, 1)[self.slots] for part in self.pool.layer(layer))
-        # The query heads of a KV head run as queries of that head: no key or value is repeated.
+        # The query heads that share a KV head are passed as further query rows of that head. Keys
+        # and values are therefore not repeated for each query head.
         grouped = q.view(len(q), keys.shape[2], -1, q.shape[2])
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         attended = scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask)

@@ -82,7 +82,10 @@ def copy_bandwidth() -> float:
 
 
 def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
-    """Yield layer kernels for each number of tokens, samplers and metadata for each of rows."""
+    """Yield the layer kernels for each number in `tokens`.
+
+    Then yield the samplers and the metadata kernels for each number in `rows`.
+    """
     for model in _HIDDEN_SIZES:
         for count in (1, 16, 32, 64, 96, 128, 192, 256):
             yield from (_layer(model, count, ours) for ours in (False, True))

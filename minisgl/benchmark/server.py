@@ -147,8 +147,9 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     command = [sys.executable, "-m", "minisgl", "bench", "online", *flags]
     reader = subprocess.Popen(command, stdout=subprocess.PIPE)
     await _all_submitted(service, streams, reader)
+    # The server also collects and freezes once it is ready.
     gc.collect()
-    gc.freeze()  # As the server does once it is ready.
+    gc.freeze()
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     await _run_stub_engine(service, tokens)
     while service.client.open_generations:

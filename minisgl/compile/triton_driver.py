@@ -67,7 +67,8 @@ def _compiling_driver(arch: int) -> Any:
     # Loads no kernel. Returns module, function, registers and spills as 0, and 1,024 threads.
     driver.utils.load_binary = lambda *args: (0, 0, 0, 0, 1024)
     driver.get_current_target = lambda: GPUTarget("cuda", arch, 32)
-    # Triton keeps compiled kernels by device, so each architecture is a device of its own.
+    # Triton caches compiled kernels by device number. The architecture serves as that number, so
+    # the kernels of two architectures stay apart.
     driver.get_current_device = lambda: arch
     driver.get_current_stream = lambda device: 0
     return driver

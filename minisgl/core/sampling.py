@@ -51,9 +51,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
                  none.
     think_end    id of the token that closes the thinking; -1: the model has none.
     thinking     "off": the grammar holds from the first token. "open": the prompt ends inside the
-                 thinking; the output is free until think_end. "allowed": the first token is either
-                 think_start, and then the output is free until think_end, or the first token of
-                 the grammar.
+                 thinking; the output is free until think_end. "allowed": the model may think first.
+                 If the first token is think_start, the output is free until think_end. If not, the
+                 grammar holds from the first token.
     trigger      after the thinking the output is free until this token, and may end before it. The
                  grammar holds for what follows the token. -1: the grammar holds at once.
     """

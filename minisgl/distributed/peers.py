@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from minisgl.kernel.peers import BLOCKS, PeerLayout
 
 _MAX_BYTES = 8192 * 10240  # the largest sum over peer memory; NCCL computes larger sums
-# The largest sum in bytes, by the number of ranks, that one shot computes as fast as two shots (see
-# minisgl.kernel.triton.reduce). Measured on H200s of one host with rows of 10 KiB:
+# One shot and two shots are the two algorithms of minisgl.kernel.triton.reduce. For each number of
+# ranks: the largest sum, in bytes, for which one shot is not slower. Measured on H200s of one
+# host with rows of 10 KiB:
 #   4 ranks,  16 rows: one shot  7.7 µs, two shots  8.9 µs
 #   4 ranks,  32 rows: one shot  9.3 µs, two shots  8.8 µs
 #   2 ranks, 256 rows: one shot 15.3 µs, two shots 17.3 µs

@@ -147,10 +147,9 @@ class Engine:
     def warm_up(self) -> None:
         """Run steps of every kind on the dummy page, so that no kernel compiles while serving.
 
-        On a GPU two more kinds of steps run here. Without piecewise graphs, steps of all sizes
-        run. If the configuration sets num_pages, the largest step runs. If it does not, the
-        constructor has already run the largest step, to measure the memory for the KV pool. Raises
-        OutOfMemory.
+        On a GPU it also runs steps of all sizes if there are no piecewise graphs, and the largest
+        step if the configuration sets num_pages. Without num_pages the constructor has already run
+        the largest step, to measure the memory for the KV pool. Raises OutOfMemory.
         """
         with memory.memory_of(self._device):
             warmup.warm_up(self)
@@ -293,12 +292,15 @@ class Engine:
     def _measure_graph_bytes(self) -> int:
         """Return the memory that all graphs will take, in bytes, from trial captures.
 
-        The first trial captures the largest graph of each kind, the second trial the two largest.
+        Trial 1 captures the largest graph of each kind, trial 2 the two largest. The difference of
+        the trials, plus a margin of one block of the driver, is the memory of one further graph.
+        The result is the memory of trial 2, plus this amount for each graph that trial 2 lacks.
+
         The tensors of smaller graphs reuse the memory of larger graphs, but each further graph also
         takes memory of the driver, outside of torch's pool. The size of this memory depends mostly
         on the number of kernels in the graph. That number is the same for every batch size. Both
-        trials are compared with the free memory before the first trial, since the driver may keep
-        memory of the first trial.
+        trials are compared with the free memory before trial 1, since the driver may keep memory of
+        trial 1.
         """
         sizes, token_sizes = self._graph_sizes()
         torch.cuda.empty_cache()

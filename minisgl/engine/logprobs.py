@@ -58,8 +58,8 @@ def start_logprobs(
 
     hidden: [T or more, H], hidden states after the final norm; None if no request asks for
     log-probabilities of its prompt.
-    logits, next_tokens: float32 [N, V], unedited, and int32 [2, N] as sampler.sample_tokens returns
-    it; both None if no request samples.
+    logits: float32 [N, V], before any edit. next_tokens: int32 [2, N], from sampler.sample_tokens.
+    Both are None if no request samples.
     """
     wanted, reqs = batch.logprobs, batch.num_reqs
     if wanted is None:

@@ -76,9 +76,10 @@ class PieceForward(NamedTuple):
         filled. The result has `size` rows, since it includes the padding. The next graph that runs
         overwrites it.
 
-        With tensor parallelism, each rank may hold only a part of the rows of a sum over the ranks.
-        The number of rows determines this part. Therefore the next sum must have the same number of
-        rows, or Attended.take_rows must first gather the rows from all ranks.
+        With tensor parallelism, a rank may hold the residual of only some rows (two shots in
+        minisgl.kernel.triton.reduce). The number of rows of the sum decides which rows these are.
+        The next sum must therefore have the same number of rows, or Attended.take_rows must first
+        gather the rows from all ranks.
         """
         num_tokens = tokens.shape[1]
         for piece in self.pieces:

@@ -108,7 +108,8 @@ class _StopWatch:
         ends_ns: list[int] = []
         running = self._engine.launch(batch)
         no_updates = PageUpdates(*(array[:0] for array in batch.page_updates))
-        batch = replace(batch, page_updates=no_updates)  # sent once; real steps have few updates
+        # The first launch sent the page updates. The timed steps send none: real steps have few.
+        batch = replace(batch, page_updates=no_updates)
         for _ in range(repeats + 1):
             following = self._engine.launch(batch)
             running.wait()
@@ -122,7 +123,9 @@ class _StopWatch:
 
 
 def _shapes(rows: int, max_seq_len: int) -> list[StepShape]:
-    """Return the shapes to time, roughly by rising time. Some come again with a longer context.
+    """Return the shapes to time, roughly from fast to slow.
+
+    Some shapes appear twice, the second time with a longer context.
 
     Small shapes have only decode requests, at most `rows`. The others have one decode request and
     one chunk. A large chunk has cached context before it, because most predictions are for such
@@ -164,8 +167,8 @@ def fit(timings: list[Timing]) -> StepCost:
 
     1. Two timings with the same number of tokens but different contexts give the cost of a decode
        key or of a prefill pair.
-    2. The first timing of each number of tokens, less its keys and pairs, is the cost of the
-       tokens. At least half of the timing remains.
+    2. The first timing of each number of tokens, minus the cost of its keys and pairs, is the cost
+       of the tokens. The result is never below half of the timing.
     3. If a smaller step costs more than a larger step, it gets the cost of the larger step.
     """
     near: dict[int, Timing] = {}

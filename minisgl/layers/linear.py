@@ -1,8 +1,9 @@
 """Linear layers of tensor-parallel models, and the methods that store and multiply their weights.
 
-A layer defines the part of a matrix that its rank holds (LinearShards) and the use of its result.
-Its LinearMethod stores that matrix and multiplies with it. A quantised format is therefore one
-subclass of LinearMethod, and the layers do not change.
+A layer defines the part of a matrix that its rank holds (LinearShards), and what happens to
+the product: it is returned, gated, or added to the residual stream. Its LinearMethod
+stores that matrix and multiplies with it. A quantised format is therefore one subclass of
+LinearMethod, and the layers do not change.
 """
 
 from abc import ABC, abstractmethod

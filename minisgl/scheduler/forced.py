@@ -9,7 +9,7 @@ from minisgl.scheduler.request import ReqState
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import append_tokens
 
-# About this share of a decode-only step is the extra time of a step with a chunk.
+# The extra time of a step with a chunk, as a share of a decode-only step (approximate).
 CHUNK_SLOWDOWN = 0.5
 
 
@@ -22,8 +22,9 @@ def append_forced(
 ) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
     """Append the tokens that must follow the sampled tokens. Returns the values of read_result.
 
-    The next step forwards the appended tokens of a request as one chunk. A step in flight has
-    sampled the first of them too; `read_result` drops that result.
+    The next step forwards the appended tokens of a request as one chunk. A step that is
+    already in flight also samples a token for the first of these positions; `read_result` drops
+    that token.
 
     A chunk of k tokens saves k - 1 decode steps of one request. If the next step has no other
     chunk, this chunk also delays every decoding request. Tokens are appended if the saved steps

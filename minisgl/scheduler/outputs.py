@@ -87,7 +87,7 @@ class OutputBuilder:
         self._next.finished.append(_finished(req.uid, req.end_reason, error))
 
     def refuse(self, uid: int, message: AddReq, error: RequestError) -> None:
-        """Add the PrefillDone and the Finished message of a refused request of `message`."""
+        """Add PrefillDone and Finished for the request `uid` of `message`, which was refused."""
         prompt_tokens = len(message.token_ids) // 4
         done = PrefillDone(uid=uid, prompt_tokens=prompt_tokens, cached_tokens=0)
         self._next.prefill_done.append(done)

@@ -87,7 +87,8 @@ class RequestTable:
         self.computed[row] = computed
         self.max_total_tokens[row] = req.max_total_tokens
         self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.max_total_tokens)
-        # A grammar allows an ignored EOS id only where it allows no other token.
+        # With a grammar, EOS ends the request even if ignore_eos is set: the grammar then masks EOS
+        # until it allows no other token.
         self.obeys_eos[row] = not sampling.ignore_eos or sampling.grammar is not None
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.edits_logits[row] = req.logit_states is not None

@@ -33,7 +33,8 @@ _SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "server": ServerConfig,
 }
 # The largest value of a flag without `high`, by type. Each float flag without `high` is a time in
-# seconds. 1e6 s (12 days) fit into the 31 bits of the kernel's milliseconds for --read-timeout.
+# seconds. Its limit is 1e6 s (12 days), because --read-timeout goes to Linux as milliseconds in 31
+# bits.
 _HIGHEST: Mapping[type, float] = {int: math.inf, float: 1e6}
 _INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
 

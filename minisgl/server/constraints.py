@@ -117,7 +117,11 @@ def _top_level(body: requests.GenerationBody) -> Iterator[_Found]:
 
 
 def _named(given: requests.RequestBody, prefix: str, *names: str) -> Iterator[_Found]:
-    """Yield the parameters of `given` with these names. The last word of a name is its kind."""
+    """Yield the parameters of `given` with these names.
+
+    The part of the name after the last _ gives the kind: json, regex or choice. Every other name
+    is a grammar.
+    """
     kinds: dict[str, GrammarKind] = {"json": "json_schema", "regex": "regex", "choice": "choice"}
     for name in names:
         if (value := getattr(given, name)) is not None:

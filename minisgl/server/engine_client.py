@@ -189,7 +189,9 @@ class EngineClient:
     def require_room(self, call: Generation, prompt_tokens: int, tokens: int) -> None:
         """Raise Overloaded when a call and the other open calls of its client exceed a token limit.
 
-        A limit refuses no call of a client without other tokens that count for this limit.
+        A limit never refuses a call if the client has no other open tokens that count for this
+        limit. One large call on an idle server is therefore admitted.
+
         prompt_tokens: tokens of the call's prompts. tokens: as counted for max_call_tokens.
         """
         load = self.loads[call.client]
@@ -228,7 +230,11 @@ class EngineClient:
         self._to_scheduler(request)
 
     def flush_cache(self) -> None:
-        """Clear the prefix cache of the engine, after the requests that were submitted before."""
+        """Ask the scheduler to clear the prefix cache.
+
+        The scheduler reads this message after the requests that were submitted before. It does not
+        wait for their end.
+        """
         self._to_scheduler(messages.FlushCache())
 
     async def tokenize(self, prompt: Prompt, param: str, call: Generation) -> Tokenized:

@@ -108,7 +108,7 @@ class Watchdog:
             self._longest_s[role] = max(silence_s, self._longest_s.get(role, 0.0))
             self._silent_since_s[role] = now_s
 
-    def satisfied(self, role: str) -> None:
+    def expect_nothing(self, role: str) -> None:
         """Expect nothing from `role` any more."""
         self._silent_since_s.pop(role, None)
 

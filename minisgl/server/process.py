@@ -102,7 +102,7 @@ class ApiServer:
         if self.client.awaits_engine or (self.stats is not None and self.stats.busy):
             self._watchdog.expect("scheduler", now_s)  # A step of any request is progress.
         else:
-            self._watchdog.satisfied("scheduler")
+            self._watchdog.expect_nothing("scheduler")
         return self._watchdog.hung(now_s)
 
     async def run(self, listener: socket.socket, *probe_listeners: socket.socket) -> None:
@@ -182,7 +182,7 @@ class ApiServer:
                 index = self.client.receive_tokenize_result(message)
                 self._watchdog.heard(f"tokenizer-{index}", now_s)
             elif isinstance(message, messages.Alive):
-                self._watchdog.satisfied(message.role)
+                self._watchdog.expect_nothing(message.role)
             elif isinstance(message, messages.SchedulerStats):
                 if self.stats is None or message.step_id != self.stats.step_id:
                     self._watchdog.heard("scheduler", now_s)

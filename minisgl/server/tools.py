@@ -49,31 +49,37 @@ class ToolRequest(NamedTuple):
         return ToolOptions(format=self.format, parameters_json=msgspec.json.encode(parameters))
 
     def constraint(
-        self, answer: ConstraintRequest | None, max_whitespace: int
+        self, text_constraint: ConstraintRequest | None, max_whitespace: int
     ) -> ConstraintRequest | None:
         """The constraint of an answer with these tools; None if the answer is free.
 
-        answer: the constraint of an answer without calls. max_whitespace: as in `constraint_of`.
+        text_constraint: the constraint of an answer without calls. max_whitespace: as in
+        `constraint_of`.
         A constrained call follows the schema of its tool, also if `strict` is false.
         """
-        is_free = not self.must_call and self.parallel and answer is None
+        is_free = not self.must_call and self.parallel and text_constraint is None
         if is_free and not any(tool.strict for tool in self.tools):
             return None
-        if answer is not None and answer.message.kind not in ("json_schema", "json_object"):
-            raise reject(answer.param, "cannot be combined with tools; use a JSON schema")
+        if text_constraint is not None and text_constraint.message.kind not in (
+            "json_schema",
+            "json_object",
+        ):
+            raise reject(text_constraint.param, "cannot be combined with tools; use a JSON schema")
         grammar = ToolGrammar(
             format=self.format,
             tools=[(tool.name, tool.parameters or _NO_PARAMETERS) for tool in self.tools],
             must_call=self.must_call,
             parallel=self.parallel and not self.is_named,
-            answer=None if answer is None else msgspec.json.decode(answer.message.text),
+            answer=None
+            if text_constraint is None
+            else msgspec.json.decode(text_constraint.message.text),
         )
         message = CompileGrammar(
             kind="tool_calls",
             text=msgspec.json.encode(grammar).decode(),
             whitespace_pattern=whitespace_pattern(max_whitespace)
-            if answer is None
-            else answer.message.whitespace_pattern,
+            if text_constraint is None
+            else text_constraint.message.whitespace_pattern,
         )
         return ConstraintRequest("tools", message)
 

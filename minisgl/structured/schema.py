@@ -26,8 +26,8 @@ _BOUNDS = _UPPER | {"minimum", "exclusiveMinimum"}
 _DRAFTS: Mapping[str, int] = MappingProxyType(
     {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019, "2020-12": 2020}
 )
-# The first draft of each keyword that llguidance ignores where $schema names an earlier draft. The
-# keywords of draft 3 have been removed since.
+# The draft that introduced each keyword. llguidance ignores the keyword if $schema names an earlier
+# draft. inf: a keyword of draft 3 that later drafts removed.
 _SINCE: Mapping[str, float] = MappingProxyType(
     {
         **dict.fromkeys(("contains", "propertyNames"), 6),
@@ -182,7 +182,10 @@ def _draft(schema: Mapping[str, Any], pointer: str, inherited: int) -> int:
 
 
 def _check_min_properties(schema: Mapping[str, Any], pointer: str) -> None:
-    """Refuse a minProperties that an object would reach by one key written twice."""
+    """Refuse a minProperties that is 2 or more above the number of required names.
+
+    llguidance could then write one optional key twice and count it as two.
+    """
     least, required = schema.get("minProperties"), schema.get("required")
     known = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int) and least - known >= 2:

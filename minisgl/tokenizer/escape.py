@@ -30,7 +30,9 @@ from minisgl.tokenizer.template import ChatTemplate, TemplateError
 
 # Code points for private use. Unicode gives them no meaning, so texts rarely contain them.
 _MARKS = tuple(chr(code) for code in range(0xE000, 0xF900))
-_TRIALS = 16  # A chat that contains half of the marks is refused once in 65,536 times.
+# The number of random marks to try. If a chat contains half of all marks, all 16 trials fail with
+# probability 2**-16.
+_TRIALS = 16
 
 
 class SpecialTokenEscaper:
@@ -125,7 +127,7 @@ def _renamed(tokenizer: tokenizers.Tokenizer, names: dict[str, str]) -> tokenize
         ]
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    description["post_processor"] = None  # It would add a second BOS.
+    description["post_processor"] = None  # The post-processor would add a second BOS.
     return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
@@ -155,7 +157,7 @@ def _any_of(words: Collection[str]) -> str:
 
 
 def _begins_any_of(words: Collection[str]) -> str:
-    """A pattern of the first character of each word in a text.
+    """A pattern that matches the first character of each word in a text, not the rest of it.
 
     The pattern also matches if the text ends within the word: the next text of the client may
     complete the word.

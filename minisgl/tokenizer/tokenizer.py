@@ -47,7 +47,7 @@ class TextTokenizer:
             )
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        # The library raises Exception itself for a file that it cannot read.
+        # For a file that it cannot read, the library raises the class Exception and no subclass.
         except Exception as error:  # noqa: BLE001
             raise ConfigError(f"{path} cannot be read: {error}") from None
         tokenizer.no_truncation()
@@ -116,8 +116,8 @@ class TextTokenizer:
     def thinks(self, prompt: list[int], template_options: dict[str, Any]) -> bool:
         """True if the model may begin its answer to this rendered chat with thinking.
 
-        It may not if the template knows no thinking, if an option switches the thinking off, or if
-        the prompt ends with a closed block of thinking.
+        False if the template knows no thinking, if an option switches the thinking off, or if the
+        prompt ends with a closed block of thinking.
         """
         think_ids = self.vocabulary.think_ids
         options = [template_options.get(name) for name in ("enable_thinking", "thinking")]

@@ -31,7 +31,8 @@ class Format(NamedTuple):
     markers  all markers that may be special tokens, the starts included. The parser
              receives the text of these tokens also with skip_special_tokens.
     read     reads the calls after this marker. At the beginning of an answer the marker may be
-             "". Text that `read` has read and not committed is outside of the calls.
+             "". If `read` stops, the text that it has read since its last report to Calls is
+             content.
     bare     characters; an answer that begins with one of them may be a call without a marker.
     probe    text that the template of such a model writes for a call.
     grammar  describes constrained calls to llguidance.

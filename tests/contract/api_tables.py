@@ -40,8 +40,6 @@ CONFIG = ServerConfig(
 SCHEMAS = component_schemas(RequestConverter(CONFIG))
 ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
 FIXED_LIMITS = (
-    "| `--max-choices` | | `max_n` | n of one request |",
-    "| `--max-choices` | | `max_prompts` | prompts of one completions request |",
     "| none | 100 | `max_headers` | headers of one request; more get 431 |",
     "| none | 131,072 and 1,048,576 | `max_body_values` | lists, objects and fields of one body; "
     "all values of one body |",
@@ -178,14 +176,17 @@ def _others(parameters: KnownParameters) -> str:
 
 def limits() -> str:
     """One row for each limit, with its label in `minisgl_limits_exceeded_total`."""
-    rows = ["| flag | default | metric | meaning |", "|---|---|---|---|"]
+    rows = ["| flag | default | value of `limit` | meaning |", "|---|---|---|---|"]
     actions = {o: a for a in build_parser()._actions for o in a.option_strings}
     flags = tomllib.loads((PACKAGE / "server" / "flags.toml").read_text())["limits"]
     for names, flag in flags.items():
         name = names.split()[0]
         default, unit = actions[name].default, flag["unit"].lower()
         shown = "-" if default is None else f"{default:,} {unit}".removesuffix(" n")
-        rows.append(f"| `{name}` | {shown} | `{flag['to'].split('.')[1]}` | {flag['help']} |")
+        label = f"`{flag['to'].split('.')[1]}`"
+        if name == "--max-choices":
+            label += ", `max_n` (n), `max_prompts` (prompts)"
+        rows.append(f"| `{name}` | {shown} | {label} | {flag['help']} |")
     text = "tokens of prompt and answer together"
     rows.append(f"| `--max-seq-len-override` | the model's | `max_seq_len` | {text} |")
     rows += FIXED_LIMITS

@@ -67,7 +67,8 @@ def _gather_kv(
     inside = column < ROW
     source = slot.to(tl.int64) * ROW + column
     target = row[:, None].to(tl.int64) * ROW + column
-    # The pool is read once. Evicting it first leaves the cache to the copy, which is read next.
+    # Each element of the pool is read once, so its cache lines are evicted first. The cache then
+    # keeps the copy, which the attention reads next.
     mask = (slot >= 0) & inside
     key = tl.load(k_pool + source, mask=mask, other=0.0, eviction_policy="evict_first")
     value = tl.load(v_pool + source, mask=mask, other=0.0, eviction_policy="evict_first")

@@ -6,6 +6,9 @@ work. Rows of gate and up alternate in a tile, so that a program applies the act
 writes. A last kernel sums the outputs of a token's experts in a fixed order. There are no atomics,
 so results do not change between runs.
 
+An assignment is a token with one of its experts. A slot is the place of an assignment in the blocks
+that minisgl.kernel.triton.moe_routing.align makes.
+
 Bytes in 16-bit types, without those that L2 serves: 6 H I per expert that has tokens, and 2 I + 4 H
 per assignment.
 """
@@ -191,8 +194,8 @@ def experts_of_many(
     """As MoeBackend.forward, after the routing, in four launches. No host sync.
 
     x: [T, H], unit stride in H. weights: float32 [T, top_k]; experts: int32 [T, top_k]; both
-    contiguous. tiling: None means that of `tiling_for`. With blocks of 128 tokens the products are
-    those of moe_tiles.py where it supports them.
+    contiguous. tiling: if None, `tiling_for` chooses it. With blocks of 128 tokens, moe_tiles.py
+    computes the products if it supports their shapes.
     """
     num_tokens, width = x.shape
     num_experts, top_k = gate_up.shape[0], experts.shape[1]

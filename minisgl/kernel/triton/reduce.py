@@ -17,10 +17,11 @@ PeerLayout describes the memory. Row R of the slots belongs to block R % BLOCKS 
 block b of a rank waits only for block b of the other ranks. It counts its calls in epochs[b], and
 the count is the value of its flags.
 
-I1  A slot is overwritten two calls later at the earliest, after the flags of the call in between.
-    The reader of the slot raises those flags after it has read the slot.
-I2  A row of the second shot is overwritten only after the reader's first flag of that call. On the
-    reader's stream the flag comes after every kernel that used the row's earlier content.
+I1  The slots of call n are overwritten in call n + 2 or later. Before that, the writer waits for
+    the reader's flags of call n + 1. The reader raises them after it has read the slots of call n.
+I2  In each call, the owner of a row of the second shot writes it to a reader's memory only after
+    the reader's first flag of the same call. On the reader's stream that flag comes after every
+    kernel that used the row's earlier content.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False

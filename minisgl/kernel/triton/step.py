@@ -228,7 +228,7 @@ def kv_metadata(
         PAGE_SIZE=page_size,
         REQS=max(
             triton.next_power_of_2(len(page_table) - 1), 256
-        ),  # the same for every step, so one kernel
+        ),  # the same value for every step, so that Triton compiles one variant
         BLOCK=_BLOCK,
     )
 

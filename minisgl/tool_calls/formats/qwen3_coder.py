@@ -93,7 +93,7 @@ def _read_text(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
 
 
 def _certain(text: str) -> int:
-    """The number of characters that cannot belong to the end of this value."""
+    """The length of the beginning of `text` that cannot belong to the end tag of this value."""
     for found in _MAY_END.finditer(text, max(len(text) - _END_CHARS, 0)):
         if _is_partial_end(text[found.start() :].removeprefix("\n")):
             return found.start()
@@ -113,8 +113,9 @@ def _is_partial_end(text: str) -> bool:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value whose schema allows more than strings. types: empty: any type.
+    """Return the JSON of a value whose schema allows more than strings.
 
+    types: the JSON types that the schema allows; an empty set allows any type.
     Templates write constants as Python does (True, None). Other text becomes a string.
     """
     plain = text.strip()

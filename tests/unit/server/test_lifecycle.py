@@ -40,7 +40,7 @@ def test_silent_worker_hangs_and_busy_or_idle_worker_does_not() -> None:
     watchdog.heard("tokenizer-0", 1009.0)  # the result of a request before the ping
     assert watchdog.hung(1018.0) is None
     assert watchdog.hung(1019.5) == "tokenizer-0"
-    watchdog.satisfied("tokenizer-0")
+    watchdog.expect_nothing("tokenizer-0")
     assert watchdog.hung(2000.0) is None
     assert watchdog.expect("tokenizer-0", 2000.0)
 
