@@ -118,7 +118,7 @@ def _single_gpu_cost(model: ModelConfig) -> Cost:
     kv = 2 * model.num_layers * model.kv_heads * dim
     if moe is None:
         return Cost(2 * parameters, 2 * parameters, 2 * kv)
-    parameters += sparse * hidden * moe.num_experts  # routers
+    parameters += sparse * hidden * (moe.num_experts + 3 * moe.shared_expert_intermediate_size)
     experts = sparse * 3 * hidden * moe.moe_intermediate_size * moe.num_experts
     expert_share = moe.num_experts_per_tok / moe.num_experts
     operations = 2 * parameters + int(2 * experts * expert_share)

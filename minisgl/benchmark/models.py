@@ -39,7 +39,7 @@ def _shape(
     }
 
 
-# The published shapes of the Qwen3 models.
+# Published shapes.
 SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _shape(2048, 28, 16, 6144, tied=True),
@@ -57,6 +57,27 @@ SHAPES = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    "phi-4": _shape(5120, 40, 40, 17920, tied=False)
+    | {"architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 10, "vocab_size": 100352},
+    "mistral-small-24b": _shape(5120, 40, 32, 32768, tied=False)
+    | {"architectures": ["MistralForCausalLM"], "vocab_size": 131072},
+    "ministral-3-8b": _shape(4096, 34, 32, 14336, tied=False)
+    | {"architectures": ["Ministral3ForCausalLM"], "vocab_size": 131072},
+    "granite-3-8b": _shape(4096, 40, 32, 12800, tied=True)
+    | {"architectures": ["GraniteForCausalLM"], "vocab_size": 49159}
+    | {"embedding_multiplier": 12.0, "attention_multiplier": 0.0078125}
+    | {"residual_multiplier": 0.22, "logits_scaling": 16.0},
+    "smollm3-3b": _shape(2048, 36, 16, 11008, tied=True)
+    | {"architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 4, "vocab_size": 128256},
+    "olmo2-7b": _shape(4096, 32, 32, 11008, tied=False)
+    | {"architectures": ["Olmo2ForCausalLM"], "num_key_value_heads": 32, "vocab_size": 100352},
+    "seed-oss-36b": _shape(5120, 64, 80, 27648, tied=False)
+    | {"architectures": ["SeedOssForCausalLM"], "attention_bias": True}
+    | {"attention_out_bias": False, "vocab_size": 155136},
+    "qwen1.5-moe-a2.7b": _shape(2048, 24, 16, 5632, tied=False)
+    | {"architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 16, "num_experts": 60}
+    | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    | {"shared_expert_intermediate_size": 5632},
 }
 
 

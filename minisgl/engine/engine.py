@@ -22,7 +22,7 @@ from minisgl.engine.piecewise_graph import piece_sizes
 from minisgl.engine.step_launcher import StepLauncher
 from minisgl.kernel import CompileLog, compile_missing, use_kernel_cache
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
-from minisgl.layers.rotary import rope_table
+from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
 from minisgl.models.decoder import local_kv_spec
@@ -224,9 +224,11 @@ class Engine:
                 self.extensions.attention_backends,
             ),
             columns=self.extensions.sampling_columns,
-            cos_sin=rope_table(
-                model.rope_theta, model.head_dim, model.rope_scaling, self.max_seq_len, self._device
+            ropes=tuple(
+                rope_table(rope, model.head_dim, self.max_seq_len, self._device)
+                for rope in model.ropes
             ),
+            query_scale=query_scale_table(model.query_scale, self.max_seq_len, self._device),
             page_table=torch.full(
                 (rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device
             ),

@@ -35,7 +35,8 @@ class ModelRunner:
     pool: KVPool
     attention: AttentionBackend
     columns: tuple[Column, ...]
-    cos_sin: Tensor
+    ropes: tuple[Tensor, ...]
+    query_scale: Tensor | None
     page_table: Tensor
     token_pool: Tensor
 
@@ -74,7 +75,8 @@ class ModelRunner:
         Stores the keys and values of all T tokens. Returns the output of the last attention.
         """
         ids, positions, slots = tokens.unbind(0)
-        context = ForwardContext(positions, slots, self.cos_sin, self.pool, attention)
+        scale = None if self.query_scale is None else self.query_scale[positions]
+        context = ForwardContext(positions, slots, self.ropes, self.pool, attention, scale)
         return self.model.model.forward_to_last_attention(ids, context)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
 from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, silu_and_mul
 from minisgl.layers.norm import BlockInput, ResidualStream
@@ -84,6 +85,15 @@ class LinearMethod(nn.Module, ABC):
         """
         return False
 
+    def scale_rows(self, begin: int, end: int, factor: float) -> None:
+        """Multiply the output features begin..end by `factor`, in the loaded parameters.
+
+        Raises ConfigError if the method cannot do so.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} cannot multiply weights by {factor:g}, which the model needs"
+        )
+
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         """Return silu(gate) * up of the product, [T, rows / 2]. The gate's rows come first."""
         return silu_and_mul(self.product(x, norm))
@@ -126,6 +136,11 @@ class UnquantizedLinear(LinearMethod):
         self.weight.mul_(norm_weight)
         return True
 
+    def scale_rows(self, begin: int, end: int, factor: float) -> None:
+        self.weight[begin:end].mul_(factor)
+        if self.bias is not None:
+            self.bias[begin:end].mul_(factor)
+
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         return gated_linear(x, self.weight, self.bias, self.split_k_semaphores, norm)
 
@@ -161,14 +176,20 @@ class ColumnParallelLinear(nn.Module):
     """Linears with the same input, merged into one matrix and divided by output features.
 
     Each rank holds a share of the rows of every merged linear. No communication.
+    merged: the name of the linear in a checkpoint that has merged the linears too.
     """
 
     def __init__(
-        self, in_features: int, outputs: tuple[Shard, ...], bias: bool, build: LinearBuild
+        self,
+        in_features: int,
+        outputs: tuple[Shard, ...],
+        bias: bool,
+        build: LinearBuild,
+        merged: str = "",
     ) -> None:
         super().__init__()
         inputs = Shard("", in_features, 0, in_features)
-        self.method = build.method(LinearShards(outputs, inputs, bias), build.dtype)
+        self.method = build.method(LinearShards(outputs, inputs, bias, merged=merged), build.dtype)
 
     def forward(self, block_input: BlockInput) -> Tensor:
         """Return the outputs of the merged linears side by side, [T, rows]."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.comm import Communicator
-from minisgl.kernel import PendingNorm
-from minisgl.layers.shards import Placement
+from minisgl.kernel import PendingNorm, rms_norm
+from minisgl.layers.shards import Placement, Shard
 
 
 class ResidualStream(NamedTuple):
@@ -50,6 +50,23 @@ class RMSNorm(nn.Module):
         yield Placement(f"{name}.weight", tuple(self.weight.shape), f"{name}.weight")
 
 
+class HeadNorm(RMSNorm):
+    """The parameters of a norm of queries or keys, in the order in which the heads are stored.
+
+    shard: the elements of this rank. A norm of each head has head_dim elements; a norm over the
+    whole width has those of all heads.
+    """
+
+    def __init__(self, shard: Shard, eps: float) -> None:
+        super().__init__(shard.local, eps)
+        self.shard = shard
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        shard, name = self.shard, f"{name}.weight"
+        cut = (0, shard.begin, shard.end)
+        yield Placement(name, (shard.full,), name, *cut, order=shard.order)
+
+
 class ResidualNorm(RMSNorm):
     """The norm before a block: adds up the residual stream and normalises it.
 
@@ -73,6 +90,10 @@ class ResidualNorm(RMSNorm):
         normed, total = self.comm.reduce_norm(x, residual, self.weight, self.eps)
         return BlockInput(normed), total
 
+    def of_sum(self, x: Tensor) -> Tensor:
+        """Return the norm of the sum of all ranks' x [T, H], valid until the next sum."""
+        return self.comm.reduce_norm(x, None, self.weight, self.eps)[0]
+
     def fold_with(self, fold: Callable[[Tensor], bool]) -> None:
         """Move the weight into the linear that reads this norm's output, if its method can.
 
@@ -82,3 +103,25 @@ class ResidualNorm(RMSNorm):
         if fold(self.weight):
             self.weight.fill_(1.0)
             self.folded = True
+
+
+def norm_all_heads(
+    parts: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], eps: float, comm: Communicator
+) -> None:
+    """Normalise queries and keys, each over the heads of all ranks, in place (OLMo 2).
+
+    parts: the queries [T, Hq * D] and the keys [T, Hkv * D] of this rank. weights: [Hq * D],
+    [Hkv * D]. Ranks that share a key head have the same squares, so their mean is right too.
+    """
+    wide = [part.float() for part in parts]
+    squares = torch.cat([part.square().mean(-1, keepdim=True) for part in wide], dim=1)
+    factors = torch.rsqrt(comm.gather(squares).mean(0) + eps)
+    for i, weight in enumerate(weights):
+        parts[i].copy_(wide[i] * factors[:, i : i + 1] * weight)
+
+
+class CompleteNorm(ResidualNorm):
+    """The norm of a stream of which every rank holds the complete sum. It exchanges no data."""
+
+    def forward(self, stream: ResidualStream) -> tuple[BlockInput, Tensor]:
+        return BlockInput(rms_norm(stream.x, self.weight, self.eps)), stream.x

@@ -1,12 +1,12 @@
 """Rotary position embedding: the table of cosines and sines, for each method of scaling.
 
-A method of scaling extends the context. Its `scale` changes the D/2 frequencies of a head, a
-float32 tensor on the CPU.
+A method of scaling extends the context. Its `scale` changes the frequencies of a head, a float32
+tensor [rotary_dim / 2] on the CPU. `context` is the context length that the engine serves.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from msgspec import Meta
@@ -22,7 +22,7 @@ class LinearRope:
 
     factor: Positive
 
-    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+    def scale(self, frequencies: Tensor, theta: float, context: int) -> Tensor:
         return frequencies / self.factor
 
 
@@ -38,7 +38,7 @@ class Llama3Rope:
     high_freq_factor: Positive
     original_max_position: int
 
-    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+    def scale(self, frequencies: Tensor, theta: float, context: int) -> Tensor:
         """Keep the frequencies that turn more than high_freq_factor times in the original context.
 
         Divide the frequencies that turn less than low_freq_factor times, and interpolate between.
@@ -64,7 +64,7 @@ class YarnRope:
     beta_slow: Positive = 1.0
     truncate: bool = True
 
-    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+    def scale(self, frequencies: Tensor, theta: float, context: int) -> Tensor:
         """Keep the dimensions that turn more than beta_fast times in the original context.
 
         Divide the dimensions that turn less than beta_slow times, and interpolate between.
@@ -85,24 +85,91 @@ class YarnRope:
         return frequencies * (1 - divided + divided / self.factor)
 
 
-RopeScaling = LinearRope | Llama3Rope | YarnRope
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, a factor on cosines and sines.
+
+    short_factor  the divisors of a context of at most original_max_position tokens.
+    long_factor   the divisors of a longer context.
+
+    One list serves all requests, because requests of any length share cached keys. The engine
+    chooses it by the context length that it serves.
+    """
+
+    short_factor: tuple[Positive, ...]
+    long_factor: tuple[Positive, ...]
+    attention_factor: Positive
+    original_max_position: int
+
+    def scale(self, frequencies: Tensor, theta: float, context: int) -> Tensor:
+        is_long = context > self.original_max_position
+        return frequencies / torch.tensor(self.long_factor if is_long else self.short_factor)
 
 
-def rope_table(
-    theta: float,
-    head_dim: int,
-    scaling: RopeScaling | None,
-    num_positions: int,
-    device: torch.device,
-) -> Tensor:
+RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
+
+
+class Rope(NamedTuple):
+    """The rotary embedding of a layer.
+
+    rotary_dim: the number of elements of a head that rotate. 0: the layer has no rotary embedding.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
+    rotary_dim: int
+
+
+class QueryScale(NamedTuple):
+    """The factor on the queries of late positions: 1 + beta ln(1 + floor(position / original)).
+
+    Source: Llama 4 and Ministral 3. original: tokens of the original context.
+    """
+
+    beta: float
+    original: int
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> tuple[int, ...]:
+    """Return the order in which a model stores the elements of a query or key head.
+
+    Checkpoints rotate element i with element i + rotary_dim / 2. The kernels rotate element i with
+    element i + head_dim / 2. In this order, both pairs are the same: the first half of the head has
+    the first elements of the rotated pairs, then elements that do not rotate. Attention does not
+    depend on the order. An empty tuple means the order of the checkpoint.
+    """
+    if rotary_dim in (0, head_dim):
+        return ()
+    half, middle = rotary_dim // 2, (head_dim + rotary_dim) // 2
+    parts = range(half), range(rotary_dim, middle), range(half, rotary_dim), range(middle, head_dim)
+    return tuple(index for part in parts for index in part)
+
+
+def rope_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device) -> Tensor:
     """Return float32 [num_positions, head_dim] on `device`: D/2 cosines, then D/2 sines.
 
-    The CPU computes frequencies and angles in float32, so that every device gets the same table.
+    Elements that do not rotate have cosine 1 and sine 0. The CPU computes frequencies and angles in
+    float32, so that every device gets the same table.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is not None:
-        frequencies = scaling.scale(frequencies, theta)
-    magnitude = scaling.attention_factor if isinstance(scaling, YarnRope) else 1.0
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1).to(device)
+    table = torch.zeros((num_positions, 2, head_dim // 2))
+    table[:, 0] = 1.0
+    if rope.rotary_dim:
+        half, scaling = rope.rotary_dim // 2, rope.scaling
+        exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+        frequencies = 1.0 / rope.theta**exponents
+        if scaling is not None:
+            frequencies = scaling.scale(frequencies, rope.theta, num_positions)
+        magnitude = getattr(scaling, "attention_factor", 1.0)
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+        table[:, 0, :half], table[:, 1, :half] = angles.cos() * magnitude, angles.sin() * magnitude
+    return table.flatten(1).to(device)
+
+
+def query_scale_table(
+    scale: QueryScale | None, num_positions: int, device: torch.device
+) -> Tensor | None:
+    """Return the factors of all positions, float32 [num_positions, 1] on `device`, or None."""
+    if scale is None:
+        return None
+    turns = (torch.arange(num_positions, dtype=torch.float32) / scale.original).floor()
+    return (1 + scale.beta * torch.log(1 + turns)).unsqueeze(1).to(device)

@@ -16,12 +16,14 @@ class Shard(NamedTuple):
     full   rows (or columns) in the checkpoint.
     begin  the first row of this rank.
     local  rows that this rank stores. Rows at or past `full` are padding and stay zero.
+    order  the order in which the model stores each group of len(order) rows. Empty: as they are.
     """
 
     name: str
     full: int
     begin: int
     local: int
+    order: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -38,6 +40,7 @@ class Placement(NamedTuple):
 
     shape   the expected shape of the whole source tensor.
     stored  the types, in the spelling of safetensors, that the source tensor may have.
+    order   the order of the rows in each group of len(order) rows (Shard.order).
     """
 
     source: str
@@ -49,6 +52,7 @@ class Placement(NamedTuple):
     offset: int = 0
     expert: int | None = None
     stored: tuple[str, ...] = FLOATS
+    order: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -68,12 +72,14 @@ class LinearShards(NamedTuple):
     bias       whether the checkpoint's linears have a bias.
     owns_bias  whether this rank loads the bias. The ranks of a row-parallel layer add up their
                outputs, so only one rank may add the bias. On the other ranks the bias stays zero.
+    merged     the name of the checkpoint's linear, if the checkpoint has merged the outputs too.
     """
 
     outputs: tuple[Shard, ...]
     inputs: Shard
     bias: bool
     owns_bias: bool = True
+    merged: str = ""
 
     @property
     def rows(self) -> int:
@@ -92,15 +98,20 @@ class LinearShards(NamedTuple):
         """
         parent, inputs = name.rsplit(".", 2)[0], self.inputs
         cut_columns = not per_row and (inputs.begin, inputs.local) != (0, inputs.full)
-        offset = 0
+        rows = sum(output.full for output in self.outputs)
+        offset = first = 0
         for output in self.outputs:
-            source = f"{parent}.{output.name}.{parameter}"
-            shape = (output.full,) if per_row else (output.full, inputs.full)
-            cut = (0, output.begin, output.end, offset)
+            full = rows if self.merged else output.full
+            source = f"{parent}.{self.merged or output.name}.{parameter}"
+            shape = (full,) if per_row else (full, inputs.full)
+            cut = (0, first + output.begin, first + output.end, offset)
             if cut_columns:
                 cut = (1, inputs.begin, inputs.end, 0)
-            yield Placement(source, shape, f"{name}.{parameter}", *cut, stored=stored)
+            yield Placement(
+                source, shape, f"{name}.{parameter}", *cut, stored=stored, order=output.order
+            )
             offset += output.local
+            first += output.full if self.merged else 0
 
 
 def split_evenly(name: str, full: int, rank: int, size: int, unit: int = 1) -> Shard:

@@ -68,6 +68,7 @@ def build_model(
         fill_random(model)
     elif fill:
         load_weights(model, folder, show_progress=show_progress)
+    model.fold_multipliers()
     # Only the bfloat16 kernels of one rank fuse the norm; elsewhere folding would gain nothing.
     if comm.tp.size == 1 and dtype is torch.bfloat16:
         model.fold_norms()

@@ -4,6 +4,7 @@ This module fills in all defaults and checks all values. It refuses a model with
 minisgl does not support and that would change the output. The error names the setting.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,10 @@ from minisgl.attention.base import LayerKind
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.kvcache.pool import KVSpec
-from minisgl.layers.rotary import RopeScaling
+from minisgl.layers.rotary import LongRope, QueryScale, Rope
 from minisgl.models.hf_config import Count, HfConfig, HfGeneration, read_fields
-from minisgl.models.registry import Family, family_of
-from minisgl.models.rope import rope_from
+from minisgl.models.registry import Family, family_of, text_part
+from minisgl.models.rope import RopeSettings, rope_from
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -29,25 +30,44 @@ class LayerSpec(NamedTuple):
     """The attention of one decoder layer, and the state that it keeps for each token.
 
     kind      the kind of attention.
+    rope      the index of the layer's rotary embedding in ModelConfig.ropes.
     kv        the state of one token: the KV heads of the whole model, in the checkpoint's dtype.
     kv_layer  the index of the layer's keys and values in the KV pool. Layers with the same index
               share them. Indices run from 0 without gaps.
     """
 
     kind: LayerKind
+    rope: int
     kv: KVSpec
     kv_layer: int
+
+
+class Multipliers(NamedTuple):
+    """Factors of a model (Granite). All are 1 in other models.
+
+    embedding  on the token embedding.
+    query      on the queries, beyond the usual 1 / sqrt(head_dim).
+    residual   on the output of each block.
+    logits     the divisor of the logits.
+    """
+
+    embedding: float = 1.0
+    query: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
 
 
 class MoeConfig(msgspec.Struct, frozen=True):
     """The fields of config.json that describe a mixture of experts.
 
     norm_topk_prob: whether the routing weights of a token sum to 1.
+    shared_expert_intermediate_size: inner size of the expert of all tokens; 0: there is none.
     """
 
     num_experts: Count = 128
     num_experts_per_tok: Count = 8
     moe_intermediate_size: Count = 768
+    shared_expert_intermediate_size: int = 0
     norm_topk_prob: bool = False
     decoder_sparse_step: Count = 1
     mlp_only_layers: int | list[int] = []
@@ -67,6 +87,8 @@ class ModelConfig:
     sliding_window  the smallest window of any layer in tokens, or None if no layer has a window
                     shorter than the context. Windows are not implemented, so the engine serves
                     contexts up to this length only.
+    ropes           the rotary embeddings of the layers.
+    query_scale     the factor on the queries of late positions, or None.
     dtype           the checkpoint's dtype: float32, bfloat16 or float16.
     quantization    the object quantization_config of the checkpoint. None: unquantised.
     """
@@ -83,8 +105,9 @@ class ModelConfig:
     norm_eps: float
     max_position: int
     sliding_window: int | None
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    ropes: tuple[Rope, ...]
+    query_scale: QueryScale | None
+    multipliers: Multipliers
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -114,6 +137,7 @@ def model_config_from(
     config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
 ) -> ModelConfig:
     """Check and complete the two JSON objects. Raises ConfigError that names the wrong field."""
+    config = text_part(config)
     family = family_of(config.get("architectures"))
     config = {"sliding_window": family.default_window, **config}
     fields = read_fields(config, HfConfig, "config.json")
@@ -126,7 +150,7 @@ def model_config_from(
     head_dim = fields.head_dim or fields.hidden_size // q_heads
     if head_dim < 2 or head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is not even; rotary embedding needs pairs")
-    theta, scaling, max_position = rope_from(fields)
+    rope = rope_from(fields)
     dtype = fields.dtype or fields.torch_dtype or "float32"
     if dtype not in _DTYPES:
         raise ConfigError(
@@ -135,6 +159,9 @@ def model_config_from(
     kv = KVSpec(kv_heads, head_dim, getattr(torch, dtype))
     recommended = read_fields(generation or {}, HfGeneration, "generation_config.json")
     attention_bias = family.reads_attention_bias and fields.attention_bias
+    out_bias = fields.attention_out_bias
+    multipliers = _multipliers(fields, family, head_dim)
+    ropes, layers = _layers(fields, family, rope, kv)
     return ModelConfig(
         family=family,
         vocab_size=fields.vocab_size,
@@ -144,21 +171,67 @@ def model_config_from(
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        layers=tuple(LayerSpec(LayerKind.FULL, kv, i) for i in range(fields.num_hidden_layers)),
-        norm_eps=fields.rms_norm_eps,
-        max_position=max_position,
-        sliding_window=_sliding_window(fields, family, max_position),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        layers=layers,
+        # The model leaves the embedding as it is and divides all that is added to it. A norm of
+        # the smaller stream gives the same result with a smaller epsilon.
+        norm_eps=fields.rms_norm_eps / multipliers.embedding**2,
+        max_position=rope.max_position,
+        sliding_window=_sliding_window(fields, family, rope.max_position),
+        ropes=ropes,
+        query_scale=rope.query_scale,
+        multipliers=multipliers,
         qkv_bias=family.always_qkv_bias or attention_bias,
-        output_bias=attention_bias,
+        output_bias=attention_bias if out_bias is None else out_bias,
         mlp_bias=family.reads_mlp_bias and fields.mlp_bias,
         tied_embeddings=fields.tie_word_embeddings,
         dtype=dtype,
         quantization=fields.quantization_config,
         eos_token_ids=_eos_token_ids(fields, recommended),
-        moe=_moe(config) if family.moe else None,
+        moe=_moe(config, family) if family.moe else None,
         sampling_defaults=_sampling_defaults(recommended),
+    )
+
+
+def _layers(
+    fields: HfConfig, family: Family, rope: RopeSettings, kv: KVSpec
+) -> tuple[tuple[Rope, ...], tuple[LayerSpec, ...]]:
+    """Return the rotary embeddings of a model, and its layers. Raises ConfigError."""
+    if rope.fraction != 1.0 and not family.partial_rotary:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported for this family")
+    rotary_dim = int(kv.head_dim * rope.fraction)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ConfigError(f"{rotary_dim} rotary elements of a head are not pairs")
+    if isinstance(rope.scaling, LongRope):
+        for factors in (rope.scaling.short_factor, rope.scaling.long_factor):
+            if len(factors) != rotary_dim // 2:
+                raise ConfigError(
+                    f"longrope has {len(factors)} factors; expected {rotary_dim // 2}, one for "
+                    "each pair of rotary elements"
+                )
+    count = fields.num_hidden_layers
+    rotates = [True] * count
+    if family.no_rope_interval:
+        interval = fields.no_rope_layer_interval
+        rotates = [(layer + 1) % interval != 0 for layer in range(count)]
+        if fields.no_rope_layers:
+            rotates = [bool(value) for value in fields.no_rope_layers]
+    if family.rope_in_windows_only and fields.sliding_window is not None:
+        rotates = [kind == "sliding_attention" for kind in fields.layer_types or ()]
+    if len(rotates) != count:
+        raise ConfigError(f"config.json lists {len(rotates)} layers of {count}")
+    ropes = Rope(rope.theta, rope.scaling, rotary_dim), Rope(rope.theta, None, 0)
+    layers = [LayerSpec(LayerKind.FULL, 1 - int(rotates[i]), kv, i) for i in range(count)]
+    return ropes if not all(rotates) else ropes[:1], tuple(layers)
+
+
+def _multipliers(fields: HfConfig, family: Family, head_dim: int) -> Multipliers:
+    if not family.multipliers:
+        return Multipliers()
+    query = 1.0
+    if fields.attention_multiplier is not None:
+        query = fields.attention_multiplier * math.sqrt(head_dim)
+    return Multipliers(
+        fields.embedding_multiplier, query, fields.residual_multiplier, fields.logits_scaling
     )
 
 
@@ -176,7 +249,7 @@ def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int 
     window = fields.sliding_window
     if isinstance(fields.layer_types, list):
         slides = "sliding_attention" in kinds
-    elif family.default_window is not None:
+    elif family.has_window:
         slides = True
     else:
         first = fields.max_window_layers if family.window_skips_layers else 0
@@ -188,7 +261,7 @@ def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int 
     return window if window < max_position else None
 
 
-def _moe(config: Mapping[str, Any]) -> MoeConfig:
+def _moe(config: Mapping[str, Any], family: Family) -> MoeConfig:
     # transformers 5 writes num_local_experts, earlier versions num_experts.
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     moe = read_fields({**config, "num_experts": config.get(key)}, MoeConfig, "config.json")
@@ -196,7 +269,8 @@ def _moe(config: Mapping[str, Any]) -> MoeConfig:
         raise ConfigError(
             f"num_experts_per_tok {moe.num_experts_per_tok} exceeds {moe.num_experts} experts"
         )
-    return moe
+    shared = moe.shared_expert_intermediate_size if family.shared_expert else 0
+    return msgspec.structs.replace(moe, shared_expert_intermediate_size=shared)
 
 
 def _sampling_defaults(recommended: HfGeneration) -> dict[str, int | float]:

@@ -11,16 +11,21 @@ from minisgl.distributed.comm import Communicator
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
-from minisgl.layers.linear import (
-    ColumnParallelLinear,
-    LinearBuild,
-    MergedGateUpLinear,
-    RowParallelLinear,
+from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallelLinear
+from minisgl.layers.norm import (
+    BlockInput,
+    CompleteNorm,
+    HeadNorm,
+    ResidualNorm,
+    ResidualStream,
+    norm_all_heads,
 )
-from minisgl.layers.norm import BlockInput, ResidualNorm, ResidualStream, RMSNorm
-from minisgl.layers.shards import split_evenly, split_heads
-from minisgl.models.config import ModelConfig
+from minisgl.layers.rotary import rotary_order
+from minisgl.layers.shards import Shard, split_heads
+from minisgl.models.config import ModelConfig, Multipliers
+from minisgl.models.mlp import GatedMlp
 from minisgl.models.moe import MoeBlock
+from minisgl.models.registry import QkNorm
 from minisgl.moe.base import MoeBackend
 
 
@@ -41,17 +46,19 @@ class ModelParts(NamedTuple):
 class ForwardContext(NamedTuple):
     """The inputs that all layers of one forward share.
 
-    positions  int32 [T], the position of each token in its request.
-    slots      int32 [T], the pool slot of each token's keys and values.
-    cos_sin    float32 [max_seq_len, D], the rotary table.
-    attention  the attention of this step over the pool.
+    positions    int32 [T], the position of each token in its request.
+    slots        int32 [T], the pool slot of each token's keys and values.
+    ropes        float32 [max_seq_len, D], the rotary tables of ModelConfig.ropes.
+    attention    the attention of this step over the pool.
+    query_scale  float32 [T, 1], the factor on the queries of each token; None: no factor.
     """
 
     positions: Tensor
     slots: Tensor
-    cos_sin: Tensor
+    ropes: tuple[Tensor, ...]
     pool: KVPool
     attention: StepAttention
+    query_scale: Tensor | None = None
 
 
 class Attended(NamedTuple):
@@ -84,26 +91,37 @@ class Attention(nn.Module):
                 f"{config.q_heads} attention heads cannot be split over tensor-parallel {tp.size}: "
                 "use a number of ranks that divides them"
             )
-        q = split_heads("q_proj", config.q_heads, dim, tp.rank, tp.size)
-        k = split_heads("k_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
-        qkv = (q, k, k._replace(name="v_proj"))
-        output = q._replace(name="o_proj")
-        self.kv_layer = spec.kv_layer
+        order = rotary_order(dim, config.ropes[spec.rope].rotary_dim)
+        output = split_heads("o_proj", config.q_heads, dim, tp.rank, tp.size)
+        v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
+        q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
+        merged = "qkv_proj" if config.family.merged_linears else ""
+        self.comm, self.kv_layer, self.rope = parts.comm, spec.kv_layer, spec.rope
         self.head_dim = dim
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
-        self.qkv_proj = ColumnParallelLinear(size, qkv, config.qkv_bias, parts.linear)
+        self.qkv_proj = ColumnParallelLinear(size, (q, k, v), config.qkv_bias, parts.linear, merged)
         self.o_proj = RowParallelLinear(output, size, config.output_bias, parts.linear)
         self.eps = eps
-        self.q_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
-        self.k_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
+        self.qk_norm = config.family.qk_norm
+        if self.qk_norm is QkNorm.PER_HEAD:
+            q = k = Shard("", dim, 0, dim, order)
+        self.q_norm = HeadNorm(q, eps) if self.qk_norm else None
+        self.k_norm = HeadNorm(k, eps) if self.qk_norm else None
 
     def forward(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
         """Store keys and values of the T tokens, and attend. Returns [T, Hq * D]."""
         attention = context.attention
-        q_weight = None if self.q_norm is None else self.q_norm.weight
-        k_weight = None if self.k_norm is None else self.k_norm.weight
-        heads = NormRope(q_weight, k_weight, self.eps, context.cos_sin)
+        q_weight = k_weight = None
+        if self.q_norm is not None and self.k_norm is not None:
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
         qkv = self.qkv_proj.forward(block_input)
+        if q_weight is not None and k_weight is not None and self.qk_norm is QkNorm.ALL_HEADS:
+            parts = qkv[:, : len(q_weight)], qkv[:, len(q_weight) :][:, : len(k_weight)]
+            norm_all_heads(parts, (q_weight, k_weight), self.eps, self.comm)
+            q_weight = k_weight = None
+        if context.query_scale is not None:
+            qkv[:, : self.q_heads * self.head_dim].mul_(context.query_scale)
+        heads = NormRope(q_weight, k_weight, self.eps, context.ropes[self.rope])
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
         if isinstance(attention, FusedAttention):
             attention.attend(self.kv_layer, qkv, heads, attended)
@@ -115,20 +133,16 @@ class Attention(nn.Module):
         return attended.flatten(1)
 
 
-class GatedMlp(nn.Module):
-    """down(silu(gate) * up). The inner size is padded to a multiple of the number of ranks."""
-
-    def __init__(self, parts: ModelParts) -> None:
-        super().__init__()
-        config, tp = parts.config, parts.comm.tp
-        size, bias = config.hidden_size, config.mlp_bias
-        gate = split_evenly("gate_proj", config.intermediate_size, tp.rank, tp.size)
-        up, down = gate._replace(name="up_proj"), gate._replace(name="down_proj")
-        self.gate_up_proj = MergedGateUpLinear(size, (gate, up), bias, parts.linear)
-        self.down_proj = RowParallelLinear(down, size, bias, parts.linear)
-
-    def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
-        return self.down_proj.forward(self.gate_up_proj.forward(block_input), residual)
+def dense_mlp(parts: ModelParts) -> GatedMlp:
+    """Return the MLP of a layer without experts."""
+    config = parts.config
+    return GatedMlp(
+        config.hidden_size,
+        config.intermediate_size,
+        parts.linear,
+        bias=config.mlp_bias,
+        merged=config.family.merged_linears,
+    )
 
 
 class DecoderLayer(nn.Module):
@@ -142,9 +156,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
         self.mlp: nn.Module
         if config.moe is not None and config.moe.has_experts(layer):
-            self.mlp = MoeBlock(config.hidden_size, config.moe, comm, parts.moe_backend)
+            self.mlp = MoeBlock(config, config.moe, comm, parts.moe_backend, parts.linear)
         else:
-            self.mlp = GatedMlp(parts)
+            self.mlp = dense_mlp(parts)
 
     def forward(
         self, stream: ResidualStream, context: ForwardContext, rows: Tensor | None = None
@@ -152,7 +166,7 @@ class DecoderLayer(nn.Module):
         """Return the stream after this layer: of all T tokens, or of the tokens `rows` alone."""
         attended = self.attend(stream, context)
         if rows is not None:
-            attended = attended.take_rows(rows, self.input_layernorm.comm)
+            attended = attended.take_rows(rows, self.post_attention_layernorm.comm)
         return self.project(attended)
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
@@ -174,6 +188,33 @@ class DecoderLayer(nn.Module):
             self.post_attention_layernorm.fold_with(self.mlp.gate_up_proj.method.fold)
 
 
+class NormAfterLayer(DecoderLayer):
+    """Attention and MLP on the residual stream, each before a norm of its own (OLMo 2, EXAONE 4).
+
+    Every rank holds the complete stream.
+    """
+
+    def __init__(self, parts: ModelParts, layer: int) -> None:
+        nn.Module.__init__(self)
+        config, comm = parts.config, parts.comm
+        self.self_attn = Attention(parts, layer)
+        self.mlp = dense_mlp(parts)
+        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
+        self.post_feedforward_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
+
+    def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
+        return Attended(self.self_attn(BlockInput(stream.x), context), stream.x)
+
+    def project(self, attended: Attended) -> ResidualStream:
+        product = self.self_attn.o_proj.method.product(attended.heads)
+        x = attended.residual + self.post_attention_layernorm.of_sum(product)
+        product = cast("GatedMlp", self.mlp).product(BlockInput(x))
+        return ResidualStream(x + self.post_feedforward_layernorm.of_sum(product))
+
+    def fold_norms(self) -> None:
+        """No linear reads the output of a norm, so there is nothing to fold."""
+
+
 class Decoder(nn.Module):
     """Token embedding, decoder layers and final norm.
 
@@ -186,9 +227,13 @@ class Decoder(nn.Module):
         super().__init__()
         config, comm = parts.config, parts.comm
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm)
-        layers = nn.ModuleList(DecoderLayer(parts, i) for i in range(config.num_layers))
+        norms_after = config.family.norms_after
+        kind = NormAfterLayer if norms_after else DecoderLayer
+        layers = nn.ModuleList(kind(parts, i) for i in range(config.num_layers))
         self.layers = cast("list[DecoderLayer]", layers)
-        self.norm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
+        final_norm = CompleteNorm if norms_after else ResidualNorm
+        self.norm = final_norm(config.hidden_size, config.norm_eps, comm)
+        self.sums_embedding = norms_after and comm.tp.size > 1
 
     def forward(self, ids: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         """Return the hidden states after the final norm: [T, H], or [B, H] of the tokens `rows`.
@@ -201,7 +246,8 @@ class Decoder(nn.Module):
     def _before_last_layer(self, ids: Tensor, context: ForwardContext) -> ResidualStream:
         """Return the stream before the last layer."""
         *layers, _ = self.layers
-        stream = ResidualStream(self.embed_tokens(ids))
+        x = self.embed_tokens(ids)
+        stream = ResidualStream(self.norm.comm.gather(x).sum(0) if self.sums_embedding else x)
         for layer in layers:
             stream = layer(stream, context)
         return stream
@@ -253,6 +299,25 @@ class CausalLM(nn.Module):
         """
         for layer in self.model.layers:
             layer.fold_norms()
+
+    def fold_multipliers(self) -> None:
+        """Multiply the loaded weights by the factors of the config.
+
+        The embedding stays as it is, because the head may share it. Instead, each block divides its
+        output by the factor of the embedding. The norms undo this division, with the epsilon of
+        ModelConfig.norm_eps. Raises ConfigError if a linear method cannot scale its weights.
+        """
+        factors = self.config.multipliers
+        if factors == Multipliers():
+            return
+        for layer in self.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            queries = attention.q_heads * attention.head_dim
+            attention.qkv_proj.method.scale_rows(0, queries, factors.query)
+            for linear in (attention.o_proj, cast("GatedMlp", mlp).down_proj):
+                rows = linear.method.shards.rows
+                linear.method.scale_rows(0, rows, factors.residual / factors.embedding)
+        self.model.norm.weight.div_(factors.logits)
 
 
 def local_kv_spec(config: ModelConfig, comm: Communicator, dtype: torch.dtype) -> KVSpec:

@@ -65,6 +65,14 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_scaling: dict[str, Any] = {}
     rope_parameters: dict[str, Any] = {}
     partial_rotary_factor: Number = 1.0
+    original_max_position_embeddings: Count | None = None
+    attention_out_bias: bool | None = None
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Count = 4
+    embedding_multiplier: Positive = 1.0
+    attention_multiplier: Positive | None = None
+    residual_multiplier: Positive = 1.0
+    logits_scaling: Positive = 1.0
 
 
 class HfRope(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +84,7 @@ class HfRope(msgspec.Struct, frozen=True, kw_only=True):
     factor: Positive | None = None
     mscale: Number = 0.0
     mscale_all_dim: Number = 0.0
+    llama_4_scaling_beta: Number = 0.0
 
 
 class HfGeneration(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ the size of the weights plus one slice.
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Prefixes of the language model beside a vision encoder, in the old and the new spelling of
+# transformers, with the prefix of the same tensors in a checkpoint without an encoder.
+_TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."))
 
 
 def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -92,12 +95,15 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
     the embedding although the config ties the two.
     The progress bar appears on a terminal only; TQDM_DISABLE=1 switches it off there too.
     """
-    files, placements = _tensor_files(Path(folder)), placements_of(model)
+    stored_files, placements = _tensor_files(Path(folder)), placements_of(model)
+    stored = text_tensors(stored_files)
+    files = {name: stored_files[source] for name, source in stored.items()}
     by_file: dict[Path, list[Placement]] = defaultdict(list)
     for placement in placements:
         if placement.source not in files:
             raise ConfigError(f"checkpoint {folder} has no tensor {placement.source}")
-        by_file[files[placement.source]].append(placement)
+        source = stored[placement.source]
+        by_file[files[placement.source]].append(placement._replace(source=source))
     expected = {placement.source for placement in placements}
     unknown = sorted(name for name in files if name not in expected and not _may_ignore(name))
     if unknown:
@@ -114,7 +120,8 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
                 bar.update()
     if _HEAD in files and _HEAD not in expected:
         (embedding,) = (placement for placement in placements if placement.source == _EMBEDDING)
-        _check_head(files[_HEAD], embedding, parameters[embedding.target])
+        head = embedding._replace(source=stored[_HEAD])
+        _check_head(files[_HEAD], head, parameters[embedding.target])
     logger.info("weights loaded files=%d tensors=%d", len(by_file), len(expected))
 
 
@@ -127,9 +134,27 @@ def _may_ignore(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq") or name == _HEAD
 
 
-def _check_head(path: Path, embedding: Placement, parameter: Tensor) -> None:
-    """Check that a head stored beside tied embeddings equals them. Raises ConfigError."""
-    for placement, value in _read(path, [embedding._replace(source=_HEAD)]):
+def text_tensors(names: Iterable[str]) -> dict[str, str]:
+    """Return the stored names of a checkpoint's tensors by the names that the model uses.
+
+    A checkpoint with a vision encoder stores the language model below a prefix. All other tensors
+    of such a checkpoint, except the head, belong to the encoder and are left out.
+    """
+    stored = {name: name for name in names}
+    for prefix, text in _TEXT_PREFIXES:
+        if any(name.startswith(prefix) for name in stored):
+            found = {text + n.removeprefix(prefix): n for n in stored if n.startswith(prefix)}
+            heads = [name for name in stored if name.endswith(_HEAD)]
+            return found | dict(zip([_HEAD], heads, strict=False))
+    return stored
+
+
+def _check_head(path: Path, head: Placement, parameter: Tensor) -> None:
+    """Check that a head stored beside tied embeddings equals them. Raises ConfigError.
+
+    head: the placement of the embedding, with the head as its source.
+    """
+    for placement, value in _read(path, [head]):
         target = _part(parameter, placement, value)
         # Compare on the CPU, so that the check takes no GPU memory from the KV pool.
         if not torch.equal(target.cpu(), value.to(target.dtype)):
@@ -174,6 +199,9 @@ def _cut(placement: Placement, source: Any) -> Tensor:
     """Return the part of a source that this rank holds. source: a tensor or a slice of a file."""
     cut = slice(None) if placement.dim is None else slice(placement.begin, placement.end)
     part: Tensor = source[:, cut] if placement.dim == 1 else source[cut]
+    if placement.order:
+        groups = part.view(-1, len(placement.order), *part.shape[1:])
+        part = groups[:, list(placement.order)].flatten(0, 1)
     return part
 
 

@@ -8,18 +8,41 @@ spellings. A file may have both if they agree.
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from minisgl.core import ConfigError
-from minisgl.layers.rotary import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from minisgl.layers.rotary import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    QueryScale,
+    RopeScaling,
+    YarnRope,
+)
 from minisgl.models.hf_config import HfConfig, HfRope, read_fields
 
 _WHERE = "rope settings"
-_ROPES = MappingProxyType({"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope})
+_ROPES = MappingProxyType(
+    {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope}
+)
 
 
-def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
-    """Return theta, the scaling, and the context length in tokens. Raises ConfigError.
+class RopeSettings(NamedTuple):
+    """The rotary settings of config.json.
+
+    fraction      the fraction of each head that rotates.
+    max_position  the context length in tokens.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
+    fraction: float
+    query_scale: QueryScale | None
+    max_position: int
+
+
+def rope_from(config: HfConfig) -> RopeSettings:
+    """Read the rotary settings. Raises ConfigError.
 
     A YaRN model that names its original context has `factor` times that context, even if
     max_position_embeddings still holds the original context. Qwen's instructions for YaRN do not
@@ -34,35 +57,48 @@ def rope_from(config: HfConfig) -> tuple[float, RopeScaling | None, int]:
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ConfigError("rope settings per layer type are not supported")
     rope = read_fields(values, HfRope, _WHERE)
-    if config.partial_rotary_factor != 1.0 or rope.partial_rotary_factor != 1.0:
-        raise ConfigError("partial_rotary_factor other than 1 is not supported")
+    fraction = rope.partial_rotary_factor
+    if fraction == 1.0:
+        fraction = config.partial_rotary_factor
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"partial_rotary_factor must be above 0 and at most 1, not {fraction:g}")
     theta = config.rope_theta if rope.rope_theta is None else rope.rope_theta
     if theta <= 1:
         raise ConfigError(f"rope_theta must be above 1, not {theta}")
     max_position = config.max_position_embeddings
-    scaling = _scaling(values, rope, max_position)
+    scaling = _scaling(values, rope, config)
+    query_scale = None
+    if rope.llama_4_scaling_beta:
+        original = rope.original_max_position_embeddings or max_position
+        query_scale = QueryScale(rope.llama_4_scaling_beta, original)
     if isinstance(scaling, YarnRope) and rope.original_max_position_embeddings is not None:
         max_position = max(max_position, int(scaling.original_max_position * scaling.factor))
-    return theta, scaling, max_position
+    return RopeSettings(theta, scaling, fraction, query_scale, max_position)
 
 
-def _scaling(values: dict[str, Any], rope: HfRope, max_position: int) -> RopeScaling | None:
+def _scaling(values: dict[str, Any], rope: HfRope, config: HfConfig) -> RopeScaling | None:
     """Convert the settings to the class of their rope type.
 
     values: the JSON object from which `rope` was read.
     """
     kind = str(values.get("rope_type") or values["type"] or "default")
+    max_position = config.max_position_embeddings
     if kind == "default":
         return None
     if kind not in _ROPES:
         supported = ", ".join(["default", *_ROPES])
         raise ConfigError(f"rope type {kind!r} is not supported; supported: {supported}")
     original = rope.original_max_position_embeddings or max_position
+    if kind == "longrope":
+        original = config.original_max_position_embeddings or original
     values = values | {"original_max_position": original}
     if kind == "yarn":
         values["factor"] = factor = rope.factor or max_position / original
         if values.get("attention_factor") is None:
             values["attention_factor"] = _attention_factor(factor, rope)
+    if kind == "longrope" and values.get("attention_factor") is None:
+        factor = max(rope.factor or max_position / original, 1.0)
+        values["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
     return read_fields(values, _ROPES[kind], _WHERE)
 
 

@@ -40,6 +40,21 @@ _YARN = {
 }
 
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 8,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.5 + 0.3 * i for i in range(8)],
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+}
+
+
 def _llama(**kwargs: Any) -> Any:
     return transformers.LlamaConfig(**_BASE | kwargs)
 
@@ -57,12 +72,54 @@ def _qwen3(**kwargs: Any) -> Any:
 
 
 def _qwen3_moe(**kwargs: Any) -> Any:
-    experts: dict[str, Any] = {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 40,
+    return transformers.Qwen3MoeConfig(**_BASE | {"head_dim": 16} | _EXPERTS | kwargs)
+
+
+def _phi3(**kwargs: Any) -> Any:
+    tokens = {"pad_token_id": 0, "num_attention_heads": 4}
+    return transformers.Phi3Config(**_BASE | tokens | kwargs)
+
+
+def _granite(**kwargs: Any) -> Any:
+    factors = {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 0.25,
     }
-    return transformers.Qwen3MoeConfig(**_BASE | {"head_dim": 16} | experts | kwargs)
+    return transformers.GraniteConfig(**_BASE | factors | kwargs)
+
+
+def _smollm3(**kwargs: Any) -> Any:
+    return transformers.SmolLM3Config(**_BASE | {"pad_token_id": 0} | kwargs)
+
+
+def _exaone4(**kwargs: Any) -> Any:
+    layers = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    return transformers.Exaone4Config(**_BASE | layers | kwargs)
+
+
+def _qwen2_moe(**kwargs: Any) -> Any:
+    experts = _EXPERTS | {"shared_expert_intermediate_size": 56}
+    return transformers.Qwen2MoeConfig(**_BASE | experts | kwargs)
+
+
+def _ministral3(**kwargs: Any) -> Any:
+    return transformers.Ministral3Config(**_BASE | {"head_dim": 32} | kwargs)
+
+
+def _seed_oss(**kwargs: Any) -> Any:
+    return transformers.SeedOssConfig(**_BASE | {"head_dim": 32} | kwargs)
+
+
+def _with_encoder(text: Any) -> Any:
+    """A checkpoint with a vision encoder, whose tensors the engine leaves out."""
+    vision = transformers.PixtralVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    return transformers.Mistral3Config(
+        text_config=text, vision_config=vision, tie_word_embeddings=False
+    )
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -87,7 +144,64 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-moe-mixed": lambda: _qwen3_moe(  # sizes that 2 and 4 ranks do not divide
         num_hidden_layers=3, mlp_only_layers=[1], intermediate_size=97, moe_intermediate_size=39
     ),
+    "qwen2-moe": lambda: _qwen2_moe(),
+    "qwen2-moe-mixed": lambda: _qwen2_moe(
+        shared_expert_intermediate_size=39, decoder_sparse_step=2, norm_topk_prob=True
+    ),
+    "qwen2-moe-tied": lambda: _qwen2_moe(num_key_value_heads=4, tie_word_embeddings=True),
+    "phi3": _phi3,
+    "phi3-partial-tied": lambda: _phi3(partial_rotary_factor=0.75, tie_word_embeddings=True),
+    # Every prompt is longer than the original context, so transformers uses the long factors.
+    "phi3-longrope": lambda: _phi3(
+        rope_parameters=_LONGROPE, num_attention_heads=2, original_max_position_embeddings=8
+    ),
+    "phi3-longrope-short": lambda: _phi3(
+        rope_parameters=_LONGROPE | {"original_max_position_embeddings": 4096},
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    ),
+    "ministral3": lambda: _ministral3(),
+    "ministral3-yarn": lambda: _ministral3(
+        rope_parameters=_YARN | {"llama_4_scaling_beta": 0.3}, tie_word_embeddings=True
+    ),
+    "ministral3-vision": lambda: _with_encoder(_ministral3()),
+    "mistral3-vision": lambda: _with_encoder(_mistral(head_dim=32)),
+    "granite": _granite,
+    "granite-biases-tied": lambda: _granite(
+        attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "granite-wide": lambda: _granite(
+        embedding_multiplier=0.5, residual_multiplier=1.5, num_key_value_heads=4
+    ),
+    "smollm3": lambda: _smollm3(num_hidden_layers=4),
+    "smollm3-listed-tied": lambda: _smollm3(no_rope_layers=[0, 1], tie_word_embeddings=True),
+    "smollm3-biases": lambda: _smollm3(
+        no_rope_layer_interval=2, attention_bias=True, rope_parameters=_YARN
+    ),
+    "seed-oss": lambda: _seed_oss(),
+    "seed-oss-biases": lambda: _seed_oss(attention_out_bias=True, mlp_bias=True),
+    "seed-oss-plain-tied": lambda: _seed_oss(attention_bias=False, tie_word_embeddings=True),
+    "olmo2": lambda: transformers.Olmo2Config(**_BASE),
+    "olmo2-biases-tied": lambda: transformers.Olmo2Config(
+        **_BASE | {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}
+    ),
+    "olmo2-one-key-head": lambda: transformers.Olmo2Config(**_BASE | {"num_key_value_heads": 1}),
+    "exaone4": lambda: _exaone4(rope_parameters=_LLAMA3, tie_word_embeddings=True),
+    "exaone4-windows": lambda: _exaone4(  # the window is as long as the context
+        sliding_window=512, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "exaone4-wide": lambda: _exaone4(head_dim=32, num_key_value_heads=1),
 }
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the class of transformers that loads a model of this config."""
+    has_encoder = hasattr(config, "vision_config")
+    return (
+        transformers.AutoModelForImageTextToText
+        if has_encoder
+        else transformers.AutoModelForCausalLM
+    )
 
 
 def build_model(family: str, folder: Path, seed: int = 0) -> str:
@@ -96,7 +210,7 @@ def build_model(family: str, folder: Path, seed: int = 0) -> str:
     if not path.exists():
         torch.manual_seed(seed)
         config = FAMILIES[family]()
-        model = transformers.AutoModelForCausalLM.from_config(
+        model = _auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         )
         with torch.no_grad():
@@ -109,7 +223,7 @@ def build_model(family: str, folder: Path, seed: int = 0) -> str:
 
 @cache
 def _reference(path: str) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model = _auto_class(transformers.AutoConfig.from_pretrained(path)).from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     return model.eval()

@@ -37,10 +37,21 @@ CASES = [
     RankCase("qwen3-moe", MANY, "radix", overlap=True, crowded=False, aborts=False),
     RankCase("mistral", 64, "naive", overlap=True, crowded=True, aborts=False),
     RankCase("qwen2-yarn-tied", 13, "radix", overlap=True, crowded=False, aborts=False, drawn=True),
+    RankCase("qwen2-moe-mixed", 7, "radix", overlap=True, crowded=True, aborts=False),
+    RankCase("phi3-partial-tied", 7, "radix", overlap=True, crowded=True, aborts=False),
+    RankCase("phi3-longrope", MANY, "naive", overlap=True, crowded=False, aborts=False),
+    RankCase("ministral3-vision", 64, "radix", overlap=True, crowded=False, aborts=False),
+    RankCase("granite-biases-tied", 7, "radix", overlap=True, crowded=True, aborts=False),
+    RankCase("smollm3-biases", MANY, "radix", overlap=True, crowded=True, aborts=False),
+    RankCase("seed-oss-biases", 7, "naive", overlap=True, crowded=False, aborts=False),
+    RankCase("olmo2", 7, "radix", overlap=True, crowded=True, aborts=True),
+    RankCase("exaone4", 64, "radix", overlap=True, crowded=False, aborts=False),
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),
     RankCase("qwen3-moe-mixed", MANY, "naive", overlap=True, crowded=False, aborts=False),
+    RankCase("olmo2-one-key-head", 7, "radix", overlap=True, crowded=False, aborts=False),
+    RankCase("qwen2-moe-mixed", MANY, "naive", overlap=True, crowded=False, aborts=False),
 ]
 ModelPath = Callable[[str], str]
 Runs = list[list[Outcome]]

@@ -1,6 +1,7 @@
 """Reading config.json: both spellings, defaults, and errors that name the setting."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import transformers
 
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.engine.memory import resolve_max_seq_len
-from minisgl.layers.rotary import LinearRope, Llama3Rope, YarnRope, rope_table
+from minisgl.layers.rotary import LinearRope, Llama3Rope, Rope, YarnRope, rope_table
 from minisgl.models.config import ModelConfig, load_model_config, model_config_from
+from minisgl.models.loader import text_tensors
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,7 +44,7 @@ def family(name: str, **changes: Any) -> ModelConfig:
 def test_defaults_are_filled_in() -> None:
     model = config(num_key_value_heads=None)
     assert (model.kv_heads, model.head_dim, model.norm_eps) == (4, 16, 1e-5)
-    assert (model.rope_theta, model.rope_scaling, model.max_position) == (10000.0, None, 512)
+    assert (model.ropes, model.max_position) == ((Rope(10000.0, None, 16),), 512)
     assert (model.dtype, model.tied_embeddings, model.moe) == ("bfloat16", False, None)
     assert config(head_dim=32).head_dim == 32
     assert config(dtype="float16").dtype == "float16"
@@ -65,7 +67,7 @@ def test_families_differ_in_biases_and_norms(
 ) -> None:
     model = family(name, **changes)
     assert (model.qkv_bias, model.output_bias, model.mlp_bias) == (qkv, output, mlp)
-    assert model.family.qk_norm == qk_norm
+    assert (model.family.qk_norm is not None) == qk_norm
 
 
 @pytest.mark.parametrize("experts_key", ["num_experts", "num_local_experts"])
@@ -94,9 +96,9 @@ def test_rope_in_both_spellings(spelling: str) -> None:
         key = "type" if spelling == "old type" else "rope_type"
         return config(rope_theta=5e5, rope_scaling={key: rope_type} | values)
 
-    assert rope("default").rope_scaling is None
-    assert rope("default").rope_theta == 5e5
-    assert rope("linear", factor=4).rope_scaling == LinearRope(4.0)
+    assert rope("default").ropes[0].scaling is None
+    assert rope("default").ropes[0].theta == 5e5
+    assert rope("linear", factor=4).ropes[0].scaling == LinearRope(4.0)
     llama3 = rope(
         "llama3",
         factor=8,
@@ -104,13 +106,13 @@ def test_rope_in_both_spellings(spelling: str) -> None:
         high_freq_factor=4,
         original_max_position_embeddings=128,
     )
-    assert llama3.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 128)
+    assert llama3.ropes[0].scaling == Llama3Rope(8.0, 1.0, 4.0, 128)
     assert llama3.max_position == 512
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=512)
-    assert yarn.rope_scaling == YarnRope(4.0, pytest.approx(1.138629), 512, 32.0, 1.0, True)
+    assert yarn.ropes[0].scaling == YarnRope(4.0, pytest.approx(1.138629), 512, 32.0, 1.0, True)
     assert yarn.max_position == 2048  # max_position_embeddings still has the original value
     explicit = rope("yarn", factor=4.0, attention_factor=0.9, beta_fast=16, truncate=False)
-    assert explicit.rope_scaling == YarnRope(4.0, 0.9, 512, 16.0, 1.0, False)
+    assert explicit.ropes[0].scaling == YarnRope(4.0, 0.9, 512, 16.0, 1.0, False)
     assert explicit.max_position == 512
 
 
@@ -118,14 +120,14 @@ def test_rope_in_both_spellings_at_once() -> None:
     """config.json may have both spellings, with equal values or with different settings."""
     old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     model = config(rope_scaling=old, rope_parameters=YARN | {"rope_theta": 5e5})
-    assert (model.rope_theta, model.max_position) == (5e5, 512)
-    assert isinstance(model.rope_scaling, YarnRope)
+    assert (model.ropes[0].theta, model.max_position) == (5e5, 512)
+    assert isinstance(model.ropes[0].scaling, YarnRope)
     assert config(rope_scaling=old, rope_parameters={"rope_theta": 5e5}) == model, "each its part"
 
 
 def test_yarn_resolves_mscale_and_factor() -> None:
     scaling = {"rope_type": "yarn", "original_max_position_embeddings": 128}
-    scaled = config(rope_scaling=scaling | {"mscale": 0.7, "mscale_all_dim": 0.35}).rope_scaling
+    scaled = config(rope_scaling=scaling | {"mscale": 0.7, "mscale_all_dim": 0.35}).ropes[0].scaling
     assert isinstance(scaled, YarnRope)
     assert scaled.factor == 4.0
     assert scaled.attention_factor == pytest.approx((0.07 * 1.386294 + 1) / (0.035 * 1.386294 + 1))
@@ -140,7 +142,7 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' .* supported: silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' .* supported: default, linear"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' .* supported: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope settings: .* missing .* `factor`"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "disagree"),
@@ -182,6 +184,85 @@ def test_unsupported_or_malformed_settings_are_named(changes: dict[str, Any], sa
         config(**changes)
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 1.5}, "above 0 and at most 1, not 1.5"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.2}, "3 rotary elements of a head"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5},
+            "longrope has 8 factors; expected 4",
+        ),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "lists 1 layers of 2"),
+        ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier is 0: Expected"),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"text_config": {"model_type": "gemma"}},
+            "language model 'gemma' is not supported; known: mistral, ministral3",
+        ),
+        ("Mistral3ForConditionalGeneration", {}, "Mistral3ForConditionalGeneration is not supp"),
+    ],
+)
+def test_settings_of_single_families_are_checked(
+    name: str, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        family(name, **changes)
+
+
+def test_layers_choose_their_rotary_embedding() -> None:
+    def kinds(name: str, **changes: Any) -> list[int]:
+        model = family(name, num_hidden_layers=4, **changes)
+        return [model.ropes[layer.rope].rotary_dim for layer in model.layers]
+
+    assert kinds("SmolLM3ForCausalLM") == [16, 16, 16, 0]
+    assert kinds("SmolLM3ForCausalLM", no_rope_layer_interval=2) == [16, 0, 16, 0]
+    assert kinds("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 1]) == [0, 16, 16, 16]
+    layers = ["sliding_attention", "full_attention"] * 2
+    windows: dict[str, Any] = {"sliding_window": 512, "layer_types": layers}
+    assert kinds("Exaone4ForCausalLM", **windows) == [16, 0, 16, 0]
+    assert kinds("Exaone4ForCausalLM", layer_types=["full_attention"] * 4) == [16] * 4
+    assert kinds("Phi3ForCausalLM", partial_rotary_factor=0.75) == [12] * 4
+
+
+def test_the_list_of_longrope_depends_on_the_served_context() -> None:
+    settings = LONGROPE | {"original_max_position_embeddings": 64}
+    model = family("Phi3ForCausalLM", rope_scaling=settings)
+    (rope,) = model.ropes
+    short, long = (rope_table(rope, 16, context, torch.device("cpu")) for context in (64, 65))
+    plain = rope_table(Rope(10000.0, None, 16), 16, 65, torch.device("cpu"))
+    factor = (1 + math.log(512 / 64) / math.log(64)) ** 0.5
+    assert torch.allclose(short, plain[:64] * factor)
+    assert torch.allclose(long[::2], plain[:33] * factor, atol=1e-5)
+
+
+def test_the_config_of_a_language_model_beside_an_encoder() -> None:
+    text = {**LLAMA, "model_type": "mistral", "sliding_window": None}
+    del text["architectures"]
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "dtype": "float16"}
+    model = model_config_from({**outer, "text_config": text, "vision_config": {}})
+    assert (model.hidden_size, model.num_layers, model.dtype) == (64, 2, "float16")
+
+
+def test_the_tensors_of_a_language_model_beside_an_encoder() -> None:
+    plain = {"model.norm.weight", "lm_head.weight"}
+    assert text_tensors(plain) == {name: name for name in plain}
+    old = {"language_model.model.norm.weight", "language_model.lm_head.weight", "vision_tower.x"}
+    assert text_tensors(old) == {
+        "model.norm.weight": "language_model.model.norm.weight",
+        "lm_head.weight": "language_model.lm_head.weight",
+    }
+    new = {"model.language_model.norm.weight", "lm_head.weight", "model.vision_tower.x"}
+    assert text_tensors(new) == {
+        "model.norm.weight": "model.language_model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+
+
 SLIDING = {"sliding_window": 128}
 
 
@@ -200,6 +281,10 @@ SLIDING = {"sliding_window": 128}
         ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["full_attention"] * 2}, None),
         ("Qwen2ForCausalLM", SLIDING | {"layer_types": ["sliding_attention"] * 2}, 128),
         ("Qwen3MoeForCausalLM", SLIDING | {"use_sliding_window": True}, 128),
+        ("Phi3ForCausalLM", SLIDING, 128),
+        ("Phi3ForCausalLM", {}, None),
+        ("Ministral3ForCausalLM", SLIDING, 128),
+        ("SmolLM3ForCausalLM", SLIDING, None),
     ],
 )
 def test_sliding_window_counts_only_where_it_acts(
@@ -261,7 +346,7 @@ def test_files_are_read(tmp_path: Path) -> None:
 
 
 def test_plain_rope_table_equals_its_definition() -> None:
-    table = rope_table(10000.0, 8, None, 100, torch.device("cpu"))
+    table = rope_table(Rope(10000.0, None, 8), 8, 100, torch.device("cpu"))
     assert table.shape == (100, 8)
     angles = [99 * 10000.0 ** (-i / 8) for i in (0, 2, 4, 6)]
     expected = torch.tensor(angles, dtype=torch.float64)

@@ -38,9 +38,9 @@ def load(path: str) -> tuple[CausalLM, ForwardContext]:
         page_table=torch.arange(4, dtype=torch.int32)[None],
     )
     tokens = torch.arange(len(PROMPT), dtype=torch.int32)
-    table = rope_table(config.rope_theta, config.head_dim, config.rope_scaling, 64, CPU)
+    table = rope_table(config.ropes[0], config.head_dim, 64, CPU)
     attention = create_attention_backend("torch", pool, config.q_heads).prepare(step)
-    return model, ForwardContext(tokens, tokens, table, pool, attention)
+    return model, ForwardContext(tokens, tokens, (table,), pool, attention)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama-linear-biases", "qwen3-moe"])

@@ -1,0 +1,32 @@
+"""The dense MLP of a decoder layer."""
+
+from torch import Tensor, nn
+
+from minisgl.layers.linear import LinearBuild, MergedGateUpLinear, RowParallelLinear
+from minisgl.layers.norm import BlockInput, ResidualStream
+from minisgl.layers.shards import split_evenly
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate) * up). The inner size is padded to a multiple of the number of ranks.
+
+    merged: the checkpoint stores gate and up as one tensor.
+    """
+
+    def __init__(
+        self, size: int, inner: int, build: LinearBuild, *, bias: bool = False, merged: bool = False
+    ) -> None:
+        super().__init__()
+        gate = split_evenly("gate_proj", inner, build.tp.rank, build.tp.size)
+        up, down = gate._replace(name="up_proj"), gate._replace(name="down_proj")
+        name = "gate_up_proj" if merged else ""
+        self.gate_up_proj = MergedGateUpLinear(size, (gate, up), bias, build, name)
+        self.down_proj = RowParallelLinear(down, size, bias, build)
+
+    def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
+        return self.down_proj.forward(self.gate_up_proj.forward(block_input), residual)
+
+    def product(self, block_input: BlockInput) -> Tensor:
+        """Return this rank's part of the output [T, H], which is not added to a residual stream."""
+        inner = self.gate_up_proj.forward(block_input)
+        return self.down_proj.method.product(inner)
