@@ -4,11 +4,10 @@ Every process that reads grammars uses these functions, so that a grammar that o
 is within the limits of the others. Nothing here imports torch.
 """
 
-from pathlib import Path
-
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.core import ConfigError, GrammarFailed
+from minisgl.tokenizer.convert import tokenizer_folder
 
 TOO_COMPLEX = "grammar_too_complex"
 DEAD_END = "grammar_dead_end"
@@ -19,8 +18,9 @@ def load_tokenizer(folder: str, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
 
     eos_token_ids: of the model. Raises ConfigError.
     """
+    path = str(tokenizer_folder(folder) / "tokenizer.json")
     try:
-        return LLTokenizer(str(Path(folder) / "tokenizer.json"), eos_token=list(eos_token_ids))
+        return LLTokenizer(path, eos_token=list(eos_token_ids))
     except BaseException as error:
         # A failed assertion of the library, such as for tokens of more than 256 bytes, raises
         # PanicException, which has no public name and is not an Exception.

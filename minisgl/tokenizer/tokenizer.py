@@ -1,7 +1,8 @@
 """The tokenizer of a model folder. It converts text and chats to token ids.
 
 It reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja. It
-does not need torch or transformers, so it loads in milliseconds.
+does not need torch or transformers, so it loads in milliseconds. A folder without tokenizer.json is
+converted first (convert.py).
 """
 
 import math
@@ -13,6 +14,7 @@ import tokenizers
 
 from minisgl.core import ConfigError, InvalidRequest
 from minisgl.core.hub import read_json
+from minisgl.tokenizer.convert import tokenizer_folder
 from minisgl.tokenizer.escape import SpecialTokenEscaper, escaped_tokens
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
@@ -39,12 +41,8 @@ class TextTokenizer:
 
         escape_special_tokens: `encode_chat` encodes special tokens in the texts of a chat as text.
         """
-        folder = Path(folder)
+        folder = tokenizer_folder(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(
-                f"{folder} has no tokenizer.json; minisgl supports fast tokenizers only"
-            )
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         # For a file that it cannot read, the library raises the class Exception and no subclass.

@@ -1,0 +1,84 @@
+"""Folders without tokenizer.json: the conversion by transformers, its cache and its errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from transformers import AutoTokenizer
+
+from minisgl.core import ConfigError
+from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.convert import tokenizer_folder
+from tests.unit.tokenizer.conftest import byte_level
+
+TEXTS = ["hello", "  two  spaces\n\ttab", "é 你好 🙂", "<eos>inside", ""]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of huggingface_hub, empty."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A byte-level BPE in the two files of GPT-2."""
+    described = json.loads(byte_level().to_str())["model"]
+    model = tokenizers.models.BPE(described["vocab"], [tuple(pair) for pair in described["merges"]])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model.save(str(folder))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "unk_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    return folder
+
+
+def test_two_files_of_bpe_give_the_ids_of_transformers(hub: Path, folder: Path) -> None:
+    found, expected = TextTokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        ids = found.encode_text(text)
+        assert ids == expected(text).input_ids
+        assert found.vocabulary.decode(ids, skip_special=False) == text
+    assert not (folder / "tokenizer.json").exists()
+
+
+def test_a_conversion_is_kept_until_a_file_changes(
+    hub: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted = tokenizer_folder(folder)
+    assert converted.parent == hub / "minisgl" / "tokenizers"
+    assert [path.name for path in converted.parent.iterdir()] == [converted.name], "no leftovers"
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", None)
+        assert tokenizer_folder(folder) == converted
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    changed = tokenizer_folder(folder)
+    assert changed != converted
+    assert TextTokenizer(folder).render_chat([]) == "[]"
+
+
+def test_a_vocabulary_that_transformers_cannot_read_is_one_line(hub: Path, folder: Path) -> None:
+    (folder / "vocab.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot convert .*minisgl\[tokenizers\]") as caught:
+        TextTokenizer(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_is_named(folder: Path, hub: Path) -> None:
+    hub.write_text("a file")
+    with pytest.raises(ConfigError, match="set HF_HOME to a folder that this user may write"):
+        TextTokenizer(folder)
+
+
+def test_the_tokenizer_process_does_not_load_torch(hub: Path, folder: Path) -> None:
+    program = (
+        "import sys; from minisgl.tokenizer import TextTokenizer;"
+        f"import huggingface_hub.constants as c; c.HF_HOME = {str(hub)!r};"
+        f"TextTokenizer({str(folder)!r}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
