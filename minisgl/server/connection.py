@@ -13,12 +13,14 @@ import logging
 import re
 import ssl
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.core import InvalidRequest, RequestError
 from minisgl.server.config import Limits
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 # to send the 503, and aborts further connections without a response.
 SPARE_CONNECTIONS = 128
 MAX_HEADERS = 100
+PROBE_PATHS = frozenset({"/livez", "/readyz", "/health"})
 # The start of a request line, which may be incomplete.
 _START = re.compile(rb"\r?\n?(?:[A-Z]{1,32} |[A-Z]{0,32}\Z)")
 _REQUEST_LINE = re.compile(rb"\r?\n?[A-Z]{1,32} [/Hh*][^\r\n]* HTTP/1\.([01])\r\n")
@@ -59,6 +62,38 @@ def _invalid(reason: str = "the request is not valid HTTP") -> InvalidRequest:
     return InvalidRequest(reason, code="invalid_http")
 
 
+class _StartQueue:
+    """Starts the handler of one request in each iteration of the event loop, in order of arrival.
+
+    Between two handlers, the loop accepts and reads other connections, so that hundreds of
+    connections with requests do not delay a probe by hundreds of handlers.
+    """
+
+    def __init__(self) -> None:
+        self._starts: OrderedDict[object, Callable[[], None]] = OrderedDict()
+        self._has_started = False  # a handler in this iteration of the loop
+
+    def add(self, connection: object, start: Callable[[], None]) -> None:
+        """Call `start` at once, or in a later iteration if another request comes first."""
+        if self._has_started:
+            self._starts[connection] = start
+        else:
+            self._has_started = True
+            asyncio.get_running_loop().call_soon(self._start_next)
+            start()
+
+    def remove(self, connection: object) -> None:
+        """Drop the request of a lost connection."""
+        self._starts.pop(connection, None)
+
+    def _start_next(self) -> None:
+        self._has_started = bool(self._starts)
+        if self._has_started:
+            asyncio.get_running_loop().call_soon(self._start_next)
+            _, start = self._starts.popitem(last=False)
+            start()
+
+
 def limited_protocol(
     limits: Limits, exceeded: Callable[[str], None], leaving: Callable[[], bool]
 ) -> type[asyncio.Protocol]:
@@ -67,6 +102,8 @@ def limited_protocol(
     exceeded: receives the name of each limit that a connection exceeds.
     leaving: returns True during a drain; a response that begins then closes its connection.
     """
+
+    queue = _StartQueue()
 
     class HttpConnection(HttpToolsProtocol):
         """Holds the bytes of a head until it is complete, and then parses head and body.
@@ -102,6 +139,7 @@ def limited_protocol(
             self._stop_timer()
             if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
                 exceeded("read_timeout_s")
+            queue.remove(self)
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -189,6 +227,13 @@ def limited_protocol(
             super().on_headers_complete()
             if leaving():
                 self.cycle.keep_alive = False
+
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+            start = partial(super()._start_asgi_task, cycle, app)
+            if cycle.scope["path"] in PROBE_PATHS:
+                start()
+            else:
+                queue.add(self, start)
 
         def on_body(self, body: bytes) -> None:
             self._surplus = 0

@@ -119,8 +119,8 @@ class ServerProcess:
     def metrics(self) -> dict[str, float]:
         """Return the values by name, without minisgl_, and by labels, without model_name.
 
-        While calls overlap, the server answers with a scrape of up to CACHED_S ago. The method
-        waits CACHED_S first, so that its values are younger than its call.
+        The server answers with a scrape of up to CACHED_S ago. The method waits CACHED_S first, so
+        that its values are younger than its call.
         """
         time.sleep(CACHED_S)
         answer = httpx.get(self.url + "/metrics", timeout=DEADLINE_S)

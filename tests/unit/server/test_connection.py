@@ -309,3 +309,52 @@ def test_unfinished_tls_handshakes_are_bounded() -> None:
     assert exceeded == ["max_connections"]
     handshakes.pop()
     begin()
+
+
+class Opened:
+    """Connections to one server. `served` has the paths in the order in which handlers began."""
+
+    def __init__(self) -> None:
+        self.served: list[str] = []
+        self._lost: list[str] = []
+        protocol: Any = limited_protocol(LIMITS, self._lost.append, lambda: False)
+        config = uvicorn.Config(self, log_config=None, lifespan="off", http=protocol)
+        config.load()
+        state = ServerState()
+        self._open = lambda: protocol(config=config, server_state=state, app_state={})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.served.append(scope["path"])
+        await echo(scope, receive, send)
+
+    def request(self, path: str) -> Any:
+        """Open a connection and deliver a request of this path on it."""
+        connection = self._open()
+        connection.connection_made(Wire())
+        connection.data_received(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
+        return connection
+
+
+def test_one_handler_begins_in_each_iteration_of_the_loop_and_probes_at_once() -> None:
+    """Regression: 200 connections with requests delayed a probe by 200 handlers, for seconds."""
+
+    async def main() -> None:
+        opened = Opened()
+        connections = [opened.request(f"/{number}") for number in range(200)]
+        most = 0
+        for _ in range(300):
+            before = len(opened.served)
+            await asyncio.sleep(0)
+            most = max(most, len(opened.served) - before)
+            if len(opened.served) == 50:
+                connections[60].connection_lost(None)
+                connections.append(opened.request("/livez"))
+        for connection in connections:
+            connection.connection_lost(None)
+        expected = [f"/{number}" for number in range(200) if number != 60]
+        place = opened.served.index("/livez")
+        assert place <= 52, "at most the handlers of one iteration began before the probe"
+        assert [path for path in opened.served if path != "/livez"] == expected
+        assert most <= 2, "a probe and another request"
+
+    asyncio.run(main())
