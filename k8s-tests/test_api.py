@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -42,6 +43,7 @@ def ai(release: Release, settings: Settings) -> Iterator[openai.OpenAI]:
 
 def scraped(release: Release) -> dict[str, Metric]:
     """The metric families of the pod's /metrics, by their documented names."""
+    time.sleep(0.1)  # a scrape may be this old
     status, text = release.kube.probe(release.the_pod(), "/metrics")
     assert status == 200
     families = text_string_to_metric_families(text)

@@ -3,6 +3,7 @@
 The strategy is the chart's default, which replaces one pod after the other without a spare pod.
 """
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -58,6 +59,7 @@ def under_load(
 
 def answered(release: Release, pod: str) -> float:
     """Number of requests that a pod has answered with all their tokens."""
+    time.sleep(0.1)  # a scrape may be this old
     status, text = release.kube.probe(pod, "/metrics")
     assert status == 200
     return sum(

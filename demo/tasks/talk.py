@@ -117,7 +117,7 @@ def _sort_then_turn(draw: Draw) -> _Part:
 
 
 _PARTS = (_name, _favourite, _home, _pet, _number, _spell_then_reverse, _sort_then_turn)
-# A turn in between would change what "it" refers to in the last three.
+# In the last three, a turn in between would change the meaning of "it".
 _MAY_BE_INTERRUPTED = (_name, _favourite, _home, _pet)
 
 

@@ -46,6 +46,10 @@ _NUMBER = ("integer", "number")
 _PLACE = Slot("place", ("city", "place", "town", "location", "where", "region"))
 _NAME = Slot("name", ("name", "person", "who", "user", "customer", "employee"))
 _ITEM = Slot("word", ("item", "product", "article", "thing", "object"))
+_PERSON_ASKS = (
+    "What is the {n} of {name}?", "Find the {n} of {name}.", "Tell me the {n} of {name}.",
+    "I need the {n} of {name}.", "Look up the {n} of {name}.",
+)  # fmt: skip
 _OPERANDS = (("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("m", "n"))
 
 PAIR_NAMES: dict[str, tuple[str, ...]] = {
@@ -106,10 +110,7 @@ LOOKUP = Kind(
         _NAME,
         Slot("topic", ("field", "key", "attribute", "column", "property")),
     ),
-    (
-        "What is the {n} of {name}?", "Find the {n} of {name}.", "Tell me the {n} of {name}.",
-        "I need the {n} of {name}.", "Look up the {n} of {name}.",
-    ),
+    _PERSON_ASKS,
     "The {n} of {name} is {v}.",
 )  # fmt: skip
 
@@ -159,11 +160,7 @@ KINDS: tuple[Kind, ...] = (
             "Look up the {n} of a person.", "Find the {n} of a person by name.",
         ),
         (_NAME,),
-        (
-            "What is the {n} of {name}?", "Find the {n} of {name}.", "Tell me the {n} of {name}.",
-            "I need the {n} of {name}.", "Look up the {n} of {name}.",
-            "Give me the {n} of {name}.",
-        ),
+        (*_PERSON_ASKS, "Give me the {n} of {name}."),
         "The {n} of {name} is {v}.",
         open_topics=True,
     ),

@@ -125,14 +125,14 @@ class Load:
         with self._heard:
             return [e for e in self._events if e["event"] == "end"]
 
-    def wait(self, enough: Callable[[list[Event]], bool], what: str) -> None:
+    def wait(self, enough: Callable[[list[Event]], bool], goal: str) -> None:
         """Waits until `enough` is true of the events.
 
         Raises AssertionError if the client ends first, or after DEADLINE_S.
         """
         with self._heard:
             self._heard.wait_for(lambda: enough(self._events) or self._over, DEADLINE_S)
-            assert enough(self._events), f"{what} did not arrive: {self._said or self._events[-3:]}"
+            assert enough(self._events), f"{goal} did not arrive: {self._said or self._events[-3:]}"
 
     def wait_streaming(self) -> None:
         """Waits until every stream has its first text."""

@@ -35,7 +35,7 @@ def wait_for(
     kube: Kube,
     kind: str,
     until: Callable[[Seen], T],
-    what: str,
+    goal: str,
     *,
     selector: str = "",
     name: str = "",
@@ -57,7 +57,7 @@ def wait_for(
             checked_s = time.monotonic()
         if time.monotonic() > end_s:
             break
-    raise NotInTime(f"gave up waiting for {what} in {kube.namespace} after {timeout_s:.0f} s")
+    raise NotInTime(f"gave up waiting for {goal} in {kube.namespace} after {timeout_s:.0f} s")
 
 
 class Recorder:
@@ -71,7 +71,7 @@ class Recorder:
         self._pool = ThreadPoolExecutor(1)
         self._work = self._pool.submit(self._watch, kube, kind, selector)
 
-    def wait(self, until: Callable[[Seen], bool], what: str, timeout_s: float = 120) -> Seen:
+    def wait(self, until: Callable[[Seen], bool], goal: str, timeout_s: float = 120) -> Seen:
         """Waits until `until` is true of the state, and returns a copy of the state.
 
         Raises NotInTime, or the exception of the watch.
@@ -85,7 +85,7 @@ class Recorder:
             if self._over:
                 self._work.result()
             if not came or self._seen is None:
-                raise NotInTime(f"gave up waiting for {what} after {timeout_s:.0f} s")
+                raise NotInTime(f"gave up waiting for {goal} after {timeout_s:.0f} s")
             return Seen(dict(self._seen.objects), dict(self._seen.gone))
 
     def close(self) -> None:

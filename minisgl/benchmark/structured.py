@@ -4,32 +4,34 @@ Three comparisons, each with random weights at temperature 1, so that the model 
 
 1. Inter-token latency (ITL) of many streams: free, with a token mask in every step, and with masks
    and forced tokens. The ITL is the time between two steps that give a stream tokens.
-2. Time to first token (TTFT) of single requests, free and with a schema that the engine has not
-   seen before.
+2. Time to first token (TTFT) of single requests, free and with a schema that is new to the server.
+   The TTFT with a schema includes the check of the schema, as in a tokenizer worker.
 3. Tokens per second of one stream whose schema forces at least a third of the text, with and
    without forced tokens.
 """
 
 import argparse
+import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.core import Grammar, SamplingParams
 from minisgl.llm import LLM
 from minisgl.llm.workers import LocalWorker
-from minisgl.message.messages import AddReq
+from minisgl.message.messages import AddReq, CompileGrammar
 from minisgl.structured.processor import GrammarProcessor
+from minisgl.structured.service import GrammarService
 
 _PROMPT_TOKENS = 64
+_WHITESPACE = r"[ \t\n]{0,8}"  # as in a server without --max-json-whitespace
 _FIELDS = {
     "identifier": {"type": "string", "pattern": "^[a-f0-9]{8}$"},
     "description": {"type": "string", "minLength": 20, "maxLength": 200},
@@ -67,6 +69,25 @@ def new_schema(index: int) -> dict[str, Any]:
     return {"type": "object", "properties": outer, "required": [*outer]}
 
 
+class Checked(NamedTuple):
+    """A schema after its check: the grammar, or None if it was refused, and the seconds."""
+
+    grammar: Grammar | None
+    seconds: float
+
+
+def check(service: GrammarService, schema: dict[str, Any]) -> Checked:
+    """Check and compile a schema as a tokenizer worker does."""
+    began_s = time.perf_counter()
+    request = CompileGrammar(
+        kind="json_schema", text=json.dumps(schema), whitespace_pattern=_WHITESPACE
+    )
+    result = service.compile(request)
+    seconds = time.perf_counter() - began_s
+    accepted = result.error is None
+    return Checked(Grammar(source=result.text, kind="json_schema") if accepted else None, seconds)
+
+
 class Bench:
     """An LLM whose scheduler gets requests directly, so that only engine and scheduler count."""
 
@@ -79,12 +100,10 @@ class Bench:
         self._uid = 0
         self.totals = self._grammars.totals
 
-    def run(
-        self, schemas: Sequence[dict[str, Any] | None], tokens: int, forced: bool = False
-    ) -> Times:
-        """Run one request for each schema, all together. None: a free request."""
+    def run(self, grammars: Sequence[Grammar | None], tokens: int, forced: bool = False) -> Times:
+        """Run one request for each grammar, all together. None: a free request."""
         self._grammars.forces_tokens = forced
-        messages = [self._message(schema, tokens) for schema in schemas]
+        messages = [self._message(grammar, tokens) for grammar in grammars]
         began_s = time.perf_counter()
         for message in messages:
             self._worker.send(message)
@@ -105,55 +124,74 @@ class Bench:
                 open_reqs -= {finished.uid for finished in output.finished}
         return Times(ttft_s, gaps_s, count / (time.perf_counter() - began_s))
 
-    def _message(self, schema: dict[str, Any] | None, tokens: int) -> AddReq:
+    def _message(self, grammar: Grammar | None, tokens: int) -> AddReq:
         self._uid += 1
-        grammar = None
-        if schema is not None:
-            source = LLMatcher.grammar_from_json_schema(
-                schema, overrides={"whitespace_pattern": r"[ \t\n]{0,8}"}
-            )
-            grammar = Grammar(source=source, kind="json_schema")
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=self._uid, grammar=grammar)
         prompt = np.random.default_rng(self._uid).integers(0, self._vocab_size, _PROMPT_TOKENS)
         return AddReq(uid=self._uid, token_ids=prompt.astype("<i4").tobytes(), sampling=params)
 
 
-def itl_rows(bench: Bench, streams: Sequence[int], tokens: int) -> list[tuple[str, float, float]]:
-    """Return (name, milliseconds, ratio to the free streams) of comparison 1."""
-    schema, rows = records(_FIELDS, rows=1000), []
+Row = tuple[str, float, float]  # name, milliseconds, ratio to the row that it is compared with
+
+
+def itl_rows(
+    bench: Bench, grammar: Grammar | None, streams: Sequence[int], tokens: int
+) -> Iterator[Row]:
+    """Rows of comparison 1, with this grammar for every stream."""
     for count in streams:
         free = float(np.median(bench.run([None] * count, tokens).gaps_s)) * 1e3
-        rows.append((f"ITL p50, {count} streams, free", free, 1.0))
+        yield f"ITL p50, {count} streams, free", free, 1.0
         for name, forced in (("masks", False), ("masks and forced tokens", True)):
-            found = float(np.median(bench.run([schema] * count, tokens, forced).gaps_s)) * 1e3
-            rows.append((f"ITL p50, {count} streams, {name}", found, found / free))
-    return rows
+            found = float(np.median(bench.run([grammar] * count, tokens, forced).gaps_s)) * 1e3
+            yield f"ITL p50, {count} streams, {name}", found, found / free
 
 
-def ttft_rows(bench: Bench, schemas: Sequence[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """Return rows of comparison 2: the TTFT of single requests, free and with a new schema."""
-    free = np.array([bench.run([None], 2).ttft_s[0] for _ in schemas]) * 1e3
-    # A schema that the library refuses gets no token.
-    new = np.array([s for schema in schemas for s in bench.run([schema], 2).ttft_s]) * 1e3
-    rows = [("TTFT p50, free", float(np.median(free)), 1.0)]
-    for percent in (50, 99):
-        added = float(np.percentile(new, percent) - np.percentile(free, percent))
-        ratio = float(np.percentile(new, percent) / np.percentile(free, percent))
-        rows.append((f"TTFT p{percent}, added by a new schema", added, ratio))
-    return rows
+def ttft_rows(
+    bench: Bench, service: GrammarService, schemas: Sequence[dict[str, Any]]
+) -> Iterator[Row]:
+    """Rows of comparison 2, over the schemas that the server accepts."""
+    free, checks, new = [], [], []
+    for schema in schemas:
+        grammar, seconds = check(service, schema)
+        if grammar is not None:
+            free += bench.run([None], 2).ttft_s
+            times_s = [seconds + ttft_s for ttft_s in bench.run([grammar], 2).ttft_s]
+            checks += [seconds] * len(times_s)
+            new += times_s
+    percentiles = (50, 99)
+    at = [np.percentile(times_s, percentiles) * 1e3 for times_s in (free, checks, new)]
+    yield f"TTFT p50, free, {len(new)} of {len(schemas)} schemas", float(at[0][0]), 1.0
+    for percent, without, alone, whole in zip(percentiles, *at, strict=True):
+        yield f"check of a new schema, p{percent}", float(alone), float(alone / without)
+        added = float(whole - without)
+        yield f"TTFT p{percent}, added by a new schema", added, float(whole / without)
 
 
-def forced_rows(bench: Bench, tokens: int) -> list[tuple[str, float, float]]:
-    """Return rows of comparison 3: milliseconds per token of one stream."""
-    schema = records(["category_of_item", "number_of_units", "available_for_order"], rows=1000)
-    sampled = 1e3 / bench.run([schema], tokens).tokens_s
+def forced_rows(bench: Bench, grammar: Grammar | None, tokens: int) -> Iterator[Row]:
+    """Rows of comparison 3: milliseconds per token of one stream with this grammar."""
+    sampled = 1e3 / bench.run([grammar], tokens).tokens_s
     before = bench.totals.forced_tokens
-    forced = 1e3 / bench.run([schema], tokens, forced=True).tokens_s
+    forced = 1e3 / bench.run([grammar], tokens, forced=True).tokens_s
     share = (bench.totals.forced_tokens - before) / tokens
-    return [
-        ("time per token, 1 stream, every token sampled", sampled, 1.0),
-        (f"time per token, 1 stream, {share:.0%} forced", forced, forced / sampled),
-    ]
+    yield "time per token, 1 stream, every token sampled", sampled, 1.0
+    yield f"time per token, 1 stream, {share:.0%} forced", forced, forced / sampled
+
+
+def all_rows(
+    bench: Bench,
+    service: GrammarService,
+    schemas: Sequence[dict[str, Any]],
+    streams: Sequence[int],
+    tokens: int,
+) -> Iterator[Row]:
+    """The rows of all comparisons, each as soon as it is measured."""
+    bench.run([None, check(service, records(_FIELDS, rows=2)).grammar], 8, forced=True)
+    yield from itl_rows(bench, check(service, records(_FIELDS, 1000)).grammar, streams, tokens)
+    yield from ttft_rows(bench, service, schemas)
+    fields = ("category_of_item", "number_of_units", "available_for_order")
+    yield from forced_rows(bench, check(service, records(fields, 1000)).grammar, tokens)
+    totals = bench.totals
+    yield "time of one mask", 1e3 * totals.mask_seconds / max(totals.masks, 1), 1.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -184,6 +222,8 @@ def main(argv: Sequence[str]) -> int:
         path = options.model
         if random_weights:
             path = write_model(options.model, Path(folder), full_vocabulary=True)
+        # The service forks, so it starts before the threads of the engine.
+        service = GrammarService.start(path, None)
         llm = LLM(
             path,
             dummy_weight=random_weights,
@@ -191,16 +231,13 @@ def main(argv: Sequence[str]) -> int:
             max_running_reqs=max(options.streams),
             cache_type="naive",
         )
-    with llm:
-        bench = Bench(llm)
-        bench.run([None, records(_FIELDS, rows=2)], 8, forced=True)
-        rows = itl_rows(bench, options.streams, options.tokens)
-        rows += ttft_rows(bench, schemas)
-        rows += forced_rows(bench, options.tokens)
-        totals = bench.totals
-        rows.append(("time of one mask", 1e3 * totals.mask_seconds / max(totals.masks, 1), 1.0))
     print(f"{options.model}\n{'':<48} {'ms':>9} {'ratio':>7}")
-    for name, milliseconds, ratio in rows:
-        print(f"{name:<48} {milliseconds:>9.3f} {ratio:>7.3f}")
-    print(json.dumps({"model": options.model, "rows": rows, "failures": totals.failures}))
+    rows = []
+    with llm, contextlib.closing(service):
+        bench = Bench(llm)
+        for row in all_rows(bench, service, schemas, options.streams, options.tokens):
+            print(f"{row[0]:<48} {row[1]:>9.3f} {row[2]:>7.3f}", flush=True)
+            rows.append(row)
+    failures = bench.totals.failures
+    print(json.dumps({"model": options.model, "rows": rows, "failures": failures}))
     return 0

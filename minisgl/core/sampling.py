@@ -46,7 +46,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     source       grammar in llguidance's serialised form (JSON or Lark text), already accepted by a
                  tokenizer worker.
-    kind         what the client asked for: the label in metrics.
+    kind         kind of the constraint in the request: the label in metrics.
     think_start  id of the token that opens the thinking of a reasoning model; -1: the model has
                  none.
     think_end    id of the token that closes the thinking; -1: the model has none.
@@ -55,7 +55,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
                  If the first token is think_start, the output is free until think_end. If not, the
                  grammar holds from the first token.
     trigger      after the thinking the output is free until this token, and may end before it. The
-                 grammar holds for what follows the token. -1: the grammar holds at once.
+                 grammar holds for the output after the token. -1: the grammar holds at once.
     """
 
     source: str

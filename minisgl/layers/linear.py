@@ -1,7 +1,7 @@
 """Linear layers of tensor-parallel models, and the methods that store and multiply their weights.
 
-A layer defines the part of a matrix that its rank holds (LinearShards), and what happens to
-the product: it is returned, gated, or added to the residual stream. Its LinearMethod
+A layer defines the part of a matrix that its rank holds (LinearShards), and the use of the
+product: the layer returns it, gates it, or adds it to the residual stream. Its LinearMethod
 stores that matrix and multiplies with it. A quantised format is therefore one subclass of
 LinearMethod, and the layers do not change.
 """

@@ -22,7 +22,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     The names of the fields are the labels of minisgl_limits_exceeded_total.
     """
 
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 8 * 2**20
     max_bodies_bytes: int = 128 * 2**20
     max_prompt_chars: int | None = None
     max_choices: int = 1024

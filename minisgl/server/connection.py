@@ -13,14 +13,16 @@ import logging
 import re
 import ssl
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from minisgl.core import InvalidRequest, RequestError
+from minisgl.core import InvalidRequest, Overloaded, RequestError
 from minisgl.server.config import Limits
 from minisgl.server.errors import HeadTooLarge, error_reply
 from minisgl.utils import log_event
@@ -31,6 +33,10 @@ logger = logging.getLogger(__name__)
 # to send the 503, and aborts further connections without a response.
 SPARE_CONNECTIONS = 128
 MAX_HEADERS = 100
+MAX_HELD_BYTES = 2**24  # of all unfinished heads together
+# A TLS connection takes 50 KiB, and up to 110 KiB more after a large head: 160 MiB in all.
+MAX_TLS_CONNECTIONS = 1024
+PROBE_PATHS = frozenset({"/livez", "/readyz", "/health"})
 # The start of a request line, which may be incomplete.
 _START = re.compile(rb"\r?\n?(?:[A-Z]{1,32} |[A-Z]{0,32}\Z)")
 _REQUEST_LINE = re.compile(rb"\r?\n?[A-Z]{1,32} [/Hh*][^\r\n]* HTTP/1\.([01])\r\n")
@@ -39,7 +45,11 @@ _SINGLE = re.compile(rb"\r\n(host|authorization):", re.IGNORECASE)
 # before parsing, because the parser would read the body as that protocol.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 KEPT = "kept"  # key in the state of a request: its connection carried an earlier request
-_REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
+_REASONS = {
+    400: b"Bad Request",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
 
 
 def check_head(head: bytes) -> None:
@@ -59,6 +69,38 @@ def _invalid(reason: str = "the request is not valid HTTP") -> InvalidRequest:
     return InvalidRequest(reason, code="invalid_http")
 
 
+class _StartQueue:
+    """Starts the handler of one request in each iteration of the event loop, in order of arrival.
+
+    Between two handlers, the loop accepts and reads other connections, so that hundreds of
+    connections with requests do not delay a probe by hundreds of handlers.
+    """
+
+    def __init__(self) -> None:
+        self._starts: OrderedDict[object, Callable[[], None]] = OrderedDict()
+        self._has_started = False  # a handler in this iteration of the loop
+
+    def add(self, connection: object, start: Callable[[], None]) -> None:
+        """Call `start` at once, or in a later iteration if another request comes first."""
+        if self._has_started:
+            self._starts[connection] = start
+        else:
+            self._has_started = True
+            asyncio.get_running_loop().call_soon(self._start_next)
+            start()
+
+    def remove(self, connection: object) -> None:
+        """Drop the request of a lost connection."""
+        self._starts.pop(connection, None)
+
+    def _start_next(self) -> None:
+        self._has_started = bool(self._starts)
+        if self._has_started:
+            asyncio.get_running_loop().call_soon(self._start_next)
+            _, start = self._starts.popitem(last=False)
+            start()
+
+
 def limited_protocol(
     limits: Limits, exceeded: Callable[[str], None], leaving: Callable[[], bool]
 ) -> type[asyncio.Protocol]:
@@ -68,12 +110,16 @@ def limited_protocol(
     leaving: returns True during a drain; a response that begins then closes its connection.
     """
 
+    queue = _StartQueue()
+    held_bytes = 0  # of all connections
+
     class HttpConnection(HttpToolsProtocol):
         """Holds the bytes of a head until it is complete, and then parses head and body.
 
         A timer of head_timeout_s runs while a head, or the rest of a rejected body, is incomplete.
         It is off while a response is being sent.
 
+        _held_size    length of `_held`, as counted in held_bytes
         _searched     length of the part of `_held` in which no head ends
         _in_head      the parser reads a head
         _in_request   the parser reads a head or a body
@@ -81,7 +127,7 @@ def limited_protocol(
                       trailers, and bytes that arrive before the response is complete
         """
 
-        _searched = _surplus = 0
+        _held_size = _searched = _surplus = 0
         _in_head = _in_request = False
         _timer: asyncio.TimerHandle | None = None
 
@@ -102,6 +148,8 @@ def limited_protocol(
             self._stop_timer()
             if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
                 exceeded("read_timeout_s")
+            queue.remove(self)
+            self._count_held(0)
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -136,7 +184,10 @@ def limited_protocol(
                 raise HeadTooLarge(f"the head exceeds {limits.max_head_bytes} bytes")
             if not _START.match(held):
                 raise _invalid()
-            if blank >= 0:
+            if blank < 0:
+                self._count_held(len(held))
+            else:
+                self._count_held(0)
                 head, rest = bytes(held[:size]), bytes(held[size:])
                 check_head(head)
                 held.clear()
@@ -145,6 +196,15 @@ def limited_protocol(
                 self._parse(_UPGRADE.sub(b"", head))
                 if rest:
                     self.data_received(rest)
+
+        def _count_held(self, size: int) -> None:
+            """Refuse to hold a head if all unfinished heads together exceed MAX_HELD_BYTES."""
+            nonlocal held_bytes
+            held_bytes += size - self._held_size
+            self._held_size = size
+            if size and held_bytes > max(size, MAX_HELD_BYTES):
+                reason = "too many request heads are incomplete; try again later"
+                raise Overloaded(reason, limit="max_head_bytes")
 
         def _parse(self, data: bytes) -> None:
             max_bytes = limits.max_head_bytes
@@ -189,6 +249,13 @@ def limited_protocol(
             super().on_headers_complete()
             if leaving():
                 self.cycle.keep_alive = False
+
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+            start = partial(super()._start_asgi_task, cycle, app)
+            if cycle.scope["path"] in PROBE_PATHS:
+                start()
+            else:
+                queue.add(self, start)
 
         def on_body(self, body: bytes) -> None:
             self._surplus = 0

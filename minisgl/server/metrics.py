@@ -1,8 +1,8 @@
 """Counts the events of the API server, and renders the scrape.
 
 metrics.toml declares every metric. The API server counts requests itself, so that each number is
-exact once the client has read the response. The numbers of the engine come from the latest
-SchedulerStats at each scrape. The table for readers is in docs/operations.md.
+exact in a scrape that is encoded after the client has read the response. The numbers of the engine
+come from the latest SchedulerStats at each scrape. The table for readers is in docs/operations.md.
 """
 
 import time
@@ -171,7 +171,6 @@ class Metrics(Collector):
         if choice.error is not None and error_reply(choice.error).status < 499:
             return
         finish = choice.finish or FinishReason.ABORT
-        self._renew()
         self._count("requests_total", 1, finish.value)
         self._count("key_requests_total", 1, self._key(choice.client))
         if finish not in _COMPLETE or not choice.first_s:
@@ -190,7 +189,6 @@ class Metrics(Collector):
 
     def on_limit(self, name: str) -> None:
         self._count("limits_exceeded_total", 1, name)
-        self._renew()
 
     def on_ignored(self, feature: str) -> None:
         """Count a feature that a request asked for and the server leaves out."""
@@ -218,14 +216,6 @@ class Metrics(Collector):
     def on_http_open(self, change: int) -> None:
         """+1: a request has arrived; -1: its response is complete; 0: a probe."""
         self._open_http += change
-        if change:
-            self._renew()
-
-    def _renew(self) -> None:
-        """Clear the cached scrape while at most one request is open, so that a test or a single
-        client sees its own request in the next scrape."""
-        if self._open_http <= 1:
-            self._scrapes.clear()
 
     def render(
         self, accept: str, phase: Phase, is_stalled: bool, open_choices: Mapping[str, int]
@@ -234,8 +224,7 @@ class Metrics(Collector):
 
         open_choices: the number of each client.
 
-        The scrape of a single client counts every response that the client has read. If requests
-        overlap, the scrape may be up to CACHED_S old.
+        The scrape is up to CACHED_S old.
         """
         # Do not pass `accept` to the library, because it fails on a malformed version.
         is_openmetrics = _OPENMETRICS in accept

@@ -16,12 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.core import Overloaded, RequestError
 from minisgl.server.config import Limits
+from minisgl.server.connection import PROBE_PATHS
 from minisgl.server.errors import BodyTooLarge, error_reply
 from minisgl.server.metrics import Metrics
 
 _MAX_ID_CHARS = 128
 # These paths need no key, are never refused for a limit, and do not count as requests.
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+OPEN_PATHS = PROBE_PATHS | {"/metrics"}
 # Answered without a key: the page of the API documentation and its files, which hold no data.
 DOCS_PATHS = frozenset(
     {"/docs", "/docs/page.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"}

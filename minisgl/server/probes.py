@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.server.config import Limits
-from minisgl.server.connection import limited_protocol
+from minisgl.server.connection import PROBE_PATHS, limited_protocol
 from minisgl.server.errors import RETRY_AFTER, RouteNotFound
 from minisgl.server.lifecycle import Lifecycle, Phase
 from minisgl.server.middleware import error_response, json_response
@@ -86,7 +86,7 @@ class ProbePort:
         await self._answer(scope["path"])(scope, receive, send)
 
     def _answer(self, path: str) -> Response:
-        if path not in ("/livez", "/readyz", "/health"):
+        if path not in PROBE_PATHS:
             text = "this port serves only /livez, /readyz and /health; use --port for other paths"
             return error_response(RouteNotFound(text), path)
         silent_s = time.monotonic() - self._renewed_s

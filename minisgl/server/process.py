@@ -26,7 +26,12 @@ from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.config import ChildSpec, ServerConfig
-from minisgl.server.connection import SPARE_CONNECTIONS, TlsContext, limited_protocol
+from minisgl.server.connection import (
+    MAX_TLS_CONNECTIONS,
+    SPARE_CONNECTIONS,
+    TlsContext,
+    limited_protocol,
+)
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
@@ -164,7 +169,7 @@ class ApiServer:
             self._scheduler.close(linger_ms=500)
 
     def _tls_context(self, *_: object) -> ssl.SSLContext:
-        most = self.config.limits.max_connections + SPARE_CONNECTIONS
+        most = min(self.config.limits.max_connections + SPARE_CONNECTIONS, MAX_TLS_CONNECTIONS)
         context = TlsContext(ssl.PROTOCOL_TLS_SERVER, most, self.client.metrics.on_limit)
         assert self.config.ssl_certfile is not None, "no certificate for TLS; this is a bug"
         context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)

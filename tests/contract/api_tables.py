@@ -41,7 +41,7 @@ SCHEMAS = component_schemas(RequestConverter(CONFIG))
 ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
 FIXED_LIMITS = (
     "| none | 100 | `max_headers` | headers of one request; more get 431 |",
-    "| none | 131,072 and 1,048,576 | `max_body_values` | lists, objects and fields of one body; "
+    "| none | 65,536 and 524,288 | `max_body_values` | lists, objects and fields of one body; "
     "all values of one body |",
     "| none | 16 | `max_stop_strings` | stop strings of one request |",
     "| none | 256 chars | `max_stop_chars` | characters of one stop string |",

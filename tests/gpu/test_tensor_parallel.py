@@ -18,15 +18,7 @@ from minisgl.engine.warmup import StepShape, warmup_batch
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import RankWorkers
 from tests.parity.models import build_model, transformers_greedy, transformers_logits
-from tests.parity.rank_cases import (
-    OUTPUT_TOKENS,
-    Outcome,
-    RankCase,
-    make_queue_folders,
-    prompts,
-    prove,
-    run_cases,
-)
+from tests.parity.rank_cases import OUTPUT_TOKENS, Outcome, RankCase, prompts, prove, run_on
 from tests.unit.distributed.ranks import run_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -139,10 +131,7 @@ def run(
 ) -> list[Outcome]:
     """Run the cases, check that they were effective and that all ranks agree; rank 0's outcomes."""
     given = [replace(case, engine=engine) for case in cases]
-    make_queue_folders(folder, given)
-    first, *others = run_ranks(
-        size, folder, run_cases, str(folder), given, paths, device="cuda" if size > 1 else "cpu"
-    )
+    first, *others = run_on(size, given, paths, folder, "cuda" if size > 1 else "cpu")
     for index, case in enumerate(given):
         prove(case, first[index])
         for other in others:

@@ -17,9 +17,10 @@ from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
 from minisgl.utils.process import write_socket_key
 from tests.parity.models import VOCAB_SIZE
+from tests.unit.distributed.ranks import run_ranks
 from tests.unit.scheduler.integrity import check_scheduler
 
-__all__ = ["OUTPUT_TOKENS", "Outcome", "RankCase", "prompts", "prove", "run_cases"]
+__all__ = ["OUTPUT_TOKENS", "Outcome", "RankCase", "prompts", "prove", "run_cases", "run_on"]
 
 OUTPUT_TOKENS = 16
 UNLIMITED = 8192
@@ -80,14 +81,18 @@ class _Counted:
         return self._engine.launch(batch)
 
 
-def make_queue_folders(folder: Path, cases: list[RankCase]) -> None:
-    """Make the folder of queues of each case, with its key. The ranks then share this key.
+def run_on(
+    size: int, cases: list[RankCase], paths: dict[str, str], folder: Path, device: str = "cpu"
+) -> list[list[Outcome]]:
+    """Run the cases on `size` processes; return the outcomes of each rank.
 
-    Each case has a folder of its own, because the ranks finish a case at different times.
+    paths: the model of each family. Each case has a folder of queues, because the ranks finish a
+    case at different times. The ranks share the key of the folder.
     """
     for index in range(len(cases)):
         (folder / str(index)).mkdir()
         write_socket_key(folder / str(index))
+    return run_ranks(size, folder, run_cases, str(folder), cases, paths, device=device)
 
 
 def run_cases(
@@ -95,7 +100,7 @@ def run_cases(
 ) -> list[Outcome]:
     """Run the cases on this rank; return the outcome of each case.
 
-    With several ranks, the queues are in the subfolders that `make_queue_folders` has made.
+    With several ranks, the queues are in the subfolders that `run_on` has made.
     """
     return [
         _run(comm, Path(folder) / str(index), case, paths[case.family])

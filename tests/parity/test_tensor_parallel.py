@@ -20,10 +20,10 @@ from tests.parity.rank_cases import (
     OUTPUT_TOKENS,
     Outcome,
     RankCase,
-    make_queue_folders,
     prompts,
     prove,
     run_cases,
+    run_on,
 )
 from tests.unit.distributed.ranks import run_ranks
 
@@ -57,20 +57,18 @@ ModelPath = Callable[[str], str]
 Runs = list[list[Outcome]]
 
 
-def run_on(size: int, cases: list[RankCase], model_path: ModelPath, folder: Path) -> Runs:
-    paths = {case.family: model_path(case.family) for case in cases}
-    make_queue_folders(folder, cases)
-    return run_ranks(size, folder, run_cases, str(folder), cases, paths)
+def paths_of(cases: list[RankCase], model_path: ModelPath) -> dict[str, str]:
+    return {case.family: model_path(case.family) for case in cases}
 
 
 @pytest.fixture(scope="module")
 def two(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return run_on(2, CASES, model_path, tmp_path_factory.mktemp("two"))
+    return run_on(2, CASES, paths_of(CASES, model_path), tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(model_path: ModelPath, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return run_on(4, FOUR, model_path, tmp_path_factory.mktemp("four"))
+    return run_on(4, FOUR, paths_of(FOUR, model_path), tmp_path_factory.mktemp("four"))
 
 
 def check(case: RankCase, runs: Runs, index: int, path: str, folder: Path) -> None:

@@ -5,11 +5,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from minisgl.demo import model_path
 from tests.process.harness import ServerProcess, run_server
 
-__all__ = ["ANSWER", "CALL", "run_scripted"]
+__all__ = ["ANSWER", "CALL", "answer_of", "run_scripted"]
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 ANSWER = "The sum is 5."
@@ -30,3 +31,12 @@ def run_scripted(
     script.write_text(json.dumps(rules))
     with run_server("--model", str(folder / "model"), *flags, stub=str(script)) as server:
         yield server.wait_ready()
+
+
+def answer_of(api: Any, stream: bool, **given: Any) -> Any:
+    """Ask `responses` or `messages` of a client. stream: the client collects it from a stream."""
+    if not stream:
+        return api.create(**given)
+    with api.stream(**given) as events:
+        is_response = hasattr(events, "get_final_response")
+        return events.get_final_response() if is_response else events.get_final_message()

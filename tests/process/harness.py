@@ -17,6 +17,8 @@ import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from minisgl.server.metrics import CACHED_S
+
 __all__ = ["DEADLINE_S", "JSON_BODY", "ServerProcess", "run_server", "wait_for"]
 
 DEADLINE_S = 90.0
@@ -115,7 +117,12 @@ class ServerProcess:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the values by name, without minisgl_, and by labels, without model_name."""
+        """Return the values by name, without minisgl_, and by labels, without model_name.
+
+        The server answers with a scrape of up to CACHED_S ago. The method waits CACHED_S first, so
+        that its values are younger than its call.
+        """
+        time.sleep(CACHED_S)
         answer = httpx.get(self.url + "/metrics", timeout=DEADLINE_S)
         answer.raise_for_status()
         found = {}

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from minisgl.server.metrics import CACHED_S
 from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
@@ -107,7 +105,6 @@ def between_chunks(server: ServerProcess, leave: Leave) -> None:
     call = Call(server, prompt=LONG)
     wait_for(lambda: prefills() > before, "a chunk")
     with stopped(server, "scheduler"):
-        time.sleep(CACHED_S)  # A scrape may be this old while a request is open.
         assert server.metrics()["time_to_first_token_seconds_count"] == firsts, (
             "the first token came before the abort"
         )
@@ -131,11 +128,12 @@ def in_the_last_step(server: ServerProcess, leave: Leave) -> None:
 def ended_unknown_to_the_api(server: ServerProcess, leave: Leave) -> None:
     before = info(server)["stats"]["output_tokens_total"]
     with stopped(server, "detokenizer"):
-        call = Call(server, **{**ENDLESS, "max_tokens": 4})
+        call = Call(server, **{**ENDLESS, "max_tokens": 100})
 
         def ended() -> bool:
+            # The stats come from another process, so `before` may lack the 5 tokens of answer().
             stats = info(server)["stats"]
-            return stats["output_tokens_total"] == before + 4 and not stats["busy"]
+            return stats["output_tokens_total"] >= before + 100 and not stats["busy"]
 
         wait_for(ended, "the last token")
         leave(call)

@@ -319,7 +319,7 @@ def test_client_that_does_not_read_is_disconnected(keyed: ServerProcess) -> None
 
         wait_for(lambda: open_requests() == 1, "the request")
         wait_for(lambda: open_requests() == 0, "the end of the request")
-    assert "finish=abort" in keyed.stderr
+    wait_for(lambda: "finish=abort" in keyed.stderr, "the log line of the aborted request")
     assert keyed.limits_exceeded()["read_timeout_s"] == 1
 
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.process.agents import ANSWER, CALL, run_scripted
+from tests.process.agents import ANSWER, CALL, answer_of, run_scripted
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server
 
 pytestmark = pytest.mark.process
@@ -56,14 +56,8 @@ def theirs(server: ServerProcess) -> anthropic.Anthropic:
 def test_tool_round_with_responses(ours: openai.OpenAI, stream: bool) -> None:
     given: Any = {"model": MODEL, "tools": [ADD, {"type": "web_search"}], "store": True}
 
-    def ask(history: Any) -> Any:
-        if not stream:
-            return ours.responses.create(input=history, **given)
-        with ours.responses.stream(input=history, **given) as events:
-            return events.get_final_response()
-
     history: Any = [{"role": "user", "content": QUESTION}]
-    first = ask(history)
+    first = answer_of(ours.responses, stream, input=history, **given)
     assert first.output_text == "I add."
     call = first.output[-1]
     assert (call.type, call.name) == ("function_call", "add")
@@ -72,7 +66,7 @@ def test_tool_round_with_responses(ours: openai.OpenAI, stream: bool) -> None:
     # openai-agents sends the items of an answer back as they are.
     history += [item.model_dump(exclude={"parsed_arguments"}) for item in first.output]
     history.append({"type": "function_call_output", "call_id": call.call_id, "output": "5"})
-    second = ask(history)
+    second = answer_of(ours.responses, stream, input=history, **given)
     assert second.output_text == ANSWER
     assert second.status == "completed"
     assert second.usage.input_tokens > first.usage.input_tokens
@@ -83,14 +77,8 @@ def test_tool_round_with_messages(theirs: anthropic.Anthropic, stream: bool) -> 
     tool: Any = {"name": "add", "input_schema": PARAMETERS}
     given: Any = {"model": MODEL, "max_tokens": 64, "tools": [tool], "system": "Use tools."}
 
-    def ask(history: Any) -> Any:
-        if not stream:
-            return theirs.messages.create(messages=history, **given)
-        with theirs.messages.stream(messages=history, **given) as events:
-            return events.get_final_message()
-
     history: Any = [{"role": "user", "content": QUESTION}]
-    first = ask(history)
+    first = answer_of(theirs.messages, stream, messages=history, **given)
     text, call = first.content
     assert (text.text, first.stop_reason) == ("I add.", "tool_use")
     assert (call.name, call.input) == ("add", {"a": 2, "b": 3})
@@ -99,7 +87,7 @@ def test_tool_round_with_messages(theirs: anthropic.Anthropic, stream: bool) -> 
         {"role": "assistant", "content": first.content},
         {"role": "user", "content": [result]},
     ]
-    second = ask(history)
+    second = answer_of(theirs.messages, stream, messages=history, **given)
     assert (second.content[0].text, second.stop_reason) == (ANSWER, "end_turn")
     counted = theirs.messages.count_tokens(
         model=MODEL, messages=history, tools=[tool], system="Use tools."

@@ -44,7 +44,7 @@ def streaming(server: ServerProcess, **body: object) -> Iterator[httpx.Response]
 def test_an_idle_connection_stays_open(stub_server: ServerProcess) -> None:
     """uvicorn's default closes it after 5 s, and the next request of a proxy would then fail."""
     url = httpx.URL(stub_server.url)
-    connection = http.client.HTTPConnection(url.host, url.port, timeout=6.0)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=DEADLINE_S)
     connection.auto_open = 0
     connection.connect()
     for _ in range(2):
@@ -52,8 +52,10 @@ def test_an_idle_connection_stays_open(stub_server: ServerProcess) -> None:
         answer = connection.getresponse()
         assert answer.status == 200
         answer.read()
+        connection.sock.settimeout(6.0)
         with pytest.raises(TimeoutError):
             connection.sock.recv(1)
+        connection.sock.settimeout(DEADLINE_S)
     connection.close()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from tests.process.agents import answer_of
 from tests.process.harness import ServerProcess, run_server
 from tests.process.tiny_model import build_reciting_model
 
@@ -75,13 +76,7 @@ def test_reasoning_content(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_items_of_responses(server: ServerProcess, stream: bool) -> None:
-    client = server.client()
-    given: Any = {"model": "tiny", "input": "hi"}
-    if stream:
-        with client.responses.stream(**given) as events:
-            response: Any = events.get_final_response()
-    else:
-        response = client.responses.create(**given)
+    response = answer_of(server.client().responses, stream, model="tiny", input="hi")
     reasoning, message = response.output
     assert reasoning.content[0].text == REASONING
     assert message.content[0].text == response.output_text == ANSWER
@@ -98,11 +93,7 @@ def test_thinking_blocks_of_messages(server: ServerProcess, stream: bool) -> Non
     }
 
     def ask(**more: Any) -> list[tuple[str, str]]:
-        if stream:
-            with client.messages.stream(**given, **more) as events:
-                blocks: Any = events.get_final_message().content
-        else:
-            blocks = client.messages.create(**given, **more).content
+        blocks = answer_of(client.messages, stream, **given, **more).content
         return [(b.type, b.thinking if b.type == "thinking" else b.text) for b in blocks]
 
     thinking = {"type": "adaptive"}

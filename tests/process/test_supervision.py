@@ -138,7 +138,7 @@ def test_reason_of_a_crash_is_the_last_line_with_many_open_streams(tiny_model: P
 
 
 def _start_long_prefill(server: ServerProcess) -> threading.Thread:
-    """Start a prompt of 3,900 tokens in chunks of 16, and wait for the first chunks."""
+    """Start a prompt of 3,900 tokens in chunks of 4, and wait for the first chunks."""
 
     def ask() -> None:
         body = {"model": "minisgl-demo", "prompt": [5, 6, 7] * 1300, "max_tokens": 4}
@@ -153,7 +153,7 @@ def _start_long_prefill(server: ServerProcess) -> threading.Thread:
 
 @pytest.mark.parametrize("name", CHILDREN)
 def test_child_killed_in_prefill_ends_the_service(name: str) -> None:
-    with run_server("--max-prefill-length", "16", "--num-pages", "512") as server:
+    with run_server("--max-prefill-length", "4", "--num-pages", "512") as server:
         asking = _start_long_prefill(server.wait_ready())
         assert server.metrics()["time_to_first_token_seconds_count"] == 0, (
             "the prefill ended before the kill"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import jsonschema
 import openai
 import pydantic
@@ -115,11 +114,9 @@ def test_without_callable_tools_the_call_is_text(server: ServerProcess) -> None:
 
 
 def test_the_format_is_named_and_calls_are_counted(server: ServerProcess) -> None:
+    before = server.metrics()["tool_calls_total{tool_format=hermes}"]
     server.client().chat.completions.create(**REQUEST)
-    counted = httpx.get(f"{server.url}/metrics").text
-    (line,) = (row for row in counted.splitlines() if row.startswith("minisgl_tool_calls_total"))
-    assert 'tool_format="hermes"' in line
-    assert float(line.split()[-1]) >= 1
+    assert server.metrics()["tool_calls_total{tool_format=hermes}"] == before + 1
 
 
 def call_of(server: ServerProcess, **body: Any) -> list[Any]:

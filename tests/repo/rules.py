@@ -37,7 +37,7 @@ class Offence(NamedTuple):
     """A line that breaks a rule, and the text in it that breaks the rule."""
 
     line: int
-    what: str
+    text: str
 
 
 def too_long(text: str) -> list[Offence]:

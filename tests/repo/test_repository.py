@@ -55,7 +55,7 @@ def texts() -> list[str]:
 def offences(rule: Callable[[str], list[rules.Offence]], names: list[str]) -> list[str]:
     assert names, "the rule looked at no file"
     return [
-        f"{name}:{offence.line}: {offence.what}"
+        f"{name}:{offence.line}: {offence.text}"
         for name in names
         for offence in rule(read(name) or "")
     ]

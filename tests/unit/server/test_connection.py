@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 from minisgl.server.config import Limits
 from minisgl.server.connection import (
     MAX_HEADERS,
+    MAX_HELD_BYTES,
     SPARE_CONNECTIONS,
     TlsContext,
     limited_protocol,
@@ -309,3 +310,79 @@ def test_unfinished_tls_handshakes_are_bounded() -> None:
     assert exceeded == ["max_connections"]
     handshakes.pop()
     begin()
+
+
+class Opened:
+    """Connections to one server. `served` has the paths in the order in which handlers began."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.served: list[str] = []
+        self.exceeded: list[str] = []
+        protocol: Any = limited_protocol(limits, self.exceeded.append, lambda: False)
+        config = uvicorn.Config(self, log_config=None, lifespan="off", http=protocol)
+        config.load()
+        state = ServerState()
+        self._open = lambda: protocol(config=config, server_state=state, app_state={})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.served.append(scope["path"])
+        await echo(scope, receive, send)
+
+    def request(self, path: str) -> Any:
+        """Open a connection and deliver a request of this path on it."""
+        return self.deliver(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
+
+    def deliver(self, data: bytes) -> Any:
+        """Open a connection and deliver these bytes on it."""
+        connection = self._open()
+        connection.connection_made(Wire())
+        connection.data_received(data)
+        return connection
+
+
+def test_one_handler_begins_in_each_iteration_of_the_loop_and_probes_at_once() -> None:
+    """Regression: 200 connections with requests delayed a probe by 200 handlers, for seconds."""
+
+    async def main() -> None:
+        opened = Opened()
+        connections = [opened.request(f"/{number}") for number in range(200)]
+        most = 0
+        for _ in range(300):
+            before = len(opened.served)
+            await asyncio.sleep(0)
+            most = max(most, len(opened.served) - before)
+            if len(opened.served) == 50:
+                connections[60].connection_lost(None)
+                connections.append(opened.request("/livez"))
+        for connection in connections:
+            connection.connection_lost(None)
+        expected = [f"/{number}" for number in range(200) if number != 60]
+        place = opened.served.index("/livez")
+        assert place <= 52, "at most the handlers of one iteration began before the probe"
+        assert [path for path in opened.served if path != "/livez"] == expected
+        assert most <= 2, "a probe and another request"
+
+    asyncio.run(main())
+
+
+def test_unfinished_heads_of_all_connections_hold_16_mib_at_most() -> None:
+    """Regression: 300 TLS connections with unfinished heads of 64 KiB held 263 MiB."""
+
+    async def main() -> None:
+        opened = Opened(Limits())
+        start = b"GET / HTTP/1.1\r\nhost: x\r\nx: "
+        head = start + b"y" * (2**15 - len(start))
+        connections = [opened.deliver(head) for _ in range(MAX_HELD_BYTES // 2**15)]
+        assert not opened.exceeded
+        refused = opened.deliver(head)
+        assert refused.transport.written.startswith(b"HTTP/1.1 503")
+        assert opened.exceeded == ["max_head_bytes"]
+        for connection in (refused, connections.pop()):
+            connection.connection_lost(None)
+        connections += [opened.deliver(head), opened.request("/whole")]
+        assert opened.exceeded == ["max_head_bytes"]
+        for connection in connections:
+            connection.connection_lost(None)
+        assert opened.deliver(head).transport.written == b""
+
+    asyncio.run(main())

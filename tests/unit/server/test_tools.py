@@ -1,4 +1,4 @@
-"""Tools of a chat: what the template and the detokenizer get, and which requests are refused."""
+"""Tools of a chat: the data for the template and the detokenizer, and the refused requests."""
 
 import asyncio
 import json

@@ -1,6 +1,6 @@
 """A model with random weights, at temperature 1, answers random grammars.
 
-Every answer that ends by itself matches its grammar, whatever the scheduler does meanwhile. The
+Every answer that ends by itself matches its grammar under chunks, preemption and overlap. The
 masks get no help from the model.
 """
 

@@ -1,4 +1,4 @@
-"""What each kind of constraint allows, and the reasons with which the compiler refuses others."""
+"""The texts that each kind of constraint allows, and the reasons for each refusal."""
 
 import json
 import re

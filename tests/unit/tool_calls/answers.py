@@ -1,4 +1,4 @@
-"""Helpers: what a parser makes of an answer, and the chat templates of the formats."""
+"""Helpers: the result of a parser for an answer, and the chat templates of the formats."""
 
 import json
 from collections.abc import Iterable, Iterator
