@@ -1,7 +1,9 @@
 """The division of a checkpoint's tensors over the tensor-parallel ranks, as data."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from minisgl.core import ConfigError
 
@@ -34,10 +36,13 @@ class Placement(NamedTuple):
 
     The copy reads source[..., begin:end, ...] along dimension `dim` and writes it at `offset`
     along the same dimension of the parameter `target`. If `dim` is None, it copies the whole
-    tensor. If `expert` is given, it writes to target[expert].
+    tensor, and `offset` is along dimension 0. If `expert` is given, it writes to target[expert].
 
-    shape   the expected shape of the whole source tensor.
-    stored  the types, in the spelling of safetensors, that the source tensor may have.
+    shape    the expected shape of the whole source tensor.
+    stored   the types, in the spelling of safetensors, that the source tensor may have.
+    convert  computes the value to write from the part that was read, on the parameter's device.
+             With it, dimensions of size 1 in the source need not match `shape`, because formats
+             store scales as [N], as [N, 1] or as scalars.
     """
 
     source: str
@@ -49,6 +54,7 @@ class Placement(NamedTuple):
     offset: int = 0
     expert: int | None = None
     stored: tuple[str, ...] = FLOATS
+    convert: Callable[[Tensor], Tensor] | None = None
 
 
 @runtime_checkable
@@ -68,17 +74,24 @@ class LinearShards(NamedTuple):
     bias       whether the checkpoint's linears have a bias.
     owns_bias  whether this rank loads the bias. The ranks of a row-parallel layer add up their
                outputs, so only one rank may add the bias. On the other ranks the bias stays zero.
+    parent     the full name of the module that has the linears: model.layers.0.self_attn.
     """
 
     outputs: tuple[Shard, ...]
     inputs: Shard
     bias: bool
     owns_bias: bool = True
+    parent: str = ""
 
     @property
     def rows(self) -> int:
         """Output features on this rank, all merged linears together."""
         return sum(output.local for output in self.outputs)
+
+    @property
+    def names(self) -> list[str]:
+        """The full names of the merged linears in the checkpoint."""
+        return [f"{self.parent}.{output.name}" for output in self.outputs]
 
     def placements(
         self, name: str, parameter: str, *, per_row: bool = False, stored: tuple[str, ...] = FLOATS

@@ -11,6 +11,7 @@ from minisgl.distributed.comm import Communicator
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
+from minisgl.layers.experts import ExpertsFactory
 from minisgl.layers.linear import (
     ColumnParallelLinear,
     LinearBuild,
@@ -29,12 +30,14 @@ class ModelParts(NamedTuple):
 
     comm         the collectives between the tensor-parallel ranks.
     linear       the dtype and the method of all linear layers.
+    experts      stores the experts of sparse layers.
     moe_backend  computes the experts of sparse layers.
     """
 
     config: ModelConfig
     comm: Communicator
     linear: LinearBuild
+    experts: ExpertsFactory
     moe_backend: MoeBackend
 
 
@@ -88,11 +91,12 @@ class Attention(nn.Module):
         k = split_heads("k_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
         qkv = (q, k, k._replace(name="v_proj"))
         output = q._replace(name="o_proj")
+        linear = parts.linear.within(f"model.layers.{layer}.self_attn")
         self.kv_layer = spec.kv_layer
         self.head_dim = dim
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
-        self.qkv_proj = ColumnParallelLinear(size, qkv, config.qkv_bias, parts.linear)
-        self.o_proj = RowParallelLinear(output, size, config.output_bias, parts.linear)
+        self.qkv_proj = ColumnParallelLinear(size, qkv, config.qkv_bias, linear)
+        self.o_proj = RowParallelLinear(output, size, config.output_bias, linear)
         self.eps = eps
         self.q_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
         self.k_norm = RMSNorm(dim, eps) if config.family.qk_norm else None
@@ -118,14 +122,15 @@ class Attention(nn.Module):
 class GatedMlp(nn.Module):
     """down(silu(gate) * up). The inner size is padded to a multiple of the number of ranks."""
 
-    def __init__(self, parts: ModelParts) -> None:
+    def __init__(self, parts: ModelParts, layer: int) -> None:
         super().__init__()
         config, tp = parts.config, parts.comm.tp
+        linear = parts.linear.within(f"model.layers.{layer}.mlp")
         size, bias = config.hidden_size, config.mlp_bias
         gate = split_evenly("gate_proj", config.intermediate_size, tp.rank, tp.size)
         up, down = gate._replace(name="up_proj"), gate._replace(name="down_proj")
-        self.gate_up_proj = MergedGateUpLinear(size, (gate, up), bias, parts.linear)
-        self.down_proj = RowParallelLinear(down, size, bias, parts.linear)
+        self.gate_up_proj = MergedGateUpLinear(size, (gate, up), bias, linear)
+        self.down_proj = RowParallelLinear(down, size, bias, linear)
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
         return self.down_proj.forward(self.gate_up_proj.forward(block_input), residual)
@@ -142,9 +147,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
         self.mlp: nn.Module
         if config.moe is not None and config.moe.has_experts(layer):
-            self.mlp = MoeBlock(config.hidden_size, config.moe, comm, parts.moe_backend)
+            linear = parts.linear.within(f"model.layers.{layer}.mlp")
+            self.mlp = MoeBlock(
+                config.hidden_size, config.moe, linear, parts.experts, parts.moe_backend
+            )
         else:
-            self.mlp = GatedMlp(parts)
+            self.mlp = GatedMlp(parts, layer)
 
     def forward(
         self, stream: ResidualStream, context: ForwardContext, rows: Tensor | None = None

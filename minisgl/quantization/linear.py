@@ -1,0 +1,55 @@
+"""FP8 linears: the product of bfloat16 activations with e4m3 weights."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.kernel import PendingNorm, fp8_add_linear, fp8_gated_linear, fp8_linear
+from minisgl.kernel.fp8 import Scales
+from minisgl.layers.linear import LinearMethod
+from minisgl.layers.shards import LinearShards, Placement
+from minisgl.quantization.format import Fp8Format, Matrix
+
+
+class Fp8Linear(LinearMethod):
+    """A matrix of FP8 weights. weight: e4m3 [rows, columns]; scales: float32, as in Scales.
+
+    norm_weight: the weight of the norm before this linear, or None. It cannot be folded into
+    weights that are already rounded, so the kernels multiply the activations by it.
+    """
+
+    def __init__(self, shards: LinearShards, dtype: torch.dtype, form: Fp8Format) -> None:
+        super().__init__(shards, dtype)
+        self.form = form
+        self._matrix = Matrix(shards.outputs, shards.inputs)
+        weight, scales = self._matrix.empty(form)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scales = nn.Parameter(scales.values, requires_grad=False)
+        self._blocks = scales
+        self.norm_weight: Tensor | None = None
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        parent, scales = name.rsplit(".", 2)[0], (f"{name}.scales", self._blocks)
+        yield from self._matrix.placements(self.form, parent, f"{name}.weight", scales, None)
+        yield from super().placements(name)
+
+    def fold(self, norm_weight: Tensor) -> bool:
+        self.norm_weight = norm_weight.clone()
+        return True
+
+    def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
+        return fp8_linear(x, *self._operands(), self._weighted(norm))
+
+    def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
+        return fp8_gated_linear(x, *self._operands(), self._weighted(norm))
+
+    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return fp8_add_linear(residual, x, *self._operands())
+
+    def _operands(self) -> tuple[Tensor, Scales, Tensor | None, Tensor | None]:
+        scales = self._blocks._replace(values=self.scales)
+        return self.weight, scales, self.bias, self.split_k_semaphores
+
+    def _weighted(self, norm: PendingNorm | None) -> PendingNorm | None:
+        return None if norm is None else norm._replace(weight=self.norm_weight)
