@@ -12,16 +12,14 @@ from torch.nn import functional
 
 
 class PendingNorm(NamedTuple):
-    """An RMSNorm that a following product applies to its input x [T, H].
+    """An RMSNorm without weight that a following product applies to its input x [T, H].
 
     squares: float32 [parts, T]. The parts of a row add up to the sum of the row's squares. None if
     no earlier product computed them.
-    weight: [H], by which the product multiplies x. None: its matrix already contains the weight.
     """
 
     eps: float
     squares: Tensor | None = None
-    weight: Tensor | None = None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -84,7 +84,7 @@ class LinearMethod(nn.Module, ABC):
 
         The method multiplies the columns of the matrix by it, or keeps a copy: the caller
         overwrites `norm_weight` afterwards. Returns True if the method has done so. Later calls
-        then get x before the norm.
+        then get x without this multiplication, and also without the norm if they get a norm.
         """
         return False
 

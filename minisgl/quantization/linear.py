@@ -39,10 +39,10 @@ class Fp8Linear(LinearMethod):
         return True
 
     def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
-        return fp8_linear(x, *self._operands(), self._weighted(norm))
+        return fp8_linear(x, *self._operands(), norm, self.norm_weight)
 
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
-        return fp8_gated_linear(x, *self._operands(), self._weighted(norm))
+        return fp8_gated_linear(x, *self._operands(), norm, self.norm_weight)
 
     def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return fp8_add_linear(residual, x, *self._operands())
@@ -50,6 +50,3 @@ class Fp8Linear(LinearMethod):
     def _operands(self) -> tuple[Tensor, Scales, Tensor | None, Tensor | None]:
         scales = self._blocks._replace(values=self.scales)
         return self.weight, scales, self.bias, self.split_k_semaphores
-
-    def _weighted(self, norm: PendingNorm | None) -> PendingNorm | None:
-        return None if norm is None else norm._replace(weight=self.norm_weight)

@@ -102,7 +102,7 @@ def logits_of(path: str, prompt: list[int], folded: bool = False) -> torch.Tenso
     return seen[0][0]
 
 
-@pytest.mark.parametrize("family", ["llama-odd", "qwen3"])
+@pytest.mark.parametrize("family", ["llama-odd", "qwen3", "qwen3-moe"])
 @pytest.mark.parametrize("form", ["block", "compressed-tensor"])
 def test_logits_are_close_with_norms_inside_the_linears(
     form: str, family: str, build: Build
