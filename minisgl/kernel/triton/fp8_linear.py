@@ -16,7 +16,7 @@ the weight (from L2), and 8 M N per split.
 
 import triton
 import triton.language as tl
-from torch import Tensor, float32
+from torch import Tensor, bfloat16, float32
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -28,10 +28,10 @@ from minisgl.kernel.triton.overlap import overlaps
 
 
 @triton.jit
-def widen(stored, FAST: tl.constexpr):
-    """e4m3 to bfloat16, exactly. NaN becomes 480 with FAST.
+def widen(stored, TYPE: tl.constexpr, FAST: tl.constexpr):
+    """e4m3 to TYPE, exactly.
 
-    FAST: by integer instructions, four numbers at once. The 4 bits of the exponent move to the low
+    FAST, for bfloat16 alone: NaN becomes 480. By integer instructions, four numbers at once. The 4 bits of the exponent move to the low
     bits of bfloat16's exponent, and a product with 2^120 corrects the bias, also of subnormal
     numbers. Triton's own conversion takes the hardware's slow conversion unit, whose rate would
     limit the bandwidth.
@@ -61,7 +61,7 @@ def widen(stored, FAST: tl.constexpr):
             pack=4,
         )
     else:
-        wide = stored.to(tl.bfloat16)
+        wide = stored.to(TYPE)
     return wide
 
 
@@ -142,7 +142,8 @@ def _linear(
     x_at = x + m[None, :] * x_stride + (begin + k)[:, None]
     total = tl.zeros([BN, BM], tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
-        w = widen(tl.load(weight_at + step * BK, eviction_policy="evict_first"), FAST)
+        stored = tl.load(weight_at + step * BK, eviction_policy="evict_first")
+        w = widen(stored, x.dtype.element_ty, FAST)
         if WEIGHTED:
             w *= tl.load(norm_weight + begin + step * BK + k)[None, :]
         v = tl.load(x_at + step * BK, mask=inside, other=0.0)
@@ -277,7 +278,7 @@ def _launch(
         SCALE_ROWS=scales.rows,
         SCALE_COLUMNS=0 if scales.columns == width else scales.columns,
         THREADS=32 * tiling.warps,
-        FAST=not knobs.runtime.interpret,
+        FAST=x.dtype == bfloat16 and not knobs.runtime.interpret,
         OVERLAP=overlap,
         num_warps=tiling.warps,
         launch_pdl=overlap,

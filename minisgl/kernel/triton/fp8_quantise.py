@@ -60,8 +60,8 @@ def _quantise(
         value = (value / (1.0 + tl.exp(-value))).to(stored.dtype).to(tl.float32)
         value = (value * up).to(stored.dtype).to(tl.float32)
     largest = tl.max(tl.abs(value), axis=1)
-    scale = tl.maximum(largest * (1.0 / 448.0), 1e-12)
-    # A true division, so that the result has the bits of the reference.
+    # Both divisions round correctly, as the reference does.
+    scale = tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + 448.0), 1e-12)
     quotient = tl.div_rn(value, tl.zeros_like(value) + scale[:, None])
     quotient = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
     tl.store(out + row * width + cols, quotient.to(out.dtype.element_ty), mask=inside)
