@@ -114,7 +114,7 @@ def quantise_rows(
     if gated:
         x = silu_and_mul(x)
     size = _GROUP if grouped else x.shape[1]
-    groups = functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    groups = functional.pad(x, (0, -x.shape[1] % size)).view(len(x), -1, size)
     scales = fp8.row_scales(groups)
     stored = fp8.quantise(groups, scales).flatten(1)[:, : x.shape[1]].contiguous()
     return stored, scales.squeeze(-1).t().contiguous().t()
@@ -138,7 +138,7 @@ def _many_rows(
     eps = None if norm is None else norm.eps
     grouped = scales.columns < weight.shape[1]
     stored, row_scales = quantise_rows(x, grouped, eps, norm_weight)
-    out = torch._scaled_mm(
+    out = torch._scaled_mm(  # noqa: SLF001 (torch's documented FP8 product)
         stored,
         weight.t(),
         row_scales,
@@ -162,7 +162,8 @@ def _tiling(x: Tensor, weight: Tensor, scales: Scales) -> Tiling | None:
     """The tiles of our kernel for few rows; None if it does not compute this product."""
     if not _is_hopper_bf16(x) or x.data_ptr() % 16 or x.stride(0) % 8:
         return None
-    return fp8_tiling_for(len(x), *weight.shape, scales.columns)
+    height, width = weight.shape
+    return fp8_tiling_for(len(x), height, width, scales.columns)
 
 
 def _torch_multiplies(x: Tensor, weight: Tensor, scales: Scales) -> bool:

@@ -17,9 +17,7 @@ _SHARED_BYTES: Final = 220 * 1024  # of one multiprocessor, for the stages of al
 _MULTIPROCESSORS: Final = 132
 
 
-def fp8_tiling_for(
-    num_rows: int, height: int, width: int, block_columns: int
-) -> Tiling | None:
+def fp8_tiling_for(num_rows: int, height: int, width: int, block_columns: int) -> Tiling | None:
     """The tiling for x [num_rows, width] and an FP8 weight [height, width].
 
     block_columns: weights of a row with the same scale. None: too many rows, or the sizes do not

@@ -37,7 +37,9 @@ class ExpertShards(NamedTuple):
         hidden = Shard("", self.hidden_size, 0, self.hidden_size)
         gate = self.inner._replace(name="gate_proj")
         up, down = self.inner._replace(name="up_proj"), hidden._replace(name="down_proj")
-        return ExpertMatrix("gate_up", (gate, up), hidden), ExpertMatrix("down", (down,), self.inner)
+        return ExpertMatrix("gate_up", (gate, up), hidden), ExpertMatrix(
+            "down", (down,), self.inner
+        )
 
 
 class ExpertMatrix(NamedTuple):

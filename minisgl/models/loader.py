@@ -32,8 +32,8 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     """Replace the parameters of a model built on the meta device by zeros on `device`.
 
     Methods of linears and experts choose the dtypes of their parameters. All other parameters get
-    `dtype`. A parameter that two modules share stays shared. Padding stays zero, because the loader never
-    writes it.
+    `dtype`. A parameter that two modules share stays shared. Padding stays zero, because the loader
+    never writes it.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

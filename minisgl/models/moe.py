@@ -37,7 +37,7 @@ class MoeBlock(nn.Module):
         self.router = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
         shards = ExpertShards(build.parent, moe.num_experts, hidden_size, inner)
         self.experts = experts(shards, build.dtype)
-        if self.experts.weights(self.router).has_scales and not backend.takes_scales:
+        if self.experts.weights(self.router).scales is not None and not backend.takes_scales:
             raise ConfigError(
                 f"MoE backend {backend.name!r} does not support quantised experts; "
                 "use another --moe-backend"

@@ -13,19 +13,14 @@ class ExpertWeights(NamedTuple):
     """The weights of one layer's E experts.
 
     router: [E, H]; gate_up: [E, 2I, H], the rows of the gate first; down: [E, H, I]. I: the inner
-    size of an expert. gate_up_scales, down_scales: the scales of FP8 weights; None: the weights
-    have the router's dtype.
+    size of an expert. scales: those of gate_up and of down if they are FP8; None: they have the
+    router's dtype.
     """
 
     router: Tensor
     gate_up: Tensor
     down: Tensor
-    gate_up_scales: Scales | None = None
-    down_scales: Scales | None = None
-
-    @property
-    def has_scales(self) -> bool:
-        return self.gate_up_scales is not None
+    scales: tuple[Scales, Scales] | None = None
 
 
 def route(router_logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:

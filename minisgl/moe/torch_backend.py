@@ -25,6 +25,7 @@ class TorchMoe(MoeBackend):
         counts = torch.bincount(flat, minlength=len(weights.router)).tolist()
         tokens = order // top_k
         scales = scales.to(x.dtype).flatten()[order].unsqueeze(-1)
+        gate_up_scales, down_scales = weights.scales or (None, None)
         out = torch.zeros_like(x)
         end = 0
         for expert, count in enumerate(counts):
@@ -32,8 +33,8 @@ class TorchMoe(MoeBackend):
                 continue
             begin, end = end, end + count
             mine = tokens[begin:end]
-            gate_up = _of(expert, weights.gate_up, weights.gate_up_scales, x.dtype)
-            down = _of(expert, weights.down, weights.down_scales, x.dtype)
+            gate_up = _of(expert, weights.gate_up, gate_up_scales, x.dtype)
+            down = _of(expert, weights.down, down_scales, x.dtype)
             hidden = silu_and_mul(linear(x[mine], gate_up))
             out.index_add_(0, mine, linear(hidden, down) * scales[begin:end])
         return out

@@ -49,27 +49,29 @@ class TritonMoe(MoeBackend):
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         weights = _with_kernels(weights, x.dtype)
-        router, *matrices, gate_up_scales, down_scales = weights
-        fp8 = () if gate_up_scales is None else (gate_up_scales, down_scales)
+        router, gate_up, down, fp8 = weights
         if len(x) <= _FEW_TOKENS:
-            few = self._fp8_experts_of_few if fp8 else self._experts_of_few
-            return few(x, router, *matrices, *fp8, self._semaphores, top_k, renormalise)
+            few = (self._semaphores, top_k, renormalise)
+            if fp8 is None:
+                return self._experts_of_few(x, router, gate_up, down, *few)
+            return self._fp8_experts_of_few(x, router, gate_up, down, fp8, *few)
         factors, experts = self._route(linear(x, router), top_k, renormalise)
-        many = self._fp8_experts_of_many if fp8 else self._experts_of_many
-        return many(x, *matrices, *fp8, factors, experts)
+        if fp8 is None:
+            return self._experts_of_many(x, gate_up, down, factors, experts)
+        return self._fp8_experts_of_many(x, gate_up, down, fp8, factors, experts)
 
 
 def _with_kernels(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     """Return the weights, or dequantised copies if the kernels do not support their blocks."""
-    router, gate_up, down, gate_up_scales, down_scales = weights
-    if gate_up_scales is None or down_scales is None:
+    if weights.scales is None:
         return weights
-    columns = min(gate_up_scales.columns, down_scales.columns)
+    gate_up_scales, down_scales = weights.scales
+    columns = min(scales.columns for scales in (gate_up_scales, down_scales))
     if columns % _LEAST_COLUMNS == 0:
         return weights
     _log_slow(columns)
-    wide = (dequantise(gate_up, gate_up_scales, dtype), dequantise(down, down_scales, dtype))
-    return ExpertWeights(router, *wide)
+    gate_up = dequantise(weights.gate_up, gate_up_scales, dtype)
+    return ExpertWeights(weights.router, gate_up, dequantise(weights.down, down_scales, dtype))
 
 
 @lru_cache(maxsize=8)

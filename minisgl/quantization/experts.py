@@ -35,10 +35,6 @@ class Fp8Experts(ExpertsMethod):
                 yield from parts.placements(self.form, parent, target, scales, expert)
 
     def weights(self, router: Tensor) -> ExpertWeights:
-        return ExpertWeights(
-            router,
-            self.gate_up,
-            self.down,
-            self._gate_up_blocks._replace(values=self.gate_up_scales),
-            self._down_blocks._replace(values=self.down_scales),
-        )
+        gate_up = self._gate_up_blocks._replace(values=self.gate_up_scales)
+        down = self._down_blocks._replace(values=self.down_scales)
+        return ExpertWeights(router, self.gate_up, self.down, (gate_up, down))

@@ -65,7 +65,12 @@ class Matrix(NamedTuple):
         return weight, Scales(values, unit_rows, unit_columns)
 
     def placements(
-        self, form: Fp8Format, parent: str, weight: str, scales: tuple[str, Scales], expert: int | None
+        self,
+        form: Fp8Format,
+        parent: str,
+        weight: str,
+        scales: tuple[str, Scales],
+        expert: int | None,
     ) -> Iterator[Placement]:
         """Yield the placements of the weight and its scales.
 
@@ -82,7 +87,12 @@ class Matrix(NamedTuple):
             cut = (1, inputs.begin, inputs.end) if cut_columns else rows
             if form.strategy == "online":
                 own = partial(
-                    Placement, f"{source}.weight", shape, offset=offset, expert=expert, stored=FLOATS
+                    Placement,
+                    f"{source}.weight",
+                    shape,
+                    offset=offset,
+                    expert=expert,
+                    stored=FLOATS,
                 )
                 # A row is quantised as a whole, so that the weights do not depend on the number
                 # of ranks. Rows are cut before, columns after.
@@ -92,7 +102,13 @@ class Matrix(NamedTuple):
                 yield own(target, *read, convert=row_scales)
             else:
                 stored = partial(
-                    Placement, f"{source}.weight", shape, weight, *cut, expert=expert, stored=_STORED
+                    Placement,
+                    f"{source}.weight",
+                    shape,
+                    weight,
+                    *cut,
+                    expert=expert,
+                    stored=_STORED,
                 )
                 yield stored(offset=0 if cut_columns else offset)
                 name = f"{source}.{form.scale}"

@@ -62,8 +62,7 @@ _BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]
 # The settings of each format, the part of a weight with one scale, and the name of the scales.
 FORMATS: dict[str, tuple[dict[str, Any], str, str]] = {
     "block": (
-        _BLOCKS
-        | {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head", _IGNORED]},
+        _BLOCKS | {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head", _IGNORED]},
         "block",
         "weight_scale_inv",
     ),

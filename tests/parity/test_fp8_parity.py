@@ -41,9 +41,7 @@ def formats_in(path: str) -> set[type]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_tokens_are_those_of_the_dequantised_weights(
-    form: str, family: str, build: Build
-) -> None:
+def test_tokens_are_those_of_the_dequantised_weights(form: str, family: str, build: Build) -> None:
     saved, prompt = build(form, family), prompt_of(41)
     tokens = Driver(make_engine(saved.fp8)).generate(0, prompt, 8)
     assert tokens == transformers_greedy(saved.reference, prompt, 8)
@@ -155,9 +153,7 @@ def test_online_weights_do_not_depend_on_the_ranks(build: Build, tmp_path: Path)
     (alone,) = run_cases(SingleCommunicator(), str(tmp_path / "one"), [case], paths)
     (tmp_path / "two").mkdir()
     make_queue_folders(tmp_path / "two", [case])
-    first, second = run_ranks(
-        2, tmp_path / "two", run_cases, str(tmp_path / "two"), [case], paths
-    )
+    first, second = run_ranks(2, tmp_path / "two", run_cases, str(tmp_path / "two"), [case], paths)
     assert first == second
     assert first[0].tokens == alone.tokens
 

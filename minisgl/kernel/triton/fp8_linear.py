@@ -31,10 +31,10 @@ from minisgl.kernel.triton.overlap import overlaps
 def widen(stored, TYPE: tl.constexpr, FAST: tl.constexpr):
     """e4m3 to TYPE, exactly.
 
-    FAST, for bfloat16 alone: NaN becomes 480. By integer instructions, four numbers at once. The 4 bits of the exponent move to the low
-    bits of bfloat16's exponent, and a product with 2^120 corrects the bias, also of subnormal
-    numbers. Triton's own conversion takes the hardware's slow conversion unit, whose rate would
-    limit the bandwidth.
+    FAST, for bfloat16 only: integer instructions convert four numbers at once, and NaN becomes 480.
+    The 4 bits of the exponent move to the low bits of bfloat16's exponent, and a product with 2^120
+    corrects the bias, also of subnormal numbers. Triton's own conversion takes the hardware's
+    conversion unit, whose rate would limit the bandwidth.
     """
     if FAST:
         wide = tl.inline_asm_elementwise(

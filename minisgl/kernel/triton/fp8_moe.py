@@ -246,13 +246,16 @@ def experts_of_few(
     router: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    gate_up_scales: Scales,
-    down_scales: Scales,
+    scales: tuple[Scales, Scales],
     semaphores: Tensor,
     top_k: int,
     renormalise: bool,
 ) -> Tensor:
-    """As moe_few.experts_of_few, with FP8 weights. The blocks of columns are powers of two."""
+    """As moe_few.experts_of_few, with FP8 weights.
+
+    scales: of gate_up and of down. Their blocks have a power of two of columns, or all columns.
+    """
+    gate_up_scales, down_scales = scales
     num_tokens, width = x.shape
     inner = down.shape[2]
     early = overlaps()
@@ -305,16 +308,17 @@ def experts_of_many(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    gate_up_scales: Scales,
-    down_scales: Scales,
+    scales: tuple[Scales, Scales],
     weights: Tensor,
     experts: Tensor,
     quantised: bool | None = None,
 ) -> Tensor:
     """As moe_grouped.experts_of_many, with FP8 weights.
 
-    quantised: whether the activations are; None: by the number of tokens of a block.
+    scales: as in `experts_of_few`, with 32 columns or more. quantised: whether the activations are;
+    None: by the number of tokens of a block.
     """
+    gate_up_scales, down_scales = scales
     num_experts, top_k = len(gate_up), experts.shape[1]
     tiling = tiling_for(experts.numel(), num_experts, x.dtype == float32)
     if quantised is None:
