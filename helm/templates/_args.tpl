@@ -44,12 +44,12 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 {{- if not (kindIs "invalid" $server.maxSeqLen) }}
 - --max-seq-len-override={{ int $server.maxSeqLen }}
 {{- end }}
-{{- with $server.quantization }}
-- --quantization={{ . }}
-{{- end }}
 - --max-running-requests={{ int $server.maxRunningRequests }}
 - --max-queued-requests={{ int $server.maxQueuedRequests }}
 - --num-tokenizer={{ int $server.tokenizers }}
+{{- with $server.quantization }}
+- --quantization={{ . }}
+{{- end }}
 - --log-level={{ $server.logLevel }}
 - --tool-format={{ $server.toolFormat }}
 {{- if .Values.auth.keysSecret }}

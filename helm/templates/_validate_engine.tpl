@@ -9,10 +9,10 @@ gpu.enabled: --device
 tensorParallelSize: --tensor-parallel-size --tp-size --tp
 server.memoryRatio: --memory-ratio
 server.maxSeqLen: --max-seq-len-override
-server.quantization: --quantization
 server.maxRunningRequests: --max-running-requests
 server.maxQueuedRequests: --max-queued-requests
 server.tokenizers: --num-tokenizer --tokenizer-count
+server.quantization: --quantization
 server.logLevel: --log-level
 server.toolFormat: --tool-format
 server.escapeSpecialTokens: --escape-special-tokens

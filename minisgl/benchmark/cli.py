@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 
 _HELP = {
-    "agreement": "how far quantisation moves the next-token distributions of a model",
     "attack": "time of /livez and memory of the server while clients without a key attack it",
     "floor": "the shortest possible time of a workload, from bytes and operations",
     "kernels": "time of each GPU kernel, and the time to move its bytes",
@@ -35,8 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = parser.parse_args(arguments[:1]).name
     if name == "attack":
         from minisgl.benchmark.attack import main as run
-    elif name == "agreement":
-        from minisgl.benchmark.agreement import main as run
     elif name == "scheduler":
         from minisgl.benchmark.scheduler import main as run
     elif name == "kernels":

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minisgl.kernel import fp8
+from minisgl.kernel import fp8_weights
 from minisgl.kernel.dispatch import rms_norm, silu_and_mul
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.fp8 import Scales, dequantise
 from minisgl.kernel.fp8_tilings import ALIGNED_COLUMNS, fp8_tiling_for
+from minisgl.kernel.fp8_weights import Scales, dequantise
 from minisgl.kernel.tilings import Tiling
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ def fp8_linear(
 ) -> Tensor:
     """dispatch.linear with the dequantised weight. Returns a new [T, N] of x's dtype.
 
-    x: [T, K]; weight: FP8 [N, K]; bias: [N] of x's dtype. If `norm` is given, x is normalised
-    first. norm_weight: [K] of x's dtype, which multiplies x after the norm. semaphores: as in
+    x: [T, K], or [T, 2K], whose silu_and_mul is multiplied. weight: FP8 [N, K]; bias: [N] of x's
+    dtype. If `norm` is given, x is normalised first. norm_weight: [K] of x's dtype, which multiplies x after the norm. semaphores: as in
     dispatch.linear.
     """
     tiling = _tiling(x, weight, scales)
@@ -58,10 +58,12 @@ def fp8_gated_linear(
     semaphores: Tensor | None = None,
     norm: PendingNorm | None = None,
     norm_weight: Tensor | None = None,
+    leave_gate: bool = False,
 ) -> Tensor:
     """silu_and_mul of `fp8_linear`. weight: FP8 [2I, K], the rows of gate before those of up.
 
-    Returns [T, I].
+    Returns [T, I]. leave_gate: products that our kernel does not compute return [T, 2I], for an
+    fp8_linear that applies silu_and_mul.
     """
     tiling = _tiling(x, weight, scales)
     if tiling is not None and semaphores is not None:
@@ -70,7 +72,8 @@ def fp8_gated_linear(
         x, norm = _prepared(x, norm)
         rest = (bias, semaphores, tiling, norm, norm_weight)
         return kernels.linear(x, weight, scales, *rest, gated=True)
-    return silu_and_mul(_many_rows(x, weight, scales, bias, norm, norm_weight))
+    both = _many_rows(x, weight, scales, bias, norm, norm_weight)
+    return both if leave_gate else silu_and_mul(both)
 
 
 def fp8_add_linear(
@@ -115,8 +118,8 @@ def quantise_rows(
         x = silu_and_mul(x)
     size = _GROUP if grouped else x.shape[1]
     groups = functional.pad(x, (0, -x.shape[1] % size)).view(len(x), -1, size)
-    scales = fp8.row_scales(groups)
-    stored = fp8.quantise(groups, scales).flatten(1)[:, : x.shape[1]].contiguous()
+    scales = fp8_weights.row_scales(groups)
+    stored = fp8_weights.quantise(groups, scales).flatten(1)[:, : x.shape[1]].contiguous()
     return stored, scales.squeeze(-1).t().contiguous().t()
 
 
@@ -129,15 +132,17 @@ def _many_rows(
     norm_weight: Tensor | None,
 ) -> Tensor:
     """`fp8_linear` without our kernel for few rows."""
+    gated = x.shape[1] != weight.shape[1]
     if not _torch_multiplies(x, weight, scales):
         if norm is not None:
             x = rms_norm(x, norm_weight, norm.eps)
         elif norm_weight is not None:
             x = x * norm_weight
+        x = silu_and_mul(x) if gated else x
         return functional.linear(x, dequantise(weight, scales, x.dtype), bias)
     eps = None if norm is None else norm.eps
     grouped = scales.columns < weight.shape[1]
-    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight)
+    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, gated)
     out = torch._scaled_mm(  # noqa: SLF001 (torch's documented FP8 product)
         stored,
         weight.t(),
@@ -160,9 +165,9 @@ def _prepared(x: Tensor, norm: PendingNorm | None) -> tuple[Tensor, PendingNorm 
 
 def _tiling(x: Tensor, weight: Tensor, scales: Scales) -> Tiling | None:
     """The tiles of our kernel for few rows; None if it does not compute this product."""
-    if not _is_hopper_bf16(x) or x.data_ptr() % 16 or x.stride(0) % 8:
-        return None
     height, width = weight.shape
+    if not _is_hopper_bf16(x) or x.shape[1] != width or x.data_ptr() % 16 or x.stride(0) % 8:
+        return None
     return fp8_tiling_for(len(x), height, width, scales.columns)
 
 

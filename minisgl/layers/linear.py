@@ -46,7 +46,7 @@ class LinearMethod(nn.Module, ABC):
     The model is built on the meta device; the loader then gives each parameter zeroed memory of
     the shape and dtype that the subclass chose. A method with another layout, such as packed
     weights or one scale for a block of weights, yields Placements of its own from self.shards.
-    `fold`, `gated` and `add` are optional: their defaults here run the plain kernels.
+    `fold`, `gated`, `leave_gate_to` and `add` are optional: their defaults here run the plain kernels.
 
     dtype: the dtype of the model's activations.
     bias: [rows] of that dtype, or None.
@@ -91,6 +91,13 @@ class LinearMethod(nn.Module, ABC):
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         """Return silu(gate) * up of the product, [T, rows / 2]. The gate's rows come first."""
         return silu_and_mul(self.product(x, norm))
+
+    def leave_gate_to(self, following: "LinearMethod") -> None:
+        """Learn the method that reads the result of `gated`.
+
+        A method may agree with `following` that `gated` returns the product, [T, rows], and that
+        `following` applies SiLU-and-mul. It can do so faster if it quantises its input anyway.
+        """
 
     def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Add the product to `residual` [T, rows], in place.

@@ -131,6 +131,7 @@ class GatedMlp(nn.Module):
         up, down = gate._replace(name="up_proj"), gate._replace(name="down_proj")
         self.gate_up_proj = MergedGateUpLinear(size, (gate, up), bias, linear)
         self.down_proj = RowParallelLinear(down, size, bias, linear)
+        self.gate_up_proj.method.leave_gate_to(self.down_proj.method)
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
         return self.down_proj.forward(self.gate_up_proj.forward(block_input), residual)

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel.fp8 import Scales
+from minisgl.kernel.fp8_weights import Scales
 
 
 class ExpertWeights(NamedTuple):

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from minisgl.kernel import silu_and_mul
-from minisgl.kernel.fp8 import Scales, dequantise
+from minisgl.kernel.fp8_weights import Scales, dequantise
 from minisgl.moe.base import ExpertWeights, MoeBackend, route
 
 

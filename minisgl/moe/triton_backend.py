@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import linear
-from minisgl.kernel.fp8 import dequantise
+from minisgl.kernel.fp8_weights import dequantise
 from minisgl.moe.base import ExpertWeights, MoeBackend
 
 logger = logging.getLogger(__name__)

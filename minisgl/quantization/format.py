@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel.fp8 import FP8, Scales, quantise, row_scales
+from minisgl.kernel.fp8_weights import FP8, Scales, quantise, row_scales
 from minisgl.layers.shards import FLOATS, Placement, Shard
 
 BLOCK = 128

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.kernel import PendingNorm, fp8_add_linear, fp8_gated_linear, fp8_linear
-from minisgl.kernel.fp8 import Scales
+from minisgl.kernel.fp8_weights import Scales
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import LinearShards, Placement
 from minisgl.quantization.format import Fp8Format, Matrix
@@ -28,6 +28,7 @@ class Fp8Linear(LinearMethod):
         self.scales = nn.Parameter(scales.values, requires_grad=False)
         self._blocks = scales
         self.norm_weight: Tensor | None = None
+        self._leaves_gate = False
 
     def placements(self, name: str) -> Iterator[Placement]:
         parent, scales = name.rsplit(".", 2)[0], (f"{name}.scales", self._blocks)
@@ -42,7 +43,12 @@ class Fp8Linear(LinearMethod):
         return fp8_linear(x, *self._operands(), norm, self.norm_weight)
 
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
-        return fp8_gated_linear(x, *self._operands(), norm, self.norm_weight)
+        given = (norm, self.norm_weight, self._leaves_gate)
+        return fp8_gated_linear(x, *self._operands(), *given)
+
+    def leave_gate_to(self, following: LinearMethod) -> None:
+        """FP8 linears accept gate and up side by side: see fp8_linear."""
+        self._leaves_gate = isinstance(following, Fp8Linear)
 
     def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return fp8_add_linear(residual, x, *self._operands())

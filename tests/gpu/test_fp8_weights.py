@@ -19,8 +19,8 @@ from minisgl.kernel import (
     fp8_products,
     silu_and_mul,
 )
-from minisgl.kernel.fp8 import FP8, Scales, dequantise
 from minisgl.kernel.fp8_tilings import FEW_ROWS, fp8_tiling_for
+from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
 from minisgl.moe.base import ExpertWeights, route
 from minisgl.moe.torch_backend import TorchMoe
 from minisgl.quantization import with_quantizations

@@ -121,20 +121,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "chosen"), [(2, CASES), (4, CASES[1:3])])
 def test_ranks_give_the_tokens_of_the_dequantised_weights(
-    size: int, build: Build, tmp_path: Path
+    size: int, chosen: list[tuple[str, RankCase]], build: Build, tmp_path: Path
 ) -> None:
     """With 384 rows a block spans two ranks; with 330 rows the last rank has padding."""
-    paths = {f"{form} {case.family}": build(form, case.family) for form, case in CASES}
-    cases = [case for _, case in CASES]
-    for path, (form, case) in zip(paths.values(), CASES, strict=True):
+    paths = {f"{form} {case.family}": build(form, case.family) for form, case in chosen}
+    cases = [case for _, case in chosen]
+    for path, (form, case) in zip(paths.values(), chosen, strict=True):
         case.engine["model_path"] = path.fp8
         assert form in path.fp8
     make_queue_folders(tmp_path, cases)
     own = {case.family: "" for case in cases}
     outcomes = run_ranks(size, tmp_path, run_cases, str(tmp_path), cases, own)
-    for index, (form, case) in enumerate(CASES):
+    for index, (form, case) in enumerate(chosen):
         first, *others = (of_rank[index] for of_rank in outcomes)
         assert all(other == first for other in others), "the ranks differ"
         prove(case, first)

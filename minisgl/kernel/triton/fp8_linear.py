@@ -21,7 +21,7 @@ from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.fp8 import Scales
+from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.tilings import LOWEST_TILE, Tiling
 from minisgl.kernel.triton.linear import _prefetch
 from minisgl.kernel.triton.overlap import overlaps

@@ -21,7 +21,7 @@ from torch import Tensor, bfloat16, float32
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.fp8 import Scales
+from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.triton.fp8_linear import widen
 from minisgl.kernel.triton.fp8_quantise import quantise_rows
 from minisgl.kernel.triton.moe_few import route_few
