@@ -37,8 +37,8 @@ def fp8_linear(
     """dispatch.linear with the dequantised weight. Returns a new [T, N] of x's dtype.
 
     x: [T, K], or [T, 2K], whose silu_and_mul is multiplied. weight: FP8 [N, K]; bias: [N] of x's
-    dtype. If `norm` is given, x is normalised first. norm_weight: [K] of x's dtype, which multiplies x after the norm. semaphores: as in
-    dispatch.linear.
+    dtype. If `norm` is given, x is normalised first. norm_weight: [K] of x's dtype, which
+    multiplies x after the norm. semaphores: as in dispatch.linear.
     """
     tiling = _tiling(x, weight, scales)
     if tiling is not None and semaphores is not None:

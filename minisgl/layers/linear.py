@@ -46,7 +46,8 @@ class LinearMethod(nn.Module, ABC):
     The model is built on the meta device; the loader then gives each parameter zeroed memory of
     the shape and dtype that the subclass chose. A method with another layout, such as packed
     weights or one scale for a block of weights, yields Placements of its own from self.shards.
-    `fold`, `gated`, `leave_gate_to` and `add` are optional: their defaults here run the plain kernels.
+    `fold`, `gated`, `leave_gate_to` and `add` are optional: their defaults here run the plain
+    kernels.
 
     dtype: the dtype of the model's activations.
     bias: [rows] of that dtype, or None.
