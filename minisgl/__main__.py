@@ -73,8 +73,10 @@ def _compile(arguments: Sequence[str]) -> int:
     setup_logging("compile", "info")
     config = resolve(flags, os.environ, resolve_model, _demo_path, weights=False)
     from minisgl.compile.kernels import compile_kernels
+    from minisgl.quantization import with_quantizations
 
-    compile_kernels(config.engine, config.scheduler.prefill_budget_tokens, options.arch)
+    budget = config.scheduler.prefill_budget_tokens
+    compile_kernels(config.engine, budget, options.arch, with_quantizations())
     return 0
 
 

@@ -47,6 +47,9 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 - --max-running-requests={{ int $server.maxRunningRequests }}
 - --max-queued-requests={{ int $server.maxQueuedRequests }}
 - --num-tokenizer={{ int $server.tokenizers }}
+{{- with $server.quantization }}
+- --quantization={{ . }}
+{{- end }}
 - --log-level={{ $server.logLevel }}
 - --tool-format={{ $server.toolFormat }}
 {{- if .Values.auth.keysSecret }}

@@ -12,6 +12,7 @@ server.maxSeqLen: --max-seq-len-override
 server.maxRunningRequests: --max-running-requests
 server.maxQueuedRequests: --max-queued-requests
 server.tokenizers: --num-tokenizer --tokenizer-count
+server.quantization: --quantization
 server.logLevel: --log-level
 server.toolFormat: --tool-format
 server.escapeSpecialTokens: --escape-special-tokens

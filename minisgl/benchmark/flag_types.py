@@ -44,3 +44,9 @@ def _at_least(minimum: int, value: int) -> int:
     if value < minimum:
         raise argparse.ArgumentTypeError(f"must be at least {minimum}")
     return value
+
+
+def add_quantization_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --quantization, as in the server."""
+    text = "convert the weights at load, as in the server: fp8"
+    parser.add_argument("--quantization", choices=("fp8",), help=text)

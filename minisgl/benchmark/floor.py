@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.flag_types import positive_float, positive_int
+from minisgl.benchmark.flag_types import add_quantization_flag, positive_float, positive_int
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError
@@ -27,14 +27,21 @@ from minisgl.models.config import ModelConfig, load_model_config
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     """The rates of the hardware. The defaults were measured on one H200 with torch 2.11 and
-    CUDA 13.0: a large copy (reads plus writes) and a bf16 matrix product of 8192 x 8192 x 8192."""
+    CUDA 13.0: a large copy (reads plus writes), a bf16 matrix product of 8192 x 8192 x 8192, and
+    FP8 products of 8,192 rows with scales for rows and channels."""
 
     bytes_per_s: float = 4.25e12
     operations_per_s: float = 686e12
+    fp8_operations_per_s: float = 1275e12
+
+    def arithmetic_s(self, operations: float, fp8_operations: float) -> float:
+        """Return the seconds of `operations`, of which fp8_operations have FP8 operands."""
+        plain_s = (operations - fp8_operations) / self.operations_per_s
+        return plain_s + fp8_operations / self.fp8_operations_per_s
 
 
 class Cost(NamedTuple):
-    """Bytes and operations of a model in bf16 on one GPU.
+    """Bytes and operations of a model on one GPU, in bf16 or with FP8 weights.
 
     weight_bytes  bytes of the weights that every step reads.
     operations    floating-point operations of the matrix products, for one token.
@@ -43,6 +50,8 @@ class Cost(NamedTuple):
     expert_share  fraction of the experts to which one token is routed.
     reduces       number of all-reduces of a step.
     reduce_bytes  bytes of one all-reduce for each token of the step.
+    fp8_operations
+                  the part of `operations` that may have FP8 operands.
     """
 
     weight_bytes: int
@@ -52,6 +61,7 @@ class Cost(NamedTuple):
     expert_share: float = 0.0
     reduces: int = 0
     reduce_bytes: int = 0
+    fp8_operations: int = 0
 
     def read_bytes(self, tokens: int) -> float:
         """Return the expected weight bytes that a step of `tokens` tokens reads."""
@@ -125,15 +135,38 @@ def _single_gpu_cost(model: ModelConfig) -> Cost:
     return Cost(2 * parameters, operations, 2 * kv, 2 * experts, expert_share)
 
 
+def with_fp8_weights(cost: Cost, model: ModelConfig, tp: int = 1) -> Cost:
+    """Return the cost with FP8 weights in all linears and experts. The scales are not counted.
+
+    The output head and the routers stay bf16: 2 bytes and 2 operations for each weight.
+    """
+    moe, kept = model.moe, model.hidden_size * model.vocab_size
+    if moe is not None:
+        sparse = sum(moe.has_experts(i) for i in range(model.num_layers))
+        kept += sparse * model.hidden_size * moe.num_experts
+    kept = 2 * kept // tp
+    return cost._replace(
+        weight_bytes=kept + (cost.weight_bytes - kept) // 2,
+        expert_bytes=cost.expert_bytes // 2,
+        fp8_operations=cost.operations - kept,
+    )
+
+
 def floor_of(
     model: ModelConfig,
     workload: Workload,
     ceilings: Ceilings,
     budget_tokens: int = 8192,
     tp: int = 1,
+    quantization: str | None = None,
 ) -> Floor:
-    """Return the floor of `workload` on tp GPUs, with prompts in chunks of budget_tokens."""
+    """Return the floor of `workload` on tp GPUs, with prompts in chunks of budget_tokens.
+
+    quantization: as in EngineConfig.
+    """
     cost = cost_of(model, tp)
+    if has_fp8_weights(model, quantization):
+        cost = with_fp8_weights(cost, model, tp)
     prompts, outputs = workload.prompt_lengths(), workload.output_lengths()
     prompt_tokens = int(prompts.sum())
     chunks = -(-prompt_tokens // budget_tokens)
@@ -144,7 +177,7 @@ def floor_of(
     prefill_operations += 4.0 * model.num_layers * model.q_heads * model.head_dim * pairs / tp
     prefill_s = max(
         chunks * cost.read_bytes(budget_tokens) / ceilings.bytes_per_s,
-        prefill_operations / ceilings.operations_per_s,
+        ceilings.arithmetic_s(prefill_operations, cost.fp8_operations * prompt_tokens),
     )
     prefill_s += chunks * cost.reduces * reduce_s(tp, prompt_tokens / chunks * cost.reduce_bytes)
     decode_s = 0.0
@@ -152,11 +185,16 @@ def floor_of(
         running = outputs > step
         tokens = int(running.sum())
         weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
-        arithmetic = cost.operations * tokens / ceilings.operations_per_s
+        arithmetic = tokens * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
         context = int((prompts[running] + step).sum())
         decode_s += max(weights, arithmetic) + context * cost.kv_bytes / ceilings.bytes_per_s
         decode_s += cost.reduces * reduce_s(tp, tokens * cost.reduce_bytes)
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
+
+
+def has_fp8_weights(model: ModelConfig, quantization: str | None) -> bool:
+    """Whether the weights are FP8, by --quantization or in the checkpoint."""
+    return quantization is not None or model.quantization is not None
 
 
 def load_shape(model: str, folder: Path) -> tuple[str, ModelConfig]:
@@ -186,14 +224,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--budget", type=positive_int, default=8192, help="prompt tokens per step (8192)"
     )
+    parser.add_argument(
+        "--fp8-matmul", type=positive_float, default=1275, help="TFLOP/s (1275: one H200)"
+    )
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
+    add_quantization_flag(parser)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         _, model = load_shape(options.model, Path(folder))
-    ceilings = Ceilings(options.bandwidth * 1e12, options.matmul * 1e12)
+    rates = (options.bandwidth, options.matmul, options.fp8_matmul)
+    ceilings = Ceilings(*(1e12 * rate for rate in rates))
     workload = workload_from(options)
-    floor = floor_of(model, workload, ceilings, options.budget, options.tp)
+    quantization = options.quantization
+    floor = floor_of(model, workload, ceilings, options.budget, options.tp, quantization)
     cost = cost_of(model, options.tp)
+    if has_fp8_weights(model, quantization):
+        cost = with_fp8_weights(cost, model, options.tp)
     outputs = int(np.sum(workload.output_lengths()))
     print(
         f"{options.model}: a step of 1 token reads {cost.read_bytes(1) / 1e9:.2f} GB of weights, "

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from minisgl import kernel
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.moe import layer_cases
+from minisgl.kernel.fp8_weights import FP8, Scales
 
 _CALLS = 32  # captured in one graph
 _REPLAYS = 15
@@ -89,6 +90,8 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
     for model in _HIDDEN_SIZES:
         for count in (1, 16, 32, 64, 96, 128, 192, 256):
             yield from (_layer(model, count, ours) for ours in (False, True))
+        for count in (1, 16, 32, 64, 65, 128, 256, 512, 8192):
+            yield from (_fp8_layer(model, count, blocks) for blocks in (False, True))
     for count in tokens:
         for hidden, q_heads, kv_heads, inner in ((1024, 16, 8, 3072), (4096, 32, 8, 12288)):
             yield _add_rms_norm(count, hidden)
@@ -134,6 +137,40 @@ def _layer(model: str, rows: int, ours: bool) -> Case:
 
     name = f"layer {model} {rows} rows, {'ours where faster' if ours else 'cuBLAS, norms, silu'}"
     return Case(name, sum(2 * height * width for height, width in shapes), make)
+
+
+def _fp8_layer(model: str, rows: int, blocks: bool) -> Case:
+    """As _layer, with FP8 weights and one scale for each row or for each block of 128 x 128.
+
+    The change between our kernel and torch's product is between 64 and 65 rows.
+    """
+    hidden, queries, heads, inner = _HIDDEN_SIZES[model]
+    shapes = ((heads, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
+
+    def make() -> Callable[[], object]:
+        qkv, o, gate_up, down = (_fp8_weights(*shape, blocks) for shape in shapes)
+        semaphores, norm_weight = _integers(1, inner), _normal(hidden)
+        stream, squares = _normal(rows, hidden), None
+
+        def call() -> None:
+            nonlocal squares
+            norm = kernel.PendingNorm(1e-6, squares)
+            x = kernel.fp8_linear(stream, *qkv, None, semaphores, norm, norm_weight)[:, :queries]
+            squares = kernel.fp8_add_linear(stream, x, *o, None, semaphores)[1]
+            norm = kernel.PendingNorm(1e-6, squares)
+            x = kernel.fp8_gated_linear(stream, *gate_up, None, semaphores, norm, norm_weight)
+            squares = kernel.fp8_add_linear(stream, x, *down, None, semaphores)[1]
+
+        return call
+
+    name = f"fp8 layer {model} {rows} rows, scales of {'blocks' if blocks else 'rows'}"
+    return Case(name, sum(height * width for height, width in shapes), make)
+
+
+def _fp8_weights(height: int, width: int, blocks: bool) -> tuple[Tensor, Scales]:
+    rows, columns = (128, 128) if blocks else (1, width)
+    values = torch.full((height // rows, width // columns), width**-0.5, device="cuda")
+    return _normal(height, width).to(FP8), Scales(values, rows, columns)
 
 
 def _integers(high: int, count: int) -> Tensor:

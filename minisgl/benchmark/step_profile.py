@@ -14,8 +14,15 @@ import numpy as np
 import torch
 
 from minisgl.benchmark.all_reduce import run_ranks
-from minisgl.benchmark.flag_types import nonnegative_int, positive_int
-from minisgl.benchmark.floor import Ceilings, cost_of, load_shape, reduce_s
+from minisgl.benchmark.flag_types import add_quantization_flag, nonnegative_int, positive_int
+from minisgl.benchmark.floor import (
+    Ceilings,
+    cost_of,
+    has_fp8_weights,
+    load_shape,
+    reduce_s,
+    with_fp8_weights,
+)
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import (
     Batch,
@@ -29,6 +36,7 @@ from minisgl.core.sampling import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.models.config import ModelConfig
+from minisgl.quantization import with_quantizations
 
 _WARM_UP, _STEPS, _PROFILED = 5, 50, 4
 _LARGEST_GRAPH = 256
@@ -132,6 +140,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
+    add_quantization_flag(parser)
     options = parser.parse_args(argv)
     if options.tp > max(torch.cuda.device_count(), 1):
         parser.error(f"this benchmark needs {options.tp} CUDA devices")
@@ -153,9 +162,10 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
         page_size=options.page_size,
         num_pages=options.batch * -(-(options.context + 128) // options.page_size),
         max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # the batch is padded as in a server
+        quantization=options.quantization,
         dummy_weight=options.model in SHAPES,
     )
-    engine = Engine(config, comm)
+    engine = Engine(config, comm, extensions=with_quantizations())
     total = _WARM_UP + _STEPS + _PROFILED
     contexts = contexts_of(options.batch, options.context, options.ragged)
     batches = [decode_batch(engine, contexts, i) for i in range(total)]
@@ -178,9 +188,11 @@ def report(
 ) -> None:
     """Print the results."""
     cost, ceilings = cost_of(model, options.tp), Ceilings()
+    if has_fp8_weights(model, options.quantization):
+        cost = with_fp8_weights(cost, model, options.tp)
     weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
     kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
-    arithmetic_s = options.batch * cost.operations / ceilings.operations_per_s
+    arithmetic_s = options.batch * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
     reduce_time_s = cost.reduces * reduce_s(options.tp, options.batch * cost.reduce_bytes)
     floor_s = max(weights_s, arithmetic_s) + kv_s + reduce_time_s
     print(
@@ -200,5 +212,6 @@ def report(
         busy = sum(kernel.microseconds for kernel in kernels)
         print(f"{'all kernels and copies':<72} {'':>7} {busy:>9.1f}")
     summary = {"model": options.model, "batch": options.batch, "context": options.context}
+    summary["quantization"] = options.quantization
     times = {"tp": options.tp, "step_s": step_s, "launch_s": launch_s, "floor_s": floor_s}
     print(json.dumps({**summary, **times, "kernels": [kernel._asdict() for kernel in kernels]}))

@@ -6,6 +6,7 @@ file replaces them: the weights stay unfilled, FlashInfer's kernels are not laun
 the host gives zeros.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from minisgl.attention.registry import resolve_phases
 from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
-from minisgl.engine import Engine, Extensions
+from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.engine.memory import resolve_dtype
 from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import KVPool
@@ -36,10 +37,16 @@ from minisgl.models.config import load_model_config
 _META = torch.device("meta")
 
 
-def dry_run(config: EngineConfig, tp: TPInfo, max_chunk_tokens: int) -> None:
+def dry_run(
+    config: EngineConfig,
+    tp: TPInfo,
+    max_chunk_tokens: int,
+    extensions: Extensions = DEFAULT_EXTENSIONS,
+) -> None:
     """Launch, on meta tensors, every kernel that a rank of a server with `config` launches.
 
-    tp: the rank. Reads the model's config and no weights. Raises ConfigError as Engine does.
+    tp: the rank. extensions: those of the server, except for its attention backends. Reads the
+    model's config and no weights. Raises ConfigError as Engine does.
     """
     gpu, model = torch.device("cuda"), load_model_config(config.model_path)
     needs = AttentionNeeds(gpu, resolve_dtype(config, model, gpu), model.head_dim)
@@ -47,7 +54,7 @@ def dry_run(config: EngineConfig, tp: TPInfo, max_chunk_tokens: int) -> None:
     config = msgspec.structs.replace(
         config, attention_backend=attention, num_pages=1, dummy_weight=True, kernel_cache=None
     )
-    added = Extensions(attention_backends=(MetaAttention,))
+    added = dataclasses.replace(extensions, attention_backends=(MetaAttention,))
     with HostCopies():
         DryRunEngine(config, MetaCommunicator(tp), max_chunk_tokens, added).warm_up()
 

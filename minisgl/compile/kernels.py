@@ -23,6 +23,7 @@ from minisgl.compile.manifest import filling
 from minisgl.compile.triton_driver import compiling, require_triton
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import TPInfo
+from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.memory import resolve_dtype
 from minisgl.kernel import CompileLog
 from minisgl.kernel.cache import TRITON_FOLDER
@@ -32,12 +33,18 @@ from minisgl.utils import log_event
 logger = logging.getLogger(__name__)
 
 
-def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence[int]) -> None:
+def compile_kernels(
+    config: EngineConfig,
+    max_chunk_tokens: int,
+    archs: Sequence[int],
+    extensions: Extensions = DEFAULT_EXTENSIONS,
+) -> None:
     """Fill the folder config.kernel_cache with the kernels of a server with this configuration.
 
     max_chunk_tokens  the largest number of prompt tokens in one step, the same as for Engine.
     archs             GPU architectures, 90 for compute capability 9.0; empty: the architectures
                       of the local GPUs.
+    extensions        those of the server.
 
     Needs a C and a C++ compiler, nvcc and ninja; needs no GPU. Reads the model's config and no
     weights. The process cannot run kernels afterwards, so call this function in a
@@ -63,7 +70,7 @@ def compile_kernels(config: EngineConfig, max_chunk_tokens: int, archs: Sequence
             for rank in range(config.tp_size):
                 with compiling(folder / TRITON_FOLDER, arch):
                     log.watch()
-                    dry_run(config, TPInfo(rank, config.tp_size), max_chunk_tokens)
+                    dry_run(config, TPInfo(rank, config.tp_size), max_chunk_tokens, extensions)
         log.finish()
         compile_attention_kernels(folder, attention, archs)
     seconds = round(time.monotonic() - began_s)

@@ -28,6 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len: int | None = None
     attention_backend: str = "auto"
     moe_backend: str = "auto"
+    quantization: str | None = None
     cuda_graph_max_bs: int | None = None
     dummy_weight: bool = False
     kernel_cache: str | None = None

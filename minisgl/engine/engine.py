@@ -95,6 +95,7 @@ class Engine:
                 dtype=self._dtype,
                 comm=comm,
                 moe_backend=config.moe_backend,
+                quantization=config.quantization,
                 dummy_weight=config.dummy_weight,
                 show_progress=self._show_progress,
                 extensions=extensions,

@@ -33,6 +33,7 @@ from minisgl.kernel.dispatch import (
 )
 from minisgl.kernel.elementwise import PendingNorm, rope, store_kv
 from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
+from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
 from minisgl.kernel.logits import PenaltyTensors, add_bias, apply_penalties, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
@@ -60,6 +61,9 @@ __all__ = [
     "context_slots",
     "count_blocks",
     "decode_scratch",
+    "fp8_add_linear",
+    "fp8_gated_linear",
+    "fp8_linear",
     "gated_linear",
     "gather_embedding",
     "gather_kv",

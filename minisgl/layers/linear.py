@@ -7,8 +7,8 @@ LinearMethod, and the layers do not change.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +47,18 @@ class LinearMethod(nn.Module, ABC):
     The model is built on the meta device; the loader then gives each parameter zeroed memory of
     the shape and dtype that the subclass chose. A method with another layout, such as packed
     weights or one scale for a block of weights, yields Placements of its own from self.shards.
-    `fold`, `gated` and `add` are optional: their defaults here run the plain kernels.
+    `fold`, `gated`, `leave_gate_to` and `add` are optional: their defaults here run the plain
+    kernels.
 
     dtype: the dtype of the model's activations.
     bias: [rows] of that dtype, or None.
+    split_k_semaphores: set by share_split_k_semaphores, for kernels that split a product over K.
     """
 
     def __init__(self, shards: LinearShards, dtype: torch.dtype) -> None:
         super().__init__()
         self.shards = shards
+        self.split_k_semaphores: Tensor | None = None
         bias = torch.empty(shards.rows if shards.bias else 0, dtype=dtype)
         self.bias = nn.Parameter(bias) if shards.bias else None
 
@@ -74,14 +77,16 @@ class LinearMethod(nn.Module, ABC):
         """Return x @ matrix.T + bias, a new [T, rows] of x's dtype. x: [T, inputs.local].
 
         norm: an RMSNorm that this method applies to x first. The norm has no weight of its own,
-        because `fold` has multiplied the weight into the matrix. Callers pass a norm only to a
-        method whose `fold` returned True.
+        because `fold` has taken the weight. Callers pass a norm only to a method whose `fold`
+        returned True.
         """
 
     def fold(self, norm_weight: Tensor) -> bool:
-        """Multiply the columns of the matrix by `norm_weight` [inputs.local], if the method can.
+        """Take over the multiplication by `norm_weight` [inputs.local], if the method can.
 
-        Returns True if the method has done so. Later calls then get x before the norm.
+        The method multiplies the columns of the matrix by it, or keeps a copy: the caller
+        overwrites `norm_weight` afterwards. Returns True if the method has done so. Later calls
+        then get x without this multiplication, and also without the norm if they get a norm.
         """
         return False
 
@@ -98,6 +103,13 @@ class LinearMethod(nn.Module, ABC):
         """Return silu(gate) * up of the product, [T, rows / 2]. The gate's rows come first."""
         return silu_and_mul(self.product(x, norm))
 
+    def leave_gate_to(self, following: "LinearMethod") -> None:
+        """Learn the method that reads the result of `gated`.
+
+        A method may agree with `following` that `gated` returns the product, [T, rows], and that
+        `following` applies SiLU-and-mul. It can do so faster if it quantises its input anyway.
+        """
+
     def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Add the product to `residual` [T, rows], in place.
 
@@ -108,22 +120,18 @@ class LinearMethod(nn.Module, ABC):
 
 # Creates the method of one linear layer for activations of the given dtype.
 LinearMethodFactory = Callable[[LinearShards, torch.dtype], LinearMethod]
-# Creates a factory from the object quantization_config in a checkpoint's config.json.
-# Raises ConfigError for settings that the method does not support.
-QuantizationFactory = Callable[[Mapping[str, Any]], LinearMethodFactory]
 
 
 class UnquantizedLinear(LinearMethod):
     """A matrix of the activations' dtype. weight: [rows, inputs.local].
 
     Small bfloat16 steps on Hopper run kernels that fuse the norm, the activation and the sum.
-    split_k_semaphores: set by share_split_k_semaphores. While it is None, torch's product runs.
+    While split_k_semaphores is None, torch's product runs.
     """
 
     def __init__(self, shards: LinearShards, dtype: torch.dtype) -> None:
         super().__init__(shards, dtype)
         self.weight = nn.Parameter(torch.empty(shards.rows, shards.inputs.local, dtype=dtype))
-        self.split_k_semaphores: Tensor | None = None
 
     def placements(self, name: str) -> Iterator[Placement]:
         yield from self.shards.placements(name, "weight")
@@ -152,20 +160,25 @@ class LinearBuild(NamedTuple):
     """The values that all linear layers of a model share.
 
     dtype: the dtype of the activations.
+    parent: as in LinearShards. `within` sets it for the linears of one module.
     """
 
     tp: TPInfo
     dtype: torch.dtype
     method: LinearMethodFactory
+    parent: str = ""
+
+    def within(self, parent: str) -> "LinearBuild":
+        return self._replace(parent=parent)
 
 
 def share_split_k_semaphores(model: nn.Module, device: torch.device) -> None:
-    """Give all unquantised linears of a model one set of semaphores for products split over K.
+    """Give all linears of a model one set of semaphores for products split over K.
 
     Kernels that share semaphores must not overlap, so all forwards of the model must run on one
     stream.
     """
-    methods = [module for module in model.modules() if isinstance(module, UnquantizedLinear)]
+    methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
     rows = max((method.shards.rows for method in methods), default=0)
     semaphores = torch.zeros(-(-rows // _ROWS_PER_SEMAPHORE), dtype=torch.int32, device=device)
     for method in methods:
@@ -176,7 +189,6 @@ class ColumnParallelLinear(nn.Module):
     """Linears with the same input, merged into one matrix and divided by output features.
 
     Each rank holds a share of the rows of every merged linear. No communication.
-    merged: the name of the linear in a checkpoint that has merged the linears too.
     """
 
     def __init__(
@@ -185,11 +197,11 @@ class ColumnParallelLinear(nn.Module):
         outputs: tuple[Shard, ...],
         bias: bool,
         build: LinearBuild,
-        merged: str = "",
     ) -> None:
         super().__init__()
         inputs = Shard("", in_features, 0, in_features)
-        self.method = build.method(LinearShards(outputs, inputs, bias, merged=merged), build.dtype)
+        shards = LinearShards(outputs, inputs, bias, parent=build.parent)
+        self.method = build.method(shards, build.dtype)
 
     def forward(self, block_input: BlockInput) -> Tensor:
         """Return the outputs of the merged linears side by side, [T, rows]."""
@@ -216,7 +228,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp = build.tp
         outputs = (Shard(inputs.name, out_features, 0, out_features),)
-        shards = LinearShards(outputs, inputs, bias, owns_bias=self.tp.rank == 0)
+        shards = LinearShards(outputs, inputs, bias, self.tp.rank == 0, build.parent)
         self.method = build.method(shards, build.dtype)
 
     def forward(self, x: Tensor, residual: Tensor) -> ResidualStream:

@@ -1,7 +1,9 @@
 """The division of a checkpoint's tensors over the tensor-parallel ranks, as data."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from minisgl.core import ConfigError
 
@@ -17,6 +19,8 @@ class Shard(NamedTuple):
     begin  the first row of this rank.
     local  rows that this rank stores. Rows at or past `full` are padding and stay zero.
     order  the order in which the model stores each group of len(order) rows. Empty: as they are.
+    shift  the row of the checkpoint's tensor at which this module begins.
+    rows   rows of the checkpoint's tensor, if it has more modules than this one; else 0.
     """
 
     name: str
@@ -24,6 +28,18 @@ class Shard(NamedTuple):
     begin: int
     local: int
     order: tuple[int, ...] = ()
+    shift: int = 0
+    rows: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Rows of the checkpoint's tensor."""
+        return self.rows or self.full
+
+    @property
+    def read(self) -> tuple[int, int]:
+        """The rows of the checkpoint's tensor that this rank reads: first, one past the last."""
+        return self.shift + self.begin, self.shift + self.end
 
     @property
     def end(self) -> int:
@@ -36,11 +52,14 @@ class Placement(NamedTuple):
 
     The copy reads source[..., begin:end, ...] along dimension `dim` and writes it at `offset`
     along the same dimension of the parameter `target`. If `dim` is None, it copies the whole
-    tensor. If `expert` is given, it writes to target[expert].
+    tensor, and `offset` is along dimension 0. If `expert` is given, it writes to target[expert].
 
-    shape   the expected shape of the whole source tensor.
-    stored  the types, in the spelling of safetensors, that the source tensor may have.
-    order   the order of the rows in each group of len(order) rows (Shard.order).
+    shape    the expected shape of the whole source tensor.
+    stored   the types, in the spelling of safetensors, that the source tensor may have.
+    order    the order of the rows in each group of len(order) rows (Shard.order).
+    convert  computes the value to write from the part that was read, on the parameter's device.
+             With it, dimensions of size 1 in the source need not match `shape`, because formats
+             store scales as [N], as [N, 1] or as scalars.
     """
 
     source: str
@@ -53,6 +72,7 @@ class Placement(NamedTuple):
     expert: int | None = None
     stored: tuple[str, ...] = FLOATS
     order: tuple[int, ...] = ()
+    convert: Callable[[Tensor], Tensor] | None = None
 
 
 @runtime_checkable
@@ -72,19 +92,24 @@ class LinearShards(NamedTuple):
     bias       whether the checkpoint's linears have a bias.
     owns_bias  whether this rank loads the bias. The ranks of a row-parallel layer add up their
                outputs, so only one rank may add the bias. On the other ranks the bias stays zero.
-    merged     the name of the checkpoint's linear, if the checkpoint has merged the outputs too.
+    parent     the full name of the module that has the linears: model.layers.0.self_attn.
     """
 
     outputs: tuple[Shard, ...]
     inputs: Shard
     bias: bool
     owns_bias: bool = True
-    merged: str = ""
+    parent: str = ""
 
     @property
     def rows(self) -> int:
         """Output features on this rank, all merged linears together."""
         return sum(output.local for output in self.outputs)
+
+    @property
+    def names(self) -> list[str]:
+        """The full names of the merged linears in the checkpoint."""
+        return [f"{self.parent}.{output.name}" for output in self.outputs]
 
     def placements(
         self, name: str, parameter: str, *, per_row: bool = False, stored: tuple[str, ...] = FLOATS
@@ -98,20 +123,26 @@ class LinearShards(NamedTuple):
         """
         parent, inputs = name.rsplit(".", 2)[0], self.inputs
         cut_columns = not per_row and (inputs.begin, inputs.local) != (0, inputs.full)
-        rows = sum(output.full for output in self.outputs)
-        offset = first = 0
+        offset = 0
         for output in self.outputs:
-            full = rows if self.merged else output.full
-            source = f"{parent}.{self.merged or output.name}.{parameter}"
-            shape = (full,) if per_row else (full, inputs.full)
-            cut = (0, first + output.begin, first + output.end, offset)
+            source = f"{parent}.{output.name}.{parameter}"
+            shape = (output.stored,) if per_row else (output.stored, inputs.full)
+            cut = (0, *output.read, offset)
             if cut_columns:
                 cut = (1, inputs.begin, inputs.end, 0)
             yield Placement(
                 source, shape, f"{name}.{parameter}", *cut, stored=stored, order=output.order
             )
             offset += output.local
-            first += output.full if self.merged else 0
+
+
+def merge(name: str, outputs: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """Return `outputs` for a checkpoint that stores them as one tensor, in this order."""
+    rows, shift, merged = sum(output.full for output in outputs), 0, []
+    for output in outputs:
+        merged.append(output._replace(name=name, shift=shift, rows=rows))
+        shift += output.full
+    return tuple(merged)
 
 
 def split_evenly(name: str, full: int, rank: int, size: int, unit: int = 1) -> Shard:

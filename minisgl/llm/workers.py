@@ -29,6 +29,7 @@ from minisgl.message.messages import (
     ToScheduler,
 )
 from minisgl.message.queues import Receiver, Sender, endpoint
+from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.structured.processor import with_grammars
@@ -68,7 +69,7 @@ class LocalWorker:
         self, engine: EngineConfig, config: SchedulerConfig, extensions: Extensions
     ) -> None:
         budget = config.prefill_budget_tokens
-        self.extensions = with_grammars(engine.model_path, extensions)
+        self.extensions = with_quantizations(with_grammars(engine.model_path, extensions))
         self._engine = Engine(engine, SingleCommunicator(), budget, self.extensions)
         self._inbox = LocalInbox()
         self._outputs: list[StepOutput] = []

@@ -9,13 +9,9 @@ import torch
 from minisgl.attention.base import AttentionBackend
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
-from minisgl.layers.linear import (
-    LinearBuild,
-    LinearMethodFactory,
-    QuantizationFactory,
-    UnquantizedLinear,
-    share_split_k_semaphores,
-)
+from minisgl.layers.experts import UnquantizedExperts
+from minisgl.layers.linear import LinearBuild, share_split_k_semaphores
+from minisgl.layers.quantization import UNQUANTIZED, Quantization, QuantizationFactory
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.loader import fill_random, load_weights, materialise
@@ -29,12 +25,15 @@ class ModelExtensions:
 
     attention_backends  classes that --attention-backend can select by their names.
     moe_backends        classes that --moe-backend can select by their names.
-    quantizations       linear methods, by the value of quant_method in config.json.
+    quantizations       formats of weights, by the value of quant_method in config.json.
+    online_quantizations
+                        formats to which --quantization converts an unquantised checkpoint at load.
     """
 
     attention_backends: tuple[type[AttentionBackend], ...] = ()
     moe_backends: tuple[type[MoeBackend], ...] = ()
     quantizations: Mapping[str, QuantizationFactory] = field(default_factory=dict)
+    online_quantizations: Mapping[str, Quantization] = field(default_factory=dict)
 
 
 def build_model(
@@ -45,6 +44,7 @@ def build_model(
     dtype: torch.dtype,
     comm: Communicator,
     moe_backend: str = "auto",
+    quantization: str | None = None,
     dummy_weight: bool = False,
     show_progress: bool = False,
     fill: bool = True,
@@ -52,22 +52,26 @@ def build_model(
 ) -> CausalLM:
     """Build this rank's share of the model on the meta device, then allocate and fill it.
 
-    dtype: of activations and unquantised weights. dummy_weight: fill with seeded random values
+    dtype: of activations and unquantised weights. quantization: a name of online_quantizations, or
+    None for the format of the checkpoint. dummy_weight: fill with seeded random values
     instead of the checkpoint's tensors. fill=False: leave the parameters as they are allocated, for
     a device without memory. Raises ConfigError.
     """
     extensions = extensions or ModelExtensions()
     moe = create_moe_backend(moe_backend, device, extensions.moe_backends)
-    method = _linear_method(config.quantization, extensions.quantizations)
-    linear = LinearBuild(comm.tp, dtype, method)
+    methods = _quantization(config.quantization, quantization, extensions)
+    if config.moe is not None and methods.experts is None:
+        raise ConfigError("the quantisation of this checkpoint does not support experts")
+    linear = LinearBuild(comm.tp, dtype, methods.linear)
     with torch.device("meta"):
-        model = CausalLM(ModelParts(config, comm, linear, moe))
+        experts = methods.experts or UnquantizedExperts
+        model = CausalLM(ModelParts(config, comm, linear, experts, moe))
     materialise(model, device, dtype)
     share_split_k_semaphores(model, device)
     if fill and dummy_weight:
         fill_random(model)
     elif fill:
-        load_weights(model, folder, show_progress=show_progress)
+        load_weights(model, folder, unused=methods.unused, show_progress=show_progress)
     model.fold_multipliers()
     # Only the bfloat16 kernels of one rank fuse the norm; elsewhere folding would gain nothing.
     if comm.tp.size == 1 and dtype is torch.bfloat16:
@@ -75,14 +79,32 @@ def build_model(
     return model
 
 
-def _linear_method(
-    settings: Mapping[str, Any] | None, known: Mapping[str, QuantizationFactory]
-) -> LinearMethodFactory:
-    """Choose the linear method by the checkpoint's quantization_config. Raises ConfigError."""
+def _quantization(
+    settings: Mapping[str, Any] | None, online: str | None, known: ModelExtensions
+) -> Quantization:
+    """Choose the format of the weights. Raises ConfigError.
+
+    settings: the checkpoint's quantization_config. online: the value of --quantization.
+    """
+    if online is not None:
+        if online not in known.online_quantizations:
+            supported = ", ".join(known.online_quantizations) or "none"
+            raise ConfigError(f"quantization {online!r} is not supported; supported: {supported}")
+        if settings is not None:
+            raise ConfigError(
+                f"quantization {online!r} needs an unquantised checkpoint, and this one has a "
+                f"quantization_config ({_name(settings)}): leave out the setting"
+            )
+        return known.online_quantizations[online]
     if settings is None:
-        return UnquantizedLinear
-    name = str(settings.get("quant_method", "unknown"))
-    if name not in known:
-        supported = ", ".join(["unquantised weights", *known])
-        raise ConfigError(f"quantization_config ({name}) is not supported; supported: {supported}")
-    return known[name](settings)
+        return UNQUANTIZED
+    if _name(settings) not in known.quantizations:
+        supported = ", ".join(["unquantised weights", *known.quantizations])
+        raise ConfigError(
+            f"quantization_config ({_name(settings)}) is not supported; supported: {supported}"
+        )
+    return known.quantizations[_name(settings)](settings)
+
+
+def _name(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("quant_method", "unknown"))

@@ -125,9 +125,17 @@ class ModelConfig:
 
 
 def load_model_config(folder: str) -> ModelConfig:
-    """Read config.json and, if the folder has one, generation_config.json. Raises ConfigError."""
+    """Read config.json and, if the folder has them, two other files. Raises ConfigError.
+
+    generation_config.json: sampling defaults. hf_quant_config.json: quantisation by ModelOpt.
+    """
     path = Path(folder)
     config = read_json(path / "config.json")
+    modelopt = path / "hf_quant_config.json"
+    if config.get("quantization_config") is None and modelopt.exists():
+        settings = read_json(modelopt).get("quantization")
+        settings = settings if isinstance(settings, dict) else {}
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **settings}}
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     return model_config_from(config, generation)

@@ -11,6 +11,7 @@ from minisgl.distributed.comm import Communicator
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
+from minisgl.layers.experts import ExpertsFactory
 from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallelLinear
 from minisgl.layers.norm import (
     BlockInput,
@@ -21,7 +22,7 @@ from minisgl.layers.norm import (
     norm_all_heads,
 )
 from minisgl.layers.rotary import rotary_order
-from minisgl.layers.shards import Shard, split_heads
+from minisgl.layers.shards import Shard, merge, split_heads
 from minisgl.models.config import ModelConfig, Multipliers
 from minisgl.models.mlp import GatedMlp
 from minisgl.models.moe import MoeBlock
@@ -34,12 +35,14 @@ class ModelParts(NamedTuple):
 
     comm         the collectives between the tensor-parallel ranks.
     linear       the dtype and the method of all linear layers.
+    experts      stores the experts of sparse layers.
     moe_backend  computes the experts of sparse layers.
     """
 
     config: ModelConfig
     comm: Communicator
     linear: LinearBuild
+    experts: ExpertsFactory
     moe_backend: MoeBackend
 
 
@@ -95,12 +98,13 @@ class Attention(nn.Module):
         output = split_heads("o_proj", config.q_heads, dim, tp.rank, tp.size)
         v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
         q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
-        merged = "qkv_proj" if config.family.merged_linears else ""
+        qkv = merge("qkv_proj", (q, k, v)) if config.family.merged_linears else (q, k, v)
+        linear = parts.linear.within(f"model.layers.{layer}.self_attn")
         self.comm, self.kv_layer, self.rope = parts.comm, spec.kv_layer, spec.rope
         self.head_dim = dim
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
-        self.qkv_proj = ColumnParallelLinear(size, (q, k, v), config.qkv_bias, parts.linear, merged)
-        self.o_proj = RowParallelLinear(output, size, config.output_bias, parts.linear)
+        self.qkv_proj = ColumnParallelLinear(size, qkv, config.qkv_bias, linear)
+        self.o_proj = RowParallelLinear(output, size, config.output_bias, linear)
         self.eps = eps
         self.qk_norm = config.family.qk_norm
         if self.qk_norm is QkNorm.PER_HEAD:
@@ -133,13 +137,13 @@ class Attention(nn.Module):
         return attended.flatten(1)
 
 
-def dense_mlp(parts: ModelParts) -> GatedMlp:
+def dense_mlp(parts: ModelParts, layer: int) -> GatedMlp:
     """Return the MLP of a layer without experts."""
     config = parts.config
     return GatedMlp(
         config.hidden_size,
         config.intermediate_size,
-        parts.linear,
+        parts.linear.within(f"model.layers.{layer}.mlp"),
         bias=config.mlp_bias,
         merged=config.family.merged_linears,
     )
@@ -156,9 +160,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
         self.mlp: nn.Module
         if config.moe is not None and config.moe.has_experts(layer):
-            self.mlp = MoeBlock(config, config.moe, comm, parts.moe_backend, parts.linear)
+            linear = parts.linear.within(f"model.layers.{layer}.mlp")
+            self.mlp = MoeBlock(
+                config.hidden_size, config.moe, linear, parts.experts, parts.moe_backend
+            )
         else:
-            self.mlp = dense_mlp(parts)
+            self.mlp = dense_mlp(parts, layer)
 
     def forward(
         self, stream: ResidualStream, context: ForwardContext, rows: Tensor | None = None
@@ -198,7 +205,7 @@ class NormAfterLayer(DecoderLayer):
         nn.Module.__init__(self)
         config, comm = parts.config, parts.comm
         self.self_attn = Attention(parts, layer)
-        self.mlp = dense_mlp(parts)
+        self.mlp = dense_mlp(parts, layer)
         self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
         self.post_feedforward_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
 

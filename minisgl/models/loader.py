@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
+from minisgl.layers.experts import ExpertsMethod
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
 
@@ -33,22 +34,24 @@ _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.",
 def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Replace the parameters of a model built on the meta device by zeros on `device`.
 
-    Linear methods choose the dtypes of their parameters. All other parameters get `dtype`. A
-    parameter that two modules share stays shared. Padding stays zero, because the loader never
-    writes it.
+    Methods of linears and experts choose the dtypes of their parameters. All other parameters get
+    `dtype`. A parameter that two modules share stays shared. Padding stays zero, because the loader
+    never writes it.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in allocated:
-                stored = parameter.dtype if isinstance(module, LinearMethod) else dtype
+                chosen = isinstance(module, (LinearMethod, ExpertsMethod))
+                stored = parameter.dtype if chosen else dtype
                 zeros = torch.zeros(parameter.shape, dtype=stored, device=device)
                 allocated[parameter] = nn.Parameter(zeros, requires_grad=False)
             setattr(module, name, allocated[parameter])
 
 
 def fill_random(model: nn.Module, seed: int = 0) -> None:
-    """Fill with seeded values: norms with 1, biases with 0, all else from a normal distribution.
+    """Fill with seeded values: norms and scales with 1, biases with 0, all else from a normal
+    distribution.
 
     Each tensor of the checkpoint is drawn whole and then cut, so that the model does not depend on
     the number of ranks.
@@ -56,7 +59,7 @@ def fill_random(model: nn.Module, seed: int = 0) -> None:
     parameters = dict(model.named_parameters())
     for placement in placements_of(model):
         target = parameters[placement.target].data
-        if placement.source.endswith("norm.weight"):
+        if placement.source.endswith(("norm.weight", "_scale", "_scale_inv")):
             target.fill_(1.0)
         elif not placement.source.endswith(".bias"):
             generator = torch.Generator(target.device)
@@ -65,7 +68,7 @@ def fill_random(model: nn.Module, seed: int = 0) -> None:
             drawn = target.dtype if target.dtype.itemsize > 1 else torch.float32
             whole = target.new_empty(placement.shape, dtype=drawn)
             whole.normal_(0.0, _DUMMY_STD, generator=generator)
-            part = _cut(placement, whole)
+            part = _converted(placement, _cut(placement, whole))
             _part(target, placement, part).copy_(part)
     if torch.cuda.is_available():
         # The engine sizes the KV pool by the memory that the device has left.
@@ -87,8 +90,12 @@ def placements_of(model: nn.Module) -> list[Placement]:
     ]
 
 
-def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
+def load_weights(
+    model: nn.Module, folder: str, *, unused: tuple[str, ...] = (), show_progress: bool
+) -> None:
     """Read this rank's part of every tensor into a materialised model, in the parameters' dtypes.
+
+    unused: endings of the names of tensors that the loader may ignore.
 
     Raises ConfigError for an unreadable file, and for a tensor that is missing, that the model does
     not use, or that has another shape or type. Also raises it for a stored head that differs from
@@ -105,7 +112,9 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
         source = stored[placement.source]
         by_file[files[placement.source]].append(placement._replace(source=source))
     expected = {placement.source for placement in placements}
-    unknown = sorted(name for name in files if name not in expected and not _may_ignore(name))
+    surplus = sorted(name for name in files if name not in expected and not _may_ignore(name))
+    ignored = [name for name in surplus if name.endswith(unused)]
+    unknown = [name for name in surplus if not name.endswith(unused)]
     if unknown:
         raise ConfigError(
             f"checkpoint {folder} has {len(unknown)} tensors that the model does not use, "
@@ -116,12 +125,16 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
     with tqdm(total=len(placements), desc="loading weights", unit="tensor", disable=quiet) as bar:
         for path in sorted(by_file):
             for placement, value in _read(path, by_file[path]):
-                _part(parameters[placement.target], placement, value).copy_(value)
+                parameter = parameters[placement.target]
+                part = _converted(placement, value, parameter.device)
+                _part(parameter, placement, part).copy_(part)
                 bar.update()
     if _HEAD in files and _HEAD not in expected:
         (embedding,) = (placement for placement in placements if placement.source == _EMBEDDING)
         head = embedding._replace(source=stored[_HEAD])
         _check_head(files[_HEAD], head, parameters[embedding.target])
+    if ignored:
+        logger.info("tensors not used count=%d such_as=%s", len(ignored), ignored[0])
     logger.info("weights loaded files=%d tensors=%d", len(by_file), len(expected))
 
 
@@ -167,9 +180,15 @@ def _check_head(path: Path, head: Placement, parameter: Tensor) -> None:
 def _part(parameter: Tensor, placement: Placement, value: Tensor) -> Tensor:
     """Return the view of the parameter to which the value is copied."""
     target = parameter.data if placement.expert is None else parameter.data[placement.expert]
-    if placement.dim is not None:
-        target = target.narrow(placement.dim, placement.offset, value.shape[placement.dim])
+    for dim, size in enumerate(value.shape):
+        offset = placement.offset if dim == (placement.dim or 0) else 0
+        target = target.narrow(dim, offset, size)
     return target
+
+
+def _converted(placement: Placement, part: Tensor, device: torch.device | None = None) -> Tensor:
+    """Apply the placement's conversion on `device`, where a large tensor converts quickly."""
+    return part if placement.convert is None else placement.convert(part.to(device))
 
 
 def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, Tensor]]:
@@ -181,7 +200,7 @@ def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, 
             except SafetensorError:
                 raise ConfigError(f"{path} has no tensor {placement.source}") from None
             shape = tuple(view.get_shape())
-            if shape != placement.shape:
+            if not _fits(shape, placement):
                 raise ConfigError(
                     f"tensor {placement.source} has shape {list(shape)}, "
                     f"the config asks for {list(placement.shape)}"
@@ -192,12 +211,22 @@ def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, 
                     f"supported: {', '.join(placement.stored)}"
                 )
             if placement.dim is None or placement.begin < placement.end:
-                yield placement, _cut(placement, view)
+                whole = handle.get_tensor(placement.source) if placement.dim is None else view
+                yield placement, _cut(placement, whole)
+
+
+def _fits(shape: tuple[int, ...], placement: Placement) -> bool:
+    expected = placement.shape
+    if placement.convert is not None:
+        shape, expected = (tuple(n for n in one if n != 1) for one in (shape, expected))
+    return shape == expected
 
 
 def _cut(placement: Placement, source: Any) -> Tensor:
     """Return the part of a source that this rank holds. source: a tensor or a slice of a file."""
-    cut = slice(None) if placement.dim is None else slice(placement.begin, placement.end)
+    if placement.dim is None:
+        return source  # type: ignore[no-any-return]
+    cut = slice(placement.begin, placement.end)
     part: Tensor = source[:, cut] if placement.dim == 1 else source[cut]
     if placement.order:
         groups = part.view(-1, len(placement.order), *part.shape[1:])

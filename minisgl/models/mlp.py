@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from minisgl.layers.linear import LinearBuild, MergedGateUpLinear, RowParallelLinear
 from minisgl.layers.norm import BlockInput, ResidualStream
-from minisgl.layers.shards import split_evenly
+from minisgl.layers.shards import merge, split_evenly
 
 
 class GatedMlp(nn.Module):
@@ -19,9 +19,10 @@ class GatedMlp(nn.Module):
         super().__init__()
         gate = split_evenly("gate_proj", inner, build.tp.rank, build.tp.size)
         up, down = gate._replace(name="up_proj"), gate._replace(name="down_proj")
-        name = "gate_up_proj" if merged else ""
-        self.gate_up_proj = MergedGateUpLinear(size, (gate, up), bias, build, name)
+        outputs = merge("gate_up_proj", (gate, up)) if merged else (gate, up)
+        self.gate_up_proj = MergedGateUpLinear(size, outputs, bias, build)
         self.down_proj = RowParallelLinear(down, size, bias, build)
+        self.gate_up_proj.method.leave_gate_to(self.down_proj.method)
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
         return self.down_proj.forward(self.gate_up_proj.forward(block_input), residual)

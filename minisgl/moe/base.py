@@ -6,17 +6,21 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.kernel.fp8_weights import Scales
+
 
 class ExpertWeights(NamedTuple):
     """The weights of one layer's E experts.
 
     router: [E, H]; gate_up: [E, 2I, H], the rows of the gate first; down: [E, H, I]. I: the inner
-    size of an expert.
+    size of an expert. scales: those of gate_up and of down if they are FP8; None: they have the
+    router's dtype.
     """
 
     router: Tensor
     gate_up: Tensor
     down: Tensor
+    scales: tuple[Scales, Scales] | None = None
 
 
 def route(router_logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -36,6 +40,7 @@ class MoeBackend(ABC):
     """One way to route tokens and to compute the gated MLPs of their experts.
 
     A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
+    takes_scales: whether the backend computes experts with FP8 weights.
     The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
     backends of other packages in engine.Extensions.
 
@@ -43,6 +48,7 @@ class MoeBackend(ABC):
     """
 
     name: ClassVar[str]
+    takes_scales: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from minisgl.kernel import silu_and_mul
+from minisgl.kernel.fp8_weights import Scales, dequantise
 from minisgl.moe.base import ExpertWeights, MoeBackend, route
 
 
@@ -15,6 +16,7 @@ class TorchMoe(MoeBackend):
     """
 
     name = "torch"
+    takes_scales = True
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         scales, experts = route(linear(x, weights.router), top_k, renormalise)
@@ -23,6 +25,7 @@ class TorchMoe(MoeBackend):
         counts = torch.bincount(flat, minlength=len(weights.router)).tolist()
         tokens = order // top_k
         scales = scales.to(x.dtype).flatten()[order].unsqueeze(-1)
+        gate_up_scales, down_scales = weights.scales or (None, None)
         out = torch.zeros_like(x)
         end = 0
         for expert, count in enumerate(counts):
@@ -30,6 +33,15 @@ class TorchMoe(MoeBackend):
                 continue
             begin, end = end, end + count
             mine = tokens[begin:end]
-            hidden = silu_and_mul(linear(x[mine], weights.gate_up[expert]))
-            out.index_add_(0, mine, linear(hidden, weights.down[expert]) * scales[begin:end])
+            gate_up = _of(expert, weights.gate_up, gate_up_scales, x.dtype)
+            down = _of(expert, weights.down, down_scales, x.dtype)
+            hidden = silu_and_mul(linear(x[mine], gate_up))
+            out.index_add_(0, mine, linear(hidden, down) * scales[begin:end])
         return out
+
+
+def _of(expert: int, matrices: Tensor, scales: Scales | None, dtype: torch.dtype) -> Tensor:
+    """The matrix of one expert, in `dtype`."""
+    if scales is None:
+        return matrices[expert]
+    return dequantise(matrices[expert], scales._replace(values=scales.values[expert]), dtype)

@@ -4,12 +4,20 @@ The kernels run without host synchronisation, inside CUDA graphs, and give the s
 run.
 """
 
+import logging
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from minisgl.kernel import linear
+from minisgl.kernel.fp8_weights import dequantise
 from minisgl.moe.base import ExpertWeights, MoeBackend
 
+logger = logging.getLogger(__name__)
+
+# The least columns of a block of FP8 weights that the matrix unit multiplies at once.
+_LEAST_COLUMNS = 32
 # Up to this many tokens rarely share an expert, so sorting them by expert would gain nothing.
 _FEW_TOKENS = 4
 
@@ -21,14 +29,17 @@ class TritonMoe(MoeBackend):
     """
 
     name = "triton"
+    takes_scales = True
 
     def __init__(self, device: torch.device) -> None:
         # Triton is imported here, because machines without a GPU may not have it.
-        from minisgl.kernel.triton import moe_few, moe_grouped, moe_routing
+        from minisgl.kernel.triton import fp8_moe, moe_few, moe_grouped, moe_routing
 
         super().__init__(device)
         self._experts_of_few = moe_few.experts_of_few
         self._experts_of_many = moe_grouped.experts_of_many
+        self._fp8_experts_of_few = fp8_moe.experts_of_few
+        self._fp8_experts_of_many = fp8_moe.experts_of_many
         self._route = moe_routing.route
         self._semaphores = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
 
@@ -37,7 +48,35 @@ class TritonMoe(MoeBackend):
         return "it needs a GPU" if device.type == "cpu" else None
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
+        weights = _with_kernels(weights, x.dtype)
+        router, gate_up, down, fp8 = weights
         if len(x) <= _FEW_TOKENS:
-            return self._experts_of_few(x, *weights, self._semaphores, top_k, renormalise)
-        scales, experts = self._route(linear(x, weights.router), top_k, renormalise)
-        return self._experts_of_many(x, weights.gate_up, weights.down, scales, experts)
+            few = (self._semaphores, top_k, renormalise)
+            if fp8 is None:
+                return self._experts_of_few(x, router, gate_up, down, *few)
+            return self._fp8_experts_of_few(x, router, gate_up, down, fp8, *few)
+        factors, experts = self._route(linear(x, router), top_k, renormalise)
+        if fp8 is None:
+            return self._experts_of_many(x, gate_up, down, factors, experts)
+        return self._fp8_experts_of_many(x, gate_up, down, fp8, factors, experts)
+
+
+def _with_kernels(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    """Return the weights, or dequantised copies if the kernels do not support their blocks."""
+    if weights.scales is None:
+        return weights
+    gate_up_scales, down_scales = weights.scales
+    columns = min(scales.columns for scales in (gate_up_scales, down_scales))
+    if columns % _LEAST_COLUMNS == 0:
+        return weights
+    _log_slow(columns)
+    gate_up = dequantise(weights.gate_up, gate_up_scales, dtype)
+    return ExpertWeights(weights.router, gate_up, dequantise(weights.down, down_scales, dtype))
+
+
+@lru_cache(maxsize=8)
+def _log_slow(columns: int) -> None:
+    logger.warning(
+        "no FP8 kernel for experts with scales for %d columns: each call dequantises the weights",
+        columns,
+    )

@@ -74,6 +74,7 @@ def _run(spec: ChildSpec) -> None:
 
         run_detokenizer(model_path, spec.socket_dir, ToolCallParsers)
     else:
+        from minisgl.quantization import with_quantizations
         from minisgl.scheduler import run_scheduler
         from minisgl.structured.processor import with_grammars
 
@@ -82,7 +83,7 @@ def _run(spec: ChildSpec) -> None:
             config.scheduler,
             tp_rank=spec.index,
             socket_dir=spec.socket_dir,
-            extensions=with_grammars(model_path),
+            extensions=with_quantizations(with_grammars(model_path)),
         )
 
 

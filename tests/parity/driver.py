@@ -9,6 +9,7 @@ from minisgl.core.batch import LogprobsRequest
 from minisgl.core.sampling import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import Engine
+from minisgl.quantization import with_quantizations
 
 __all__ = ["GREEDY", "Driver", "Work", "logprobs_of", "make_engine"]
 
@@ -41,7 +42,8 @@ def make_engine(path: str, comm: Communicator | None = None, **overrides: object
         "max_running_reqs": 6,
     }
     comm = comm or SingleCommunicator()
-    return Engine(EngineConfig(**settings | overrides), comm)  # type: ignore[arg-type]
+    config = EngineConfig(**settings | overrides)  # type: ignore[arg-type]
+    return Engine(config, comm, extensions=with_quantizations())
 
 
 def logprobs_of(*work: Work, prompts: bool) -> LogprobsRequest:

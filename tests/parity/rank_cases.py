@@ -13,6 +13,7 @@ from minisgl.distributed.comm import Communicator
 from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, Shutdown
 from minisgl.message.queues import Receiver, Sender, endpoint
+from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
 from minisgl.utils.process import write_socket_key
@@ -110,16 +111,15 @@ def run_cases(
 
 def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome:
     tokens = 96 if case.crowded else 1024
-    settings: dict[str, Any] = {"device": "cpu", **case.engine}
+    settings: dict[str, Any] = {"device": "cpu", "model_path": path, **case.engine}
     config = EngineConfig(
-        model_path=path,
         tp_size=comm.tp.size,
         page_size=case.page_size,
         num_pages=tokens // case.page_size,
         max_running_reqs=4,
         **settings,
     )
-    engine = Engine(config, comm)
+    engine = Engine(config, comm, extensions=with_quantizations())
     totals = {"partial": 0, "mixed": 0}
     source, outbox = LocalInbox(), deque()
     names = [endpoint(str(folder), f"rank-{rank}") for rank in range(1, comm.tp.size)]

@@ -19,6 +19,7 @@ from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.kernel import PendingNorm
 from minisgl.layers.linear import LinearMethod
+from minisgl.layers.quantization import Quantization
 from minisgl.layers.shards import LinearShards, Placement
 from minisgl.models.build import build_model as build
 from minisgl.models.config import load_model_config
@@ -47,7 +48,7 @@ class Int8Linear(LinearMethod):
         return functional.linear(x, weight.to(x.dtype), self.bias)
 
 
-INT8 = Extensions(quantizations={"int8-rows": lambda settings: Int8Linear})
+INT8 = Extensions(quantizations={"int8-rows": lambda settings: Quantization(Int8Linear)})
 
 
 def quantised(source: str, folder: Path) -> tuple[str, str]:
@@ -127,7 +128,7 @@ def test_a_quantisation_that_is_not_registered_is_refused(tmp_path: Path) -> Non
     int8, _ = quantised(build_model("qwen2", tmp_path / "source"), tmp_path)
     with pytest.raises(ConfigError, match=r"quantization_config \(int8-rows\) is not supported"):
         engine(int8)
-    other = Extensions(quantizations={"fp8": lambda settings: Int8Linear})
+    other = Extensions(quantizations={"fp8": lambda settings: Quantization(Int8Linear)})
     with pytest.raises(ConfigError, match="supported: unquantised weights, fp8"):
         engine(int8, other)
 

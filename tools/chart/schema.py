@@ -164,6 +164,7 @@ RULES: dict[str, Json] = {
     "server.maxRunningRequests": _as_flag("--max-running-requests"),
     "server.maxSeqLen": _or_null(_as_flag("--max-seq-len-override")),
     "server.memoryRatio": _FRACTION,
+    "server.quantization": {"enum": ["fp8", None]},
     "server.tokenizers": _as_flag("--num-tokenizer"),
     "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},

@@ -148,25 +148,16 @@ def _down(
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=inside)
 
 
-def experts_of_few(
-    x: Tensor,
-    router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    semaphores: Tensor,
-    top_k: int,
-    renormalise: bool,
-) -> Tensor:
-    """As MoeBackend.forward, in three launches. No host sync; the same result in every run.
+def route_few(
+    x: Tensor, router: Tensor, semaphores: Tensor, top_k: int, renormalise: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the routing weights and the experts, float32 and int32 [T, top_k], in one launch.
 
-    x: [T, H], unit stride in H. semaphores: int32 [T] or more, zeros before the first call; each
-    call leaves zeros. Calls that share them must be on one stream.
+    The parameters are as in `experts_of_few`.
     """
     num_tokens, width = x.shape
-    num_experts, inner = len(router), down.shape[2]
+    num_experts = len(router)
     early = overlaps()
-    places = triton.next_power_of_2(top_k)
-    columns = min(triton.next_power_of_2(width), _COLUMNS)
     logits = x.new_empty((num_tokens, num_experts), dtype=float32)
     weights = x.new_empty((num_tokens, top_k), dtype=float32)
     experts = x.new_empty((num_tokens, top_k), dtype=int32)
@@ -183,12 +174,35 @@ def experts_of_few(
         TOP_K=top_k,
         RENORMALISE=renormalise,
         WIDTH=triton.next_power_of_2(num_experts),
-        PLACES=places,
-        BLOCK=columns,
+        PLACES=triton.next_power_of_2(top_k),
+        BLOCK=min(triton.next_power_of_2(width), _COLUMNS),
         EARLY=early,
         num_warps=1,
         launch_pdl=early,
     )
+    return weights, experts
+
+
+def experts_of_few(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    semaphores: Tensor,
+    top_k: int,
+    renormalise: bool,
+) -> Tensor:
+    """As MoeBackend.forward, in three launches. No host sync; the same result in every run.
+
+    x: [T, H], unit stride in H. semaphores: int32 [T] or more, zeros before the first call; each
+    call leaves zeros. Calls that share them must be on one stream.
+    """
+    num_tokens, width = x.shape
+    inner = down.shape[2]
+    early = overlaps()
+    places = triton.next_power_of_2(top_k)
+    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    weights, experts = route_few(x, router, semaphores, top_k, renormalise)
     hidden = x.new_empty((num_tokens * top_k, inner))
     _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * top_k)](
         x,

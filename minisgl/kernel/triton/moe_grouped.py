@@ -197,7 +197,7 @@ def experts_of_many(
     contiguous. tiling: if None, `tiling_for` chooses it. With blocks of 128 tokens, moe_tiles.py
     computes the products if it supports their shapes.
     """
-    num_tokens, width = x.shape
+    width = x.shape[1]
     num_experts, top_k = gate_up.shape[0], experts.shape[1]
     if tiling is None:
         tiling = tiling_for(experts.numel(), num_experts, x.dtype == float32)
@@ -210,7 +210,13 @@ def experts_of_many(
     else:
         _launch(x, gate_up, hidden, blocks, weights, top_k, tiling.gate_up, gated=True)
         _launch(hidden, down, parts, blocks, weights, top_k, tiling.down, gated=False)
-    out = x.new_empty((num_tokens, width))
+    return sum_parts(parts, top_k)
+
+
+def sum_parts(parts: Tensor, top_k: int) -> Tensor:
+    """Return the sums of each token's top_k rows of parts [T * top_k, H]."""
+    num_tokens, width = len(parts) // top_k, parts.shape[1]
+    out = parts.new_empty((num_tokens, width))
     grid = (num_tokens, triton.cdiv(width, _COLUMNS))
     _sum[grid](parts, out, width, TOP_K=top_k, BLOCK=_COLUMNS, num_warps=4)
     return out

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.benchmark.floor import Ceilings, cost_of, floor_of, load_shape, reduce_s
+from minisgl.benchmark.floor import (
+    Ceilings,
+    cost_of,
+    floor_of,
+    load_shape,
+    reduce_s,
+    with_fp8_weights,
+)
 from minisgl.benchmark.workload import Workload
 from minisgl.core import ConfigError
 
@@ -64,3 +71,28 @@ def test_several_gpus_divide_the_work_and_add_all_reduces(tmp_path: Path) -> Non
     alone, shared = (floor_of(model, work, ceilings, tp=tp) for tp in (1, 4))
     reduces_s = 49 * 81 * reduce_s(4, 8 * 2 * 5120)
     assert shared.decode_s == pytest.approx(alone.decode_s / 4 + reduces_s)
+
+
+def test_fp8_weights_halve_the_linears_and_the_experts(tmp_path: Path) -> None:
+    """The output head and the routers stay bf16."""
+    _, dense = load_shape("qwen3-8b", tmp_path / "dense")
+    cost = with_fp8_weights(cost_of(dense), dense)
+    layer = 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288
+    assert cost.weight_bytes == 36 * layer + 2 * 4096 * 151936
+    assert cost.fp8_operations == 2 * 36 * layer
+    _, sparse = load_shape("qwen3-30b-a3b", tmp_path / "sparse")
+    plain = cost_of(sparse)
+    cost = with_fp8_weights(plain, sparse)
+    kept = 2 * (2048 * 151936 + 48 * 2048 * 128)
+    assert cost.weight_bytes == kept + (plain.weight_bytes - kept) // 2
+    assert cost.expert_bytes == plain.expert_bytes // 2
+    assert cost.fp8_operations == plain.operations - kept
+
+
+def test_fp8_products_run_at_their_own_rate(tmp_path: Path) -> None:
+    _, model = load_shape("qwen3-8b", tmp_path)
+    work = Workload([[5] * 1000] * 8, [1] * 8)
+    rates = Ceilings(bytes_per_s=1e30, operations_per_s=1e12, fp8_operations_per_s=2e12)
+    plain, fp8 = (floor_of(model, work, rates, quantization=q) for q in (None, "fp8"))
+    saved = 8000 * with_fp8_weights(cost_of(model), model).fp8_operations / 2e12
+    assert plain.prefill_s - fp8.prefill_s == pytest.approx(saved)

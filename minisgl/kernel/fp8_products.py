@@ -1,0 +1,201 @@
+"""Products of activations with FP8 weights, as linear layers call them.
+
+On Hopper, few bfloat16 rows run our kernel, which reads FP8 weights and bfloat16 activations. More
+rows are quantised, with one scale for each token or for each 128 of its columns, as the scales of
+the weights are; torch computes these products. CPU tensors, and all other products, run the
+reference: the weights are dequantised for the call.
+"""
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minisgl.kernel import fp8_weights
+from minisgl.kernel.dispatch import rms_norm, silu_and_mul
+from minisgl.kernel.elementwise import PendingNorm
+from minisgl.kernel.fp8_tilings import ALIGNED_COLUMNS, fp8_tiling_for
+from minisgl.kernel.fp8_weights import Scales, dequantise
+from minisgl.kernel.tilings import Tiling
+
+logger = logging.getLogger(__name__)
+
+_GROUP = 128
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    bias: Tensor | None = None,
+    semaphores: Tensor | None = None,
+    norm: PendingNorm | None = None,
+    norm_weight: Tensor | None = None,
+) -> Tensor:
+    """dispatch.linear with the dequantised weight. Returns a new [T, N] of x's dtype.
+
+    x: [T, K], or [T, 2K], whose silu_and_mul is multiplied. weight: FP8 [N, K]; bias: [N] of x's
+    dtype. If `norm` is given, x is normalised first. norm_weight: [K] of x's dtype, which
+    multiplies x after the norm. semaphores: as in dispatch.linear.
+    """
+    tiling = _tiling(x, weight, scales)
+    if tiling is not None and semaphores is not None:
+        from minisgl.kernel.triton import fp8_linear as kernels
+
+        x, norm = _prepared(x, norm)
+        rest = (bias, semaphores, tiling, norm, norm_weight)
+        return kernels.linear(x, weight, scales, *rest, gated=False)
+    return _many_rows(x, weight, scales, bias, norm, norm_weight)
+
+
+def fp8_gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    bias: Tensor | None = None,
+    semaphores: Tensor | None = None,
+    norm: PendingNorm | None = None,
+    norm_weight: Tensor | None = None,
+    leave_gate: bool = False,
+) -> Tensor:
+    """silu_and_mul of `fp8_linear`. weight: FP8 [2I, K], the rows of gate before those of up.
+
+    Returns [T, I]. leave_gate: products that our kernel does not compute return [T, 2I], for an
+    fp8_linear that applies silu_and_mul.
+    """
+    tiling = _tiling(x, weight, scales)
+    if tiling is not None and semaphores is not None:
+        from minisgl.kernel.triton import fp8_linear as kernels
+
+        x, norm = _prepared(x, norm)
+        rest = (bias, semaphores, tiling, norm, norm_weight)
+        return kernels.linear(x, weight, scales, *rest, gated=True)
+    both = _many_rows(x, weight, scales, bias, norm, norm_weight)
+    return both if leave_gate else silu_and_mul(both)
+
+
+def fp8_add_linear(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    bias: Tensor | None = None,
+    semaphores: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Add `fp8_linear` to residual [T, N], in place. The result is as that of add_linear."""
+    tiling = _tiling(x, weight, scales)
+    if tiling is not None and semaphores is not None:
+        from minisgl.kernel.triton import fp8_linear as kernels
+
+        return kernels.add_linear(residual, x, weight, scales, bias, semaphores, tiling)
+    return residual.add_(_many_rows(x, weight, scales, bias, None, None)), None
+
+
+def quantise_rows(
+    x: Tensor,
+    grouped: bool,
+    eps: float | None = None,
+    norm_weight: Tensor | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Quantise each row of x [T, K], or each group of 128 columns of a row if `grouped`.
+
+    eps: if given, an RMSNorm with it comes first. norm_weight: [K], which multiplies x then.
+    gated: silu_and_mul of x [T, 2K] comes first. Returns FP8 [T, K] and float32 scales [T, groups]
+    with unit stride in T.
+    """
+    if not x.is_cpu:
+        from minisgl.kernel.triton import fp8_quantise as kernels
+
+        return kernels.quantise_rows(x, grouped, eps, norm_weight, gated)
+    if eps is not None:
+        x = rms_norm(x, None, eps)
+    if norm_weight is not None:
+        x = x * norm_weight
+    if gated:
+        x = silu_and_mul(x)
+    size = _GROUP if grouped else x.shape[1]
+    groups = functional.pad(x, (0, -x.shape[1] % size)).view(len(x), -1, size)
+    scales = fp8_weights.row_scales(groups)
+    stored = fp8_weights.quantise(groups, scales).flatten(1)[:, : x.shape[1]].contiguous()
+    return stored, scales.squeeze(-1).t().contiguous().t()
+
+
+def _many_rows(
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    bias: Tensor | None,
+    norm: PendingNorm | None,
+    norm_weight: Tensor | None,
+) -> Tensor:
+    """`fp8_linear` without our kernel for few rows."""
+    gated = x.shape[1] != weight.shape[1]
+    if not _torch_multiplies(x, weight, scales):
+        if norm is not None:
+            x = rms_norm(x, norm_weight, norm.eps)
+        elif norm_weight is not None:
+            x = x * norm_weight
+        x = silu_and_mul(x) if gated else x
+        return functional.linear(x, dequantise(weight, scales, x.dtype), bias)
+    eps = None if norm is None else norm.eps
+    grouped = scales.columns < weight.shape[1]
+    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, gated)
+    out = torch._scaled_mm(  # noqa: SLF001 (torch's documented FP8 product)
+        stored,
+        weight.t(),
+        row_scales,
+        scales.values.t(),
+        # The product of blocks takes no bias.
+        bias=None if grouped else bias,
+        out_dtype=x.dtype,
+        use_fast_accum=not grouped,
+    )[: len(x)]
+    return out if bias is None or not grouped else out.add_(bias)
+
+
+def _prepared(x: Tensor, norm: PendingNorm | None) -> tuple[Tensor, PendingNorm | None]:
+    """Normalise x if the kernel cannot, because no product before it summed the squares."""
+    if norm is not None and norm.squares is None:
+        return rms_norm(x, None, norm.eps), None
+    return x, norm
+
+
+def _tiling(x: Tensor, weight: Tensor, scales: Scales) -> Tiling | None:
+    """The tiles of our kernel for few rows; None if it does not compute this product."""
+    height, width = weight.shape
+    if not _is_hopper_bf16(x) or x.shape[1] != width or x.data_ptr() % 16 or x.stride(0) % 8:
+        return None
+    return fp8_tiling_for(len(x), height, width, scales.columns)
+
+
+def _torch_multiplies(x: Tensor, weight: Tensor, scales: Scales) -> bool:
+    """Whether torch._scaled_mm computes this product. If not, the log says so once for a shape."""
+    if x.is_cpu:
+        return False
+    height, width = weight.shape
+    in_rows = scales.columns == width and scales.rows == 1
+    in_blocks = scales.columns == scales.rows == _GROUP and width % ALIGNED_COLUMNS == 0
+    if _is_hopper_bf16(x) and (in_rows or in_blocks) and height % 16 == 0 and width % 16 == 0:
+        return True
+    _log_slow(height, width, scales.rows, scales.columns, str(x.dtype))
+    return False
+
+
+@lru_cache(maxsize=64)
+def _log_slow(height: int, width: int, rows: int, columns: int, dtype: str) -> None:
+    logger.warning(
+        "no FP8 kernel for weights of %d x %d with scales for %d x %d and activations of %s: "
+        "each call dequantises the weights",
+        *(height, width, rows, columns, dtype),
+    )
+
+
+def _is_hopper_bf16(x: Tensor) -> bool:
+    if x.is_cpu or x.dim() != 2 or x.stride(1) != 1 or x.dtype != torch.bfloat16:
+        return False
+    from minisgl.kernel.triton.overlap import is_hopper
+
+    return is_hopper()

@@ -1,0 +1,96 @@
+"""The weights of a mixture of experts, and the methods that store them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.layers.shards import Placement, Shard
+from minisgl.moe.base import ExpertWeights
+
+
+class ExpertShards(NamedTuple):
+    """The part of one layer's experts that this rank holds.
+
+    parent       the full name of the MoE block in the checkpoint: model.layers.0.mlp.
+    num_experts  each rank holds a part of every expert.
+    hidden_size  the input and output size of an expert.
+    inner        this rank's share of an expert's inner dimension.
+    """
+
+    parent: str
+    num_experts: int
+    hidden_size: int
+    inner: Shard
+
+    @property
+    def names(self) -> list[str]:
+        """The full names of the experts' linears in the checkpoint."""
+        linears = [part.name for matrix in self.matrices() for part in matrix.outputs]
+        experts = range(self.num_experts)
+        return [f"{self.parent}.experts.{expert}.{name}" for expert in experts for name in linears]
+
+    def matrices(self) -> tuple["ExpertMatrix", "ExpertMatrix"]:
+        """The two matrices of each expert: gate and up merged, and down."""
+        hidden = Shard("", self.hidden_size, 0, self.hidden_size)
+        gate = self.inner._replace(name="gate_proj")
+        up, down = self.inner._replace(name="up_proj"), hidden._replace(name="down_proj")
+        return ExpertMatrix("gate_up", (gate, up), hidden), ExpertMatrix(
+            "down", (down,), self.inner
+        )
+
+
+class ExpertMatrix(NamedTuple):
+    """One matrix of each expert, as LinearShards. name: the parameter that stacks all experts."""
+
+    name: str
+    outputs: tuple[Shard, ...]
+    inputs: Shard
+
+
+class ExpertsMethod(nn.Module, ABC):
+    """Stores the stacked weights of one layer's experts. The counterpart of LinearMethod.
+
+    A subclass creates its parameters and chooses their dtypes. Padding stays zero.
+    """
+
+    @abstractmethod
+    def placements(self, name: str) -> Iterator[Placement]:
+        """Yield the placements of each parameter. name: the full name of the method."""
+
+    @abstractmethod
+    def weights(self, router: Tensor) -> ExpertWeights:
+        """Return the weights for a MoE backend."""
+
+
+# Creates the method of one layer's experts for activations of the given dtype.
+ExpertsFactory = Callable[[ExpertShards, torch.dtype], ExpertsMethod]
+
+
+class UnquantizedExperts(ExpertsMethod):
+    """Weights of the activations' dtype. gate_up: [E, 2I, H]; down: [E, H, I]."""
+
+    def __init__(self, shards: ExpertShards, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shards = shards
+        experts, hidden, inner = shards.num_experts, shards.hidden_size, shards.inner.local
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(experts, hidden, inner, dtype=dtype))
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        shard, hidden = self.shards.inner, self.shards.hidden_size
+        rows, columns = (shard.full, hidden), (hidden, shard.full)
+        for expert in range(self.shards.num_experts):
+            for module, shape, target, dim, offset in (
+                ("gate_proj", rows, "gate_up", 0, 0),
+                ("up_proj", rows, "gate_up", 0, shard.local),
+                ("down_proj", columns, "down", 1, 0),
+            ):
+                source = f"{self.shards.parent}.experts.{expert}.{module}.weight"
+                cut = (dim, shard.begin, shard.end, offset, expert)
+                yield Placement(source, shape, f"{name}.{target}", *cut)
+
+    def weights(self, router: Tensor) -> ExpertWeights:
+        return ExpertWeights(router, self.gate_up, self.down)

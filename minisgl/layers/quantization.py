@@ -1,0 +1,29 @@
+"""The format of a model's weights: how its linears and its experts store and multiply them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from minisgl.layers.experts import ExpertsFactory, UnquantizedExperts
+from minisgl.layers.linear import LinearMethodFactory, UnquantizedLinear
+
+
+class Quantization(NamedTuple):
+    """The methods of one format.
+
+    linear   creates the method of each linear layer.
+    experts  creates the method of each layer's experts. None: the format has none, and a model
+             with experts is refused.
+    unused   endings of the names of tensors that a checkpoint of this format may have and that the
+             model does not read, such as scales of activations.
+    """
+
+    linear: LinearMethodFactory
+    experts: ExpertsFactory | None = None
+    unused: tuple[str, ...] = ()
+
+
+UNQUANTIZED = Quantization(UnquantizedLinear, UnquantizedExperts)
+
+# Creates the methods of a format from the object quantization_config in a checkpoint's config.json.
+# Raises ConfigError for settings that the format does not support.
+QuantizationFactory = Callable[[Mapping[str, Any]], Quantization]

@@ -1,0 +1,88 @@
+"""FP8 products on the CPU: dequantising, quantised rows, and the choice of tiles."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.kernel import PendingNorm, fp8_add_linear, fp8_gated_linear, fp8_linear, silu_and_mul
+from minisgl.kernel.fp8_products import quantise_rows
+from minisgl.kernel.fp8_tilings import FEW_ROWS, fp8_tiling_for
+from minisgl.kernel.fp8_weights import FP8, LARGEST, Scales, dequantise, quantise, row_scales
+
+
+def test_each_weight_gets_the_scale_of_its_block() -> None:
+    weight = torch.ones(2, 5, 7).to(FP8)
+    values = torch.arange(12.0).view(2, 2, 3)
+    wide = dequantise(weight, Scales(values, 3, 3), torch.float32)
+    for expert, row, column in ((0, 0, 0), (0, 2, 6), (1, 3, 2), (1, 4, 6)):
+        assert wide[expert, row, column] == values[expert, row // 3, column // 3]
+
+
+def silu_x(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sigmoid() * x
+
+
+def test_the_products_are_those_of_the_dequantised_weights() -> None:
+    torch.manual_seed(0)
+    weight, values = torch.randn(8, 6).to(FP8), torch.rand(8, 1)
+    scales, x, bias = Scales(values, 1, 6), torch.randn(3, 6), torch.randn(8)
+    norm_weight = torch.rand(6)
+    wide = weight.float() * values
+    torch.testing.assert_close(fp8_linear(x, weight, scales, bias), x @ wide.T + bias)
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * norm_weight
+    found = fp8_gated_linear(x, weight, scales, bias, None, PendingNorm(1e-6), norm_weight)
+    torch.testing.assert_close(found, silu_and_mul(normed @ wide.T + bias))
+    torch.testing.assert_close(
+        fp8_linear(x, weight, scales, None, None, None, norm_weight), (x * norm_weight) @ wide.T
+    )
+    both = fp8_gated_linear(x, weight, scales, bias, leave_gate=True)
+    torch.testing.assert_close(both, x @ wide.T + bias)
+    torch.testing.assert_close(fp8_linear(torch.cat((x, x), 1), weight, scales), silu_x(x) @ wide.T)
+    residual = torch.randn(3, 8)
+    expected = residual + x @ wide.T
+    out, squares = fp8_add_linear(residual, x, weight, scales)
+    assert out is residual
+    assert squares is None
+    torch.testing.assert_close(out, expected)
+
+
+@given(st.integers(1, 5), st.integers(1, 300), st.booleans(), st.integers(0, 2**31))
+def test_quantised_rows_are_within_half_a_step(
+    rows: int, width: int, grouped: bool, seed: int
+) -> None:
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 7
+    stored, scales = quantise_rows(x, grouped)
+    assert stored.shape == x.shape
+    assert scales.shape == (rows, -(-width // 128) if grouped else 1)
+    wide = scales.repeat_interleave(128 if grouped else width, 1)[:, :width]
+    step = (x.abs() / 16).clamp_min(0) + wide * 2**-10
+    assert ((stored.float() * wide - x).abs() <= step * 1.001).all()
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    zeros = torch.zeros(2, 9)
+    assert (quantise(zeros, row_scales(zeros)).float() == 0).all()
+    x = torch.tensor([[1e30, -1e30, 1.0]])
+    assert quantise(x, row_scales(x)).float().tolist() == [[LARGEST, -LARGEST, 0.0]]
+
+
+@pytest.mark.parametrize("columns", [4096, 128, 64, 32])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64])
+def test_tiles_divide_the_weight_and_its_blocks(rows: int, columns: int) -> None:
+    for height, width in ((6144, 4096), (24576, 4096), (4096, 12288), (1536, 1024)):
+        tiling = fp8_tiling_for(rows, height, width, width if columns == 4096 else columns)
+        assert tiling is not None
+        assert tiling.rows >= rows
+        assert height % tiling.height == width % (tiling.columns * tiling.splits) == 0
+        assert 1 <= tiling.stages <= width // (tiling.columns * tiling.splits)
+        assert columns % tiling.columns == 0
+        stage = (tiling.height + 2 * tiling.rows) * tiling.columns
+        assert tiling.stages * stage <= 227 * 1024
+
+
+def test_products_without_tiles() -> None:
+    assert fp8_tiling_for(FEW_ROWS + 1, 4096, 4096, 4096) is None
+    assert fp8_tiling_for(1, 100, 4096, 4096) is None
+    assert fp8_tiling_for(1, 4096, 100, 100) is None
+    assert fp8_tiling_for(1, 4096, 4096, 16) is None
