@@ -175,7 +175,8 @@ def fit_max_tokens(
 ) -> SamplingParams:
     """The sampling parameters with max_tokens within the room that this prompt leaves.
 
-    Raises PromptTooLong for `param` when there is no room, or less than the client asked for.
+    Raises PromptTooLong: for `param` when there is no room, and for max_tokens when there is less room
+    than the client asked for.
     """
     size = len(token_ids)
     context = min(facts.max_seq_len, facts.kv_capacity_tokens)
@@ -193,11 +194,12 @@ def fit_max_tokens(
         )
     if wanted is None or size + wanted <= context:
         return sampling
-    if request.explicit_max_tokens:
+    if request.max_tokens_param is not None:
         raise PromptTooLong(
-            f"{param} has {size} tokens and max_tokens is {wanted}, together {size + wanted}; "
-            f"the context length is {context} tokens",
-            param=param,
+            f"{param} has {size} tokens and {request.max_tokens_param} is {wanted}, together "
+            f"{size + wanted}; the context length is {context} tokens, so at most {context - size} "
+            "are left for the answer",
+            param=request.max_tokens_param,
         )
     return msgspec.structs.replace(sampling, max_tokens=context - size)
 
@@ -224,12 +226,12 @@ def fit_call(
     if tokens <= max_call_tokens:
         return prompts, tokens
     most = (max_call_tokens - prompt_tokens) // (weight * len(prompts))
-    if request.explicit_max_tokens or most < 1:
+    if request.max_tokens_param is not None or most < 1:
         raise core.InvalidRequest(
             f"the call counts {tokens} tokens, {prompt_tokens} of its prompts and "
             f"{tokens - prompt_tokens} of its {request.num_choices} answers; at most "
             f"{max_call_tokens} are accepted: lower max_tokens, n or logprobs",
-            param="max_tokens",
+            param=request.max_tokens_param or "max_tokens",
             limit="max_call_tokens",
         )
     fitted = [
