@@ -52,8 +52,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar: the constraint on the output, for a tokenizer worker; None: the output is free.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
     (max_tokens 0), only the echo with its log-probabilities.
-    max_tokens_param: the parameter by which the client set sampling.max_tokens. A prompt that leaves
-    less room is refused. None: max_tokens shrinks to the room.
+    max_tokens_param: the parameter by which the client set sampling.max_tokens. A prompt that
+    leaves less room is refused. None: max_tokens shrinks to the room.
     named_tool: the client named the tool that the answer calls.
     ignored, repeated: as in Translation.
     """

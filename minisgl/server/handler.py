@@ -58,6 +58,7 @@ class CallContext:
         self.request = request
         self.request_id = str(request.scope["state"].get("request_id", ""))
         self.client_name = str(request.scope["state"].get("client", DEFAULT_CLIENT))
+        self.log: dict[str, object] = request.scope["state"]["log"]
         self.service: Service = request.app.state.service
         self.converter: RequestConverter = request.app.state.converter
         self.client = self.service.client
@@ -102,13 +103,14 @@ async def start(
     facts: ModelFacts,
     request_id: str = "",
     client_name: str = DEFAULT_CLIENT,
+    log: dict[str, object] | None = None,
 ) -> Generation:
-    """Admit, tokenize and submit a call, and wait for its first output.
+    """Admit, tokenize and submit a call, and wait for its first output. log: as in `open`.
 
     The caller must close the returned generation. Raises RequestError when the call ends before
     its first output; the generation is then already closed.
     """
-    generation = client.open(request.num_choices, request_id, client_name)
+    generation = client.open(request.num_choices, request_id, client_name, log)
     try:
         await _submit_all(client, generation, request, facts)
         await generation.wait_until(generation.has_output)
@@ -175,8 +177,8 @@ def fit_max_tokens(
 ) -> SamplingParams:
     """The sampling parameters with max_tokens within the room that this prompt leaves.
 
-    Raises PromptTooLong: for `param` when there is no room, and for max_tokens when there is less room
-    than the client asked for.
+    Raises PromptTooLong: for `param` when there is no room, and for max_tokens when there is less
+    room than the client asked for.
     """
     size = len(token_ids)
     context = min(facts.max_seq_len, facts.kv_capacity_tokens)

@@ -36,8 +36,8 @@ _FAILED_EXIT = 1
 _STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGUSR2)
 _SCHEDULER_GRACE_S = 5.0  # time for the schedulers to end after their Shutdown message
 _TERM_GRACE_S = 3.0  # time from SIGTERM to SIGKILL
-# Time for the API server to end after the failure of another process. It first sends error events
-# to the open streams.
+# Time for the API server to end after the failure of another process or a second signal. It first
+# sends error events to the open streams.
 _API_FAILURE_EXIT_S = 4.0
 # Time for the API server to end after --drain-timeout: 2 s to send error events, 3 s to close
 # connections, and 3 s to spare.
@@ -178,6 +178,9 @@ class _Service:
         if number is signal.SIGHUP or time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
             return None
         logger.info("stopping at once")
+        # The API server first sends error events to the open streams.
+        self._supervisor.send_signal(self._api, signal.SIGUSR2)
+        self._supervisor.join([self._api], _API_FAILURE_EXIT_S)
         self._supervisor.kill(self._supervisor.children)
         return 128 + number
 

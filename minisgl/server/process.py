@@ -88,6 +88,7 @@ class ApiServer:
         )
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
+        self._patience = asyncio.timeout(None)  # the time until CLOSED
 
     def stalled_worker(self) -> str | None:
         """The name of a hung worker or of a stalled scheduler, or None. See Watchdog."""
@@ -260,6 +261,8 @@ class ApiServer:
             supervise.write_reason(self._spec.reason_fd, "api", still_loading)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        if self.lifecycle.phase in (Phase.GRACE, Phase.DRAINING):  # the second signal
+            self._patience.reschedule(asyncio.get_running_loop().time())
         self._drain_grace_s = grace_s
         self._drain_asked.set()
 
@@ -268,19 +271,26 @@ class ApiServer:
 
         GRACE: /readyz answers 503, and the server still accepts requests. DRAINING: the server
         refuses new requests (see Phase) and completes the open ones. CLOSED: the server ends the
-        remaining requests with an error.
+        remaining requests with an error. A second signal begins CLOSED at once.
         """
         await self._drain_asked.wait()
         started_s = time.monotonic()
         self.lifecycle.phase = Phase.GRACE
-        logger.info("draining open_requests=%d", self.client.open_generations)
-        await asyncio.sleep(min(self._drain_grace_s, self.config.drain_timeout_s))
-        self.lifecycle.phase = Phase.DRAINING
-        left_s = self.config.drain_timeout_s - (time.monotonic() - started_s)
-        await self._settle(left_s, min(_LATE_CALLS_S, self._drain_grace_s))
+        logger.info(
+            "draining open_requests=%d: waiting for them, at most %g s; a second Ctrl-C or SIGTERM "
+            "ends the service at once",
+            self.client.open_generations,
+            self.config.drain_timeout_s,
+        )
+        with contextlib.suppress(TimeoutError):  # of the second signal
+            async with self._patience:
+                await asyncio.sleep(min(self._drain_grace_s, self.config.drain_timeout_s))
+                self.lifecycle.phase = Phase.DRAINING
+                left_s = self.config.drain_timeout_s - (time.monotonic() - started_s)
+                await self._settle(left_s, min(_LATE_CALLS_S, self._drain_grace_s))
         self.lifecycle.phase = Phase.CLOSED
         if self.client.open_generations:
-            logger.warning("drain deadline open_requests=%d", self.client.open_generations)
+            logger.warning("ending open_requests=%d", self.client.open_generations)
             self.client.fail_all(DeadlineExceeded("the server is shutting down"))
             await self._settle(_ERROR_EVENTS_S)
         logger.info("drained")

@@ -266,7 +266,7 @@ def test_max_tokens_must_fit_into_context_and_pool() -> None:
 
     assert fit(read(COMPLETIONS)) == 10, "the implicit 16 shrink to the room"
     assert fit(read(COMPLETIONS, max_tokens=10)) == 10
-    with pytest.raises(PromptTooLong, match="max_tokens is 11.* at most 10 are left") as refused:
+    with pytest.raises(PromptTooLong, match=r"max_tokens is 11.* at most 10 are left") as refused:
         fit(read(COMPLETIONS, max_tokens=11))
     assert refused.value.param == "max_tokens"
     with pytest.raises(PromptTooLong) as refused:
