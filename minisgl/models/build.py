@@ -65,7 +65,7 @@ def build_model(
     materialise(model, device, dtype)
     share_split_k_semaphores(model, device)
     if fill and dummy_weight:
-        fill_random(model)
+        fill_random(model, show_progress=show_progress)
     elif fill:
         load_weights(model, folder, show_progress=show_progress)
     # Only the bfloat16 kernels of one rank fuse the norm; elsewhere folding would gain nothing.

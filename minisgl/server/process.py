@@ -33,6 +33,7 @@ from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
 from minisgl.server.probes import ProbePort
 from minisgl.utils import log_event, process_age_s, supervise
+from minisgl.utils.startup import startup_table, whole_start
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class ApiServer:
         self._messages: AsyncReceiver[messages.ToApi] = AsyncReceiver(
             endpoint(directory, "api"), messages.ToApi
         )
+        self._startup_s = {"download": spec.download_s}
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
         self._patience = asyncio.timeout(None)  # the time until CLOSED
@@ -194,6 +196,8 @@ class ApiServer:
 
     def _on_ready(self, message: messages.Ready) -> None:
         self.client.metrics.on_ready(message, self.config.engine.tp_size)
+        if message.facts is not None:
+            self._startup_s |= message.startup_s
         facts = self.lifecycle.on_ready(message)
         still_loading = ",".join(sorted(self.lifecycle.missing)) or "none"
         logger.info("ready role=%s still_loading=%s", message.role, still_loading)
@@ -201,11 +205,12 @@ class ApiServer:
             # Objects from the start live as long as the process. The garbage collector skips them.
             gc.collect()
             gc.freeze()
-            self.client.metrics.on_started("total", process_age_s(os.getppid()))
-            self._announce(facts)
+            started = whole_start(self._startup_s, process_age_s(os.getppid()))
+            self.client.metrics.on_started(started)
+            self._announce(facts, started)
 
-    def _announce(self, facts: ModelFacts) -> None:
-        """Tell the user in one line that the server is ready, with its URL."""
+    def _announce(self, facts: ModelFacts, started: dict[str, float]) -> None:
+        """Tell the user that the server is ready, with its URL and the times of the start."""
         if self.config.shell:
             return
         line = (
@@ -214,10 +219,12 @@ class ApiServer:
             f"KV capacity {facts.kv_capacity_tokens:,} tokens, tool format {facts.tool_format})"
         )
         if self.config.log_format == "json":
+            seconds = {f"{phase}_s": round(phase_s, 2) for phase, phase_s in started.items()}
+            log_event(logger, logging.INFO, "started", **seconds)
             logger.info(line)
             return
         with contextlib.suppress(OSError):  # The disk of the output may be full.
-            os.write(sys.stdout.fileno(), f"{line}\n".encode())
+            os.write(sys.stdout.fileno(), f"{startup_table(started)}\n{line}\n".encode())
 
     async def _watch(self) -> None:
         """End the service when a worker is hung.

@@ -1,8 +1,11 @@
 """Paths, log lines, signals and messages that a new user meets first."""
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -28,7 +31,7 @@ def test_version_and_ping(stub_server: ServerProcess) -> None:
     assert get(stub_server, "/ping").status_code == 200
 
 
-def test_tokenizer_info_serves_the_remote_tokenizer_of_lm_eval() -> None:
+def test_start_ends_with_a_table_and_tokenizer_info_serves_lm_eval() -> None:
     """The calls of lm_eval.utils.RemoteTokenizer: tokens, ids of tokens, and the chat template."""
     ours = TextTokenizer(model_path())
     with run_server("--num-pages", "64") as server:
@@ -39,6 +42,12 @@ def test_tokenizer_info_serves_the_remote_tokenizer_of_lm_eval() -> None:
         ids = httpx.post(server.url + "/tokenize", json=asked, timeout=DEADLINE_S).json()["tokens"]
         assert ids == ours.encode_text("<|im_end|>", add_special=False)
         assert info["vocab_size"] > max(ids)
+        heads, seconds, ready = server.stdout.splitlines()
+    names = ["processes", "import", "download", "weights", "compile", "kv", "graphs", "warm-up"]
+    assert heads.split() == ["start", *names, "calibration", "total"]
+    *phases, total = map(float, seconds.split()[1:])
+    assert sum(phases) == pytest.approx(total, abs=0.01 * len(phases))
+    assert ready.startswith("minisgl serves minisgl-demo")
     chat = [{"role": "user", "content": "hi"}]
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(info["chat_template"])
@@ -68,6 +77,30 @@ def test_unknown_path_names_the_call_and_the_nearest_path(
 def test_wrong_method_names_the_right_one(stub_server: ServerProcess) -> None:
     answer = get(stub_server, "/v1/completions")
     assert answer.json()["error"]["message"] == "GET /v1/completions is not allowed; use POST"
+
+
+def test_shell_talks_to_the_server_that_has_the_port_and_prints_answers_only(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Regression: piped input was printed twice, and a taken port was an error."""
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([["one", "a b"], ["two", "c d"]]))
+    with run_server("--model", str(tiny_model), "--api-key", "s", stub=str(rules)) as server:
+        port = httpx.URL(server.wait_ready().url).port
+        command = [sys.executable, "-m", "minisgl", "--shell", "--port", str(port)]
+        done = subprocess.run(
+            command,
+            input="one\n/reset\ntwo",
+            env={**os.environ, "MINISGL_API_KEY": "s"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        keyless = subprocess.run(command, input="one\n", capture_output=True, text=True)
+    assert done.stdout == "a b\n(conversation forgotten)\nc d\n"
+    assert done.returncode == 0
+    assert "set MINISGL_API_KEY" in keyless.stderr
+    assert keyless.returncode == 1
 
 
 def test_each_request_has_one_log_line(tiny_model: Path) -> None:
