@@ -20,7 +20,7 @@ def test_compiling_counts_once_within_another_phase() -> None:
 def test_rows_add_up_to_the_total() -> None:
     whole = whole_start({"import": 1.0, "weights": 2.0}, 5.0)
     assert whole["processes"] == 2.0
-    assert (list(whole)[0], list(whole)[-1]) == ("processes", "total")
+    assert (next(iter(whole)), list(whole)[-1]) == ("processes", "total")
     heads, seconds = startup_table(whole).splitlines()
     assert len(heads) == len(seconds)
     assert seconds.split()[1:3] == ["2.00", "1.00"]
