@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher
+from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.models import SHAPES, write_model
@@ -121,7 +122,7 @@ class Bench:
 def itl_rows(bench: Bench, streams: Sequence[int], tokens: int) -> list[tuple[str, float, float]]:
     """Return (name, milliseconds, ratio to the free streams) of comparison 1."""
     schema, rows = records(_FIELDS, rows=1000), []
-    for count in streams:
+    for count in tqdm(streams, desc="streams", disable=None):
         free = float(np.median(bench.run([None] * count, tokens).gaps_s)) * 1e3
         rows.append((f"ITL p50, {count} streams, free", free, 1.0))
         for name, forced in (("masks", False), ("masks and forced tokens", True)):
@@ -134,7 +135,8 @@ def ttft_rows(bench: Bench, schemas: Sequence[dict[str, Any]]) -> list[tuple[str
     """Return rows of comparison 2: the TTFT of single requests, free and with a new schema."""
     free = np.array([bench.run([None], 2).ttft_s[0] for _ in schemas]) * 1e3
     # A schema that the library refuses gets no token.
-    new = np.array([s for schema in schemas for s in bench.run([schema], 2).ttft_s]) * 1e3
+    shown = tqdm(schemas, desc="schemas", disable=None)
+    new = np.array([s for schema in shown for s in bench.run([schema], 2).ttft_s]) * 1e3
     rows = [("TTFT p50, free", float(np.median(free)), 1.0)]
     for percent in (50, 99):
         added = float(np.percentile(new, percent) - np.percentile(free, percent))
