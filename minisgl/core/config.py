@@ -96,7 +96,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of the tokenizer that clients need; the special tokens are texts.
 
-    vocab_size: number of token ids. chat_template: the Jinja source. None: the model has none.
+    vocab_size: number of token ids. chat_template: Jinja source that needs the messages only. None:
+    the model has none.
     """
 
     vocab_size: int

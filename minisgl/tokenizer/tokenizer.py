@@ -86,7 +86,7 @@ class TextTokenizer:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return TokenizerInfo(
             vocab_size=self._tokenizer.get_vocab_size(),
-            chat_template=None if self._template is None else self._template.source,
+            chat_template=None if self._template is None else self._template.standalone,
             **{name: self._special.get(name) for name in names},
         )
 

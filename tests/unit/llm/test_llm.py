@@ -236,22 +236,11 @@ def test_a_prompt_that_is_neither_text_nor_ids_is_refused(llm: LLM, prompt: Any)
     assert llm.worker.scheduler.idle
 
 
-@pytest.mark.parametrize(
-    "conversation",
-    [
-        None,
-        5,
-        {"role": "user"},
-        [None],
-        "Hello",
-        ["Hello"],
-        [[]],
-        [{"role": "user"}],
-        [{"content": "Hello"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": "a"}, "b"],
-    ],
-)
+NO_LISTS: list[Any] = [None, 5, {"role": "user"}, [None], "Hello", ["Hello"], [[]]]
+WRONG_MESSAGES: list[Any] = [[{"role": "user"}], [{"content": "a"}], [{**ADD[0], "content": 5}]]
+
+
+@pytest.mark.parametrize("conversation", [*NO_LISTS, *WRONG_MESSAGES, [ADD[0], "b"]])
 def test_a_conversation_that_is_no_list_of_messages_is_refused(llm: LLM, conversation: Any) -> None:
     with pytest.raises(InvalidRequest, match="a conversation must be a list of messages"):
         llm.chat(conversation, GREEDY, progress=False)
