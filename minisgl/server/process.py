@@ -90,7 +90,7 @@ class ApiServer:
         self._startup_s = {"download": spec.download_s}
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
-        self._patience = asyncio.timeout(None)  # the time until CLOSED
+        self._patience = asyncio.Timeout(None)  # the time until CLOSED
 
     def stalled_worker(self) -> str | None:
         """The name of a hung worker or of a stalled scheduler, or None. See Watchdog."""
