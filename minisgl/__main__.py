@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -44,7 +45,9 @@ def _serve(arguments: Sequence[str]) -> int:
     environ = dict(os.environ)
     for name in KEY_VARIABLES:  # Child processes, such as git and the workers, inherit os.environ.
         os.environ.pop(name, None)
-    return launch(resolve(arguments, environ, resolve_model, _demo_path))
+    began_s = time.monotonic()
+    config = resolve(arguments, environ, resolve_model, _demo_path)
+    return launch(config, download_s=time.monotonic() - began_s, environ=environ)
 
 
 def _end_download(number: int, frame: FrameType | None) -> NoReturn:

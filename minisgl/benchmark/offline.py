@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     runs: list[dict[str, Any]] = []
     with llm:
         short = Workload(workload.prompts[:8], [8] * len(workload.prompts[:8]))
-        run_workload(llm, short, options.temperature, progress=False)
+        run_workload(llm, short, options.temperature, progress=True)
         for index in range(options.repeat):
             seconds = run_workload(llm, workload, options.temperature, progress=True)
             rate, fraction = outputs / seconds, floor.total_s / seconds

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -208,6 +209,7 @@ def _server(options: argparse.Namespace) -> Iterator[RunningServer]:
             raise ConfigError("flags after -- are for the server that --model starts; give --model")
         yield RunningServer(options.url.rstrip("/").removesuffix("/v1"), 0.0)
         return
+    sys.stderr.write(f"starting a server of {options.model}\n")
     with start_server(options.model, options.server_flags, options.server_log) as server:
         print(f"{options.model}: ready in {server.ready_s:.1f} s")
         yield server
@@ -221,10 +223,29 @@ def _first_model(url: str, api_key: str | None) -> str:
         raise ConfigError(f"{url}/v1/models names no model; give --served-name") from None
 
 
+def _vocab_size(url: str, api_key: str | None) -> int | None:
+    """The number of token ids of the model; None for a server that does not tell it."""
+    try:
+        found = json.loads(fetch(url + "/tokenizer_info", api_key))
+    except (ConfigError, ValueError):
+        return None
+    return found.get("vocab_size") if isinstance(found, dict) else None
+
+
 def main(argv: Sequence[str]) -> int:
-    """Print a table and one line of JSON. Returns 1 when a request failed."""
+    """Print a table and one line of JSON. Returns 1 when a request failed.
+
+    Raises ConfigError when all requests failed.
+    """
     options = _parser().parse_args(argv)
     with _server(options) as server:
+        vocab_size = None if options.chat else _vocab_size(server.url, options.api_key)
+        if vocab_size is not None and vocab_size <= options.largest_id:
+            options.largest_id = vocab_size - 1
+            sys.stderr.write(
+                f"the model has {vocab_size} token ids, so the largest id in prompts is "
+                f"{options.largest_id}; --chat sends text in place of ids\n"
+            )
         if options.served_name is None:
             options.served_name = _first_model(server.url, options.api_key)
         found = measure(server.url, options)
@@ -234,5 +255,9 @@ def main(argv: Sequence[str]) -> int:
         no_json = {k: str(v) for k, v in kept.items() if isinstance(v, Path) or v == math.inf}
         text = json.dumps({"settings": kept | no_json, **found}, indent=1)
         options.json.write_text(text, encoding="utf-8")
-    print(json.dumps(found["summary"]))
-    return 1 if found["summary"]["failed"] else 0
+    summary = found["summary"]
+    print(json.dumps(summary))
+    if summary["failed"] == summary["requests"] + summary.get("beside", {}).get("streams", 0):
+        hint = "" if options.chat else "; if the server does not take these token ids, give --chat"
+        raise ConfigError(f"every request failed, see the errors above{hint}")
+    return 1 if summary["failed"] else 0

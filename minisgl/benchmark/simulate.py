@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
@@ -172,6 +173,7 @@ def simulate(
         clock=lambda: engine.now_s,
     )
     scheduler.planner.cost = cost
+    bar = tqdm(total=len(answers), unit="req", disable=None)
     while arrivals.due or not scheduler.idle:
         scheduler.iterate()
         while outbox:
@@ -184,6 +186,8 @@ def simulate(
             for finished in output.finished:
                 answers[finished.uid].error = finished.error
                 arrivals.add()
+                bar.update()
+    bar.close()
     for uid, sent_s in arrivals.sent_s.items():
         answers[uid].sent_s = sent_s
     return answers

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.models import SHAPES, write_model
@@ -138,7 +139,7 @@ def itl_rows(
     bench: Bench, grammar: Grammar | None, streams: Sequence[int], tokens: int
 ) -> Iterator[Row]:
     """Rows of comparison 1, with this grammar for every stream."""
-    for count in streams:
+    for count in tqdm(streams, desc="streams", disable=None):
         free = float(np.median(bench.run([None] * count, tokens).gaps_s)) * 1e3
         yield f"ITL p50, {count} streams, free", free, 1.0
         for name, forced in (("masks", False), ("masks and forced tokens", True)):
@@ -151,7 +152,7 @@ def ttft_rows(
 ) -> Iterator[Row]:
     """Rows of comparison 2, over the schemas that the server accepts."""
     free, checks, new = [], [], []
-    for schema in schemas:
+    for schema in tqdm(schemas, desc="schemas", disable=None):
         grammar, seconds = check(service, schema)
         if grammar is not None:
             free += bench.run([None], 2).ttft_s

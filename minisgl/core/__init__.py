@@ -5,7 +5,7 @@ imports torch.
 """
 
 from minisgl.core.batch import Batch, EngineLike, Int32Array, PageUpdates, PendingStep, StepResult
-from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig
+from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig, TokenizerInfo
 from minisgl.core.errors import (
     Cancelled,
     ConfigError,
@@ -61,6 +61,7 @@ __all__ = [
     "SchedulerConfig",
     "StepCost",
     "StepResult",
+    "TokenizerInfo",
     "Unsupported",
     "WorkerDied",
     "step_sizes",

@@ -92,3 +92,18 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, int | float] = {}
     tool_format: str = NO_TOOLS
     template_variables: tuple[str, ...] = ()
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of the tokenizer that clients need; the special tokens are texts.
+
+    vocab_size: number of token ids. chat_template: Jinja source that needs the messages only. None:
+    the model has none.
+    """
+
+    vocab_size: int
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str | None = None

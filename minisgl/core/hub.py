@@ -90,12 +90,15 @@ def _forbidden_folder(path: Path) -> Path:
 def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import errors, snapshot_download  # slow to import, not always needed
 
+    from minisgl.utils.startup import Progress
+
     try:
         folder = snapshot_download(
             repo_id,
             revision=revision,
             allow_patterns=[*_CONFIG_FILES, "*.safetensors"] if weights else _CONFIG_FILES,
             ignore_patterns=_OTHER_FORMATS,
+            tqdm_class=Progress,
         )
     except errors.GatedRepoError:
         reason = "is gated: accept its terms on the hub and set HF_TOKEN"

@@ -8,7 +8,7 @@ sampler's kernel.
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -131,12 +131,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return msgspec.structs.replace(self, seed=secrets.randbelow(MAX_SEED))
 
-    def validate(self, vocab_size: float = math.inf) -> None:
+    def __post_init__(self) -> None:
         """Raise InvalidRequest that names the first parameter out of its range."""
+        self.validate()
+
+    def validate(self, vocab_size: float = math.inf) -> None:
+        """Raise InvalidRequest that names the first parameter out of its range.
+
+        vocab_size: all token ids are below it. The constructor does not know it.
+        """
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # rejects NaN, too
-                raise InvalidRequest(f"{name} must be from {low} to {high}", param=name)
+            if value is None:
+                continue
+            if not isinstance(value, (int, float)) or not low <= value <= high:  # rejects NaN, too
+                raise InvalidRequest(
+                    f"{name} must be from {low} to {high}, not {str(value)[:40]}", param=name
+                )
         if not self.top_p > 0:
             raise InvalidRequest("top_p must be above 0", param="top_p")
         if len(given := [name for name in CONSTRAINTS if getattr(self, name) is not None]) > 1:
@@ -146,11 +157,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
         for name in ("stop_token_ids", "logit_bias"):
             token_ids = getattr(self, name)
+            if not isinstance(token_ids, Collection) or not all(
+                isinstance(token_id, int) for token_id in token_ids
+            ):
+                raise InvalidRequest(f"{name} must hold token ids", param=name)
             if min(token_ids, default=0) < 0:
                 raise InvalidRequest(f"{name} must hold no negative token id", param=name)
             if max(token_ids, default=0) >= vocab_size:
                 raise InvalidRequest(f"{name} must have token ids below {vocab_size}", param=name)
-        if not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
+        if not isinstance(self.logit_bias, dict) or not all(
+            isinstance(bias, (int, float)) and -100 <= bias <= 100
+            for bias in self.logit_bias.values()
+        ):
             raise InvalidRequest("logit_bias must have values from -100 to 100", param="logit_bias")
 
 

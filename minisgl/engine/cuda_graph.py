@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minisgl.attention.base import DecodeGraphAttention
 from minisgl.core import Batch
@@ -21,6 +20,7 @@ from minisgl.engine.model_runner import ModelRunner, pad
 from minisgl.engine.sampler import SamplingKind, sample_tokens
 from minisgl.kernel import StepLayout
 from minisgl.models.decoder import Attended
+from minisgl.utils.startup import Progress
 
 _STEP = 16  # distance between sizes; matrix kernels compute tiles of 16 rows or more
 _MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
@@ -33,12 +33,13 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 def largest_first(sizes: Sequence[int], title: str, show_progress: bool) -> Iterable[int]:
-    """Return the sizes in the order of their capture, with a progress bar if stderr is a terminal.
+    """Return the sizes in the order of their capture, with their progress.
 
     The largest size comes first, so that the tensors of smaller graphs reuse its memory.
     """
-    disable = None if show_progress else True
-    bar: Iterable[int] = tqdm(sorted(sizes, reverse=True), desc=title, disable=disable)
+    bar: Iterable[int] = Progress(
+        sorted(sizes, reverse=True), desc=title, disable=not show_progress
+    )
     return bar
 
 

@@ -5,7 +5,6 @@ It runs the steps that the scheduler plans. It knows nothing of queues, prefixes
 
 import contextlib
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
 from minisgl.models.decoder import local_kv_spec
+from minisgl.utils.startup import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Engine:
     num_pages, page_size, max_running_reqs, max_seq_len
                 as in core.EngineLike.
     extensions  the extensions that the caller passed to the constructor.
-    startup_s   seconds of each phase of the construction, by its name.
+    startup     seconds of each phase of the start.
     """
 
     # A subclass replaces these two functions to run on a device that they do not support
@@ -79,39 +79,36 @@ class Engine:
         self._show_progress = comm.tp.rank == 0
         self._stream: torch.cuda.Stream | None = None
         self._compile_log = CompileLog()
-        began_s = time.monotonic()
+        self.startup = Stopwatch(lambda: self._compile_log.compile_s)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            self._prepare_kernels()
+            with self.startup.phase("compile"):
+                self._prepare_kernels()
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := memory.cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
         with memory.memory_of(self._device), self._on_stream():
             free_before = memory.free_bytes(self._device)
-            self._model = self._build_model(
-                self._model_config,
-                config.model_path,
-                device=self._device,
-                dtype=self._dtype,
-                comm=comm,
-                moe_backend=config.moe_backend,
-                quantization=config.quantization,
-                dummy_weight=config.dummy_weight,
-                show_progress=self._show_progress,
-                extensions=extensions,
-            )
-            self.num_pages = config.num_pages or self._pages_that_fit(free_before)
-            loaded_s = time.monotonic()
-            self._launcher = self._assemble()
-            assembled_s = time.monotonic()
+            with self.startup.phase("weights"):
+                self._model = self._build_model(
+                    self._model_config,
+                    config.model_path,
+                    device=self._device,
+                    dtype=self._dtype,
+                    comm=comm,
+                    moe_backend=config.moe_backend,
+                    quantization=config.quantization,
+                    dummy_weight=config.dummy_weight,
+                    show_progress=self._show_progress,
+                    extensions=extensions,
+                )
+            with self.startup.phase("kv"):
+                self.num_pages = config.num_pages or self._pages_that_fit(free_before)
+                self._launcher = self._assemble()
             assembled_free_bytes = memory.free_bytes(self._device)
-            self._capture(*self._graph_sizes())
+            with self.startup.phase("graphs"):
+                self._capture(*self._graph_sizes())
             graph_bytes = assembled_free_bytes - memory.free_bytes(self._device)
-        self.startup_s = {
-            "load": loaded_s - began_s,
-            "kv_alloc": assembled_s - loaded_s,
-            "cuda_graph": time.monotonic() - assembled_s,
-        }
         logger.info(
             "engine loaded device=%s dtype=%s pages=%d page_size=%d kv_bytes=%d max_seq_len=%d "
             "graphs=%d graph_bytes=%d left_bytes=%d",
@@ -152,7 +149,7 @@ class Engine:
         step if the configuration sets num_pages. Without num_pages the constructor has already run
         the largest step, to measure the memory for the KV pool. Raises OutOfMemory.
         """
-        with memory.memory_of(self._device):
+        with memory.memory_of(self._device), self.startup.phase("warm_up"):
             warmup.warm_up(self)
             with self._on_stream():
                 self._launcher.warm_up_masks()
@@ -170,12 +167,13 @@ class Engine:
         if self._stream is not None:
             with self._on_stream():
                 self._pool.fill_noise(_TIMED_TOKENS // self.page_size)
-        cost = step_timing.calibrate(
-            self,
-            self._max_chunk_tokens,
-            self._model_config.vocab_size,
-            slowest_ns=lambda own_ns: -self._comm.agree_min(-own_ns),
-        )
+        with self.startup.phase("calibration"):
+            cost = step_timing.calibrate(
+                self,
+                self._max_chunk_tokens,
+                self._model_config.vocab_size,
+                slowest_ns=lambda own_ns: -self._comm.agree_min(-own_ns),
+            )
         self._clear_dummy()
         return cost
 

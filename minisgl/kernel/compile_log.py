@@ -28,7 +28,7 @@ class CompileLog:
         self._clock_s = clock_s
         self._cache = ""
         self._kernels = 0
-        self._compile_s = 0.0
+        self.compile_s = 0.0
         self._logged_s = 0.0
         self._finished_kernels = 0
 
@@ -48,7 +48,7 @@ class CompileLog:
         if cache_hit:
             return
         self._kernels += 1
-        self._compile_s += times.total / 1e6
+        self.compile_s += times.total / 1e6
         if self._kernels == 1 or self._clock_s() - self._logged_s >= _INTERVAL_S:
             self._log("compiling Triton kernels")
 
@@ -61,5 +61,5 @@ class CompileLog:
     def _log(self, event: str) -> None:
         self._logged_s = self._clock_s()
         logger.info(
-            "%s done=%d compile_s=%.0f cache=%s", event, self._kernels, self._compile_s, self._cache
+            "%s done=%d compile_s=%.0f cache=%s", event, self._kernels, self.compile_s, self._cache
         )

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -22,24 +21,32 @@ from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.llm.constraints import Constraints
+from minisgl.llm.inputs import (
+    NOT_A_CONVERSATION,
+    NOT_A_PROMPT,
+    Conversation,
+    Prompt,
+    Sampling,
+    Stop,
+    as_ids,
+    as_list,
+    check_conversation,
+    checked,
+    stop_list,
+)
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.tokenizer import TextStream, TextTokenizer
-
-Prompt = str | Sequence[int]
-Conversation = Sequence[dict[str, Any]]
-Sampling = SamplingParams | Sequence[SamplingParams] | None
-Stop = str | Sequence[str]
-
-_NOT_A_PROMPT = "a prompt must be text or a sequence of token ids"
+from minisgl.tokenizer.template import TemplateError
+from minisgl.utils import near_names
 
 
 class LLM:
     """Completes prompts and answers chats without a server, for scripts and batch jobs.
 
         with LLM("Qwen/Qwen3-0.6B", max_seq_len=4096) as llm:
-            print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
+            print(llm.chat([{"role": "user", "content": "Hello!"}], temperature=0.3).text)
             completions = llm.generate(["One prompt", "Another"], SamplingParams(max_tokens=8))
             for piece in llm.stream("Once upon a time"):
                 print(piece.text, end="")
@@ -108,6 +115,7 @@ class LLM:
         *,
         stop: Stop = (),
         progress: bool = True,
+        **parameters: Any,
     ) -> Completion | list[Completion]:
         """Complete one prompt, or a list of prompts. A prompt is text, or a sequence of token ids.
 
@@ -115,13 +123,16 @@ class LLM:
         sampling: the parameters for all prompts, a list with one entry for each prompt, or None for
         the model's defaults.
         stop: strings that end a text. progress: show a progress bar on stderr.
+        parameters: fields of SamplingParams that replace those of `sampling`, for all prompts.
 
         Raises InvalidRequest for parameters and prompts of a wrong type or out of range. If the
         engine cannot serve a prompt, for example because it is too long, the Completion of this
         prompt has finish_reason ERROR. The other prompts are not affected.
         """
-        single, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
-        completions = self._run(listed, sampling, stop, progress)
+        single, listed = as_list(prompts, (int, np.integer), NOT_A_PROMPT)
+        completions = self._run(
+            listed, self._params(sampling, len(listed), parameters), stop, progress
+        )
         return completions[0] if single else completions
 
     def chat(
@@ -132,27 +143,34 @@ class LLM:
         stop: Stop = (),
         progress: bool = True,
         template_options: dict[str, Any] | None = None,
+        **parameters: Any,
     ) -> Completion | list[Completion]:
         """Answer one conversation, or a list of conversations, with the model's chat template.
 
         A conversation is a list of messages with `role` and `content`. template_options: variables
         for the template. The other parameters, the result and the errors are as in `generate`.
         """
-        single, listed = _as_list(conversations, dict, "a conversation must be a list of messages")
-        prompts = [self.tokenizer.encode_chat(list(each), template_options) for each in listed]
-        completions = self._run(prompts, sampling, stop, progress, template_options or {})
+        single, listed = as_list(conversations, dict, NOT_A_CONVERSATION)
+        prompts = [self._encode_chat(each, template_options) for each in listed]
+        params = self._params(sampling, len(prompts), parameters)
+        completions = self._run(prompts, params, stop, progress, template_options or {})
         return completions[0] if single else completions
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, *, stop: Stop = ()
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling = None,
+        *,
+        stop: Stop = (),
+        **parameters: Any,
     ) -> Iterator[Piece]:
         """Complete prompts as `generate` does, and yield the text in pieces as it is generated.
 
         Prompts with the highest max_tokens start first, so that no long answer is generated alone
         at the end. If the caller leaves the loop early, the unfinished prompts are aborted.
         """
-        _, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
-        return self._stream(listed, sampling, stop)
+        _, listed = as_list(prompts, (int, np.integer), NOT_A_PROMPT)
+        return self._stream(listed, self._params(sampling, len(listed), parameters), stop)
 
     def close(self) -> None:
         """Free the model and the KV pool. A second call does nothing."""
@@ -166,17 +184,25 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _encode_chat(self, chat: Conversation, options: dict[str, Any] | None) -> list[int]:
+        """The prompt of one conversation. Raises InvalidRequest for one that is not valid."""
+        check_conversation(chat)
+        try:
+            return self.tokenizer.encode_chat(list(chat), options)
+        except TemplateError as error:
+            raise InvalidRequest(str(error), param="messages") from None
+
     def _run(
         self,
         prompts: Sequence[Prompt],
-        sampling: Sampling,
+        params: Sequence[SamplingParams],
         stop: Stop,
         progress: bool,
         chat_options: dict[str, Any] | None = None,
     ) -> list[Completion]:
         done: dict[int, Completion] = {}
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
-            for piece in self._stream(prompts, sampling, stop, not stop, chat_options):
+            for piece in self._stream(prompts, params, stop, not stop, chat_options):
                 if piece.completion is not None:
                     done[piece.index] = piece.completion
                     bar.update()
@@ -186,7 +212,7 @@ class LLM:
     def _stream(
         self,
         prompts: Sequence[Prompt],
-        sampling: Sampling,
+        params: Sequence[SamplingParams],
         stop: Stop,
         text_at_end: bool = False,
         chat_options: dict[str, Any] | None = None,
@@ -198,8 +224,7 @@ class LLM:
         self._check_open()
         if self._running:
             raise InvalidRequest("one call at a time: read the open stream to its end or close it")
-        stop_strings = _stop_strings(stop)
-        params = self._params(sampling, len(prompts))
+        stop_strings = stop_list(stop)
         # A second Ctrl-C may have left requests of the last call running.
         self.worker.abort_and_wait(())
         running = self._running
@@ -207,7 +232,7 @@ class LLM:
             # Submit the highest max_tokens first, so that no long answer runs alone at the end.
             for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
                 each = prompts[index]
-                ids = _as_ids(self.tokenizer.encode_text(each) if isinstance(each, str) else each)
+                ids = as_ids(self.tokenizer.encode_text(each) if isinstance(each, str) else each)
                 final = self._constraints.for_prompt(params[index], ids, chat_options)
                 self._submit(index, ids, final, stop_strings, text_at_end)
             while running:
@@ -233,7 +258,7 @@ class LLM:
         stream = TextStream(self.tokenizer.vocabulary, options)
         uid = self._next_uid
         self._next_uid += 1
-        self._running[uid] = Generation(index, stream, text_at_end)
+        self._running[uid] = Generation(index, stream, text_at_end, self.tokenizer.vocabulary, ids)
         self.worker.send(AddReq(uid=uid, token_ids=ids.tobytes(), sampling=sampling))
 
     def _check_open(self) -> None:
@@ -263,55 +288,16 @@ class LLM:
             if piece is not None:
                 yield piece
 
-    def _params(self, sampling: Sampling, count: int) -> list[SamplingParams]:
+    def _params(
+        self, sampling: Sampling, count: int, changes: dict[str, Any]
+    ) -> list[SamplingParams]:
+        """The parameters of each prompt. changes: replace fields of all of them."""
+        for name in changes:
+            if name not in SamplingParams.__struct_fields__:
+                near = near_names(name, SamplingParams.__struct_fields__)
+                raise InvalidRequest(f"SamplingParams has no field {name!r}{near}", param=name)
         sampling = self.default_sampling() if sampling is None else sampling
         params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != count:
             raise InvalidRequest(f"sampling has {len(params)} entries for {count} prompts")
-        return [self._constraints.compile(_checked(each).seeded()) for each in params]
-
-
-def _as_list(given: Any, element: Any, expected: str) -> tuple[bool, list[Any]]:
-    """Return whether `given` is a single input, and the list of inputs.
-
-    A single input is a text, or a sequence that begins with an `element`. Raises InvalidRequest
-    with the message `expected` when `given` is neither an input nor a sequence of inputs.
-    """
-    sequences = (Sequence, np.ndarray)
-    if not isinstance(given, sequences):
-        raise InvalidRequest(expected, param="prompt")
-    single = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], element))
-    inputs = [given] if single else list(given)
-    if not all(isinstance(each, sequences) for each in inputs):
-        raise InvalidRequest(expected, param="prompt")
-    return single, inputs
-
-
-def _as_ids(prompt: Sequence[int]) -> "array[int]":
-    """Return token ids as int32, as AddReq holds them. Raises InvalidRequest."""
-    try:
-        return array("i", iter(prompt))  # without iter, bytes would be read as raw int32
-    except OverflowError:
-        raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None
-    except (TypeError, ValueError):
-        raise InvalidRequest(_NOT_A_PROMPT, param="prompt") from None
-
-
-def _stop_strings(stop: Any) -> list[str]:
-    """Return `stop`, one string or a sequence of strings, as a list. Raises InvalidRequest."""
-    strings = [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
-        raise InvalidRequest("stop must be one or more nonempty strings", param="stop")
-    return list(strings)
-
-
-def _checked(sampling: Any) -> SamplingParams:
-    """Return a copy with values of the declared types and ranges. Raises InvalidRequest."""
-    if not isinstance(sampling, SamplingParams):
-        raise InvalidRequest("sampling must consist of SamplingParams", param="sampling")
-    try:
-        checked = msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"sampling parameters: {error}", param="sampling") from None
-    checked.validate()
-    return checked
+        return [self._constraints.compile(checked(each, changes).seeded()) for each in params]

@@ -1,10 +1,26 @@
 """The results of `LLM`, and their construction from the scheduler's outputs."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason
 from minisgl.message.messages import Finished, PrefillDone, TokenLogprobs
-from minisgl.tokenizer import TextStream
+from minisgl.tokenizer import TextStream, Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token with its log-probability.
+
+    text  of this token alone. An incomplete character is U+FFFD.
+    top   the most likely tokens in the place of this token, the most likely first, as many as the
+          sampling parameters ask for.
+    """
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple["Logprob", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +32,8 @@ class Completion:
     error            the error message if finish_reason is ERROR, for example that the prompt is too
                      long. The other prompts of the call are not affected.
     logprobs         one entry for each of token_ids, if the sampling parameters ask for them.
-    prompt_logprobs  log-probabilities of all prompt tokens except the first, in parts, if the
-                     sampling parameters ask for them.
+    prompt_logprobs  one entry for each prompt token except the first, if the sampling parameters
+                     ask for them.
     """
 
     text: str
@@ -26,8 +42,8 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     error: str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,8 @@ class Generation:
     index: int
     stream: TextStream
     text_at_end: bool
+    vocabulary: Vocabulary
+    prompt_ids: Sequence[int]
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -97,6 +115,20 @@ class Generation:
             prompt_tokens=self.prefill_done.prompt_tokens,
             cached_tokens=self.prefill_done.cached_tokens,
             error=error,
-            logprobs=self.logprobs[: len(self.token_ids)],  # without tokens after a stop string
-            prompt_logprobs=self.prompt_logprobs,
+            # without tokens after a stop string
+            logprobs=list(self._logprobs(self.logprobs[: len(self.token_ids)])),
+            prompt_logprobs=list(self._logprobs(self.prompt_logprobs)),
         )
+
+    def _logprobs(self, parts: Sequence[TokenLogprobs]) -> Iterator[Logprob]:
+        """Each token of these parts with its text."""
+        ids = [*self.prompt_ids, *self.token_ids] if parts else []
+        for part in parts:
+            rows = zip(part.logprobs, part.top_ids, part.top_logprobs, strict=True)
+            for position, (logprob, top_ids, top_logprobs) in enumerate(rows, part.position):
+                top = zip(top_ids, top_logprobs, strict=True)
+                yield self._logprob(ids[position], logprob, tuple(self._logprob(*t) for t in top))
+
+    def _logprob(self, token_id: int, logprob: float, top: tuple[Logprob, ...] = ()) -> Logprob:
+        text = self.vocabulary.decode([token_id], skip_special=False)
+        return Logprob(token_id, text, logprob, top)

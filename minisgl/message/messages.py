@@ -13,7 +13,7 @@ need no compatibility rules. Each queue has a decoder for its own union only.
 
 import msgspec
 
-from minisgl.core import FinishReason, GrammarKind, ModelFacts, SamplingParams
+from minisgl.core import FinishReason, GrammarKind, ModelFacts, SamplingParams, TokenizerInfo
 from minisgl.message.stats import BATCH_SIZE_BOUNDS as BATCH_SIZE_BOUNDS
 from minisgl.message.stats import BATCH_TOKENS_BOUNDS as BATCH_TOKENS_BOUNDS
 from minisgl.message.stats import STEP_PHASES as STEP_PHASES
@@ -356,7 +356,7 @@ class Ready(Message, frozen=True, kw_only=True):
 
     facts        facts about the model; only rank 0 of the scheduler sends them.
     tool_format, template_variables
-                 as in ModelFacts; only tokenizer processes send them.
+                 as in ModelFacts; only tokenizer processes send them, and `tokenizer`.
     startup_s    seconds of each phase of the start.
     """
 
@@ -364,6 +364,7 @@ class Ready(Message, frozen=True, kw_only=True):
     facts: ModelFacts | None = None
     tool_format: str | None = None
     template_variables: tuple[str, ...] = ()
+    tokenizer: TokenizerInfo | None = None
     startup_s: dict[str, float] = {}
 
 

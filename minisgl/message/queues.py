@@ -21,6 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from minisgl.core import InvalidRequest
 from minisgl.utils import SOCKET_KEY, log_event
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class _Reader(Generic[T]):
             return None
         try:
             message: T = self._decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, InvalidRequest) as error:
             log_event(logger, logging.WARNING, "message dropped", bytes=len(frame), error=error)
             return None
         return message

@@ -69,7 +69,7 @@ def build_model(
     materialise(model, device, dtype)
     share_split_k_semaphores(model, device)
     if fill and dummy_weight:
-        fill_random(model)
+        fill_random(model, show_progress=show_progress)
     elif fill:
         load_weights(model, folder, unused=methods.unused, show_progress=show_progress)
     model.fold_multipliers()

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.layers.experts import ExpertsMethod
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
+from minisgl.utils.startup import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
             setattr(module, name, allocated[parameter])
 
 
-def fill_random(model: nn.Module, seed: int = 0) -> None:
+def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False) -> None:
     """Fill with seeded values: norms and scales with 1, biases with 0, all else from a normal
     distribution.
 
@@ -57,7 +57,8 @@ def fill_random(model: nn.Module, seed: int = 0) -> None:
     the number of ranks.
     """
     parameters = dict(model.named_parameters())
-    for placement in placements_of(model):
+    quiet = not show_progress
+    for placement in Progress(placements_of(model), desc="drawing random weights", disable=quiet):
         target = parameters[placement.target].data
         if placement.source.endswith(("norm.weight", "_scale", "_scale_inv")):
             target.fill_(1.0)
@@ -100,7 +101,6 @@ def load_weights(
     Raises ConfigError for an unreadable file, and for a tensor that is missing, that the model does
     not use, or that has another shape or type. Also raises it for a stored head that differs from
     the embedding although the config ties the two.
-    The progress bar appears on a terminal only; TQDM_DISABLE=1 switches it off there too.
     """
     stored_files, placements = _tensor_files(Path(folder)), placements_of(model)
     stored = text_tensors(stored_files)
@@ -121,8 +121,8 @@ def load_weights(
             f"such as {unknown[0]}"
         )
     parameters = dict(model.named_parameters())
-    quiet = None if show_progress else True
-    with tqdm(total=len(placements), desc="loading weights", unit="tensor", disable=quiet) as bar:
+    quiet = not show_progress
+    with Progress(total=len(placements), desc="loading weights", disable=quiet) as bar:
         for path in sorted(by_file):
             for placement, value in _read(path, by_file[path]):
                 parameter = parameters[placement.target]

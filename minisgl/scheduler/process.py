@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutp
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.utils import log_event
+from minisgl.utils import log_event, process_age_s
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ def run_scheduler(
     socket_dir: folder of the sockets. Rank 0 binds `scheduler` and sends to `detokenizer` and
     `api`; rank i binds `rank-{i}`. Raises ConfigError or EngineError.
     """
+    import_s = process_age_s(os.getpid())
     tp = TPInfo(tp_rank, engine_config.tp_size)
     # Bind the inbox before the model loads, so that messages that are sent during the load are not
     # lost and no sender has to retry.
@@ -44,12 +46,11 @@ def run_scheduler(
     send: Callable[[StepOutput], object] = _discard
     if tp.rank == 0:
         send = Sender[StepOutput](endpoint(socket_dir, "detokenizer")).send
-    constructed_s = time.monotonic()
     scheduler = build_scheduler(engine, scheduler_config, inbox, send)
     gc.collect()
     gc.freeze()  # later collections skip all objects that exist now
     name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
-    startup_s = {**engine.startup_s, "warm_up": time.monotonic() - constructed_s}
+    startup_s = engine.startup.seconds | {"import": import_s}
     facts = engine.facts() if tp.rank == 0 else None
     api.send(Ready(role=name, facts=facts, startup_s=startup_s))
     sent_s = -STATS_INTERVAL_S

@@ -12,11 +12,11 @@ passes through it as well. All layers are plain ASGI. No layer buffers a respons
 disconnect.
 """
 
-import logging
 import warnings
 from collections.abc import Mapping
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -34,9 +34,13 @@ from minisgl.server.handler import Service
 from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.openapi import openapi_document
 from minisgl.server.routes import router
-from minisgl.utils import log_event
+from minisgl.utils import near_names
 
-logger = logging.getLogger(__name__)
+_MAX_PATH_CHARS = 128  # in an error message
+# Paths of other servers, with the reason why this server does not have them.
+_NOT_OFFERED = {
+    "/v1/embeddings": "this server has no embeddings, because its models only generate text",
+}
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -85,27 +89,22 @@ def _routed_app(service: Service) -> FastAPI:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Handle every exception: log the error and return the response with the error body."""
+    """Handle every exception: return the response with the error body."""
     headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):  # The router raises it for 404 and 405.
         headers = error.headers or {}
+        path = request.scope["path"][:_MAX_PATH_CHARS]
+        call = f"{request.method} {path}"
         if error.status_code == 405:
-            error = MethodNotAllowed(f"{request.method} is not allowed here")
+            error = MethodNotAllowed(f"{call} is not allowed; use {headers.get('Allow')}")
+        elif path in _NOT_OFFERED:
+            error = RouteNotFound(f"{call} does not exist: {_NOT_OFFERED[path]}")
         else:
-            error = RouteNotFound("there is no such path")
+            paths = [route.path for route in router.routes if isinstance(route, APIRoute)]
+            near = near_names(path, [path for path in paths if "{" not in path])
+            error = RouteNotFound(f"{call} does not exist{near or ';'} /docs lists all paths")
     elif isinstance(error, RequestError):
         service = request.app.state.service
         client = request.scope["state"].get("client", DEFAULT_CLIENT)
         service.client.metrics.on_refused(error, service.lifecycle.phase, client)
-    response = error_response(error, request.scope["path"], **headers)
-    is_bug = not isinstance(error, RequestError)  # uvicorn logs the traceback of a bug.
-    log_event(
-        logger,
-        logging.ERROR if is_bug else logging.INFO,
-        "request failed" if is_bug else "call refused",
-        request_id=request.scope["state"].get("request_id"),
-        key=request.scope["state"].get("client", DEFAULT_CLIENT),
-        status=response.status_code,
-        reason=type(error).__name__,
-    )
-    return response
+    return error_response(error, request.scope, **headers)

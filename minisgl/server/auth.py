@@ -93,7 +93,7 @@ class Auth:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> NotAuthenticated | AdminOnly | None:
         # The router matches the path of the scope. A client could forge a path from headers.

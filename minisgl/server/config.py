@@ -109,6 +109,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     index       number of the process within its role, from 0.
     listen_fds  the bound TCP sockets of --port and --probe-port (api only).
     reason_fd   a pipe; the child writes a fatal error there as one line.
+    download_s  seconds in which the launcher found or downloaded the model.
     """
 
     role: str
@@ -119,6 +120,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: ServerConfig
     listen_fds: tuple[int, ...] = ()
     url: str = ""
+    download_s: float = 0.0
 
     @property
     def name(self) -> str:

@@ -52,8 +52,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar: the constraint on the output, for a tokenizer worker; None: the output is free.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
     (max_tokens 0), only the echo with its log-probabilities.
-    explicit_max_tokens: the client set sampling.max_tokens, so a prompt that leaves less room is
-    refused. Otherwise max_tokens shrinks to the room.
+    max_tokens_param: the parameter by which the client set sampling.max_tokens. A prompt that
+    leaves less room is refused. None: max_tokens shrinks to the room.
     named_tool: the client named the tool that the answer calls.
     ignored, repeated: as in Translation.
     """
@@ -65,7 +65,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     grammar: ConstraintRequest | None
     text: TextOptions
-    explicit_max_tokens: bool
+    max_tokens_param: str | None
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
@@ -99,14 +99,15 @@ class RequestConverter:
         options = body.stream_options
         if options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
-        max_tokens = body.max_tokens
+        max_tokens, max_tokens_param = body.max_tokens, "max_tokens"
         tools: ToolRequest | None = None
         if isinstance(body, requests.ChatBody):
             tools = tools_of(body, facts)
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
-            max_tokens = body.max_completion_tokens or max_tokens
+            if body.max_completion_tokens is not None:
+                max_tokens, max_tokens_param = body.max_completion_tokens, "max_completion_tokens"
             default_tokens, echo, reasoning = None, False, body.separate_reasoning
         else:
             logprobs = body.logprobs
@@ -141,7 +142,9 @@ class RequestConverter:
                 silent=silent,
                 tools=tools and tools.options,
             ),
-            explicit_max_tokens=max_tokens is not None and not translation.fits_tokens,
+            max_tokens_param=None
+            if max_tokens is None or translation.fits_tokens
+            else translation.max_tokens or max_tokens_param,
             stream=body.stream,
             include_usage=options is not None and bool(options.include_usage),
             echo=echo,
@@ -167,7 +170,13 @@ class RequestConverter:
             translation = translate(self._decode(raw, kind), facts)
         else:
             translation = Translation(self._decode(raw, requests.BODIES[route]))
-        self.check_model(translation.body.model)
+        body = translation.body
+        self.check_model(body.model)
+        if isinstance(body, requests.ChatBody) and body.reasoning_effort is not None:
+            if "reasoning_effort" not in facts.template_variables:
+                return translation._replace(ignored=(*translation.ignored, "reasoning_effort"))
+            options = body.chat_template_kwargs
+            options.reasoning_effort = options.reasoning_effort or body.reasoning_effort
         return translation
 
     def _decode(self, raw: bytes, kind: type[Body]) -> Body:

@@ -35,7 +35,6 @@ from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Choice, Generation
 from minisgl.server.metrics import Metrics
 from minisgl.server.tokenizer_pool import TokenizerPool
-from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +108,16 @@ class EngineClient:
         return any(choice.submitted for choice in self._choices.values())
 
     def open(
-        self, num_choices: int, request_id: str = "", client: str = DEFAULT_CLIENT
+        self,
+        num_choices: int,
+        request_id: str = "",
+        client: str = DEFAULT_CLIENT,
+        log: dict[str, object] | None = None,
     ) -> Generation:
         """Admit a call with this number of choices. Its handler must close the generation.
 
-        client: the name of the key. The uids of the choices are consecutive.
+        client: the name of the key. log: receives the fields of Generation.summary when a call that
+        reached the engine is closed. The uids of the choices are consecutive.
 
         Raises Overloaded when the queue of the client is full, or the client has too many open
         requests. Raises InvalidRequest when even an empty queue could not hold the call.
@@ -133,7 +137,7 @@ class EngineClient:
                 raise Overloaded(
                     f"too many requests of this client are {state}; try again later", limit=limit
                 )
-        generation = Generation(request_id, client)
+        generation = Generation(request_id, client, log={} if log is None else log)
         for index in range(num_choices):
             choice = Choice(
                 next(self._uids), index, generation.changed, generation.started_s, client
@@ -152,7 +156,7 @@ class EngineClient:
         self._generations.remove(generation)
         self.loads[generation.client].tokens -= generation.tokens
         if any(choice.submitted for choice in generation.choices):
-            log_event(logger, logging.INFO, "call ended", **generation.summary())
+            generation.log.update(generation.summary())
         self._abort(generation)
 
     def end(self, generation: Generation, error: RequestError) -> bool:

@@ -132,6 +132,7 @@ class Generation:
     tokenizing     the tokenizer result that the call waits for.
     echoes         the text of each prompt, if the answer repeats it.
     prompt_ids     the ids of each prompt, if the answer contains them.
+    log            further fields of the call's log line.
     """
 
     request_id: str
@@ -144,6 +145,7 @@ class Generation:
     tokenizing: asyncio.Future[TokenizeResult] | None = None
     echoes: list[str] = field(default_factory=list)
     prompt_ids: list[list[int]] = field(default_factory=list)
+    log: dict[str, object] = field(default_factory=dict)
 
     def echo(self, choice: Choice) -> str:
         """The prompt with which the text of this choice begins; "" without echo."""
@@ -191,17 +193,14 @@ class Generation:
             raise self.error
 
     def summary(self) -> dict[str, object]:
-        """The fields of the log line at the end of a call. They hold no prompt and no answer."""
+        """Fields of the log line at the end of a call. They hold no prompt and no answer."""
         finishes = {choice.finish or FinishReason.ABORT for choice in self.choices}
         first_s = min((choice.first_s for choice in self.choices if choice.first_s), default=None)
         return {
-            "request_id": self.request_id,
-            "key": self.client,
             "choices": len(self.choices),
             "finish": ",".join(sorted(finishes)),
             "longest_prompt_tokens": max(choice.latest.prompt_tokens for choice in self.choices),
             "cached_tokens": max(choice.latest.cached_tokens for choice in self.choices),
             "completion_tokens": sum(choice.latest.completion_tokens for choice in self.choices),
             "ttft_s": None if first_s is None else round(first_s - self.started_s, 3),
-            "duration_s": round(time.monotonic() - self.started_s, 3),
         }

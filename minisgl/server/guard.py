@@ -40,7 +40,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         error = self._refusal(scope)
-        app = self._app if error is None else error_response(error, scope["path"])
+        app = self._app if error is None else error_response(error, scope)
         await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> RequestError | None:

@@ -58,6 +58,7 @@ class CallContext:
         self.request = request
         self.request_id = str(request.scope["state"].get("request_id", ""))
         self.client_name = str(request.scope["state"].get("client", DEFAULT_CLIENT))
+        self.log: dict[str, object] = request.scope["state"]["log"]
         self.service: Service = request.app.state.service
         self.converter: RequestConverter = request.app.state.converter
         self.client = self.service.client
@@ -102,13 +103,14 @@ async def start(
     facts: ModelFacts,
     request_id: str = "",
     client_name: str = DEFAULT_CLIENT,
+    log: dict[str, object] | None = None,
 ) -> Generation:
-    """Admit, tokenize and submit a call, and wait for its first output.
+    """Admit, tokenize and submit a call, and wait for its first output. log: as in `open`.
 
     The caller must close the returned generation. Raises RequestError when the call ends before
     its first output; the generation is then already closed.
     """
-    generation = client.open(request.num_choices, request_id, client_name)
+    generation = client.open(request.num_choices, request_id, client_name, log)
     try:
         await _submit_all(client, generation, request, facts)
         await generation.wait_until(generation.has_output)
@@ -175,7 +177,8 @@ def fit_max_tokens(
 ) -> SamplingParams:
     """The sampling parameters with max_tokens within the room that this prompt leaves.
 
-    Raises PromptTooLong for `param` when there is no room, or less than the client asked for.
+    Raises PromptTooLong: for `param` when there is no room, and for max_tokens when there is less
+    room than the client asked for.
     """
     size = len(token_ids)
     context = min(facts.max_seq_len, facts.kv_capacity_tokens)
@@ -193,11 +196,12 @@ def fit_max_tokens(
         )
     if wanted is None or size + wanted <= context:
         return sampling
-    if request.explicit_max_tokens:
+    if request.max_tokens_param is not None:
         raise PromptTooLong(
-            f"{param} has {size} tokens and max_tokens is {wanted}, together {size + wanted}; "
-            f"the context length is {context} tokens",
-            param=param,
+            f"{param} has {size} tokens and {request.max_tokens_param} is {wanted}, together "
+            f"{size + wanted}; the context length is {context} tokens, so at most {context - size} "
+            "are left for the answer",
+            param=request.max_tokens_param,
         )
     return msgspec.structs.replace(sampling, max_tokens=context - size)
 
@@ -224,12 +228,12 @@ def fit_call(
     if tokens <= max_call_tokens:
         return prompts, tokens
     most = (max_call_tokens - prompt_tokens) // (weight * len(prompts))
-    if request.explicit_max_tokens or most < 1:
+    if request.max_tokens_param is not None or most < 1:
         raise core.InvalidRequest(
             f"the call counts {tokens} tokens, {prompt_tokens} of its prompts and "
             f"{tokens - prompt_tokens} of its {request.num_choices} answers; at most "
             f"{max_call_tokens} are accepted: lower max_tokens, n or logprobs",
-            param="max_tokens",
+            param=request.max_tokens_param or "max_tokens",
             limit="max_call_tokens",
         )
     fitted = [

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,29 +30,45 @@ from minisgl.utils import make_socket_dir, process_age_s, setup_logging, supervi
 
 logger = logging.getLogger(__name__)
 
+_SHELL_COMMAND = (sys.executable, "-m", "minisgl.shell")
 _FAILED_EXIT = 1
 # Exit codes of an API server that was asked to stop: 0 after a drain, and the
 # negative number of the signal if the server was still loading.
 _STOPPED_EXITS = (0, -signal.SIGTERM, -signal.SIGUSR2)
 _SCHEDULER_GRACE_S = 5.0  # time for the schedulers to end after their Shutdown message
 _TERM_GRACE_S = 3.0  # time from SIGTERM to SIGKILL
-# Time for the API server to end after the failure of another process. It first sends error events
-# to the open streams.
+# Time for the API server to end after the failure of another process or a second signal. It first
+# sends error events to the open streams.
 _API_FAILURE_EXIT_S = 4.0
 # Time for the API server to end after --drain-timeout: 2 s to send error events, 3 s to close
 # connections, and 3 s to spare.
 _DRAIN_MARGIN_S = 8.0
+_PROBE_TIMEOUT_S = 2.0  # for a server that has the port
 _SAME_SIGNAL_S = 0.2  # two signals within this time count as one
 
 
-def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAND) -> int:
+def launch(
+    config: ServerConfig,
+    scheduler_command: Sequence[str] = CHILD_COMMAND,
+    *,
+    download_s: float = 0.0,
+    environ: Mapping[str, str] = os.environ,
+) -> int:
     """Serve until a signal or a failure ends the service, and return the exit code.
 
+    With --shell, if a minisgl server has the port, this process becomes a chat with that server.
+
     scheduler_command: starts a scheduler process; tests pass the command of a stub.
+    download_s: seconds in which the caller found or downloaded the model.
+    environ: variables for a chat with another server, which may include its key.
 
     Raises ConfigError if the port is taken or the folder for the sockets cannot be created.
     """
     setup_logging("launcher", "info", config.log_format)
+    if config.shell and (url := _running_server(config.host, config.port)) is not None:
+        logger.info(f"chatting with the server that runs at {url}")
+        logging.shutdown()
+        os.execve(sys.executable, [*_SHELL_COMMAND, "--url", url], dict(environ))
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
     if shell_key is not None:
         hashes = config.api_key_hashes | key_hashes([shell_key], None)
@@ -77,6 +93,7 @@ def launch(config: ServerConfig, scheduler_command: Sequence[str] = CHILD_COMMAN
                 reason_fd=reason_write,
                 config=config,
                 url=_url(listeners[0], "https" if config.ssl_certfile else "http"),
+                download_s=download_s,
             )
             service = _Service(supervisor, template, reason_read, scheduler_command)
             service.start(listeners, shell_key)
@@ -123,7 +140,7 @@ class _Service:
         if config.shell:
             # The shell stays in the launcher's process group, so that it may read the terminal and
             # receives Ctrl-C.
-            command = [sys.executable, "-m", "minisgl.shell", "--url", self._template.url]
+            command = [*_SHELL_COMMAND, "--url", self._template.url]
             command += ["--model", config.served_names[0]]
             # Standard input is the terminal, so the key has a pipe of its own.
             read_end, write_end = os.pipe()
@@ -178,6 +195,9 @@ class _Service:
         if number is signal.SIGHUP or time.monotonic() - self._stop_asked_s < _SAME_SIGNAL_S:
             return None
         logger.info("stopping at once")
+        # The API server first sends error events to the open streams.
+        self._supervisor.send_signal(self._api, signal.SIGUSR2)
+        self._supervisor.join([self._api], _API_FAILURE_EXIT_S)
         self._supervisor.kill(self._supervisor.children)
         return 128 + number
 
@@ -223,6 +243,18 @@ class _Service:
         self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
         logger.error("error: %s", reason)
         return supervise.CONFIG_EXIT if child.exit_code == supervise.CONFIG_EXIT else _FAILED_EXIT
+
+
+def _running_server(host: str, port: int) -> str | None:
+    """The URL of the minisgl server at this address, or None. It is known by its /readyz."""
+    import httpx  # slow to import, and needed with --shell only
+
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    try:
+        answer = httpx.get(url + "/readyz", timeout=_PROBE_TIMEOUT_S, trust_env=False)
+        return url if "status" in answer.json() else None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError):
+        return None  # no server, or a server of another kind
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ from math import inf
 
 import msgspec
 
-from minisgl.core import ModelFacts
+from minisgl.core import ModelFacts, TokenizerInfo
 from minisgl.message.messages import Ready
 from minisgl.server.errors import NotReady
 
@@ -25,11 +25,15 @@ class Phase(StrEnum):
 
 
 class Lifecycle:
-    """The phase of the service, and the roles that have not sent Ready yet."""
+    """The phase of the service, and the roles that have not sent Ready yet.
+
+    facts, tokenizer: None until a process has sent them.
+    """
 
     def __init__(self, roles: frozenset[str]) -> None:
         self.missing = set(roles)
         self.facts: ModelFacts | None = None
+        self.tokenizer: TokenizerInfo | None = None
         self._tool_format = ModelFacts.NO_TOOLS
         self._template_variables: tuple[str, ...] = ()
         self.phase = Phase.LOADING
@@ -38,6 +42,7 @@ class Lifecycle:
         """Record a Ready. Returns the facts of the model if all roles are ready."""
         self.missing.discard(message.role)
         self.facts = message.facts or self.facts
+        self.tokenizer = message.tokenizer or self.tokenizer
         self._tool_format = message.tool_format or self._tool_format
         self._template_variables = message.template_variables or self._template_variables
         if self.phase is not Phase.LOADING or self.missing or self.facts is None:

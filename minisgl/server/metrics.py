@@ -123,8 +123,6 @@ class Metrics(Collector):
             facts = message.facts
             self._page_size = facts.page_size
             self._set("model_info", 1, facts.dtype, facts.device, str(tp_size))
-            for phase, seconds in message.startup_s.items():
-                self.on_started(phase, seconds)
         if message.tool_format is not None:
             self._tool_format = message.tool_format
             self._count_calls(0, 0)
@@ -133,8 +131,10 @@ class Metrics(Collector):
         self._count("tool_calls_total", calls, self._tool_format)
         self._count("tool_call_failures_total", failures, self._tool_format)
 
-    def on_started(self, phase: str, seconds: float) -> None:
-        self._set("startup_seconds", seconds, phase)
+    def on_started(self, seconds: Mapping[str, float]) -> None:
+        """Record the seconds of each phase of the start."""
+        for phase, phase_s in seconds.items():
+            self._set("startup_seconds", phase_s, phase)
 
     def on_stats(self, stats: messages.SchedulerStats) -> None:
         if stats.step_id != self._stats.step_id:

@@ -4,6 +4,8 @@ The layers are pure ASGI, since a BaseHTTPMiddleware would hide disconnects from
 scopes are HTTP: uvicorn runs without WebSockets and lifespan.
 """
 
+import logging
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,14 +17,18 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.core import Overloaded, RequestError
-from minisgl.server.config import Limits
+from minisgl.server.config import DEFAULT_CLIENT, Limits
 from minisgl.server.connection import PROBE_PATHS
 from minisgl.server.errors import BodyTooLarge, error_reply
 from minisgl.server.metrics import Metrics
+from minisgl.utils import log_event
+
+logger = logging.getLogger(__name__)
 
 _MAX_ID_CHARS = 128
+_MAX_PATH_CHARS = 128  # in a log line
 # These paths need no key, are never refused for a limit, and do not count as requests.
-OPEN_PATHS = PROBE_PATHS | {"/metrics"}
+OPEN_PATHS = PROBE_PATHS | {"/ping", "/metrics"}
 # Answered without a key: the page of the API documentation and its files, which hold no data.
 DOCS_PATHS = frozenset(
     {"/docs", "/docs/page.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"}
@@ -34,18 +40,23 @@ def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None 
     return Response(msgspec.json.encode(body), code, headers, "application/json")
 
 
-def error_response(error: BaseException, path: str, **headers: str) -> Response:
-    """The response to an error of a request to this path, with further headers."""
-    reply = error_reply(error, path)
+def error_response(error: BaseException, scope: Scope, **headers: str) -> Response:
+    """The response to an error of the request of this scope, with further headers.
+
+    The log line of the request names the error.
+    """
+    scope.setdefault("state", {})["error"] = error
+    reply = error_reply(error, scope["path"])
     return Response(reply.body, reply.status, {**reply.headers, **headers}, "application/json")
 
 
 @dataclass(eq=False, slots=True)
 class RequestContextMiddleware:
-    """The outermost layer: counts requests and responses, and adds x-request-id to each response.
+    """The outermost layer: counts and logs requests, and adds x-request-id to each response.
 
     The id is the x-request-id of the request if that is short and printable. Otherwise the server
-    makes a new id.
+    makes a new id. Each request has one log line, at its end, except on OPEN_PATHS. A handler adds
+    fields to the line in the dict `log` of the state.
     """
 
     _app: ASGIApp
@@ -56,10 +67,13 @@ class RequestContextMiddleware:
         fits = 0 < len(request_id) <= _MAX_ID_CHARS and request_id.isascii()
         if not (fits and request_id.isprintable()):
             request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, log={})
+        started_s, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.on_http(route, scope["method"], message["status"])
                 header = (b"x-request-id", request_id.encode())
@@ -72,6 +86,33 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send_with_id)
         finally:
             self._metrics.on_http_open(-change)
+            if change:
+                _log_call(scope, status, time.monotonic() - started_s)
+
+
+def _log_call(scope: Scope, status: int, duration_s: float) -> None:
+    """Write the log line of one request. status: 0 if no response has begun."""
+    state = scope["state"]
+    error, fields = state.get("error"), state["log"]
+    level, event = logging.INFO, "call ended"
+    if error is not None:
+        fields = {"reason": type(error).__name__, "param": getattr(error, "param", None)} | fields
+        if not isinstance(error, RequestError):  # a bug; uvicorn logs its traceback
+            level, event = logging.ERROR, "call failed"
+        elif "finish" not in fields:  # the engine has not seen the call
+            event = "call refused"
+    log_event(
+        logger,
+        level,
+        event,
+        request_id=state["request_id"],
+        key=state.get("client", DEFAULT_CLIENT),
+        method=scope["method"],
+        path=scope["path"][:_MAX_PATH_CHARS],
+        status=status,
+        duration_s=round(duration_s, 3),
+        **fields,
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +138,7 @@ class LimitMiddleware:
         error = self._refusal(scope)
         if error is not None:
             self._refused(error)
-            await error_response(error, scope["path"], connection="close")(scope, receive, send)
+            await error_response(error, scope, connection="close")(scope, receive, send)
             return
         received = partial = 0
 

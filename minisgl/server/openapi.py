@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from minisgl.core import TokenizerInfo
 from minisgl.server.auth import ADMIN_PATHS
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import is_messages, messages_status, status_table
@@ -46,7 +47,9 @@ _ROUTES = {
     "/flush_cache": _STATUS,
     "/v1/models": _Bodies(None, responses.ModelList),
     "/v1/models/{model_id}": _Bodies(None, responses.ModelCard),
-    **dict.fromkeys(("/livez", "/readyz", "/health"), _STATUS),
+    "/tokenizer_info": _Bodies(None, TokenizerInfo),
+    "/version": _Bodies(None, responses.VersionResponse),
+    **dict.fromkeys(("/livez", "/readyz", "/health", "/ping"), _STATUS),
 }
 # Bounds that the command line sets: field, JSON type, keyword of the schema, name of the limit.
 _CONFIGURED = {

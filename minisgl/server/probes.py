@@ -83,12 +83,13 @@ class ProbePort:
         threading.Thread(target=run, args=([listener],), name="probes", daemon=True).start()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope["path"])(scope, receive, send)
+        await self._answer(scope)(scope, receive, send)
 
-    def _answer(self, path: str) -> Response:
+    def _answer(self, scope: Scope) -> Response:
+        path = scope["path"]
         if path not in PROBE_PATHS:
             text = "this port serves only /livez, /readyz and /health; use --port for other paths"
-            return error_response(RouteNotFound(text), path)
+            return error_response(RouteNotFound(text), scope)
         silent_s = time.monotonic() - self._renewed_s
         if silent_s > _MAX_SILENCE_S:
             return _response(f"the API server has made no progress for {silent_s:.0f} s")

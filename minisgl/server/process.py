@@ -38,6 +38,7 @@ from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
 from minisgl.server.probes import ProbePort
 from minisgl.utils import log_event, process_age_s, supervise
+from minisgl.utils.startup import startup_table, whole_start
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +92,10 @@ class ApiServer:
         self._messages: AsyncReceiver[messages.ToApi] = AsyncReceiver(
             endpoint(directory, "api"), messages.ToApi
         )
+        self._startup_s = {"download": spec.download_s}
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
+        self._patience = asyncio.Timeout(None)  # the time until CLOSED
 
     def stalled_worker(self) -> str | None:
         """The name of a hung worker or of a stalled scheduler, or None. See Watchdog."""
@@ -198,6 +201,8 @@ class ApiServer:
 
     def _on_ready(self, message: messages.Ready) -> None:
         self.client.metrics.on_ready(message, self.config.engine.tp_size)
+        if message.facts is not None:
+            self._startup_s |= message.startup_s
         facts = self.lifecycle.on_ready(message)
         still_loading = ",".join(sorted(self.lifecycle.missing)) or "none"
         logger.info("ready role=%s still_loading=%s", message.role, still_loading)
@@ -205,11 +210,12 @@ class ApiServer:
             # Objects from the start live as long as the process. The garbage collector skips them.
             gc.collect()
             gc.freeze()
-            self.client.metrics.on_started("total", process_age_s(os.getppid()))
-            self._announce(facts)
+            started = whole_start(self._startup_s, process_age_s(os.getppid()))
+            self.client.metrics.on_started(started)
+            self._announce(facts, started)
 
-    def _announce(self, facts: ModelFacts) -> None:
-        """Tell the user in one line that the server is ready, with its URL."""
+    def _announce(self, facts: ModelFacts, started: dict[str, float]) -> None:
+        """Tell the user that the server is ready, with its URL and the times of the start."""
         if self.config.shell:
             return
         line = (
@@ -218,10 +224,12 @@ class ApiServer:
             f"KV capacity {facts.kv_capacity_tokens:,} tokens, tool format {facts.tool_format})"
         )
         if self.config.log_format == "json":
+            seconds = {f"{phase}_s": round(phase_s, 2) for phase, phase_s in started.items()}
+            log_event(logger, logging.INFO, "started", **seconds)
             logger.info(line)
             return
         with contextlib.suppress(OSError):  # The disk of the output may be full.
-            os.write(sys.stdout.fileno(), f"{line}\n".encode())
+            os.write(sys.stdout.fileno(), f"{startup_table(started)}\n{line}\n".encode())
 
     async def _watch(self) -> None:
         """End the service when a worker is hung.
@@ -265,6 +273,8 @@ class ApiServer:
             supervise.write_reason(self._spec.reason_fd, "api", still_loading)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        if self.lifecycle.phase in (Phase.GRACE, Phase.DRAINING):  # the second signal
+            self._patience.reschedule(asyncio.get_running_loop().time())
         self._drain_grace_s = grace_s
         self._drain_asked.set()
 
@@ -273,19 +283,26 @@ class ApiServer:
 
         GRACE: /readyz answers 503, and the server still accepts requests. DRAINING: the server
         refuses new requests (see Phase) and completes the open ones. CLOSED: the server ends the
-        remaining requests with an error.
+        remaining requests with an error. A second signal begins CLOSED at once.
         """
         await self._drain_asked.wait()
         started_s = time.monotonic()
         self.lifecycle.phase = Phase.GRACE
-        logger.info("draining open_requests=%d", self.client.open_generations)
-        await asyncio.sleep(min(self._drain_grace_s, self.config.drain_timeout_s))
-        self.lifecycle.phase = Phase.DRAINING
-        left_s = self.config.drain_timeout_s - (time.monotonic() - started_s)
-        await self._settle(left_s, min(_LATE_CALLS_S, self._drain_grace_s))
+        logger.info(
+            "draining open_requests=%d: waiting for them, at most %g s; a second Ctrl-C or SIGTERM "
+            "ends the service at once",
+            self.client.open_generations,
+            self.config.drain_timeout_s,
+        )
+        with contextlib.suppress(TimeoutError):  # of the second signal
+            async with self._patience:
+                await asyncio.sleep(min(self._drain_grace_s, self.config.drain_timeout_s))
+                self.lifecycle.phase = Phase.DRAINING
+                left_s = self.config.drain_timeout_s - (time.monotonic() - started_s)
+                await self._settle(left_s, min(_LATE_CALLS_S, self._drain_grace_s))
         self.lifecycle.phase = Phase.CLOSED
         if self.client.open_generations:
-            logger.warning("drain deadline open_requests=%d", self.client.open_generations)
+            logger.warning("ending open_requests=%d", self.client.open_generations)
             self.client.fail_all(DeadlineExceeded("the server is shutting down"))
             await self._settle(_ERROR_EVENTS_S)
         logger.info("drained")

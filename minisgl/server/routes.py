@@ -128,7 +128,7 @@ async def _generate(route: str, call: CallContext) -> Response:
         # No name has a newline, so the salts of two names always differ.
         salt = f"{call.client_name}\n{request.cache_salt}"
         request = msgspec.structs.replace(request, cache_salt=salt)
-    started = start(client, request, facts, call.request_id, call.client_name)
+    started = start(client, request, facts, call.request_id, call.client_name, call.log)
     generation = await unless_disconnected(call.request.receive, started)
     if request.stream:
         return EventStream(client, writer, generation)
@@ -168,6 +168,19 @@ async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitabl
         return await unless_disconnected(call.request.receive, ask(generation))
     finally:
         call.client.close(generation)
+
+
+@router.get("/tokenizer_info", tags=["tokens"])
+async def tokenizer_info(call: CallDep) -> Response:
+    """The special tokens, the chat template and the vocabulary size, in the format of vLLM."""
+    call.service.lifecycle.require_accepting()
+    return json_response(call.service.lifecycle.tokenizer)
+
+
+@router.get("/version", tags=["models"])
+async def version(call: CallDep) -> Response:
+    """The version of minisgl."""
+    return json_response(responses.VersionResponse(minisgl.__version__))
 
 
 @router.get("/v1/models", tags=["models"])
@@ -238,6 +251,7 @@ async def livez(call: CallDep) -> Response:
 
 @router.get("/readyz", tags=["probes"])
 @router.get("/health", name="health", tags=["probes"])
+@router.get("/ping", name="ping", tags=["probes"])
 async def readyz(call: CallDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
     return probes.ready(call.service.lifecycle.phase, call.service.stalled_worker())

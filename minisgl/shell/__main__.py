@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Wait for the server, then chat. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="minisgl.shell", allow_abbrev=False)
     parser.add_argument("--url", default="http://127.0.0.1:1919")
-    parser.add_argument("--model", default="minisgl-demo", help="name of the served model")
+    parser.add_argument("--model", help="name of a served model (the first one)")
     parser.add_argument("--key-fd", type=int, help="pipe with the key; default: MINISGL_API_KEY")
     options = parser.parse_args(argv)
     key = os.environ.get("MINISGL_API_KEY", "")
@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         client = ChatClient(options.url, options.model, key)
         client.wait_ready()
+        if not sys.stdin.isatty():
+            Shell(client, _read_line, is_terminal=False).run()
+            return 0
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
 
@@ -42,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _read_line(prompt: str) -> str:
+    """A line of piped input. It shows neither a prompt nor the line."""
+    if not (line := sys.stdin.readline()):
+        raise EOFError
+    return line
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

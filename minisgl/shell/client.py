@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 Message = dict[str, str]
+_KEY_HINT = "; set MINISGL_API_KEY to the key of the server"
 
 
 class ServerError(Exception):
@@ -17,11 +18,14 @@ class ServerError(Exception):
 class ChatClient:
     """Talks to one server. To end a request early, close its stream: this closes the connection.
 
+    model: the name of a served model; None: the first one that the server lists.
     key: the API key that is sent with each chat; "" for a server without keys. White space around
     it is removed.
     """
 
-    def __init__(self, url: str, model: str, key: str = "", timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, url: str, model: str | None, key: str = "", timeout_s: float = 600.0
+    ) -> None:
         """Raises ServerError if `url` is not an address such as http://127.0.0.1:1919."""
         try:
             address = httpx.URL(url)
@@ -42,6 +46,12 @@ class ChatClient:
         try:
             while self._http.get("/readyz").status_code != 200:
                 time.sleep(poll_s)
+            if self._model is None:
+                listed = self._http.get("/v1/models")
+                if listed.status_code != 200:
+                    hint = _KEY_HINT if listed.status_code == 401 else ""
+                    raise ServerError(_message(_parse(listed.content)) + hint)
+                self._model = _parse(listed.content)["data"][0]["id"]
         except httpx.HTTPError as error:
             raise ServerError(f"the server cannot be reached: {error}") from None
 

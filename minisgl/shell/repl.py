@@ -20,19 +20,26 @@ class Shell:
 
     prompt: returns one line of the user; raises EOFError at the end of the input, and
     KeyboardInterrupt if the user discards the line.
+    is_terminal: False for piped input. The output is then the answers only.
     """
 
     def __init__(
-        self, client: ChatClient, prompt: Callable[[str], str], out: TextIO = sys.stdout
+        self,
+        client: ChatClient,
+        prompt: Callable[[str], str],
+        out: TextIO = sys.stdout,
+        is_terminal: bool = True,
     ) -> None:
         self._client = client
         self._prompt = prompt
         self._out = out
+        self._is_terminal = is_terminal
         self._messages: list[Message] = []
 
     def run(self) -> None:
         """Read and answer lines until /exit or the end of the input."""
-        self._say("Type a message; /help lists the commands, Ctrl-C stops an answer.")
+        if self._is_terminal:
+            self._say("Type a message; /help lists the commands, Ctrl-C stops an answer.")
         while True:
             try:
                 line = self._prompt("> ").strip()

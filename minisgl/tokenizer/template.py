@@ -70,6 +70,21 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._max_chars = max_chars
 
+    @property
+    def standalone(self) -> str:
+        """The source, after definitions of the variables that `render` provides.
+
+        Another program can then render it with the messages only.
+        """
+        given = {"tools": None, "documents": None, **self._special_tokens}
+        texts = {n: "none" if v is None else json.dumps(v) for n, v in given.items()}
+        sets = [
+            f"{{% set {name} = {name} | default({text}) %}}"
+            for name, text in texts.items()
+            if name in self.variables
+        ]
+        return "".join(sets) + self.source
+
     def render(
         self, messages: list[dict[str, Any]], options: dict[str, Any], timeout_s: float | None
     ) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from minisgl.core import ConfigError, InvalidRequest
+from minisgl.core import ConfigError, InvalidRequest, TokenizerInfo
 from minisgl.core.hub import read_json
 from minisgl.tokenizer.convert import tokenizer_folder
 from minisgl.tokenizer.escape import SpecialTokenEscaper, escaped_tokens
@@ -62,6 +62,7 @@ class TextTokenizer:
                 raise ConfigError(f"{folder} has a broken chat template: {error}") from None
         self._renders_thinking = any(name in (source or "") for name in _THINKING_NAMES)
         self._tokenizer = tokenizer
+        self._special = special
         self._bos_token = special.get("bos_token", "")
         self._prepends_bos = bool(self._bos_token) and (
             tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(self._bos_token)]
@@ -76,6 +77,16 @@ class TextTokenizer:
     def template_variables(self) -> tuple[str, ...]:
         """The variables that the chat template reads."""
         return () if self._template is None else self._template.variables
+
+    @property
+    def info(self) -> TokenizerInfo:
+        """The properties that clients need."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return TokenizerInfo(
+            vocab_size=self._tokenizer.get_vocab_size(),
+            chat_template=None if self._template is None else self._template.standalone,
+            **{name: self._special.get(name) for name in names},
+        )
 
     def encode_text(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of plain text. If the text begins with BOS, no second BOS is added.

@@ -54,6 +54,7 @@ def run_tokenizer(
         role=name,
         tool_format=detect_tools(tokenizer),
         template_variables=tokenizer.template_variables,
+        tokenizer=tokenizer.info,
     )
     _serve_queue(ready, socket_dir, messages.ToTokenizer, handle)
 

@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from minisgl.demo import model_path
+from tests.process.harness import ServerProcess
 
 pytestmark = pytest.mark.process
 
@@ -54,3 +56,16 @@ def test_a_server_that_does_not_start_gives_one_error_with_its_reason() -> None:
     assert done.returncode == 2
     assert "7 is not a power of two" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_prompts_have_ids_that_the_server_knows(real_server: ServerProcess) -> None:
+    """Regression: ids beyond the vocabulary of a small model made every request fail."""
+    command = [sys.executable, "-m", "minisgl", "bench", "online", "--url", real_server.url]
+    load = ["--requests", "2", "--prompt-tokens", "8", "8", "--output-tokens", "2", "2"]
+    done = subprocess.run([*command, *load], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["failed"], summary["output_tokens"]) == (0, 4)
+    size = httpx.get(real_server.url + "/tokenizer_info").json()["vocab_size"]
+    assert f"the largest id in prompts is {size - 1}; --chat sends text" in done.stderr
+    assert "2/2" in done.stderr, "the progress bar"

@@ -178,7 +178,7 @@ BAD = {
     "format": ({"response_format": {"type": "xml"}}, "response_format.type"),
     "typo": ({"temprature": 0.5}, "temprature"),
     "template": ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
-    "too long": ({"max_tokens": 100_000}, "messages"),
+    "too long": ({"max_tokens": 100_000}, "max_tokens"),
     "stop id": ({"stop_token_ids": [10**8]}, "stop_token_ids"),
     "stream options": ({"stream_options": {"include_usage": True}}, "stream_options"),
 }
@@ -221,7 +221,10 @@ def test_bad_prompt_is_a_400(server: ServerProcess, prompt: object) -> None:
 def test_prompt_too_long_has_its_code(server: ServerProcess) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         server.client().completions.create(model="tiny", prompt=[5] * 2048, max_tokens=1)
-    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.client().completions.create(model="tiny", prompt="a", max_tokens=5000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
 
 
 def test_unknown_model_is_a_404(server: ServerProcess) -> None:

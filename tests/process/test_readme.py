@@ -34,6 +34,20 @@ def without_varying(text: str) -> str:
 
 
 @pytest.mark.process
+def test_example_without_a_server_prints_the_output_in_the_readme() -> None:
+    blocks = _BLOCK.findall(README.read_text(encoding="utf-8"))
+    ((code, shown),) = [
+        (code, shown)
+        for (_, code), (_, shown) in itertools.pairwise(blocks)
+        if "from minisgl import" in code
+    ]
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown
+
+
+@pytest.mark.process
 def test_examples_print_the_output_in_the_readme() -> None:
     assert [language for language, _, _ in examples()] == ["sh", "python", "python", "python"]
     with run_server() as server:

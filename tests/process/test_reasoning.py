@@ -16,6 +16,7 @@ pytestmark = pytest.mark.process
 RECITAL = ["Ċ", "<think>", "Ġword", "Ġcode", "</think>", "Ġletter", "Ġlocker", "<|im_end|>"]
 REASONING, ANSWER = " word code", " letter locker"
 TEMPLATE = """
+{%- if reasoning_effort %}effort: {{ reasoning_effort }}{% endif -%}
 {%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor -%}
 {%- if thinking %}<think>{% endif -%}
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif -%}"""
@@ -72,6 +73,21 @@ def test_reasoning_content(
     assert usage.completion_tokens == tokens
     assert usage.completion_tokens_details is not None
     assert usage.completion_tokens_details.reasoning_tokens == len((reasoning or "").split())
+
+
+def test_reasoning_effort_reaches_the_template_from_chat_and_responses(
+    server: ServerProcess,
+) -> None:
+    client = server.client()
+    chat: Any = [{"role": "user", "content": "hi"}]
+    create = client.chat.completions.create
+    plain = create(model="tiny", messages=chat).usage
+    more = create(model="tiny", messages=chat, reasoning_effort="high").usage
+    same = client.responses.create(model="tiny", input="hi", reasoning={"effort": "high"}).usage
+    assert plain is not None
+    assert more is not None
+    assert same is not None
+    assert plain.prompt_tokens < more.prompt_tokens == same.input_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])

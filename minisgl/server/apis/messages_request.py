@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from minisgl.core import ModelFacts, Unsupported
-from minisgl.server.apis.translation import Translation, template_options
+from minisgl.server.apis.translation import Translation
 from minisgl.server.decode import reject
 from minisgl.server.protocol import messages_api as api
 from minisgl.server.protocol import requests
@@ -39,25 +39,27 @@ def translate(body: api.CountTokensBody, facts: ModelFacts) -> Translation:
         model=body.model,
         messages=messages,
         chat_template_kwargs=options,
+        reasoning_effort=body.output_config.effort if body.output_config else None,
         continue_final_message=messages[-1].role == "assistant" and bool(messages[-1].content),
         **_tool_parameters(body),
         **parameters,
     )
     ignored += tuple("tool" for tool in body.tools if tool.type not in _CUSTOM)
-    return Translation(chat, "messages", ignored, fits_tokens=True)
+    return Translation(chat, ignored=ignored, fits_tokens=True)
 
 
 def _template_options(
     body: api.CountTokensBody, facts: ModelFacts
 ) -> tuple[requests.TemplateOptions, tuple[str, ...]]:
-    wanted: dict[str, Any] = {}
+    """The options that the chat template of the model knows, and the names of the others."""
+    given: dict[str, Any] = {}
     if body.thinking is not None:
         names = set(_THINKING) & set(facts.template_variables) or _THINKING[:1]
-        wanted |= dict.fromkeys(names, body.thinking.type != "disabled")
-        wanted["thinking_budget"] = body.thinking.budget_tokens
-    if body.output_config is not None:
-        wanted["reasoning_effort"] = body.output_config.effort
-    return template_options(facts, **wanted)
+        given |= dict.fromkeys(names, body.thinking.type != "disabled")
+        if body.thinking.budget_tokens is not None:
+            given["thinking_budget"] = body.thinking.budget_tokens
+    known = {name: value for name, value in given.items() if name in facts.template_variables}
+    return requests.TemplateOptions(**known), tuple(name for name in given if name not in known)
 
 
 class _Blocks(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.core import ModelFacts, Unsupported
-from minisgl.server.apis.translation import Translation, template_options
+from minisgl.server.apis.translation import Translation
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests
 from minisgl.server.protocol import responses_api as api
@@ -19,12 +19,10 @@ _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", 
 
 def translate(body: api.ResponsesBody, facts: ModelFacts) -> Translation:
     """The chat of this body. Raises InvalidRequest or Unsupported with the path in the body."""
-    effort = body.reasoning and body.reasoning.effort
-    options, ignored = template_options(facts, reasoning_effort=effort)
     chat = requests.ChatBody(
         model=body.model,
         messages=_messages(body),
-        chat_template_kwargs=options,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -32,8 +30,8 @@ def translate(body: api.ResponsesBody, facts: ModelFacts) -> Translation:
         **_tool_parameters(body),
         **_format_parameters(body.text),
     )
-    ignored += tuple("tool" for tool in body.tools if tool.type != "function")
-    return Translation(chat, "input", ignored, _repeated(body))
+    ignored = tuple("tool" for tool in body.tools if tool.type != "function")
+    return Translation(chat, "input", "max_output_tokens", ignored, _repeated(body))
 
 
 @dataclass(eq=False, slots=True)

@@ -264,6 +264,7 @@ class ChatBody(GenerationBody, kw_only=True):
     max_completion_tokens: Annotated[int, bounds("max_tokens")] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, bounds("logprobs")] = 0
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     separate_reasoning: bool = True
     tools: Annotated[list[Tool], Meta(max_length=128)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None

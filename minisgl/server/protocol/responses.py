@@ -203,6 +203,12 @@ class StatusResponse(msgspec.Struct):
     status: str
 
 
+class VersionResponse(msgspec.Struct):
+    """The version of the server."""
+
+    version: str
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     """A served model name. max_model_len is null until the model is loaded."""
 

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from minisgl.benchmark.online import main
+from minisgl.core import ConfigError
 
 STREAM_TOKENS = 7
 EVENT = b'data: {"choices":[{"text":"a"}],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
@@ -58,3 +59,13 @@ def test_the_reason_of_failed_background_streams_is_printed(
     assert "error: HTTP 400: " in out
     assert "streams are too long" in out
     assert json.loads(out.splitlines()[-1])["failed"] == 2
+
+
+def test_a_run_without_one_success_is_an_error(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = str(STREAM_TOKENS)
+    load = ["--requests", "2", "--output-tokens", tokens, tokens, "--served-name", "m", "--quiet"]
+    with pytest.raises(ConfigError, match=r"every request failed.*; if the server .* give --chat"):
+        main(["--url", url, *load])
+    assert "streams are too long" in capsys.readouterr().out

@@ -102,6 +102,11 @@ class Hub:
             "    print('ERROR', error)\n"
             "print('TORCH', 'torch' in sys.modules)\n"
         )
+        done = self.run(code, **env)
+        assert "TORCH False" in done.stdout
+        return next(line for line in done.stdout.splitlines() if line[:4] in ("PATH", "ERRO"))
+
+    def run(self, code: str, **env: str) -> "subprocess.CompletedProcess[str]":
         settings = {
             "HF_ENDPOINT": self.endpoint,
             "HF_HOME": str(self.home),
@@ -119,8 +124,7 @@ class Hub:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert "TORCH False" in done.stdout
-        return next(line for line in done.stdout.splitlines() if line[:4] in ("PATH", "ERRO"))
+        return done
 
 
 @pytest.fixture
@@ -142,6 +146,20 @@ def test_hub_id_downloads_only_what_is_needed_and_works_offline_afterwards(hub: 
     assert set(hub.fetched) == wanted
     assert {path.name for path in Path(first[5:]).iterdir()} == wanted
     assert hub.resolve("owner/good", HF_HUB_OFFLINE="1") == first
+
+
+def test_download_logs_its_progress_where_stderr_is_no_terminal(hub: Hub) -> None:
+    """Regression: a download of minutes wrote nothing to the log of a container."""
+    code = (
+        "from minisgl.core.hub import resolve_model\n"
+        "from minisgl.utils import setup_logging, startup\n"
+        "setup_logging('launcher', 'info')\n"
+        "startup._LOG_INTERVAL_S = 0.0\n"
+        "resolve_model('owner/good')\n"
+    )
+    lines = hub.run(code).stderr.splitlines()
+    assert any("minisgl.utils.startup: Fetching" in line and "/4" in line for line in lines), lines
+    assert all(" INFO " in line for line in lines), "no bar is among the lines"
 
 
 def test_without_weights_the_configuration_is_enough(hub: Hub, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 The W-numbers are rows of docs/bugs.md.
 """
 
+import dataclasses
 import shutil
 import signal
 from collections.abc import Iterator
@@ -160,21 +161,41 @@ def test_completions_have_the_log_probabilities(llm: LLM) -> None:
     prompt = [*llm.tokenizer.encode_text("planet")]  # not a chat, so that the model is uncertain
     asked = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
     found = one(llm.generate(prompt, asked, progress=False))
-    assert [each.top_ids[0][0] for each in found.logprobs] == found.token_ids
-    assert [each.top_logprobs[0][:1] for each in found.logprobs] == [
-        each.logprobs for each in found.logprobs
+    assert [each.token_id for each in found.logprobs] == found.token_ids
+    text = llm.tokenizer.vocabulary.decode(found.token_ids, skip_special=False)
+    assert "".join(each.text for each in found.logprobs) == text
+    assert [each.top[0] for each in found.logprobs] == [
+        dataclasses.replace(each, top=()) for each in found.logprobs
     ]
     assert not found.prompt_logprobs
-    assert min(each.logprobs[0] for each in found.logprobs) < -1
+    assert min(each.logprob for each in found.logprobs) < -1
     again = SamplingParams(max_tokens=1, prompt_logprobs=0)
     whole = one(llm.generate([*prompt, *found.token_ids], again, progress=False))
-    prompt_logprobs = [value for part in whole.prompt_logprobs for value in part.logprobs]
-    assert len(prompt_logprobs) == len(prompt) + len(found.token_ids) - 1
-    logprobs = [each.logprobs[0] for each in found.logprobs]
+    prompt_logprobs = [each.logprob for each in whole.prompt_logprobs]
+    ids = [*prompt, *found.token_ids]
+    assert [each.token_id for each in whole.prompt_logprobs] == ids[1:]
+    logprobs = [each.logprob for each in found.logprobs]
     assert prompt_logprobs[len(prompt) - 1 :] == pytest.approx(logprobs, abs=1e-3)
     stopped = one(llm.chat(SPELL, asked, stop="n", progress=False))
     assert stopped.text == "p-l-a-"
     assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_parameters_by_name_replace_those_of_the_sampling(llm: LLM) -> None:
+    assert one(llm.chat(ADD, temperature=0.0, max_tokens=24, progress=False)).text == "42"
+    short = llm.generate(["a", "b"], GREEDY, max_tokens=2, ignore_eos=True, progress=False)
+    assert isinstance(short, list)
+    assert [len(each.token_ids) for each in short] == [2, 2]
+    (*_, last) = llm.stream("a", GREEDY, max_tokens=3, ignore_eos=True)
+    assert last.completion is not None
+    assert len(last.completion.token_ids) == 3
+    for wrong, message in (
+        ({"temperature": 9}, "temperature must be from 0 to 2, not 9"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"temprature": 1}, "no field 'temprature'; did you mean 'temperature'"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            llm.generate("a", GREEDY, progress=False, **wrong)
 
 
 def test_a_lone_surrogate_is_refused(llm: LLM) -> None:
@@ -215,7 +236,11 @@ def test_a_prompt_that_is_neither_text_nor_ids_is_refused(llm: LLM, prompt: Any)
     assert llm.worker.scheduler.idle
 
 
-@pytest.mark.parametrize("conversation", [None, 5, {"role": "user"}, [None]])
+NO_LISTS: list[Any] = [None, 5, {"role": "user"}, [None], "Hello", ["Hello"], [[]]]
+WRONG_MESSAGES: list[Any] = [[{"role": "user"}], [{"content": "a"}], [{**ADD[0], "content": 5}]]
+
+
+@pytest.mark.parametrize("conversation", [*NO_LISTS, *WRONG_MESSAGES, [ADD[0], "b"]])
 def test_a_conversation_that_is_no_list_of_messages_is_refused(llm: LLM, conversation: Any) -> None:
     with pytest.raises(InvalidRequest, match="a conversation must be a list of messages"):
         llm.chat(conversation, GREEDY, progress=False)

@@ -12,8 +12,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.core import FinishReason
+from minisgl.core import FinishReason, SamplingParams
 from minisgl.message.messages import (
+    AddReq,
     DecodeIds,
     Finished,
     PrefillDone,
@@ -110,6 +111,24 @@ def test_receiver_drops_garbage_and_goes_on(tmp_path: Path) -> None:
         assert receiver.poll(10)
         seen += receiver.drain()
     assert seen == [TokenizeResult(uid=7, text="x")]
+    raw.close()
+    receiver.close()
+
+
+def test_receiver_drops_parameters_out_of_range_and_goes_on(tmp_path: Path) -> None:
+    """The constructor of SamplingParams raises InvalidRequest, also in the decoder."""
+    write_socket_key(tmp_path)
+    receiver: Receiver[AddReq] = Receiver(endpoint(str(tmp_path), "q"), AddReq)
+    raw: Sender[object] = Sender(endpoint(str(tmp_path), "q"))
+    good = AddReq(uid=7, token_ids=b"", sampling=SamplingParams())
+    bad = msgspec.to_builtins(good) | {"uid": 6, "token_ids": b"", "sampling": {"max_tokens": -1}}
+    raw.send(bad)
+    raw.send(good)
+    seen: list[AddReq] = []
+    while not seen:
+        assert receiver.poll(10)
+        seen += receiver.drain()
+    assert seen == [good]
     raw.close()
     receiver.close()
 

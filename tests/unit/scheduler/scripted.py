@@ -24,6 +24,9 @@ class ScriptedParams(SamplingParams, frozen=True, kw_only=True):
     polls: int = 0
     broken: bool = False
 
+    def __post_init__(self) -> None:
+        """Check nothing: a test may queue parameters that the scheduler must refuse itself."""
+
 
 class Scripted(Constraint):
     """The state of one request."""

@@ -168,9 +168,9 @@ def test_all_apis_give_the_same_request_for_the_same_chat() -> None:
             chat.text,
             True,
         )
-    assert chat.explicit_max_tokens
-    assert ours.explicit_max_tokens
-    assert not theirs.explicit_max_tokens, "the clients must send one, so it is an upper limit"
+    assert chat.max_tokens_param == "max_tokens"
+    assert ours.max_tokens_param == "max_output_tokens"
+    assert theirs.max_tokens_param is None, "the clients must send one, so it is an upper limit"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,15 @@ def test_other_tools_and_unknown_template_options_are_ignored_and_counted() -> N
     assert request.text.tools is None
     assert options_of(request) == {"reasoning_effort": "high"}
     request = responses(input="hi", facts=FACTS, reasoning={"effort": "high"})
+    assert (request.ignored, options_of(request)) == (("reasoning_effort",), {})
+    request = messages(user("hi"), output_config={"effort": "low"})
+    assert (request.ignored, options_of(request)) == ((), {"reasoning_effort": "low"})
+    request = read(CHAT, messages=[user("hi")], reasoning_effort="high")
+    assert (request.ignored, options_of(request)) == ((), {"reasoning_effort": "high"})
+    own = {"reasoning_effort": "none"}
+    request = read(CHAT, messages=[user("hi")], reasoning_effort="high", chat_template_kwargs=own)
+    assert options_of(request) == own, "chat_template_kwargs names the variable, so it wins"
+    request = read(CHAT, messages=[user("hi")], facts=FACTS, reasoning_effort="high")
     assert (request.ignored, options_of(request)) == (("reasoning_effort",), {})
     thinking = {"type": "enabled", "budget_tokens": 1024}
     web = {"type": "web_search_20250305", "name": "web_search"}

@@ -266,10 +266,15 @@ def test_max_tokens_must_fit_into_context_and_pool() -> None:
 
     assert fit(read(COMPLETIONS)) == 10, "the implicit 16 shrink to the room"
     assert fit(read(COMPLETIONS, max_tokens=10)) == 10
-    with pytest.raises(PromptTooLong):
+    with pytest.raises(PromptTooLong, match=r"max_tokens is 11.* at most 10 are left") as refused:
         fit(read(COMPLETIONS, max_tokens=11))
-    with pytest.raises(PromptTooLong):
+    assert refused.value.param == "max_tokens"
+    with pytest.raises(PromptTooLong) as refused:
+        fit(read(max_completion_tokens=11))
+    assert refused.value.param == "max_completion_tokens"
+    with pytest.raises(PromptTooLong) as refused:
         fit_max_tokens(read(), array("i", [1] * 80), FACTS, "messages")
+    assert refused.value.param == "messages"
     with pytest.raises(InvalidRequest, match="no tokens"):
         fit_max_tokens(read(), array("i"), FACTS, "messages")
 

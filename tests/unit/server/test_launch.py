@@ -1,6 +1,7 @@
 """Start-up errors of the launcher, and signals that count as a second one."""
 
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_repeated_sighup_does_not_end_a_drain(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Supervisor, "send_signal", lambda self, child, number: sent.append(number))
     with Supervisor() as supervisor:
         service = launch._Service(supervisor, spec, -1, ())
-        service._api = Child("api", process=None)
+        service._api = supervisor.adopt(Child("api", subprocess.Popen(["true"])))
         heard = [signal.SIGHUP, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM]
         assert [service._on_signal(number) for number in heard] == [None, None, None, 128 + 15]
-        assert sent == [signal.SIGUSR2]
+        assert sent == [signal.SIGUSR2, signal.SIGUSR2, signal.SIGKILL], "the second of SIGTERM"

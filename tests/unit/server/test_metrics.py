@@ -47,7 +47,7 @@ def scraped(metrics: Metrics, now: Now = READY) -> dict[str, float]:
 def filled() -> Metrics:
     """Metrics with a value for each label, and a model name that needs escapes."""
     metrics = Metrics('a "quoted\\" name')
-    metrics.on_ready(Ready(role="scheduler", facts=FACTS, startup_s={"load": 1.5}), tp_size=2)
+    metrics.on_ready(Ready(role="scheduler", facts=FACTS), tp_size=2)
     metrics.on_ready(Ready(role="tokenizer-0", tool_format="hermes"), tp_size=2)
     metrics.on_http("/v1/models/{model_id:path}", "GET", 404)
     metrics.on_refused(NotReady("x"), Phase.LOADING)

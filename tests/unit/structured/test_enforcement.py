@@ -112,7 +112,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(path: str) -> None:
     assert found.token_ids == plain.token_ids
     assert found.finish_reason is FinishReason.STOP
     assert len(found.logprobs) == len(found.token_ids)
-    likely = {token for each in found.logprobs for token in each.top_ids[0]}
+    likely = {top.token_id for each in found.logprobs for top in each.top}
     assert not likely <= set(found.token_ids), "the most likely tokens are no digits"
-    chosen = [math.exp(each.logprobs[0]) for each in found.logprobs]
+    chosen = [math.exp(each.logprob) for each in found.logprobs]
     assert max(chosen) < 0.05, "a digit is one of over a thousand ids"

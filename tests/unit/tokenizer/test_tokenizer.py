@@ -5,15 +5,17 @@ The W-numbers are rows of docs/bugs.md.
 
 import array
 import json
+import math
 from pathlib import Path
 
+import jinja2
 import pytest
 from tokenizers import processors
 
 from minisgl.core import ConfigError
 from minisgl.message.messages import DecodeIds, TokenizeChat, TokenizeText
 from minisgl.tokenizer import TextTokenizer
-from minisgl.tokenizer.template import TemplateError
+from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.worker import tokenize
 from tests.unit.tokenizer.conftest import byte_level
 
@@ -177,3 +179,13 @@ def test_a_template_that_leaves_out_the_final_message_cannot_continue_it(folder:
     chat = [*CHAT, {"role": "assistant", "content": "Well,"}]
     with pytest.raises(TemplateError, match="leaves out the last message"):
         TextTokenizer(folder).render_chat(chat, {"continue_final_message": True})
+
+
+def test_template_of_the_info_needs_the_messages_only() -> None:
+    """Clients such as lm-eval render it in strict mode, without the variables of Transformers."""
+    source = "{{ bos_token }}{% if tools %}tools{% endif %}{{ messages[0].content }}"
+    ours = ChatTemplate(source, {"bos_token": '<s>"'}, math.inf)
+    strict = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    chat = [{"role": "user", "content": "hi"}]
+    rendered = strict.from_string(ours.standalone).render(messages=chat)
+    assert rendered == ours.render(chat, {}, None) == '<s>"hi'

@@ -1,0 +1,76 @@
+"""The types of the arguments of `LLM`, and their checks."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from minisgl.core import InvalidRequest, SamplingParams
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[dict[str, Any]]
+Sampling = SamplingParams | Sequence[SamplingParams] | None
+Stop = str | Sequence[str]
+
+NOT_A_PROMPT = "a prompt must be text or a sequence of token ids"
+NOT_A_CONVERSATION = (
+    'a conversation must be a list of messages such as {"role": "user", "content": "Hello!"}'
+)
+
+
+def check_conversation(chat: Conversation) -> None:
+    """Raise InvalidRequest that names the first message that is not valid."""
+    for index, message in enumerate(chat):
+        given = message if isinstance(message, dict) else {}
+        has_content = isinstance(given.get("content"), str | list) or given.get("tool_calls")
+        if not (isinstance(given.get("role"), str) and has_content):
+            text = f"{NOT_A_CONVERSATION}; message {index} is {str(message)[:80]!r}"
+            raise InvalidRequest(text, param=f"messages[{index}]")
+    if not chat:
+        raise InvalidRequest(f"{NOT_A_CONVERSATION}; it has no message", param="messages")
+
+
+def as_list(given: Any, element: Any, expected: str) -> tuple[bool, list[Any]]:
+    """Return whether `given` is a single input, and the list of inputs.
+
+    A single input is a text, or a sequence that begins with an `element`. Raises InvalidRequest
+    with the message `expected` when `given` is neither an input nor a sequence of inputs.
+    """
+    sequences = (Sequence, np.ndarray)
+    if not isinstance(given, sequences):
+        raise InvalidRequest(expected, param="prompt")
+    single = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], element))
+    inputs = [given] if single else list(given)
+    if not all(isinstance(each, sequences) for each in inputs):
+        raise InvalidRequest(expected, param="prompt")
+    return single, inputs
+
+
+def as_ids(prompt: Sequence[int]) -> "array[int]":
+    """Return token ids as int32, as AddReq holds them. Raises InvalidRequest."""
+    try:
+        return array("i", iter(prompt))  # without iter, bytes would be read as raw int32
+    except OverflowError:
+        raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None
+    except (TypeError, ValueError):
+        raise InvalidRequest(NOT_A_PROMPT, param="prompt") from None
+
+
+def stop_list(stop: Any) -> list[str]:
+    """Return `stop`, one string or a sequence of strings, as a list. Raises InvalidRequest."""
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
+        raise InvalidRequest("stop must be one or more nonempty strings", param="stop")
+    return list(strings)
+
+
+def checked(sampling: Any, changes: dict[str, Any]) -> SamplingParams:
+    """Return a copy with values of the declared types and ranges. Raises InvalidRequest."""
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequest("sampling must consist of SamplingParams", param="sampling")
+    try:
+        return msgspec.convert(msgspec.structs.asdict(sampling) | changes, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"sampling parameters: {error}", param="sampling") from None
