@@ -56,12 +56,9 @@ def build_model(
     instead of the checkpoint's tensors. fill=False: leave the parameters as they are allocated, for
     a device without memory. Raises ConfigError.
     """
-    extensions = extensions or ModelExtensions()
-    moe = create_moe_backend(moe_backend, device, extensions.moe_backends)
-    method = _linear_method(config.quantization, extensions.quantizations)
-    linear = LinearBuild(comm.tp, dtype, method)
-    with torch.device("meta"):
-        model = CausalLM(ModelParts(config, comm, linear, moe))
+    added = () if extensions is None else extensions.moe_backends
+    moe = create_moe_backend(moe_backend, device, added)
+    model = empty_model(config, dtype, comm, moe, extensions)
     materialise(model, device, dtype)
     share_split_k_semaphores(model, device)
     if fill and dummy_weight:
@@ -72,6 +69,24 @@ def build_model(
     if comm.tp.size == 1 and dtype is torch.bfloat16:
         model.fold_norms()
     return model
+
+
+def empty_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    comm: Communicator,
+    moe: MoeBackend,
+    extensions: ModelExtensions | None = None,
+) -> CausalLM:
+    """Build this rank's share of the model on the meta device. Raises ConfigError.
+
+    dtype: of activations and unquantised weights.
+    """
+    extensions = extensions or ModelExtensions()
+    method = _linear_method(config.quantization, extensions.quantizations)
+    linear = LinearBuild(comm.tp, dtype, method)
+    with torch.device("meta"):
+        return CausalLM(ModelParts(config, comm, linear, moe))
 
 
 def _linear_method(

@@ -84,8 +84,13 @@ def placements_of(model: nn.Module) -> list[Placement]:
     ]
 
 
-def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
+def load_weights(
+    model: nn.Module, folder: str, *, show_progress: bool = False, headers_only: bool = False
+) -> None:
     """Read this rank's part of every tensor into a materialised model, in the parameters' dtypes.
+
+    headers_only: check files, names, shapes and types, and return without reading any value. The
+    model may then be on the meta device.
 
     Raises ConfigError for an unreadable file, and for a tensor that is missing, that the model does
     not use, or that has another shape or type. Also raises it for a stored head that differs from
@@ -105,6 +110,12 @@ def load_weights(model: nn.Module, folder: str, *, show_progress: bool) -> None:
             f"checkpoint {folder} has {len(unknown)} tensors that the model does not use, "
             f"such as {unknown[0]}"
         )
+    for path, placed in by_file.items():
+        with _open(path) as handle:
+            for placement in placed:
+                _view(handle, path, placement)
+    if headers_only:
+        return
     parameters = dict(model.named_parameters())
     quiet = None if show_progress else True
     with tqdm(total=len(placements), desc="loading weights", unit="tensor", disable=quiet) as bar:
@@ -151,23 +162,29 @@ def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, 
     """Yield this rank's slices of one file. Placements that are all padding are left out."""
     with _open(path) as handle:
         for placement in placements:
-            try:
-                view = handle.get_slice(placement.source)
-            except SafetensorError:
-                raise ConfigError(f"{path} has no tensor {placement.source}") from None
-            shape = tuple(view.get_shape())
-            if shape != placement.shape:
-                raise ConfigError(
-                    f"tensor {placement.source} has shape {list(shape)}, "
-                    f"the config asks for {list(placement.shape)}"
-                )
-            if (dtype := view.get_dtype()) not in placement.stored:
-                raise ConfigError(
-                    f"tensor {placement.source} is of type {dtype}, which is not supported; "
-                    f"supported: {', '.join(placement.stored)}"
-                )
+            view = _view(handle, path, placement)
             if placement.dim is None or placement.begin < placement.end:
                 yield placement, _cut(placement, view)
+
+
+def _view(handle: Any, path: Path, placement: Placement) -> Any:
+    """Return the tensor of a placement in an open file, without its values. Raises ConfigError."""
+    try:
+        view = handle.get_slice(placement.source)
+    except SafetensorError:
+        raise ConfigError(f"{path} has no tensor {placement.source}") from None
+    shape = tuple(view.get_shape())
+    if shape != placement.shape:
+        raise ConfigError(
+            f"tensor {placement.source} has shape {list(shape)}, "
+            f"the config asks for {list(placement.shape)}"
+        )
+    if (dtype := view.get_dtype()) not in placement.stored:
+        raise ConfigError(
+            f"tensor {placement.source} is of type {dtype}, which is not supported; "
+            f"supported: {', '.join(placement.stored)}"
+        )
+    return view
 
 
 def _cut(placement: Placement, source: Any) -> Tensor:
