@@ -125,6 +125,19 @@ def _single_gpu_cost(model: ModelConfig) -> Cost:
     return Cost(2 * parameters, operations, 2 * kv, 2 * experts, expert_share)
 
 
+def step_s(cost: Cost, tokens: int, context_tokens: int, ceilings: Ceilings, tp: int = 1) -> float:
+    """Return the floor of a decode step in seconds.
+
+    tokens: requests of the step, each with one token. context_tokens: tokens of all their contexts.
+    """
+    weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
+    arithmetic = cost.operations * tokens / ceilings.operations_per_s
+    reduces = cost.reduces * reduce_s(tp, tokens * cost.reduce_bytes) if cost.reduces else 0.0
+    return (
+        max(weights, arithmetic) + context_tokens * cost.kv_bytes / ceilings.bytes_per_s + reduces
+    )
+
+
 def floor_of(
     model: ModelConfig,
     workload: Workload,
@@ -150,12 +163,8 @@ def floor_of(
     decode_s = 0.0
     for step in range(1, int(outputs.max())):  # prefill samples the first token
         running = outputs > step
-        tokens = int(running.sum())
-        weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
-        arithmetic = cost.operations * tokens / ceilings.operations_per_s
         context = int((prompts[running] + step).sum())
-        decode_s += max(weights, arithmetic) + context * cost.kv_bytes / ceilings.bytes_per_s
-        decode_s += cost.reduces * reduce_s(tp, tokens * cost.reduce_bytes)
+        decode_s += step_s(cost, int(running.sum()), context, ceilings, tp)
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
 
 

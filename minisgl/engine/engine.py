@@ -255,8 +255,9 @@ class Engine:
         on_cpu = self._device.type == "cpu"
         available = config.cpu_kv_bytes if on_cpu else self._gpu_kv_bytes(free_before)
         page_bytes = kv_page_bytes(self._kv_spec, self._model_config.num_kv_layers, size)
-        useful = config.max_running_reqs * -(-self.max_seq_len // size)
-        pages = self._comm.agree_min(min(available // page_bytes, useful))
+        pages = self._comm.agree_min(
+            memory.pages_that_fit(config, available, page_bytes, self.max_seq_len)
+        )
         if pages < 1:
             raise OutOfMemory(
                 f"one KV page of {size} tokens takes {page_bytes} bytes, but only {available} "
@@ -286,8 +287,8 @@ class Engine:
         logger.info(
             "memory of steps and graphs steps_bytes=%d graph_bytes=%d", step_bytes, graph_bytes
         )
-        share = int(self._config.memory_ratio * free_before)
-        return share - (free_before - free_loaded) - step_bytes - graph_bytes
+        taken = free_before - free_loaded + step_bytes + graph_bytes
+        return memory.kv_bytes_left(self._config, free_before, taken)
 
     def _measure_graph_bytes(self) -> int:
         """Return the memory that all graphs will take, in bytes, from trial captures.

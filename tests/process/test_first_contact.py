@@ -79,7 +79,7 @@ def test_model_without_a_flag_is_served_with_settings_of_every_place(
         server.wait_ready()
         models = httpx.get(server.url + "/v1/models", timeout=DEADLINE_S).json()
         assert [model["id"] for model in models["data"]] == ["one", "two"]
-        wait_for(lambda: server.metrics()["kv_cache_pages"] == 64, "the pages of the environment")
+        wait_for(lambda: "KV capacity 1,024 tokens" in server.stdout, "64 pages of 16 tokens")
         assert "unknown environment variable" not in server.stderr
 
 
