@@ -6,7 +6,7 @@ It runs the steps that the scheduler plans. It knows nothing of queues, prefixes
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -79,6 +79,7 @@ class Engine:
         self._show_progress = comm.tp.rank == 0
         self._stream: torch.cuda.Stream | None = None
         self._compile_log = CompileLog()
+        self._wait_for_kernels: Callable[[], None] = lambda: None
         began_s = time.monotonic()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -185,10 +186,10 @@ class Engine:
         torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
     def _prepare_kernels(self) -> None:
-        """Add the kernel cache to the searched folders; compile the missing attention kernels.
+        """Add the kernel cache to the searched folders; start to compile missing attention kernels.
 
-        Only rank 0 compiles and logs here. When another rank needs a module that is being compiled,
-        FlashInfer makes that rank wait.
+        The compilers run while the weights load. Only rank 0 compiles and logs here. When another
+        rank needs a module that is being compiled, FlashInfer makes that rank wait.
         """
         config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
@@ -200,10 +201,11 @@ class Engine:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
         if self._show_progress:
             self._compile_log.watch()
-            compile_missing(needed)
+            self._wait_for_kernels = compile_missing(needed)
 
     def _assemble(self) -> StepLauncher:
         """Allocate all device memory except for graphs. The KV pool gets num_pages pages."""
+        self._wait_for_kernels()
         config, model = self._config, self._model_config
         pool = KVPool(
             self._kv_spec,
