@@ -84,7 +84,7 @@ def _compile(arguments: Sequence[str]) -> int:
         epilog="Takes all flags of minisgl. Give the flags of the server that will use the folder.",
         allow_abbrev=False,
     )
-    help_text = "compute capabilities, such as 9.0; default: the capabilities of the local GPUs"
+    help_text = "Compute capabilities, such as 9.0. Default: those of the local GPUs."
     parser.add_argument("--arch", nargs="+", default=[], type=_arch, metavar="X.Y", help=help_text)
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")

@@ -22,7 +22,9 @@ from minisgl.utils import near_names
 # Sections of flags.toml whose flags the command line accepts only to log a warning.
 WITHOUT_EFFECT = ("replaced", "of other servers")
 
-_INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
+_INJECTED_NAME = re.compile(
+    r"MINISGL_(PORT|SERVICE_)|MINISGL_\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))"
+)
 _INJECTED_VALUE = re.compile(r"(tcp|udp|sctp)://")
 # Their variables hold keys, which EnvSettings reads: a key of the environment is valid beside a key
 # of the flag.
@@ -44,7 +46,7 @@ def is_switch(flag: Mapping[str, Any]) -> bool:
 
 def is_injected(name: str, value: str) -> bool:
     """Whether Kubernetes has injected this variable for a Service, so that it is no setting."""
-    return name.startswith(_INJECTED) or bool(_INJECTED_VALUE.match(value))
+    return bool(_INJECTED_NAME.match(name) or _INJECTED_VALUE.match(value))
 
 
 def flag_variables() -> dict[str, str]:

@@ -48,6 +48,7 @@ def test_injected_variables_are_ignored_without_a_warning(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         read_env({name: "tcp://10.0.0.1:1919"})
+        read_env({"MINISGL_API_SERVICE_HOST": "10.0.0.1", "MINISGL_API_PORT_80_TCP_PROTO": "tcp"})
     assert caplog.text == ""
     assert list(environment_words({name: "tcp://10.0.0.1:1919"})) == []
 
