@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,8 +19,8 @@ from minisgl.utils.toolchain import find_c_compiler, find_nvcc
 _TIMEOUT_S = 3.0  # for the hub, and for nvidia-smi
 _GIB = 2**30
 _OK, _WARNING, _FAILED = "ok", "warning", "failed"
-# Packages of FlashInfer with kernels that a start then need not compile.
-_PREBUILT = ("flashinfer-jit-cache", "flashinfer-cubin")
+# FlashInfer, and its packages with kernels that a start then need not compile.
+_FLASHINFER = ("flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin")
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="minisgl doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     options = parser.parse_args(argv)
-    checks = [check() for check in CHECKS]
+    checks = [_driver(), _torch(), _gpu(), _flashinfer(), _compilers(), _memory_lock()]
+    checks += [_shared_memory(), _sockets(), _model_cache(), _kernel_cache(), _hub()]
     if options.json:
         sys.stdout.write(msgspec.json.encode(checks).decode() + "\n")
     else:
@@ -94,9 +95,9 @@ def _gpu() -> Check:
 
 
 def _flashinfer() -> Check:
-    versions = {name: _version(name) for name in ("flashinfer-python", *_PREBUILT)}
-    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    if versions["flashinfer-python"] is None and _has_gpu():
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    found = ", ".join(f"{name} {installed[name]}" for name in _FLASHINFER if name in installed)
+    if _FLASHINFER[0] not in installed and _has_gpu():
         remedy = "pip install 'minisgl[gpu]'; attention runs on torch until then, and is slow"
         return Check("FlashInfer", _WARNING, "not installed", remedy)
     found = found or "not installed; only a GPU needs it"
@@ -184,21 +185,6 @@ def _hub() -> Check:
     return Check("hub", _OK, f"{address} answers")
 
 
-CHECKS: tuple[Callable[[], Check], ...] = (
-    _driver,
-    _torch,
-    _gpu,
-    _flashinfer,
-    _compilers,
-    _memory_lock,
-    _shared_memory,
-    _sockets,
-    _model_cache,
-    _kernel_cache,
-    _hub,
-)
-
-
 def _writable(name: str, folder: Path, variable: str) -> Check:
     """Check that this user can write to a folder, or can create it."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -217,10 +203,3 @@ def _has_gpu() -> bool:
     except (ImportError, OSError):
         return False
     return torch.cuda.is_available()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

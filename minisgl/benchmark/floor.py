@@ -64,6 +64,7 @@ _REDUCE_MB = tuple(rows * 10_240 / 1e6 for rows in (1, 8, 64, 256, 2048, 8192))
 _REDUCE_US = MappingProxyType(
     {2: (6.4, 7.4, 8.6, 14.9, 99, 309), 4: (6.8, 9.1, 10.5, 19.9, 120, 403)}
 )
+MEASURED_TP = (1, *_REDUCE_US)
 
 
 def reduce_s(tp: int, num_bytes: float) -> float:
@@ -73,7 +74,7 @@ def reduce_s(tp: int, num_bytes: float) -> float:
     """
     if tp == 1:
         return 0.0
-    if tp not in _REDUCE_US:
+    if tp not in MEASURED_TP:
         raise ConfigError(f"all-reduce over {tp} GPUs was not measured; measured: 2, 4 GPUs")
     mb = num_bytes / 1e6
     beyond = max(mb / _REDUCE_MB[-1], 1.0)

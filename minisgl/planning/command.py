@@ -99,8 +99,6 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
     if plan.floor_ms:
         rates = "measured on this GPU" if gpu.measured else "those of the data sheet"
         lines.append(f"Bandwidth and arithmetic rate are {rates}.")
-        if not plan.floor_has_reduces:
-            lines.append(f"All-reduces over {plan.tp} GPUs were not measured and are left out.")
     return [*lines, "", f"set: {' '.join(plan.settings) or 'nothing; the defaults fit'}"]
 
 

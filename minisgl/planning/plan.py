@@ -8,12 +8,11 @@ three starts on one H200. The pages follow from both by the engine's own rule (e
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 import torch
 
-from minisgl.benchmark.floor import Cost, cost_of, reduce_s, step_s
+from minisgl.benchmark.floor import MEASURED_TP, Cost, cost_of, step_s
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory
@@ -40,16 +39,9 @@ _GRAPH_REQS = 256  # requests of the largest decode graph
 _FP8_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt")
 
 
-class Storage(NamedTuple):
-    """How weights or keys and values are stored: bytes of an element, and of each row's scale."""
-
-    item: int
-    scale: int = 0
-
-
-# The stored formats by name. Other names mean the model's dtype.
-WEIGHTS: Mapping[str, Storage] = MappingProxyType({"fp8": Storage(1, 4)})
-KV: Mapping[str, Storage] = MappingProxyType({"fp8": Storage(1, 2)})
+# Bytes of a stored element by the name of the format. Other names mean the model's dtype.
+_ITEM_BYTES: Mapping[str, int] = MappingProxyType({"fp8": 1})
+_KV_SCALE_BYTES = 2  # of the key or value of one head, in a quantised KV cache
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +53,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     floor_ms           shortest time of a token, by the number of requests that decode together.
                        Each has 1,024 tokens, or the context if that is shorter. None: they do not
                        fit.
-    floor_has_reduces  False if the floor lacks the time of the all-reduces.
     settings           flags that differ from the defaults.
     """
 
@@ -80,7 +71,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     requests: dict[int, int]
     floor_ms: dict[int, float | None]
-    floor_has_reduces: bool
     settings: list[str]
 
 
@@ -94,10 +84,10 @@ def make_plan(
 ) -> Plan:
     """Return the plan of an engine. Raises ConfigError, as the engine does.
 
-    quantization, kv_cache_dtype: names in WEIGHTS and KV, or any other name for the model's dtype.
+    quantization, kv_cache_dtype: fp8, or any other name for the model's dtype.
     """
-    flags = [f"--quantization={quantization}"] if quantization in WEIGHTS else []
-    flags += [f"--kv-cache-dtype={kv_cache_dtype}"] if kv_cache_dtype in KV else []
+    given = {"quantization": quantization, "kv-cache-dtype": kv_cache_dtype}
+    flags = [f"--{name}={value}" for name, value in given.items() if value in _ITEM_BYTES]
     if model.quantization is not None:
         quantization, model = _stored_quantization(model)
     tp = TPInfo(0, config.tp_size)
@@ -105,15 +95,21 @@ def make_plan(
     context = memory.resolve_max_seq_len(config, model)
     share = share_of(model, tp, dtype)
     materialise(share, torch.device("meta"), dtype)
-    weights = _weight_bytes(share, WEIGHTS.get(quantization))
-    token_bytes = _kv_token_bytes(model, tp, dtype, KV.get(kv_cache_dtype))
+    item = _ITEM_BYTES.get(quantization, dtype.itemsize)
+    weights = _weight_bytes(share, item)
+    token_bytes = kv_page_bytes(local_kv_spec(model, LoneRank(tp), dtype), model.num_kv_layers, 1)
+    if kv_cache_dtype in _ITEM_BYTES:
+        stored = model.head_dim * _ITEM_BYTES[kv_cache_dtype] + _KV_SCALE_BYTES
+        token_bytes = token_bytes * stored // (model.head_dim * dtype.itemsize)
     remainder = _remainder_bytes(config, model, gpu, context, dtype, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
     available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
     page_bytes = token_bytes * config.page_size
-    pages = config.num_pages or memory.pages_that_fit(config, available, page_bytes, context)
-    tokens = max(pages, 0) * config.page_size
-    cost, has_reduces = _stored_cost(model, tp, dtype, WEIGHTS.get(quantization), token_bytes)
+    pages = max(memory.pages_that_fit(config, available, page_bytes, context), 0)
+    pages = min(pages, config.num_pages or pages)
+    tokens = pages * config.page_size
+    cost = _stored_cost(cost_of(model, tp.size), model, tp.size, item, dtype.itemsize)
+    cost = cost._replace(kv_bytes=token_bytes)
     sizes = sorted({size for size in (_TYPICAL_TOKENS, 4096, 16_384) if size < context} | {context})
     return Plan(
         gpu=gpu.name,
@@ -127,11 +123,10 @@ def make_plan(
         remainder_bytes=remainder,
         kv_bytes=tokens * token_bytes,
         kv_token_bytes=token_bytes,
-        pages=max(pages, 0),
+        pages=pages,
         tokens=tokens,
         requests={size: min(tokens // size, config.max_running_reqs) for size in sizes},
         floor_ms=_floor_ms(cost, gpu, tp.size, tokens, min(context, _TYPICAL_TOKENS)),
-        floor_has_reduces=has_reduces,
         settings=flags + _settings(config, context, tokens),
     )
 
@@ -146,27 +141,16 @@ def _stored_quantization(model: ModelConfig) -> tuple[str, ModelConfig]:
     return "fp8", dataclasses.replace(model, quantization=None)
 
 
-def _weight_bytes(share: CausalLM, stored: Storage | None) -> int:
-    """The bytes of a rank's weights. stored: the format of linear layers and experts."""
+def _weight_bytes(share: CausalLM, item: int) -> int:
+    """The bytes of a rank's weights. item: bytes of a weight of linear layers and experts."""
     sizes = {}  # by parameter: the embedding and the head may be one
     for module in share.modules():
         for parameter in module.parameters(recurse=False):
             is_expert = parameter.dim() == 3
-            is_matrix = isinstance(module, LinearMethod) and parameter.dim() == 2
-            sizes[parameter] = parameter.nbytes
-            if stored is not None and (is_expert or is_matrix):
-                rows = parameter.numel() // parameter.shape[-1]
-                sizes[parameter] = parameter.numel() * stored.item + rows * stored.scale
+            is_linear = isinstance(module, LinearMethod) and parameter.dim() == 2
+            each = item if is_expert or is_linear else parameter.itemsize
+            sizes[parameter] = parameter.numel() * each
     return sum(sizes.values())
-
-
-def _kv_token_bytes(
-    model: ModelConfig, tp: TPInfo, dtype: torch.dtype, stored: Storage | None
-) -> int:
-    spec = local_kv_spec(model, LoneRank(tp), dtype)
-    if stored is None:
-        return kv_page_bytes(spec, model.num_kv_layers, 1)
-    return 2 * model.num_kv_layers * spec.kv_heads * (spec.head_dim * stored.item + stored.scale)
 
 
 def _remainder_bytes(
@@ -194,30 +178,21 @@ def _remainder_bytes(
     return _FIXED_BYTES + _WORKSPACE_BYTES + tables + logits + copied + shared + activations
 
 
-def _stored_cost(
-    model: ModelConfig, tp: TPInfo, dtype: torch.dtype, stored: Storage | None, token_bytes: int
-) -> tuple[Cost, bool]:
-    """The cost of a step in the stored formats, and whether it has the time of the all-reduces.
+def _stored_cost(cost: Cost, model: ModelConfig, tp: int, item: int, own_item: int) -> Cost:
+    """Convert a cost, which benchmark.floor computes for bfloat16, to other sizes of weights.
 
-    benchmark.floor computes costs in bfloat16. The output head keeps the model's dtype.
+    item: bytes of a weight of linear layers and experts. own_item: bytes of the model's dtype,
+    which the output head has. Products of one-byte weights may run at twice the rate of bfloat16.
+    All-reduces over a number of GPUs that was not measured count as no time.
     """
-    cost = cost_of(model, tp.size)
-    head = 2 * model.hidden_size * model.vocab_size // tp.size
-    own = dtype.itemsize / 2
-    linear = own if stored is None else stored.item / 2
-    try:
-        reduce_s(tp.size, 0)
-    except ConfigError:  # not measured for this number of GPUs
-        reduces = 0
-    else:
-        reduces = cost.reduces
-    cost = cost._replace(
-        weight_bytes=int((cost.weight_bytes - head) * linear + head * own),
-        expert_bytes=int(cost.expert_bytes * linear),
-        kv_bytes=token_bytes,
-        reduces=reduces,
+    head = 2 * model.hidden_size * model.vocab_size // tp
+    linear = cost.weight_bytes - head
+    return cost._replace(
+        weight_bytes=(linear * item + head * own_item) // 2,
+        expert_bytes=cost.expert_bytes * item // 2,
+        operations=cost.operations * min(item, 2) // 2,
+        reduces=cost.reduces if tp in MEASURED_TP else 0,
     )
-    return cost, reduces == cost_of(model, tp.size).reduces
 
 
 def _floor_ms(cost: Cost, gpu: Gpu, tp: int, tokens: int, context: int) -> dict[int, float | None]:
@@ -235,12 +210,11 @@ def _floor_ms(cost: Cost, gpu: Gpu, tp: int, tokens: int, context: int) -> dict[
 def _settings(config: EngineConfig, context: int, tokens: int) -> list[str]:
     """The flags to set so that the requests fit. Empty: the defaults fit, or nothing fits."""
     flags = [f"--tensor-parallel-size={config.tp_size}"] if config.tp_size > 1 else []
-    shown = min(context, tokens)
-    if 0 < tokens < context:
-        flags.append(f"--max-seq-len-override={tokens}")
-    elif config.max_seq_len is not None:
-        flags.append(f"--max-seq-len-override={context}")
-    together = tokens // min(shown, _TYPICAL_TOKENS) if shown else 0
-    if 0 < together < config.max_running_reqs:
+    if not tokens:
+        return flags
+    longest = min(context, tokens)
+    if tokens < context or config.max_seq_len is not None:
+        flags.append(f"--max-seq-len-override={longest}")
+    if (together := tokens // min(longest, _TYPICAL_TOKENS)) < config.max_running_reqs:
         flags.append(f"--max-running-requests={together}")
     return flags
