@@ -38,7 +38,8 @@ class Check(msgspec.Struct, frozen=True):
 
 def main(argv: Sequence[str]) -> int:
     """Print the checks. Returns 1 if a check that a start needs has failed."""
-    parser = argparse.ArgumentParser(prog="minisgl doctor", description=__doc__, allow_abbrev=False)
+    description = "Check this machine: one line for each check, with the remedy where it fails."
+    parser = argparse.ArgumentParser(prog="minisgl doctor", description=description)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     options = parser.parse_args(argv)
     checks = [_driver(), _torch(), _gpu(), _flashinfer(), _compilers(), _memory_lock()]

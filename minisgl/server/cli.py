@@ -62,6 +62,9 @@ _PLACES = """places of a setting:
   variable of --port is MINISGL_HTTP_PORT, because Kubernetes sets MINISGL_PORT.
   The file is TOML, and its keys are names of flags: max-running-requests = 64.
   --no-NAME switches a flag without a value off, for example --no-dummy-weight.
+
+names of other servers:
+  A flag also has its names in vLLM and SGLang where they mean the same, such as --max-model-len.
 """
 
 
