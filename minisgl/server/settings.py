@@ -46,7 +46,8 @@ def is_switch(flag: Mapping[str, Any]) -> bool:
 
 def is_injected(name: str, value: str) -> bool:
     """Whether Kubernetes has injected this variable for a Service, so that it is no setting."""
-    return bool(_INJECTED_NAME.match(name) or _INJECTED_VALUE.match(value))
+    is_address = name.endswith("_PORT") and _INJECTED_VALUE.match(value)
+    return bool(_INJECTED_NAME.match(name) or is_address)
 
 
 def flag_variables() -> dict[str, str]:

@@ -103,3 +103,15 @@ def test_misspelt_command_and_help_need_no_model() -> None:
         done = run(*words)
         assert done.returncode == 0
         assert done.stdout.startswith("examples:\n")
+
+
+def test_plan_reads_a_folder_that_holds_nothing_but_config_json(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    shutil.copy(tiny_model / "config.json", tmp_path)
+    done = run("plan", str(tmp_path), "--gpu", "24e9", "--json")
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    (plan,) = json.loads(done.stdout)["plans"]
+    assert plan["tokens"] == 256 * 2048, "as much as all requests can fill"
+    assert plan["kv_token_bytes"] == 2 * 2 * 16 * 4

@@ -53,6 +53,12 @@ def test_injected_variables_are_ignored_without_a_warning(
     assert list(environment_words({name: "tcp://10.0.0.1:1919"})) == []
 
 
+def test_address_is_a_setting_unless_kubernetes_has_injected_it() -> None:
+    assert is_injected("MINISGL_PROBE_PORT", "tcp://10.0.0.1:80")
+    assert not is_injected("MINISGL_PROBE_PORT", "1920")
+    assert not is_injected("MINISGL_SOME_ENDPOINT", "tcp://*:5557")
+
+
 def test_each_flag_has_a_variable_that_kubernetes_does_not_inject() -> None:
     variables = flag_variables()
     assert len(variables) > 50
