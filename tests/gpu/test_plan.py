@@ -26,7 +26,8 @@ from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
 
-print(Engine(EngineConfig(model_path=sys.argv[1], dummy_weight=True), SingleCommunicator()).num_pages)
+config = EngineConfig(model_path=sys.argv[1], dummy_weight=True)
+print(Engine(config, SingleCommunicator()).num_pages)
 """
 
 
