@@ -1,7 +1,7 @@
 """Finds the faults of a configuration before an engine starts.
 
-The check reads config.json and the headers of the weight files. It needs the time of a few files
-and no memory of the device.
+The check reads config.json and the headers of the weight files. It allocates nothing on the device
+and launches no kernel.
 """
 
 import torch
@@ -15,7 +15,7 @@ from minisgl.models.build import ModelExtensions, empty_model
 from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.models.decoder import CausalLM, local_kv_spec
 from minisgl.models.loader import load_weights
-from minisgl.moe.registry import create_moe_backend
+from minisgl.moe.registry import create_moe_backend, resolve_moe_backend
 
 
 class LoneRank(SingleCommunicator):
@@ -40,7 +40,7 @@ def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -
     kinds = frozenset(layer.kind for layer in model.layers)
     needs = AttentionNeeds(device, stored, model.head_dim, kinds)
     resolve_phases(config.attention_backend, needs, extensions.attention_backends)
-    create_moe_backend(config.moe_backend, device, extensions.moe_backends)
+    resolve_moe_backend(config.moe_backend, device, extensions.moe_backends)
     share = share_of(model, tp, dtype, extensions)
     if not config.dummy_weight:
         load_weights(share, config.model_path, headers_only=True)
