@@ -7,31 +7,48 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from minisgl.core import ConfigError
 from minisgl.core.hub import resolve_model
-from minisgl.utils import setup_logging, supervise
+from minisgl.utils import near_names, setup_logging, supervise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. A ConfigError prints one line to stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["bench"]:
-            return _bench(arguments[1:])
-        if arguments[:1] == ["compile"]:
-            return _compile(arguments[1:])
-        return _serve(arguments)
+        return _command(*arguments[:1])(arguments)
     except ConfigError as error:
         logging.shutdown()  # The error is the last line.
         sys.stderr.write(f"minisgl: error: {error}\n")
         return supervise.CONFIG_EXIT
     except KeyboardInterrupt:
         return 130
+
+
+def _command(word: str = "") -> Callable[[list[str]], int]:
+    """Return the function that runs a command line whose first word is `word`.
+
+    Without a command, the server runs. Raises ConfigError for a misspelt command.
+    """
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "serve": lambda words: _serve(words[1:]),
+        "chat": lambda words: _serve([*words[1:], "--shell"]),
+        "run": lambda words: _serve([*words[1:], "--shell"]),  # as Ollama calls it
+        "plan": lambda words: _plan(words[1:]),
+        "doctor": lambda words: _doctor(words[1:]),
+        "compile": lambda words: _compile(words[1:]),
+        "bench": lambda words: _bench(words[1:]),
+    }
+    # A hub id without an owner is rare, and it resembles no command.
+    is_model = "/" in word or Path(word).is_dir()
+    if word not in commands and not is_model and (near := near_names(word, commands)):
+        raise ConfigError(f"there is no command {word!r}{near}")
+    return commands.get(word, _serve)
 
 
 def _serve(arguments: Sequence[str]) -> int:
@@ -70,7 +87,7 @@ def _compile(arguments: Sequence[str]) -> int:
         epilog="Takes all flags of minisgl. Give the flags of the server that will use the folder.",
         allow_abbrev=False,
     )
-    help_text = "compute capabilities, such as 9.0; default: the capabilities of the local GPUs"
+    help_text = "Compute capabilities, such as 9.0. Default: those of the local GPUs."
     parser.add_argument("--arch", nargs="+", default=[], type=_arch, metavar="X.Y", help=help_text)
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")
@@ -81,6 +98,19 @@ def _compile(arguments: Sequence[str]) -> int:
     budget = config.scheduler.prefill_budget_tokens
     compile_kernels(config.engine, budget, options.arch, with_quantizations())
     return 0
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    from minisgl.planning import main as plan
+
+    setup_logging("plan", "warning")
+    return plan(arguments, os.environ, _demo_path)
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from minisgl.doctor import main as doctor
+
+    return doctor(arguments)
 
 
 def _arch(text: str) -> int:

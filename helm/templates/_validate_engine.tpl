@@ -2,14 +2,14 @@
 
 {{/* The values from which the chart sets flags, and the flags of each. extraArgs may not contain these flags. */}}
 {{- define "minisgl.flags" -}}
-model.id: --model --model-path
+model.id: --model --model-path -m
 model.revision: --revision
 model.servedNames: --served-model-name
 gpu.enabled: --device
-tensorParallelSize: --tensor-parallel-size --tp-size --tp
-server.memoryRatio: --memory-ratio
-server.maxSeqLen: --max-seq-len-override
-server.maxRunningRequests: --max-running-requests
+tensorParallelSize: --tensor-parallel-size --tp-size --tp -tp
+server.memoryRatio: --memory-ratio --gpu-memory-utilization --mem-fraction-static
+server.maxSeqLen: --max-seq-len-override --max-model-len --context-length
+server.maxRunningRequests: --max-running-requests --max-num-seqs
 server.maxQueuedRequests: --max-queued-requests
 server.tokenizers: --num-tokenizer --tokenizer-count
 server.quantization: --quantization

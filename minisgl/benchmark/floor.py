@@ -74,6 +74,7 @@ _REDUCE_MB = tuple(rows * 10_240 / 1e6 for rows in (1, 8, 64, 256, 2048, 8192))
 _REDUCE_US = MappingProxyType(
     {2: (6.4, 7.4, 8.6, 14.9, 99, 309), 4: (6.8, 9.1, 10.5, 19.9, 120, 403)}
 )
+MEASURED_TP = (1, *_REDUCE_US)
 
 
 def reduce_s(tp: int, num_bytes: float) -> float:
@@ -83,7 +84,7 @@ def reduce_s(tp: int, num_bytes: float) -> float:
     """
     if tp == 1:
         return 0.0
-    if tp not in _REDUCE_US:
+    if tp not in MEASURED_TP:
         raise ConfigError(f"all-reduce over {tp} GPUs was not measured; measured: 2, 4 GPUs")
     mb = num_bytes / 1e6
     beyond = max(mb / _REDUCE_MB[-1], 1.0)
@@ -152,6 +153,19 @@ def with_fp8_weights(cost: Cost, model: ModelConfig, tp: int = 1) -> Cost:
     )
 
 
+def step_s(cost: Cost, tokens: int, context_tokens: int, ceilings: Ceilings, tp: int = 1) -> float:
+    """Return the floor of a decode step in seconds.
+
+    tokens: requests of the step, each with one token. context_tokens: tokens of all their contexts.
+    """
+    weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
+    arithmetic = tokens * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
+    reduces = cost.reduces * reduce_s(tp, tokens * cost.reduce_bytes) if cost.reduces else 0.0
+    return (
+        max(weights, arithmetic) + context_tokens * cost.kv_bytes / ceilings.bytes_per_s + reduces
+    )
+
+
 def floor_of(
     model: ModelConfig,
     workload: Workload,
@@ -183,12 +197,8 @@ def floor_of(
     decode_s = 0.0
     for step in range(1, int(outputs.max())):  # prefill samples the first token
         running = outputs > step
-        tokens = int(running.sum())
-        weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
-        arithmetic = tokens * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
         context = int((prompts[running] + step).sum())
-        decode_s += max(weights, arithmetic) + context * cost.kv_bytes / ceilings.bytes_per_s
-        decode_s += cost.reduces * reduce_s(tp, tokens * cost.reduce_bytes)
+        decode_s += step_s(cost, int(running.sum()), context, ceilings, tp)
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
 
 

@@ -5,7 +5,7 @@ It runs the steps that the scheduler plans. It knows nothing of queues, prefixes
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -79,6 +79,7 @@ class Engine:
         self._show_progress = comm.tp.rank == 0
         self._stream: torch.cuda.Stream | None = None
         self._compile_log = CompileLog()
+        self._wait_for_kernels: Callable[[], None] = lambda: None
         self.startup = Stopwatch(lambda: self._compile_log.compile_s)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -184,10 +185,10 @@ class Engine:
         torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
     def _prepare_kernels(self) -> None:
-        """Add the kernel cache to the searched folders; compile the missing attention kernels.
+        """Add the kernel cache to the searched folders; start to compile missing attention kernels.
 
-        Only rank 0 compiles and logs here. When another rank needs a module that is being compiled,
-        FlashInfer makes that rank wait.
+        The compilers run while the weights load. Only rank 0 compiles and logs here. When another
+        rank needs a module that is being compiled, FlashInfer makes that rank wait.
         """
         config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
@@ -199,10 +200,11 @@ class Engine:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
         if self._show_progress:
             self._compile_log.watch()
-            compile_missing(needed)
+            self._wait_for_kernels = compile_missing(needed)
 
     def _assemble(self) -> StepLauncher:
         """Allocate all device memory except for graphs. The KV pool gets num_pages pages."""
+        self._wait_for_kernels()
         config, model = self._config, self._model_config
         pool = KVPool(
             self._kv_spec,
@@ -256,8 +258,9 @@ class Engine:
         on_cpu = self._device.type == "cpu"
         available = config.cpu_kv_bytes if on_cpu else self._gpu_kv_bytes(free_before)
         page_bytes = kv_page_bytes(self._kv_spec, self._model_config.num_kv_layers, size)
-        useful = config.max_running_reqs * -(-self.max_seq_len // size)
-        pages = self._comm.agree_min(min(available // page_bytes, useful))
+        pages = self._comm.agree_min(
+            memory.pages_that_fit(config, available, page_bytes, self.max_seq_len)
+        )
         if pages < 1:
             raise OutOfMemory(
                 f"one KV page of {size} tokens takes {page_bytes} bytes, but only {available} "
@@ -287,8 +290,8 @@ class Engine:
         logger.info(
             "memory of steps and graphs steps_bytes=%d graph_bytes=%d", step_bytes, graph_bytes
         )
-        share = int(self._config.memory_ratio * free_before)
-        return share - (free_before - free_loaded) - step_bytes - graph_bytes
+        taken = free_before - free_loaded + step_bytes + graph_bytes
+        return memory.kv_bytes_left(self._config, free_before, taken)
 
     def _measure_graph_bytes(self) -> int:
         """Return the memory that all graphs will take, in bytes, from trial captures.

@@ -70,6 +70,21 @@ def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
+def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
+    """Return the bytes for KV pages on a GPU.
+
+    The engine may use the share memory_ratio of the memory that was free before the weights were
+    loaded. free_before: that memory. taken: bytes of weights, steps and graphs.
+    """
+    return int(config.memory_ratio * free_before) - taken
+
+
+def pages_that_fit(config: EngineConfig, available: int, page_bytes: int, max_seq_len: int) -> int:
+    """Return the number of KV pages in `available` bytes; no more than all requests can fill."""
+    useful = config.max_running_reqs * -(-max_seq_len // config.page_size)
+    return min(available // page_bytes, useful)
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU; 0 for other devices."""
     if device.type != "cuda":

@@ -23,7 +23,7 @@ import msgspec
 
 import minisgl
 from minisgl.core import ConfigError
-from minisgl.kernel.toolchain import find_c_compiler, find_nvcc
+from minisgl.utils.toolchain import find_c_compiler, find_nvcc
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ variables that it reads must be set before its import.
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -60,16 +61,33 @@ def jit_spec(kernel: AttentionKernel) -> Any:
     )
 
 
-def compile_missing(kernels: Iterable[AttentionKernel]) -> None:
-    """Compile the modules that FlashInfer does not find.
+def compile_missing(kernels: Iterable[AttentionKernel]) -> Callable[[], None]:
+    """Start to compile the modules that FlashInfer does not find, all at the same time.
 
     FlashInfer looks in a package of compiled modules (flashinfer_jit_cache) and in its own cache
-    folder.
+    folder. The compilers run in processes of their own, so the caller can load weights meanwhile.
 
-    Needs nvcc, a C++ compiler and ninja when a module is missing; raises RuntimeError, as
-    FlashInfer does, when one of them fails. Blocks while another process compiles the same module.
+    Returns a function that waits for the modules. Call it before FlashInfer plans with one of them.
+    It raises RuntimeError, as FlashInfer does, when nvcc, the C++ compiler or ninja is missing or
+    fails. It also waits while another process compiles the same module.
     """
-    compile_modules([kernel for kernel in kernels if not jit_spec(kernel).is_compiled])
+    missing = [kernel for kernel in kernels if not jit_spec(kernel).is_compiled]
+    if not missing:
+        return lambda: None
+    with_numbers = list(enumerate(missing, 1))
+    for number, kernel in with_numbers:
+        _announce(number, len(missing), kernel)
+    threads = ThreadPoolExecutor(len(missing), "compile")
+    builds = [
+        threads.submit(_build, number, len(missing), kernel) for number, kernel in with_numbers
+    ]
+    threads.shutdown(wait=False)
+
+    def wait() -> None:
+        for build in builds:
+            build.result()
+
+    return wait
 
 
 def compile_modules(kernels: Sequence[AttentionKernel]) -> list[Any]:
@@ -77,23 +95,29 @@ def compile_modules(kernels: Sequence[AttentionKernel]) -> list[Any]:
 
     Raises RuntimeError when a compiler fails.
     """
-    if not kernels:  # FlashInfer need not be installed
-        return []
+    specs = []  # FlashInfer need not be installed for no kernels
+    for number, kernel in enumerate(kernels, 1):
+        _announce(number, len(kernels), kernel)
+        specs.append(_build(number, len(kernels), kernel))
+    return specs
+
+
+def _announce(number: int, total: int, kernel: AttentionKernel) -> None:
     from flashinfer.jit import env
 
-    specs = []
-    for number, kernel in enumerate(kernels, 1):
-        logger.info(
-            "compiling attention kernel %d of %d: FlashInfer %s cache=%s",
-            number,
-            len(kernels),
-            kernel,
-            env.FLASHINFER_JIT_DIR,
-        )
-        began_s = time.monotonic()
-        spec = jit_spec(kernel)
-        spec.build(verbose=False)
-        specs.append(spec)
-        seconds = time.monotonic() - began_s
-        logger.info("compiled attention kernel %d of %d s=%.0f", number, len(kernels), seconds)
-    return specs
+    logger.info(
+        "compiling attention kernel %d of %d: FlashInfer %s cache=%s",
+        number,
+        total,
+        kernel,
+        env.FLASHINFER_JIT_DIR,
+    )
+
+
+def _build(number: int, total: int, kernel: AttentionKernel) -> Any:
+    began_s = time.monotonic()
+    spec = jit_spec(kernel)
+    spec.build(verbose=False)
+    seconds = time.monotonic() - began_s
+    logger.info("compiled attention kernel %d of %d s=%.0f", number, total, seconds)
+    return spec

@@ -59,6 +59,34 @@ def build_model(
     """
     extensions = extensions or ModelExtensions()
     moe = create_moe_backend(moe_backend, device, extensions.moe_backends)
+    model, unused = empty_model(config, dtype, comm, moe, extensions, quantization)
+    materialise(model, device, dtype)
+    share_split_k_semaphores(model, device)
+    if fill and dummy_weight:
+        fill_random(model, show_progress=show_progress)
+    elif fill:
+        load_weights(model, folder, unused=unused, show_progress=show_progress)
+    model.fold_multipliers()
+    # Only the bfloat16 kernels of one rank fuse the norm; elsewhere folding would gain nothing.
+    if comm.tp.size == 1 and dtype is torch.bfloat16:
+        model.fold_norms()
+    return model
+
+
+def empty_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    comm: Communicator,
+    moe: MoeBackend,
+    extensions: ModelExtensions,
+    quantization: str | None = None,
+) -> tuple[CausalLM, tuple[str, ...]]:
+    """Build this rank's share of the model on the meta device.
+
+    dtype: of activations and unquantised weights. quantization: the value of --quantization.
+    Returns the model and the endings of the tensor names that its format leaves unused. Raises
+    ConfigError.
+    """
     methods = _quantization(config.quantization, quantization, extensions)
     if config.moe is not None and methods.experts is None:
         raise ConfigError("the quantisation of this checkpoint does not support experts")
@@ -66,17 +94,7 @@ def build_model(
     with torch.device("meta"):
         experts = methods.experts or UnquantizedExperts
         model = CausalLM(ModelParts(config, comm, linear, experts, moe))
-    materialise(model, device, dtype)
-    share_split_k_semaphores(model, device)
-    if fill and dummy_weight:
-        fill_random(model, show_progress=show_progress)
-    elif fill:
-        load_weights(model, folder, unused=methods.unused, show_progress=show_progress)
-    model.fold_multipliers()
-    # Only the bfloat16 kernels of one rank fuse the norm; elsewhere folding would gain nothing.
-    if comm.tp.size == 1 and dtype is torch.bfloat16:
-        model.fold_norms()
-    return model
+    return model, methods.unused
 
 
 def _quantization(

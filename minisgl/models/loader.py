@@ -92,11 +92,18 @@ def placements_of(model: nn.Module) -> list[Placement]:
 
 
 def load_weights(
-    model: nn.Module, folder: str, *, unused: tuple[str, ...] = (), show_progress: bool
+    model: nn.Module,
+    folder: str,
+    *,
+    unused: tuple[str, ...] = (),
+    show_progress: bool = False,
+    headers_only: bool = False,
 ) -> None:
     """Read this rank's part of every tensor into a materialised model, in the parameters' dtypes.
 
     unused: endings of the names of tensors that the loader may ignore.
+    headers_only: check files, names, shapes and types, and return without reading any value. The
+    model may then be on the meta device.
 
     Raises ConfigError for an unreadable file, and for a tensor that is missing, that the model does
     not use, or that has another shape or type. Also raises it for a stored head that differs from
@@ -120,6 +127,12 @@ def load_weights(
             f"checkpoint {folder} has {len(unknown)} tensors that the model does not use, "
             f"such as {unknown[0]}"
         )
+    for path, placed in by_file.items():
+        with _open(path) as handle:
+            for placement in placed:
+                _view(handle, path, placement)
+    if headers_only:
+        return
     parameters = dict(model.named_parameters())
     quiet = not show_progress
     with Progress(total=len(placements), desc="loading weights", disable=quiet) as bar:
@@ -195,21 +208,7 @@ def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, 
     """Yield this rank's slices of one file. Placements that are all padding are left out."""
     with _open(path) as handle:
         for placement in placements:
-            try:
-                view = handle.get_slice(placement.source)
-            except SafetensorError:
-                raise ConfigError(f"{path} has no tensor {placement.source}") from None
-            shape = tuple(view.get_shape())
-            if not _fits(shape, placement):
-                raise ConfigError(
-                    f"tensor {placement.source} has shape {list(shape)}, "
-                    f"the config asks for {list(placement.shape)}"
-                )
-            if (dtype := view.get_dtype()) not in placement.stored:
-                raise ConfigError(
-                    f"tensor {placement.source} is of type {dtype}, which is not supported; "
-                    f"supported: {', '.join(placement.stored)}"
-                )
+            view = _view(handle, path, placement)
             if placement.dim is None or placement.begin < placement.end:
                 whole = handle.get_tensor(placement.source) if placement.dim is None else view
                 yield placement, _cut(placement, whole)
@@ -220,6 +219,26 @@ def _fits(shape: tuple[int, ...], placement: Placement) -> bool:
     if placement.convert is not None:
         shape, expected = (tuple(n for n in one if n != 1) for one in (shape, expected))
     return shape == expected
+
+
+def _view(handle: Any, path: Path, placement: Placement) -> Any:
+    """Return the tensor of a placement in an open file, without its values. Raises ConfigError."""
+    try:
+        view = handle.get_slice(placement.source)
+    except SafetensorError:
+        raise ConfigError(f"{path} has no tensor {placement.source}") from None
+    shape = tuple(view.get_shape())
+    if not _fits(shape, placement):
+        raise ConfigError(
+            f"tensor {placement.source} has shape {list(shape)}, "
+            f"the config asks for {list(placement.shape)}"
+        )
+    if (dtype := view.get_dtype()) not in placement.stored:
+        raise ConfigError(
+            f"tensor {placement.source} is of type {dtype}, which is not supported; "
+            f"supported: {', '.join(placement.stored)}"
+        )
+    return view
 
 
 def _cut(placement: Placement, source: Any) -> Tensor:

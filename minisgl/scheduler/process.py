@@ -9,7 +9,13 @@ from pathlib import Path
 
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.distributed.comm import TPInfo, connect
-from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions, resolve_device
+from minisgl.engine import (
+    DEFAULT_EXTENSIONS,
+    Engine,
+    Extensions,
+    check_start,
+    resolve_device,
+)
 from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutput, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox, QueueInbox
@@ -28,8 +34,11 @@ def run_scheduler(
     tp_rank: int,
     socket_dir: str,
     extensions: Extensions = DEFAULT_EXTENSIONS,
+    on_checked: Callable[[], None] | None = None,
 ) -> None:
     """Load the model, send Ready, and run until a Shutdown message.
+
+    on_checked: rank 0 calls it when it has found no fault in the configuration, before it loads.
 
     socket_dir: folder of the sockets. Rank 0 binds `scheduler` and sends to `detokenizer` and
     `api`; rank i binds `rank-{i}`. Raises ConfigError or EngineError.
@@ -39,6 +48,10 @@ def run_scheduler(
     # Bind the inbox before the model loads, so that messages that are sent during the load are not
     # lost and no sender has to retry.
     inbox = _inbox(tp, socket_dir)
+    if tp.rank == 0:
+        check_start(engine_config, tp, extensions)
+        if on_checked is not None:
+            on_checked()
     rendezvous = str(Path(socket_dir) / "rendezvous")
     comm = connect(tp, resolve_device(engine_config, tp), rendezvous)
     engine = Engine(engine_config, comm, scheduler_config.prefill_budget_tokens, extensions)

@@ -1,17 +1,15 @@
 """The command line and the MINISGL_* variables, resolved into one `ServerConfig`.
 
-The flags are data in flags.toml. Kubernetes injects variables such as MINISGL_PORT,
-MINISGL_PORT_1919_TCP and MINISGL_SERVICE_HOST for a Service named minisgl. These variables are no
-settings, so `read_env` ignores them without a warning.
+The flags are data in flags.toml. settings.py reads their variables and their keys in a file.
 """
 
 import argparse
 import logging
 import math
+import re
 import ssl
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +20,14 @@ import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.server.auth import key_hashes
 from minisgl.server.config import Limits, ServerConfig
+from minisgl.server.settings import (
+    WITHOUT_EFFECT,
+    flag_variables,
+    is_injected,
+    is_switch,
+    outer_settings,
+    read_flags,
+)
 from minisgl.utils import log_event, near_names
 
 logger = logging.getLogger(__name__)
@@ -36,33 +42,82 @@ _SECTIONS: Mapping[str, type[msgspec.Struct]] = {
 # seconds. Its limit is 1e6 s (12 days), because --read-timeout goes to Linux as milliseconds in 31
 # bits.
 _HIGHEST: Mapping[type, float] = {int: math.inf, float: 1e6}
-_INJECTED = ("MINISGL_PORT", "MINISGL_SERVICE_")
+
+_EXAMPLES = """examples:
+  minisgl                                   serve the demo model, which needs no GPU
+  minisgl serve Qwen/Qwen3-8B --port 8000   serve a model of the Hugging Face hub, or of a folder
+  minisgl chat Qwen/Qwen3-0.6B              serve a model and chat with it in this terminal
+
+minisgl serves language models over the OpenAI API. Its commands:
+  minisgl [serve] [MODEL] [FLAGS]   serve a model; without MODEL, the demo model
+  minisgl chat [MODEL] [FLAGS]      the same as serve --shell
+  minisgl plan [MODEL] [FLAGS]      what fits on a GPU and how fast it can be, without a GPU
+  minisgl doctor                    check the GPU, the compilers, the memory and the hub
+  minisgl compile [MODEL] [FLAGS]   compile GPU kernels ahead of time
+  minisgl bench NAME [FLAGS]        measure
+"""
+_PLACES = """places of a setting:
+  The command line wins over the environment, and the environment over the file of --config.
+  The variable of a flag is MINISGL_ and its first name: MINISGL_MAX_RUNNING_REQUESTS=64. The
+  variable of --port is MINISGL_HTTP_PORT, because Kubernetes sets MINISGL_PORT.
+  The file is TOML, and its keys are names of flags: max-running-requests = 64.
+  --no-NAME switches a flag without a value off, for example --no-dummy-weight.
+
+names of other servers:
+  A flag also has its names in vLLM and SGLang where they mean the same, such as --max-model-len.
+"""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Writes the value of a flag once, after all names of the flag."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest)
+        return ", ".join(action.option_strings) + value
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Reports an error in one line with the names of similar flags. Accepts full names only."""
+    """Reports an error in one line with the names of similar flags. Accepts full names only.
+
+    place: the variable or the key of a file that is parsed now; "" for the command line.
+    """
+
+    place = ""
 
     def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"{self.prog}: error: {message}; see --help\n")
+        place = f"{self.place}: " if self.place else ""
+        sys.stderr.write(f"{self.prog}: error: {place}{message}; see --help\n")
         sys.exit(2)
 
-    def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse, or exit with 2 and a line that names the unknown flag and similar ones."""
-        options, rest = self.parse_known_args(argv)
-        if rest:
-            flag = rest[0].split("=")[0]
+    def parse_strictly(
+        self, argv: Sequence[str], settings: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse, or exit with 2 and a line that names the unknown flag and similar ones.
+
+        One argument may stand without a flag: the model. settings: values of other places, which
+        the arguments replace.
+        """
+        options, rest = self.parse_known_args(argv, settings)
+        # argparse would take "no model" for an optional argument that follows a flag.
+        models = [word for word in rest if not word.startswith("-")]
+        flags = [word for word in rest if word.startswith("-")]
+        if unknown := flags or models[1:]:
+            flag = unknown[0].split("=")[0]
             self.error(f"unknown argument {flag}{near_names(flag, self._option_string_actions)}")
+        for model in models:
+            if any(word.split("=")[0] in ("--model", "--model-path", "-m") for word in argv):
+                self.error(f"give one model, either {model} or --model")
+            options.model = model
         return options
 
 
 class EnvSettings(msgspec.Struct, frozen=True, rename=lambda field: f"MINISGL_{field.upper()}"):
-    """The settings of the environment. The variable of a field is MINISGL_ and its name.
+    """The settings that only the environment has, and the keys. Variable: MINISGL_ and the name.
 
     disable_overlap_scheduling  plan a step only after reading the result of the previous step.
     check_plans                 for debugging: tensor-parallel ranks compare a hash of each plan,
                                 and stop if one differs.
     api_key, admin_api_key      as the flags of these names; set by Secrets of Kubernetes.
-    kernel_cache                as --kernel-cache; set by images with compiled kernels.
     commit                      the commit of the source in an image; not needed in a Git checkout.
     """
 
@@ -70,7 +125,6 @@ class EnvSettings(msgspec.Struct, frozen=True, rename=lambda field: f"MINISGL_{f
     check_plans: bool = False
     api_key: str | None = None
     admin_api_key: str | None = None
-    kernel_cache: str | None = None
     commit: str | None = None
 
 
@@ -82,21 +136,28 @@ def build_parser() -> ArgumentParser:
     """All flags of `minisgl`, grouped as in flags.toml."""
     parser = ArgumentParser(
         prog="minisgl",
-        description="Serve a language model over the OpenAI API. Without --model: a demo model.",
-        epilog="Further commands: minisgl bench ..., minisgl compile ...",
+        usage=argparse.SUPPRESS,
+        description=_EXAMPLES,
+        epilog=_PLACES,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
-    parser.add_argument("--version", action="version", version=f"minisgl {minisgl.__version__}")
-    for title, flags in _read_flags().items():
+    parser.add_argument("-h", "--help", action="help", help="Show this help.")
+    version = f"minisgl {minisgl.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="Show the version.")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings.")
+    for title, flags in read_flags().items():
         group = parser.add_argument_group(title)
         for names, flag in flags.items():
-            hidden = {"help": argparse.SUPPRESS} if title == "replaced" else {}
-            group.add_argument(*names.split(), **_argument(flag) | hidden)
+            hidden = {"help": argparse.SUPPRESS} if title in WITHOUT_EFFECT else {}
+            action = group.add_argument(*names.split(), **_argument(flag) | hidden)
+            if is_switch(flag):
+                off = f"--no-{names.split()[0].removeprefix('--')}"
+                group.add_argument(
+                    off, dest=action.dest, action="store_false", help=argparse.SUPPRESS
+                )
     return parser
-
-
-def _read_flags() -> dict[str, dict[str, dict[str, Any]]]:
-    return tomllib.loads(Path(__file__).with_name("flags.toml").read_text())
 
 
 def _argument(flag: dict[str, Any]) -> dict[str, Any]:
@@ -108,16 +169,27 @@ def _argument(flag: dict[str, Any]) -> dict[str, Any]:
         fields = msgspec.structs.fields(_SECTIONS[section])
         default = next(f.default for f in fields if f.name == field)
         argument["dest"] = flag["to"]
-    shown = "" if default in (None, ()) or default is False else f" (default: {default})"
-    argument |= {"help": flag["help"] + shown, "default": default}
+    shown = "" if default in (None, ()) or default is False else f" Default: {default}."
+    argument |= {"help": _sentences(flag["help"]) + shown, "default": default}
     if "choices" in flag:
         return argument | {"choices": flag["choices"]}
-    if "type" not in flag:
+    if is_switch(flag):
         return {**argument, "action": "store_true", "default": False}
     if flag["type"] in ("int", "float"):
         kind = int if flag["type"] == "int" else float
         argument["type"] = _bounded(kind, flag["low"], flag.get("high", _HIGHEST[kind]))
     return {**argument, "metavar": flag["unit"], "nargs": "+" if flag.get("many") else None}
+
+
+def _sentences(text: str) -> str:
+    """Write each part of a help text, which semicolons separate, as a sentence.
+
+    A part such as "auto: ..." begins with a value of the flag, which keeps its case.
+    """
+    parts = (part.strip().removesuffix(".") for part in text.replace("%", "%%").split("; "))
+    return " ".join(
+        f"{part if re.match(r'[a-z]+:', part) else part[:1].upper() + part[1:]}." for part in parts
+    )
 
 
 def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
@@ -141,14 +213,15 @@ def read_env(environ: Mapping[str, str]) -> EnvSettings:
     Raises ConfigError for a bad value.
     """
     known = {field.encode_name: field for field in msgspec.structs.fields(EnvSettings)}
+    names = [*known, *flag_variables()]
     values: dict[str, str] = {}
     for name, text in environ.items():
         if name in known:
             # An empty switch is off. An empty key stays empty, because `key_hashes` must refuse it.
             values[name] = text.strip() or ("0" if known[name].default is False else "")
-        elif name.startswith("MINISGL_") and not name.startswith(_INJECTED):
-            event = "unknown environment variable ignored"
-            log_event(logger, logging.WARNING, event, name=name, known=",".join(known))
+        elif name.startswith("MINISGL_") and name not in names and not is_injected(name, text):
+            event = f"unknown environment variable ignored{near_names(name, names)}"
+            log_event(logger, logging.WARNING, event, name=name)
     try:
         return msgspec.convert(values, EnvSettings, strict=False)
     except msgspec.ValidationError as error:
@@ -171,7 +244,13 @@ def resolve(
 
     Exits with 2 for a wrong flag. Raises ConfigError for a model or setting that cannot be used.
     """
-    options = build_parser().parse_strictly(argv)
+    parser = build_parser()
+    typed = parser.parse_strictly(argv)
+    settings = argparse.Namespace()
+    for parser.place, words in outer_settings(typed.config, environ):
+        parser.parse_strictly(words, settings)
+    parser.place = ""
+    options = parser.parse_strictly(argv, settings)
     env = read_env(environ)
     given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for name, value in vars(options).items():
@@ -188,10 +267,9 @@ def resolve(
     else:
         needs_weights = weights and not engine["dummy_weight"]
         folder = resolve_model(options.model, options.revision, needs_weights)
-    engine["kernel_cache"] = engine["kernel_cache"] or env.kernel_cache
     scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
     _apply_replaced_flags(options, given["limits"])
-    _warn_of_visible_keys(options)
+    _warn_of_visible_keys(typed)
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
         scheduler=SchedulerConfig(
@@ -219,14 +297,16 @@ def _warn_of_visible_keys(options: argparse.Namespace) -> None:
 
 
 def _apply_replaced_flags(options: argparse.Namespace, limits: dict[str, Any]) -> None:
-    """Log a warning for each flag of an earlier version.
+    """Log a warning for each flag of an earlier version, and of another server.
 
     --max-n and --max-prompts still lower max_choices.
     """
-    for name, flag in _read_flags()["replaced"].items():
-        value = getattr(options, name[2:].replace("-", "_"))
-        if value is not None:
-            logger.warning("the flag %s has been replaced: %s", name, flag["help"])
+    for title, verb in zip(WITHOUT_EFFECT, ("has been replaced", "is ignored"), strict=True):
+        for name, flag in read_flags()[title].items():
+            value = getattr(options, name[2:].replace("-", "_"))
+            if value is None or value is False:
+                continue
+            logger.warning("the flag %s %s: %s", name, verb, flag["help"])
             if name in ("--max-n", "--max-prompts"):
                 limits["max_choices"] = min(limits["max_choices"], value)
 

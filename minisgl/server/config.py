@@ -1,5 +1,6 @@
 """The configuration of all processes. The launcher builds it once and sends it to each child."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -110,6 +111,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     listen_fds  the bound TCP sockets of --port and --probe-port (api only).
     reason_fd   a pipe; the child writes a fatal error there as one line.
     download_s  seconds in which the launcher found or downloaded the model.
+    checked_fd  a pipe; the first scheduler and each tokenizer write a byte there when they have
+                found no fault in the configuration. -1: nothing waits for it.
     """
 
     role: str
@@ -119,6 +122,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     reason_fd: int
     config: ServerConfig
     listen_fds: tuple[int, ...] = ()
+    checked_fd: int = -1
     url: str = ""
     download_s: float = 0.0
 
@@ -128,7 +132,18 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
         many = self.role == "tokenizer" or (self.role == "scheduler" and self.index > 0)
         return f"{self.role}-{self.index}" if many else self.role
 
+    @property
+    def checks(self) -> bool:
+        """Whether the launcher waits for the byte of this child before it says "listening"."""
+        return self.role == "tokenizer" or (self.role == "scheduler" and self.index == 0)
+
+    def report_checked(self) -> None:
+        """In the child: tell the launcher that the configuration has no fault."""
+        if self.checked_fd >= 0:
+            os.write(self.checked_fd, b".")
+
     def spawn(self, command: Sequence[str] = CHILD_COMMAND) -> supervise.Child:
         """Start the child, which reads this spec. Its name is an argument, so `ps` shows it."""
         argv, payload = [*command, self.name], msgspec.json.encode(self)
-        return supervise.spawn_child(self.name, argv, payload, [self.reason_fd, *self.listen_fds])
+        fds = [fd for fd in (self.reason_fd, self.checked_fd, *self.listen_fds) if fd >= 0]
+        return supervise.spawn_child(self.name, argv, payload, fds)

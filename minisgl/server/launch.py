@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -80,6 +81,7 @@ def launch(
             f"no folder for the sockets can be made: {error}; mount a writable /tmp or set TMPDIR"
         ) from None
     reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    checked_read, checked_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         with contextlib.ExitStack() as stack:
             ports = [port for port in (config.port, config.probe_port) if port is not None]
@@ -91,16 +93,17 @@ def launch(
                 parent_pid=os.getpid(),
                 socket_dir=socket_dir,
                 reason_fd=reason_write,
+                checked_fd=checked_write,
                 config=config,
                 url=_url(listeners[0], "https" if config.ssl_certfile else "http"),
                 download_s=download_s,
             )
             service = _Service(supervisor, template, reason_read, scheduler_command)
-            service.start(listeners, shell_key)
+            service.start(listeners, shell_key, checked_read)
             return service.run()
     finally:
-        os.close(reason_read)
-        os.close(reason_write)
+        for end in (reason_read, reason_write, checked_read, checked_write):
+            os.close(end)
         shutil.rmtree(socket_dir, ignore_errors=True)
 
 
@@ -110,6 +113,7 @@ class _Service:
 
     _stop_asked_s: time of the first request to stop, on CLOCK_MONOTONIC; None before it.
     _stop_signal: the signal that requested the stop; None if the end of the shell requested it.
+    _unchecked: number of children that have not reported that the configuration has no fault.
     """
 
     _supervisor: supervise.Supervisor
@@ -120,14 +124,21 @@ class _Service:
     _stop_signal: signal.Signals | None = None
     _shell: supervise.Child | None = None
     _api: supervise.Child = field(init=False)
+    _unchecked: int = 0
 
-    def start(self, listeners: Sequence[socket.socket], shell_key: str | None) -> None:
-        """Start all children, the API server first: /livez answers while the others load."""
+    def start(
+        self, listeners: Sequence[socket.socket], shell_key: str | None, checked_fd: int
+    ) -> None:
+        """Start all children, the API server first: /livez answers while the others load.
+
+        The log says "listening" when the children have found no fault in the configuration. They
+        write to the other end of checked_fd.
+        """
         config = self._template.config
         logger.info(f"loading {config.served_names[0]} from {config.engine.model_path}")
-        logger.info(f"listening on {self._template.url} (not ready yet)")
-        for probe_listener in listeners[1:]:
-            logger.info(f"listening for probes on {_url(probe_listener, 'http')}")
+        lines = [f"listening on {self._template.url} (not ready yet)"]
+        lines += [f"listening for probes on {_url(probe, 'http')}" for probe in listeners[1:]]
+        self._supervisor.watch(checked_fd, partial(self._on_checked, checked_fd, lines))
         self._api = self._spawn("api", 0, *(listener.fileno() for listener in listeners))
         # A second open listener would accept connections after the API server has ended.
         for listener in listeners:
@@ -155,7 +166,14 @@ class _Service:
         changed = {"role": role, "index": index, "listen_fds": listen_fds}
         spec = msgspec.structs.replace(self._template, **changed)
         command = self._scheduler_command if role == "scheduler" else CHILD_COMMAND
+        self._unchecked += spec.checks
         return self._supervisor.adopt(spec.spawn(command))
+
+    def _on_checked(self, fd: int, lines: Sequence[str]) -> None:
+        self._unchecked -= len(os.read(fd, 64))
+        if not self._unchecked:
+            for line in lines:
+                logger.info(line)
 
     def run(self) -> int:
         """Handle signals and exits until the service has ended, and return the exit code."""

@@ -57,6 +57,7 @@ def _run(spec: ChildSpec) -> None:
 
         def start_grammars(vocabulary: Vocabulary) -> CheckGrammar:
             service = GrammarService.start(model_path, vocabulary.think_ids)
+            spec.report_checked()  # the tokenizer of the model has loaded
             return with_tool_grammars(vocabulary, service.compile)
 
         run_tokenizer(
@@ -84,6 +85,7 @@ def _run(spec: ChildSpec) -> None:
             tp_rank=spec.index,
             socket_dir=spec.socket_dir,
             extensions=with_quantizations(with_grammars(model_path)),
+            on_checked=spec.report_checked,
         )
 
 

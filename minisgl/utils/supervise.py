@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Self
@@ -145,6 +145,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.children: list[Child] = []
+        self._watched: dict[int, Callable[[], None]] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIG_IGN
@@ -168,6 +169,10 @@ class Supervisor:
         self.children.append(child)
         return child
 
+    def watch(self, fd: int, react: Callable[[], None]) -> None:
+        """Call `react` in `wait` whenever `fd` is readable. `react` reads from `fd`."""
+        self._watched[fd] = react
+
     def running(self) -> list[Child]:
         return [child for child in self.children if child.exit_code is None]
 
@@ -185,11 +190,16 @@ class Supervisor:
         events: list[signal.Signals | Child] = [*self._reap()]
         while not events:
             left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-            if not select.select([self._wake_read], [], [], left_s)[0]:
+            readable = select.select([self._wake_read, *self._watched], [], [], left_s)[0]
+            if not readable:
                 break
-            for number in os.read(self._wake_read, 4096):
-                if number != signal.SIGCHLD:
-                    events.append(signal.Signals(number))
+            for fd in readable:
+                if fd != self._wake_read:
+                    self._watched[fd]()
+                    continue
+                for number in os.read(fd, 4096):
+                    if number != signal.SIGCHLD:
+                        events.append(signal.Signals(number))
             events += self._reap()
         return events
 

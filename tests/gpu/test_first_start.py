@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,9 @@ def start(model: str, caches: Path) -> str:
 def test_a_first_start_logs_what_it_compiles_and_a_second_start_nothing(tmp_path: Path) -> None:
     pytest.importorskip("flashinfer", reason="needs FlashInfer")
     model = write_model("qwen3-0.6b", tmp_path / "model")
+    began_s = time.monotonic()
     first = start(str(model), tmp_path / "caches")
+    print(f"first start of a process with empty kernel caches: {time.monotonic() - began_s:.0f} s")
     announced = re.findall(r"compiling attention kernel (\d) of (\d): (.+) cache=(\S+)", first)
     numbers = [(int(number), int(total)) for number, total, *_ in announced]
     assert announced, first

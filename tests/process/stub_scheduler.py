@@ -165,6 +165,8 @@ def main() -> None:
     if mode == "broken":
         os.write(spec.reason_fd, b"scheduler\tthe model is upside down\n")
         os._exit(CONFIG_EXIT)
+    if spec.index == 0:
+        spec.report_checked()
     StubScheduler(mode, spec.socket_dir, spec.config.engine.model_path).run()
 
 

@@ -262,7 +262,7 @@ def test_signal_while_loading_ends_at_once(tiny_model: Path, number: signal.Sign
 def test_signal_before_the_children_have_handlers(tiny_model: Path, number: signal.Signals) -> None:
     """Regression: Ctrl-C in the first half second gave a traceback from the server's imports."""
     with run_server("--model", str(tiny_model), stub="loading") as server:
-        wait_for(lambda: "listening on" in server.stderr, "the first lines")
+        wait_for(lambda: "loading tiny from" in server.stderr, "the first line")
         server.signal(number)
         assert server.wait_exit() == 128 + number
         assert "Traceback" not in server.stderr

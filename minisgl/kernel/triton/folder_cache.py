@@ -20,7 +20,7 @@ from triton.runtime.build import platform_key
 from triton.runtime.cache import FileCacheManager
 
 from minisgl.core import ConfigError
-from minisgl.kernel.toolchain import find_c_compiler
+from minisgl.utils.toolchain import find_c_compiler
 
 # Triton creates its cache managers from a key alone, so the folder goes through the environment.
 _FOLDER = "MINISGL_TRITON_AHEAD"

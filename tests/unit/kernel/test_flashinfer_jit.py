@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,8 +21,11 @@ class Spec:
 
     is_compiled: bool
     fails: bool = False
+    may_build: threading.Barrier | None = None
 
     def build(self, verbose: bool) -> None:
+        if self.may_build is not None:
+            self.may_build.wait(timeout=60)
         if self.fails:
             raise RuntimeError("Ninja build failed.")
         self.is_compiled = True
@@ -52,14 +56,14 @@ def test_each_missing_module_is_announced_with_its_number_and_the_cache(
     specs: dict[str, Spec], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    compile_missing([FA2, FA3])
+    compile_missing([FA2, FA3])()
     folder = "/cache/flashinfer/90a/cached_ops"
-    assert caplog.messages == [
+    assert caplog.messages[:2] == [
         f"compiling attention kernel 1 of 2: FlashInfer fa2 bfloat16 128 cache={folder}",
-        "compiled attention kernel 1 of 2 s=0",
         f"compiling attention kernel 2 of 2: FlashInfer fa3 bfloat16 128 cache={folder}",
-        "compiled attention kernel 2 of 2 s=0",
     ]
+    done = [f"compiled attention kernel {number} of 2 s=0" for number in (1, 2)]
+    assert sorted(caplog.messages[2:]) == done
     assert all(spec.is_compiled for spec in specs.values())
 
 
@@ -68,21 +72,35 @@ def test_a_module_that_a_cache_holds_is_not_compiled(
 ) -> None:
     caplog.set_level(logging.INFO)
     specs["fa2"] = Spec(is_compiled=True, fails=True)
-    compile_missing([FA2, FA3])
+    compile_missing([FA2, FA3])()
     assert "attention kernel 1 of 1: FlashInfer fa3 bfloat16 128" in caplog.messages[0]
     caplog.clear()
-    compile_missing([FA2, FA3])
+    compile_missing([FA2, FA3])()
     assert caplog.messages == []
 
 
 def test_a_compiler_that_fails_ends_the_start(specs: dict[str, Spec]) -> None:
     specs["fa3"].fails = True
+    wait = compile_missing([FA2, FA3])
     with pytest.raises(RuntimeError, match="Ninja build failed"):
-        compile_missing([FA2, FA3])
+        wait()
+
+
+def test_modules_compile_at_the_same_time_as_each_other_and_the_caller(
+    specs: dict[str, Spec],
+) -> None:
+    """Each build waits for the other build and for the caller."""
+    specs["fa2"].may_build = specs["fa3"].may_build = threading.Barrier(3)
+    wait = compile_missing([FA2, FA3])
+    assert not specs["fa2"].is_compiled
+    assert not specs["fa3"].is_compiled
+    specs["fa2"].may_build.wait(timeout=60)
+    wait()
+    assert all(spec.is_compiled for spec in specs.values())
 
 
 def test_without_attention_kernels_flashinfer_is_not_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    compile_missing([])
+    compile_missing([])()

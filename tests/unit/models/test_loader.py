@@ -1,6 +1,7 @@
 """Loading weights: the ranks' slices make up the checkpoint, and errors name each defect."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
+from minisgl.engine.check import share_of
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
 from minisgl.models.decoder import CausalLM
-from minisgl.models.loader import placements_of
+from minisgl.models.loader import load_weights, placements_of
 from tests.parity.models import build_model as save_random_model
 
 CPU = torch.device("cpu")
@@ -182,6 +184,37 @@ def test_corrupt_file_is_named(checkpoint: Path, content: bytes) -> None:
     with pytest.raises(ConfigError, match=r"model-2\.safetensors is not a readable") as caught:
         load(checkpoint)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("shape", "up_proj.weight has shape"),
+        ("type", "up_proj.weight is of type I8"),
+        ("missing", "has no tensor model.layers.0.mlp.up_proj.weight"),
+        ("cut", "model-1.safetensors is not a readable"),
+    ],
+)
+def test_headers_alone_show_a_fault_of_a_checkpoint(
+    checkpoint: Path, fault: str, expected: str
+) -> None:
+    """The model is on the meta device, which stores no values."""
+    config, added = load_model_config(str(checkpoint)), ModelExtensions()
+    model, _ = share_of(config, TPInfo(0, 1), torch.float32, added)
+    load_weights(model, str(checkpoint), headers_only=True)
+    tensors, name = read(checkpoint), "model.layers.0.mlp.up_proj.weight"
+    whole = tensors.pop(name)
+    if fault == "shape":
+        tensors[name] = whole[:-1].contiguous()
+    elif fault == "type":
+        tensors[name] = whole.to(torch.int8)
+    if fault == "cut":
+        path = checkpoint / "model-1.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        write(checkpoint, tensors)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        load_weights(model, str(checkpoint), headers_only=True)
 
 
 def test_truncated_file_is_named(checkpoint: Path) -> None:

@@ -1,5 +1,7 @@
 """Flags and environment become one complete configuration."""
 
+import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -62,7 +64,9 @@ def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
         (["--read-timeout", "1e10"], "at most 1e+06"),
         (["--target-step-ms", "inf"], "at most 1e+06"),
         (["--mod", "x"], "unknown argument --mod"),
-        (["extra"], "unknown argument extra"),
+        (["one", "two"], "unknown argument two"),
+        (["one", "--tpp", "2"], "unknown argument --tpp; did you mean '--tp'"),
+        (["--model", "one", "two"], "give one model, either two or --model"),
     ],
 )
 def test_wrong_flag_is_one_line(
@@ -84,7 +88,7 @@ def test_flags_of_earlier_versions_are_obeyed_or_ignored_with_a_warning(
     assert config(*old, "--max-choices", "3").limits.max_choices == 3
     for name in old[::2]:
         assert f"the flag {name} has been replaced" in caplog.text
-    assert "--max-n" not in build_parser().format_help()
+    assert "--max-n," not in build_parser().format_help()
 
 
 def test_page_size_is_a_power_of_two() -> None:
@@ -113,3 +117,97 @@ def test_help_groups_the_flags_and_names_units() -> None:
     text = build_parser().format_help()
     for word in ("model:", "scheduling:", "serving:", "limits:", "SECONDS", "TOKENS", "1919"):
         assert word in text
+    assert "--max-seq-len-override, --max-model-len, --context-length TOKENS" in text
+    assert text.startswith("examples:\n  minisgl ")
+    assert not re.search(r"^usage|--no-", text.split("places of a setting")[0], re.MULTILINE)
+
+
+def test_help_of_each_flag_is_made_of_sentences() -> None:
+    for action in build_parser()._actions:
+        if action.help is not argparse.SUPPRESS:
+            assert re.fullmatch(r"([A-Z]|[a-z]+:|\d).*\.", action.help), action.help
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("org/name", "-tp", "2", "--max-model-len", "512", "--gpu-memory-utilization", "0.5"),
+        ("--max-num-seqs", "8", "-tp=2", "--max-model-len=512", "org/name"),
+        ("-m", "org/name", "--tp", "2", "--context-length", "512", "--mem-fraction-static", "0.5"),
+        ("--model-path", "org/name", "--tp-size", "2", "--context-length=512"),
+    ],
+)
+def test_flag_names_of_vllm_and_sglang_mean_the_same(words: tuple[str, ...]) -> None:
+    engine = config(*words).engine
+    assert engine.model_path == "/models/org/name"
+    assert (engine.tp_size, engine.max_seq_len) == (2, 512)
+    assert engine.memory_ratio == (0.5 if "0.5" in words else 0.9)
+
+
+def test_flag_of_another_server_for_what_is_always_on_logs_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config("--trust-remote-code", "--enable-auto-tool-choice")
+    assert "the flag --trust-remote-code is ignored: minisgl runs no code" in caplog.text
+    assert "the flag --enable-auto-tool-choice is ignored" in caplog.text
+
+
+def file_with(folder: Path, text: str) -> str:
+    path = folder / "server.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_command_line_wins_over_the_environment_and_the_environment_over_the_file(
+    tmp_path: Path,
+) -> None:
+    path = file_with(tmp_path, 'model = "file"\nport = 1\ntp = 2\nmax_choices = 3\nhost = "h"')
+    environ = {"MINISGL_HTTP_PORT": "4", "MINISGL_TENSOR_PARALLEL_SIZE": "5", "MINISGL_HOST": ""}
+    found = config("--port", "6", "--config", path, **environ)
+    assert (found.port, found.engine.tp_size, found.limits.max_choices) == (6, 5, 3)
+    assert (found.engine.model_path, found.host) == ("/models/file", "h")
+    assert config("given", "--config", path).engine.model_path == "/models/given"
+    assert config(MINISGL_CONFIG=path, MINISGL_MODEL="env").served_names == ("env",)
+
+
+def test_switches_and_lists_have_every_place_too(tmp_path: Path) -> None:
+    path = file_with(tmp_path, 'dummy-weight = true\nserved-model-name = ["a", "b"]')
+    found = config("--config", path)
+    assert (found.engine.dummy_weight, found.served_names) == (True, ("a", "b"))
+    assert not config("--config", path, MINISGL_DUMMY_WEIGHT="0").engine.dummy_weight
+    assert not config("--no-dummy-weight", MINISGL_DUMMY_WEIGHT="true").engine.dummy_weight
+    assert config(MINISGL_ALLOW_HOST="one, two").allowed_hosts == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max-runing-requests = 8", "unknown key 'max-runing-requests'; did you mean"),
+        ('config = "other.toml"', "unknown key 'config'"),
+        ("shell = 1", "shell must be true or false, not '1'"),
+        ("port = true", "port must be a text or a number, not 'True'"),
+        ("port = [1, 2]", "port must be one value"),
+        ("[port]\nhttp = 1", "port must be one value"),
+        ("port = ", "of --config cannot be read"),
+    ],
+)
+def test_wrong_file_is_one_line_that_names_the_key(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config("--config", file_with(tmp_path, text))
+    with pytest.raises(ConfigError, match="the file /nowhere of --config cannot be read"):
+        config("--config", "/nowhere")
+
+
+def test_wrong_value_names_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file_with(tmp_path, "port = 70000")
+    with pytest.raises(SystemExit):
+        config("--config", path)
+    with pytest.raises(SystemExit):
+        config(MINISGL_DTYPE="float8")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"minisgl: error: {path}: port: argument --port: must be an integer")
+    assert second.startswith("minisgl: error: MINISGL_DTYPE: argument --dtype: invalid choice")
+    with pytest.raises(ConfigError, match="MINISGL_SHELL must be 1 or 0, not 'maybe'"):
+        config(MINISGL_SHELL="maybe")

@@ -6,6 +6,7 @@ import pytest
 
 from minisgl.core import ConfigError
 from minisgl.server.cli import read_env
+from minisgl.server.settings import environment_words, flag_variables, is_injected
 
 
 @pytest.mark.parametrize(
@@ -36,11 +37,38 @@ def test_unknown_variable_warns(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["MINISGL_PORT", "MINISGL_PORT_1919_TCP", "MINISGL_SERVICE_HOST", "OTHER"]
+    "name",
+    [
+        *("MINISGL_PORT", "MINISGL_PORT_1919_TCP", "MINISGL_SERVICE_HOST", "OTHER"),
+        *("MINISGL_HTTP_PORT", "MINISGL_PROBE_PORT", "MINISGL_API_PORT_80_TCP"),
+    ],
 )
 def test_injected_variables_are_ignored_without_a_warning(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         read_env({name: "tcp://10.0.0.1:1919"})
+        read_env({"MINISGL_API_SERVICE_HOST": "10.0.0.1", "MINISGL_API_PORT_80_TCP_PROTO": "tcp"})
     assert caplog.text == ""
+    assert list(environment_words({name: "tcp://10.0.0.1:1919"})) == []
+
+
+def test_address_is_a_setting_unless_kubernetes_has_injected_it() -> None:
+    assert is_injected("MINISGL_PROBE_PORT", "tcp://10.0.0.1:80")
+    assert not is_injected("MINISGL_PROBE_PORT", "1920")
+    assert not is_injected("MINISGL_SOME_ENDPOINT", "tcp://*:5557")
+
+
+def test_each_flag_has_a_variable_that_kubernetes_does_not_inject() -> None:
+    variables = flag_variables()
+    assert len(variables) > 50
+    assert not [name for name in variables if is_injected(name, "")]
+    assert variables["MINISGL_HTTP_PORT"] == "--port"
+    assert variables["MINISGL_KERNEL_CACHE"] == "--kernel-cache"
+
+
+def test_misspelt_variable_of_a_flag_is_named_with_the_nearest_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read_env({"MINISGL_MAX_RUNNING_REQUEST": "8"})
+    assert "did you mean 'MINISGL_MAX_RUNNING_REQUESTS'" in caplog.text

@@ -1,0 +1,206 @@
+"""`minisgl doctor`: checks of the machine, one line each, with the remedy where a check fails."""
+
+import argparse
+import importlib.metadata
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from minisgl.utils.toolchain import find_c_compiler, find_nvcc
+
+_TIMEOUT_S = 3.0  # for the hub, and for nvidia-smi
+_GIB = 2**30
+_OK, _WARNING, _FAILED = "ok", "warning", "failed"
+# FlashInfer, and its packages with kernels that a start then need not compile.
+_FLASHINFER = ("flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin")
+
+
+class Check(msgspec.Struct, frozen=True):
+    """The result of one check.
+
+    state   ok, warning or failed; a start needs every check that failed.
+    remedy  what to do; "" if the state is ok.
+    """
+
+    name: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the checks. Returns 1 if a check that a start needs has failed."""
+    description = "Check this machine: one line for each check, with the remedy where it fails."
+    parser = argparse.ArgumentParser(prog="minisgl doctor", description=description)
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    options = parser.parse_args(argv)
+    checks = [_driver(), _torch(), _gpu(), _flashinfer(), _compilers(), _memory_lock()]
+    checks += [_shared_memory(), _sockets(), _model_cache(), _kernel_cache(), _hub()]
+    if options.json:
+        sys.stdout.write(msgspec.json.encode(checks).decode() + "\n")
+    else:
+        for check in checks:
+            remedy = f"; {check.remedy}" if check.remedy else ""
+            sys.stdout.write(f"{check.state:8} {check.name:17} {check.found}{remedy}\n")
+    return int(any(check.state == _FAILED for check in checks))
+
+
+def _driver() -> Check:
+    if (program := shutil.which("nvidia-smi")) is None:
+        return Check(
+            "driver", _WARNING, "nvidia-smi is not installed", "a GPU needs NVIDIA's driver"
+        )
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("driver", _FAILED, f"nvidia-smi failed: {error}", "install the driver again")
+    if done.returncode:
+        found = " ".join((done.stdout + done.stderr).split())[:200]
+        return Check("driver", _FAILED, found, "load the driver's kernel module")
+    return Check("driver", _OK, done.stdout.split()[0])
+
+
+def _torch() -> Check:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing
+        return Check("torch", _FAILED, str(error), "pip install 'torch>=2.11,<2.14'")
+    return Check("torch", _OK, f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}")
+
+
+def _gpu() -> Check:
+    if not _has_gpu():
+        if shutil.which("nvidia-smi") is None:
+            return Check("GPU", _WARNING, "none", "the server runs on the CPU")
+        remedy = "install a CUDA build of torch that fits the driver, or use --device cpu"
+        return Check("GPU", _FAILED, "torch finds no GPU beside the driver", remedy)
+    import torch
+
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    found = ", ".join(
+        f"{gpu.name} ({gpu.total_memory / _GIB:.0f} GiB, {gpu.major}.{gpu.minor})"
+        for gpu in devices
+    )
+    if devices[0].major < 8:
+        return Check("GPU", _WARNING, found, "bfloat16 needs compute capability 8.0 or later")
+    return Check("GPU", _OK, found)
+
+
+def _flashinfer() -> Check:
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    found = ", ".join(f"{name} {installed[name]}" for name in _FLASHINFER if name in installed)
+    if _FLASHINFER[0] not in installed and _has_gpu():
+        remedy = "pip install 'minisgl[gpu]'; attention runs on torch until then, and is slow"
+        return Check("FlashInfer", _WARNING, "not installed", remedy)
+    found = found or "not installed; only a GPU needs it"
+    return Check("FlashInfer", _OK, found)
+
+
+def _compilers() -> Check:
+    missing = [] if find_c_compiler() else ["a C compiler"]
+    missing += [] if find_nvcc() else ["nvcc"]
+    missing += [] if shutil.which("ninja") else ["ninja"]
+    found = " and ".join(missing)
+    if not missing:
+        return Check("compilers", _OK, f"{find_c_compiler()}, {find_nvcc()}")
+    if not _has_gpu():
+        return Check("compilers", _OK, f"no {found}, which only a GPU needs")
+    remedy = "install them, or give --kernel-cache a folder that minisgl compile has filled"
+    # Triton compiles the launcher of each kernel with the C compiler.
+    state = _WARNING if find_c_compiler() or "MINISGL_KERNEL_CACHE" in os.environ else _FAILED
+    return Check("compilers", state, f"no {found}", remedy)
+
+
+def _memory_lock() -> Check:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return Check("memory lock", _OK, "unlimited")
+    found = f"{limit / 2**20:.0f} MiB"
+    if limit >= 8 * 2**20:
+        return Check("memory lock", _OK, found)
+    return Check("memory lock", _WARNING, found, "several GPUs may need more: ulimit -l unlimited")
+
+
+def _shared_memory() -> Check:
+    try:
+        room = shutil.disk_usage("/dev/shm").total
+    except OSError as error:
+        return Check("shared memory", _WARNING, str(error), "several GPUs need /dev/shm")
+    found = f"/dev/shm has {room / _GIB:.1f} GiB"
+    if room >= _GIB:
+        return Check("shared memory", _OK, found)
+    return Check("shared memory", _WARNING, found, "several GPUs need 1 GiB: --shm-size of Docker")
+
+
+def _sockets() -> Check:
+    try:
+        with tempfile.TemporaryDirectory(prefix="minisgl-") as folder:
+            return Check("socket folder", _OK, str(Path(folder).parent))
+    except OSError as error:
+        return Check("socket folder", _FAILED, str(error), "mount a writable /tmp or set TMPDIR")
+
+
+def _model_cache() -> Check:
+    from huggingface_hub import constants
+
+    return _writable("model cache", Path(constants.HF_HUB_CACHE), "HF_HOME")
+
+
+def _kernel_cache() -> Check:
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path("~/.triton").expanduser()
+    return _writable("kernel cache", Path(folder), "TRITON_CACHE_DIR")
+
+
+def _hub() -> Check:
+    import httpx
+    from huggingface_hub import constants
+
+    address = constants.ENDPOINT
+    if constants.HF_HUB_OFFLINE:
+        return Check("hub", _OK, "switched off by HF_HUB_OFFLINE")
+    faults = [f"no answer within {_TIMEOUT_S:g} s"]
+
+    def ask() -> None:
+        try:
+            httpx.head(address, timeout=_TIMEOUT_S)
+            faults.clear()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            faults[:] = [str(error)]
+
+    # A thread, because the look-up of a name has no timeout.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT_S)
+    if faults:
+        remedy = "only models that are on this machine can be served"
+        return Check("hub", _WARNING, f"{address} is not reachable: {faults[0]}", remedy)
+    return Check("hub", _OK, f"{address} answers")
+
+
+def _writable(name: str, folder: Path, variable: str) -> Check:
+    """Check that this user can write to a folder, or can create it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free / _GIB
+    except OSError as error:
+        remedy = f"set {variable} to a folder that this user can write to"
+        return Check(name, _FAILED, f"{folder}: {error.strerror}", remedy)
+    return Check(name, _OK, f"{folder} ({free:.0f} GiB free)")
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except (ImportError, OSError):
+        return False
+    return torch.cuda.is_available()

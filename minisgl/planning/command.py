@@ -1,0 +1,118 @@
+"""The command `minisgl plan`: its flags, and a plan as text or as JSON."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from minisgl.core import EngineConfig
+from minisgl.core.hub import resolve_model
+from minisgl.models.config import ModelConfig, load_model_config
+from minisgl.planning.gpus import GPUS, Gpu, find_gpu
+from minisgl.planning.plan import Plan, make_plan
+from minisgl.server.cli import ArgumentParser, resolve
+
+_GIB = 2**30
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str], demo_path: Callable[[], Path]) -> int:
+    """Print a plan for each GPU. Returns 1 if the model fits on none. Raises ConfigError."""
+    parser = ArgumentParser(
+        prog="minisgl plan",
+        description="Say what fits on a GPU, how fast it can be and what to set, from the "
+        "config.json of a model. Needs no GPU and no weights.",
+        epilog="Takes all flags of minisgl. Give the flags that the server will have.",
+        allow_abbrev=False,
+    )
+    known = f"{', '.join(GPUS)}, or the memory in bytes"
+    parser.add_argument(
+        "--gpu", type=find_gpu, help=f"The GPU: {known}. Default: one line for each known GPU."
+    )
+    parser.add_argument("--context", metavar="TOKENS", help="The same as --max-seq-len-override.")
+    parser.add_argument(
+        "--quantization", choices=["none", "fp8"], default="none", help="Format of the weights."
+    )
+    formats = ["none", "auto", "bf16", "fp8"]
+    text = "Format of the KV cache. All values except fp8 mean the data type of the model."
+    parser.add_argument("--kv-cache-dtype", choices=formats, default="none", help=text)
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    options, flags = parser.parse_known_args(argv)
+    if options.context is not None:
+        flags.append(f"--max-seq-len-override={options.context}")
+    config = resolve(flags, environ, resolve_model, demo_path, weights=False)
+    model = load_model_config(config.engine.model_path)
+    plan_on = partial(
+        make_plan,
+        model=model,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        max_chunk_tokens=config.scheduler.prefill_budget_tokens,
+    )
+    gpus = [options.gpu] if options.gpu else list(GPUS.values())
+    plans = [plan_on(config.engine, gpu=gpu) for gpu in gpus]
+    name = config.served_names[0]
+    if options.json:
+        lines = [msgspec.json.encode({"model": name, "plans": plans}).decode()]
+    elif len(plans) > 1:
+        lines = _as_table(name, plans)
+    else:
+        lines = _as_text(name, plans[0], gpus[0])
+        if not plans[0].tokens:
+            lines.append(_remedy(config.engine, model, partial(plan_on, gpu=gpus[0])))
+    sys.stdout.write("\n".join([*lines, ""]))
+    return 0 if any(plan.tokens for plan in plans) else 1
+
+
+def _remedy(config: EngineConfig, model: ModelConfig, plan: Callable[[EngineConfig], Plan]) -> str:
+    """Name the smallest number of GPUs on which the model fits."""
+    for size in (2, 4, 8):
+        wider = msgspec.structs.replace(config, tp_size=size, num_pages=None)
+        if size > config.tp_size and model.q_heads % size == 0 and plan(wider).tokens:
+            return f"It fits on {size} such GPUs: --tensor-parallel-size={size}"
+    return "It does not fit on 8 such GPUs either: choose a larger GPU or a smaller model."
+
+
+def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
+    stored = f"{plan.dtype}, weights {plan.quantization}, KV cache {plan.kv_cache_dtype}"
+    lines = [
+        f"{name} on {plan.tp} x {gpu.name}, context {plan.context:,} tokens ({stored})",
+        "",
+        "on each GPU",
+        f"  memory                  {plan.gpu_bytes / _GIB:8.2f} GiB",
+        f"  weights                 {plan.weight_bytes / _GIB:8.2f} GiB",
+        f"  steps, graphs, context  {plan.remainder_bytes / _GIB:8.2f} GiB (predicted)",
+        f"  KV cache                {plan.kv_bytes / _GIB:8.2f} GiB, "
+        f"{plan.kv_token_bytes / 1024:g} KiB for each token",
+    ]
+    if not plan.tokens:
+        return [*lines, "", "The model does not fit."]
+    fitting = ", ".join(f"{count} of {size:,} tokens" for size, count in plan.requests.items())
+    lines += ["", f"tokens that fit: {plan.tokens:,} ({plan.pages:,} pages)"]
+    lines += [f"requests that fit: {fitting}"]
+    if plan.floor_ms:
+        lines += ["", "requests  shortest time of a token   tokens/s   (no engine is faster)"]
+    for size, ms in plan.floor_ms.items():
+        shown = "does not fit" if ms is None else f"{ms:20.2f} ms {1e3 * size / ms:16,.0f}"
+        lines.append(f"{size:8} {shown}")
+    if plan.floor_ms:
+        rates = "measured on this GPU" if gpu.measured else "those of the data sheet"
+        lines.append(f"Bandwidth and arithmetic rate are {rates}.")
+    return [*lines, "", f"set: {' '.join(plan.settings) or 'nothing; the defaults fit'}"]
+
+
+def _as_table(name: str, plans: Sequence[Plan]) -> list[str]:
+    first = plans[0]
+    lines = [
+        f"{name}, tensor-parallel size {first.tp}: each GPU holds {first.weight_bytes / _GIB:.2f} "
+        f"GiB of weights and {first.kv_token_bytes / 1024:g} KiB for each token",
+        "",
+        f"{'GPU':8} {'tokens that fit':>16} {'full contexts':>14} {'ms per token, 1 request':>24}",
+    ]
+    for plan in plans:
+        ms = plan.floor_ms.get(1)
+        floor = "" if ms is None else f"{ms:.2f}"
+        full = plan.requests[plan.context]
+        lines.append(f"{plan.gpu:8} {plan.tokens or 'none':>16,} {full:>14} {floor:>24}")
+    return [*lines, "", "minisgl plan --gpu NAME shows one of them in full."]

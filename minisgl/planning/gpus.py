@@ -1,0 +1,60 @@
+"""The memory and the rates of GPUs."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from minisgl.benchmark.floor import Ceilings
+from minisgl.core import ConfigError
+from minisgl.utils import near_names
+
+
+class Gpu(NamedTuple):
+    """One kind of GPU.
+
+    memory_bytes  the total that CUDA reports, without other processes.
+    ceilings      the rates; None for a GPU that is given by its memory alone.
+    measured      whether the rates were measured. Otherwise they are those of the data sheet, which
+                  no program reaches.
+    copies        whether attention of long prompts copies contexts (kernel/contexts.py), as it does
+                  on Hopper.
+    """
+
+    name: str
+    memory_bytes: int
+    ceilings: Ceilings | None = None
+    measured: bool = False
+    copies: bool = False
+
+
+def _gpu(name: str, gib: float, tb_s: float, tflops: float, copies: bool = False) -> Gpu:
+    return Gpu(name, int(gib * 2**30), Ceilings(tb_s * 1e12, tflops * 1e12), copies=copies)
+
+
+# Bandwidth and dense bf16 rate of the data sheets; the SXM models of H100 and A100, of 80 GB each.
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "H200": Gpu("H200", 143_156 * 2**20, Ceilings(), measured=True, copies=True),
+        "H100": _gpu("H100", 79.1, 3.35, 989, copies=True),
+        "A100": _gpu("A100", 79.2, 2.04, 312),
+        "L40S": _gpu("L40S", 44.4, 0.864, 362),
+        "RTX4090": _gpu("RTX4090", 23.6, 1.008, 165),
+    }
+)
+
+
+def find_gpu(text: str) -> Gpu:
+    """Return the GPU of this name, or one with this number of bytes. Raises ConfigError."""
+    name = text.upper().replace(" ", "").replace("-", "")
+    if name in GPUS:
+        return GPUS[name]
+    try:
+        memory = int(float(text))
+    except (ValueError, OverflowError):
+        memory = 0
+    if memory < 2**30:
+        raise ConfigError(
+            f"--gpu {text} is neither a known GPU nor a number of bytes of at least 1 GiB; "
+            f"known: {', '.join(GPUS)}{near_names(name, GPUS)}"
+        )
+    return Gpu(f"{memory / 2**30:.1f} GiB", memory)

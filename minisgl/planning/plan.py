@@ -1,0 +1,184 @@
+"""The memory and the floor of a configuration, computed from a model's config.json.
+
+The weights are exact: they are the parameters of a rank's model on the meta device. The memory of
+steps and CUDA graphs, which a starting engine measures, is predicted from sizes of tensors and from
+three starts on one H200. The pages follow from both by the engine's own rule (engine/memory.py).
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+import torch
+
+from minisgl.benchmark.floor import MEASURED_TP, Cost, cost_of, step_s, with_fp8_weights
+from minisgl.core import EngineConfig
+from minisgl.distributed.comm import TPInfo
+from minisgl.engine import memory
+from minisgl.engine.check import LoneRank, share_of
+from minisgl.kvcache.pool import kv_page_bytes
+from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import local_kv_spec
+from minisgl.models.loader import materialise
+from minisgl.planning.gpus import Gpu
+from minisgl.quantization import with_quantizations
+
+_BATCHES = (1, 8, 32, 64, 128, 256)
+_TYPICAL_TOKENS = 1024  # prompt and answer of the requests for which the floor is computed
+_MIB = 2**20
+# The remainder of Qwen3-0.6B, 8B and 14B on one H200 (docs/operations.md, "Size"), without the
+# tensors that _remainder_bytes computes, is _FIXED_BYTES + _ACTIVATION_SHARE * the largest
+# activations of a step. The three starts deviate by at most 4 MiB.
+_FIXED_BYTES = 883 * _MIB
+_ACTIVATION_SHARE = 1.444
+_WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace
+_PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
+_GRAPH_REQS = 256  # requests of the largest decode graph
+
+
+# Bytes of a stored element by the name of the format. Other names mean the model's dtype.
+_ITEM_BYTES: Mapping[str, int] = MappingProxyType({"fp8": 1})
+_KV_SCALE_BYTES = 2  # of the key or value of one head, in a quantised KV cache
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What fits on `tp` GPUs. Sizes are in bytes, for each GPU.
+
+    kv_token_bytes     keys and values of one token.
+    remainder_bytes    CUDA context, workspaces, the largest step and the CUDA graphs, as predicted.
+    requests           number of requests that fit, by the tokens of each.
+    floor_ms           shortest time of a token, by the number of requests that decode together.
+                       Each has 1,024 tokens, or the context if that is shorter. None: they do not
+                       fit.
+    settings           flags that differ from the defaults.
+    """
+
+    gpu: str
+    gpu_bytes: int
+    tp: int
+    dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    context: int
+    weight_bytes: int
+    remainder_bytes: int
+    kv_bytes: int
+    kv_token_bytes: int
+    pages: int
+    tokens: int
+    requests: dict[int, int]
+    floor_ms: dict[int, float | None]
+    settings: list[str]
+
+
+def make_plan(
+    config: EngineConfig,
+    model: ModelConfig,
+    gpu: Gpu,
+    quantization: str = "none",
+    kv_cache_dtype: str = "none",
+    max_chunk_tokens: int = 8192,
+) -> Plan:
+    """Return the plan of an engine. Raises ConfigError, as the engine does.
+
+    quantization, kv_cache_dtype: fp8, or any other name for the model's dtype.
+    """
+    given = {"quantization": quantization, "kv-cache-dtype": kv_cache_dtype}
+    flags = [f"--{name}={value}" for name, value in given.items() if value in _ITEM_BYTES]
+    tp = TPInfo(0, config.tp_size)
+    dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
+    context = memory.resolve_max_seq_len(config, model)
+    online = quantization if quantization in _ITEM_BYTES else None
+    share, _ = share_of(model, tp, dtype, with_quantizations(), online)
+    materialise(share, torch.device("meta"), dtype)
+    # parameters() yields the embedding and the head once if they are one.
+    weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
+    if model.quantization is not None:
+        quantization = "fp8"  # all formats that the engine reads
+    token_bytes = kv_page_bytes(local_kv_spec(model, LoneRank(tp), dtype), model.num_kv_layers, 1)
+    if kv_cache_dtype in _ITEM_BYTES:
+        stored = model.head_dim * _ITEM_BYTES[kv_cache_dtype] + _KV_SCALE_BYTES
+        token_bytes = token_bytes * stored // (model.head_dim * dtype.itemsize)
+    remainder = _remainder_bytes(config, model, gpu, context, dtype, max_chunk_tokens)
+    # The remainder includes the memory that is not free when the engine starts.
+    available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
+    page_bytes = token_bytes * config.page_size
+    pages = max(memory.pages_that_fit(config, available, page_bytes, context), 0)
+    pages = min(pages, config.num_pages or pages)
+    tokens = pages * config.page_size
+    cost = cost_of(model, tp.size)
+    if quantization in _ITEM_BYTES:
+        cost = with_fp8_weights(cost, model, tp.size)
+    # All-reduces over a number of GPUs that was not measured count as no time.
+    reduces = cost.reduces if tp.size in MEASURED_TP else 0
+    cost = cost._replace(kv_bytes=token_bytes, reduces=reduces)
+    sizes = sorted({size for size in (_TYPICAL_TOKENS, 4096, 16_384) if size < context} | {context})
+    return Plan(
+        gpu=gpu.name,
+        gpu_bytes=gpu.memory_bytes,
+        tp=config.tp_size,
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        context=context,
+        weight_bytes=weights,
+        remainder_bytes=remainder,
+        kv_bytes=tokens * token_bytes,
+        kv_token_bytes=token_bytes,
+        pages=pages,
+        tokens=tokens,
+        requests={size: min(tokens // size, config.max_running_reqs) for size in sizes},
+        floor_ms=_floor_ms(cost, gpu, tp.size, tokens, min(context, _TYPICAL_TOKENS)),
+        settings=flags + _settings(config, context, tokens),
+    )
+
+
+def _remainder_bytes(
+    config: EngineConfig,
+    model: ModelConfig,
+    gpu: Gpu,
+    context: int,
+    dtype: torch.dtype,
+    max_chunk_tokens: int,
+) -> int:
+    """Predict the memory of a rank besides weights and KV pages."""
+    tp, rows, item = config.tp_size, config.max_running_reqs + 1, dtype.itemsize
+    page_table, token_pool = rows * -(-context // config.page_size), rows * (context + 1)
+    rotary = len(model.ropes) * context * model.head_dim
+    tables = 4 * (page_table + token_pool + rotary)
+    logits = min(config.max_running_reqs, _GRAPH_REQS) * (model.vocab_size // tp) * item
+    kv_heads = max(model.kv_heads // tp, 1)
+    copied = 2 * context * kv_heads * model.head_dim * item if gpu.copies else 0
+    shared = _PEER_BYTES if tp > 1 else 0
+    # Gate and up, their product, and the residual stream before and after the MLP.
+    widest = 3 * model.intermediate_size // tp + 2 * model.hidden_size
+    if model.moe is not None:
+        inner = model.moe.moe_intermediate_size // tp
+        widest = model.moe.num_experts_per_tok * (inner + model.hidden_size) + 2 * model.hidden_size
+    activations = int(_ACTIVATION_SHARE * max_chunk_tokens * widest * item)
+    return _FIXED_BYTES + _WORKSPACE_BYTES + tables + logits + copied + shared + activations
+
+
+def _floor_ms(cost: Cost, gpu: Gpu, tp: int, tokens: int, context: int) -> dict[int, float | None]:
+    """The floor of a token by the number of requests; empty if the rates of the GPU are unknown."""
+    if gpu.ceilings is None:
+        return {}
+    return {
+        size: 1e3 * step_s(cost, size, size * context, gpu.ceilings, tp)
+        if size * context <= tokens
+        else None
+        for size in _BATCHES
+    }
+
+
+def _settings(config: EngineConfig, context: int, tokens: int) -> list[str]:
+    """The flags to set so that the requests fit. Empty: the defaults fit, or nothing fits."""
+    flags = [f"--tensor-parallel-size={config.tp_size}"] if config.tp_size > 1 else []
+    if not tokens:
+        return flags
+    longest = min(context, tokens)
+    if tokens < context or config.max_seq_len is not None:
+        flags.append(f"--max-seq-len-override={longest}")
+    if (together := tokens // min(longest, _TYPICAL_TOKENS)) < config.max_running_reqs:
+        flags.append(f"--max-running-requests={together}")
+    return flags

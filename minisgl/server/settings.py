@@ -1,0 +1,137 @@
+"""The places of a setting besides the command line: the environment and the file of --config.
+
+Each flag of flags.toml has a variable, MINISGL_ and its first name, and a key in the file, which is
+any of its names without the dashes. The command line wins over the environment, and the environment
+over the file.
+
+Kubernetes injects variables for each Service of a namespace: MINISGL_PORT, MINISGL_SERVICE_HOST and
+MINISGL_PORT_1919_TCP for a Service named minisgl. Such variables are no settings. --port therefore
+has the variable MINISGL_HTTP_PORT. A Service named minisgl-http gives that variable an address such
+as tcp://10.0.0.1:80, which is no setting either.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from minisgl.core import ConfigError
+from minisgl.utils import near_names
+
+# Sections of flags.toml whose flags the command line accepts only to log a warning.
+WITHOUT_EFFECT = ("replaced", "of other servers")
+
+_INJECTED_NAME = re.compile(
+    r"MINISGL_(PORT|SERVICE_)|MINISGL_\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))"
+)
+_INJECTED_VALUE = re.compile(r"(tcp|udp|sctp)://")
+# Their variables hold keys, which EnvSettings reads: a key of the environment is valid beside a key
+# of the flag.
+_KEYS = ("--api-key", "--admin-api-key")
+_SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
+
+Flags = dict[str, dict[str, dict[str, Any]]]
+
+
+def read_flags() -> Flags:
+    """Return the flags of flags.toml: section, names and properties."""
+    return tomllib.loads(Path(__file__).with_name("flags.toml").read_text())
+
+
+def is_switch(flag: Mapping[str, Any]) -> bool:
+    """Whether a flag of flags.toml takes no value."""
+    return "type" not in flag and "choices" not in flag
+
+
+def is_injected(name: str, value: str) -> bool:
+    """Whether Kubernetes has injected this variable for a Service, so that it is no setting."""
+    is_address = name.endswith("_PORT") and _INJECTED_VALUE.match(value)
+    return bool(_INJECTED_NAME.match(name) or is_address)
+
+
+def flag_variables() -> dict[str, str]:
+    """Return the variable of each flag, and the flag."""
+    return {_variable(names[0]): names[0] for names, _ in _settings() if names[0] not in _KEYS} | {
+        "MINISGL_CONFIG": "--config"
+    }
+
+
+def file_words(path: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield a place and the words of a command line for each setting of a TOML file.
+
+    The place, such as "server.toml: port", names the setting in an error message. Raises
+    ConfigError for a file that cannot be read, an unknown key and a value of a wrong kind.
+    """
+    try:
+        content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the file {path} of --config cannot be read: {error}") from None
+    known = {
+        name.lstrip("-"): (names[0], flag)
+        for names, flag in _settings()
+        for name in names
+        if name.startswith("--")
+    }
+    for key, value in content.items():
+        place, spelled = f"{path}: {key}", key.replace("_", "-")
+        if spelled not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}{near_names(spelled, known)}")
+        name, flag = known[spelled]
+        if is_switch(flag) != isinstance(value, bool):
+            expected = "true or false" if is_switch(flag) else "a text or a number"
+            raise ConfigError(f"{place} must be {expected}, not {str(value)[:40]!r}")
+        if isinstance(value, dict) or (isinstance(value, list) and not flag.get("many")):
+            raise ConfigError(f"{place} must be one value, without a table or a list")
+        yield place, _words(name, flag, value)
+
+
+def environment_words(environ: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the variable and the words of a command line for each setting of the environment.
+
+    An empty variable is no setting. A comma separates the values of a flag with several values.
+    Raises ConfigError for a switch that is neither 1 nor 0.
+    """
+    for names, flag in _settings():
+        variable = _variable(names[0])
+        text = environ.get(variable, "").strip()
+        if not text or names[0] in _KEYS or is_injected(variable, text):
+            continue
+        value: Any = [part.strip() for part in text.split(",")] if flag.get("many") else text
+        if is_switch(flag):
+            if text.lower() not in _SWITCH_WORDS:
+                raise ConfigError(f"{variable} must be 1 or 0, not {text[:40]!r}")
+            value = _SWITCH_WORDS[text.lower()]
+        yield variable, _words(names[0], flag, value)
+
+
+def outer_settings(path: str | None, environ: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the settings of the file, if there is one, and then those of the environment.
+
+    path: the value of --config; None: the variable MINISGL_CONFIG may name the file.
+    """
+    if path := path or environ.get("MINISGL_CONFIG", "").strip():
+        yield from file_words(path)
+    yield from environment_words(environ)
+
+
+def _settings() -> Iterator[tuple[list[str], dict[str, Any]]]:
+    for title, flags in read_flags().items():
+        if title not in WITHOUT_EFFECT:
+            for names, flag in flags.items():
+                yield names.split(), flag
+
+
+def _variable(name: str) -> str:
+    # Kubernetes injects MINISGL_PORT.
+    word = "HTTP_PORT" if name == "--port" else name.lstrip("-").replace("-", "_").upper()
+    return f"MINISGL_{word}"
+
+
+def _words(name: str, flag: Mapping[str, Any], value: Any) -> list[str]:
+    """Return the words of a command line that give this flag this value."""
+    if is_switch(flag):
+        return [name if value else f"--no-{name.removeprefix('--')}"]
+    if flag.get("many"):
+        return [name, *map(str, value if isinstance(value, list) else [value])]
+    return [f"{name}={value}"]

@@ -1,0 +1,47 @@
+"""The pages of `minisgl plan` against those that an engine allocates on this GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl.benchmark.models import write_model
+from minisgl.core import EngineConfig
+from minisgl.models.config import load_model_config
+from minisgl.planning.gpus import Gpu
+from minisgl.planning.plan import make_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# A process of its own, because memory of earlier engines would reduce the free memory.
+START = """
+import sys
+from minisgl.core import EngineConfig
+from minisgl.distributed.comm import SingleCommunicator
+from minisgl.engine import Engine
+
+config = EngineConfig(model_path=sys.argv[1], dummy_weight=True)
+print(Engine(config, SingleCommunicator()).num_pages)
+"""
+
+
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-8b", "qwen3-14b"])
+def test_pages_are_within_two_percent_of_those_of_an_engine(shape: str, tmp_path: Path) -> None:
+    folder = write_model(shape, tmp_path)
+    properties = torch.cuda.get_device_properties(0)
+    _, total = torch.cuda.mem_get_info(0)
+    gpu = Gpu(properties.name, total, copies=properties.major == 9)
+    planned = make_plan(EngineConfig(model_path=folder), load_model_config(folder), gpu).pages
+    done = subprocess.run(
+        [sys.executable, "-c", START, folder], capture_output=True, text=True, timeout=540
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    allocated = int(done.stdout.split()[-1])
+    print(f"{shape} on {gpu.name}: {planned} pages planned, {allocated} allocated")
+    assert planned == pytest.approx(allocated, rel=0.02)

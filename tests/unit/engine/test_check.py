@@ -1,0 +1,51 @@
+"""The check of a configuration before an engine starts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl.benchmark.models import write_model
+from minisgl.core import ConfigError, EngineConfig
+from minisgl.demo import model_path
+from minisgl.distributed.comm import TPInfo
+from minisgl.engine import DEFAULT_EXTENSIONS, check_start, memory
+
+
+def check(folder: str = str(model_path()), tp: int = 1, **changes: object) -> None:
+    config = EngineConfig(model_path=folder, tp_size=tp, **{"device": "cpu", **changes})
+    check_start(config, TPInfo(0, tp), DEFAULT_EXTENSIONS)
+
+
+def test_demo_model_has_no_fault() -> None:
+    check()
+    check(tp=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"device": "tpu"}, "device 'tpu' is not supported"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+        ({"max_seq_len": 10**9}, "max_seq_len 1000000000 is outside"),
+        ({"attention_backend": "flashinfer"}, "'flashinfer' cannot be used: it needs a CUDA"),
+        ({"moe_backend": "triton"}, "MoE backend 'triton' cannot be used: it needs a GPU"),
+        ({"moe_backend": "magic"}, "MoE backend 'magic' is not known"),
+    ],
+)
+def test_fault_of_a_setting_is_named(changes: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        check(**changes)
+
+
+def test_folder_without_weights_is_a_fault_unless_the_weights_are_random(tmp_path: Path) -> None:
+    folder = write_model("qwen3-30b-a3b", tmp_path)
+    check(folder, dummy_weight=True)
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors file"):
+        check(folder)
+
+
+def test_check_for_a_gpu_touches_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An allocation would reduce the memory that the engine finds. torch has no CUDA here."""
+    monkeypatch.setattr(memory, "resolve_device", lambda config, tp: torch.device("cuda", 0))
+    check(write_model("qwen3-30b-a3b", tmp_path), device="cuda", dummy_weight=True)

@@ -1,0 +1,111 @@
+"""`minisgl doctor`: real runs, and the checks of machines that the tests do not have."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minisgl import doctor
+
+NAMES = [
+    *("driver", "torch", "GPU", "FlashInfer", "compilers", "memory lock", "shared memory"),
+    *("socket folder", "model cache", "kernel cache", "hub"),
+]
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """The address of a server that answers every request with an error, as a hub may."""
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run(*words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "minisgl", "doctor", *words]
+    return subprocess.run(
+        command, env=os.environ | environ, capture_output=True, text=True, timeout=90
+    )
+
+
+def states(done: "subprocess.CompletedProcess[str]") -> dict[str, str]:
+    return {check["name"]: check["state"] for check in json.loads(done.stdout)}
+
+
+def test_each_check_is_one_line_and_a_sound_machine_gives_0(hub: str, tmp_path: Path) -> None:
+    settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = run(**settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line[9:27].strip() for line in lines] == NAMES
+    assert lines[-1] == f"ok       hub               {hub} answers"
+
+
+def test_folder_that_cannot_be_written_fails_and_a_silent_hub_is_a_warning() -> None:
+    done = run("--json", HF_HOME="/proc/none", HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 1
+    found = states(done)
+    assert (found["model cache"], found["hub"], found["torch"]) == ("failed", "warning", "ok")
+    assert "set HF_HOME" in done.stdout
+    assert states(run("--json", HF_HUB_OFFLINE="1"))["hub"] == "ok"
+
+
+def test_missing_torch_and_a_broken_driver_are_lines_and_no_tracebacks(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    places = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = run("--json", PATH=path, PYTHONPATH=places, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    found = {check["name"]: check["found"] for check in json.loads(done.stdout)}
+    assert found["torch"] == "libcudart.so is missing"
+    assert found["driver"] == "NVIDIA-SMI has failed"
+    assert states(done)["GPU"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("c_compiler", "nvcc", "kernels", "state"),
+    [
+        ("/usr/bin/gcc", "/usr/bin/nvcc", None, "ok"),
+        ("/usr/bin/gcc", None, None, "warning"),
+        (None, None, None, "failed"),
+        (None, None, "/kernels", "warning"),
+    ],
+)
+def test_gpu_needs_compilers_or_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    c_compiler: str | None,
+    nvcc: str | None,
+    kernels: str | None,
+    state: str,
+) -> None:
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
+    monkeypatch.setattr(doctor, "find_c_compiler", lambda: c_compiler)
+    monkeypatch.setattr(doctor, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    if kernels is not None:
+        monkeypatch.setenv("MINISGL_KERNEL_CACHE", kernels)
+    check = doctor._compilers()
+    assert check.state == state
+    assert bool(check.remedy) == (state != "ok")
+
+
+def test_small_limits_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (65536, 65536))
+    assert doctor._memory_lock().state == "warning"
+    usage = doctor.shutil.disk_usage("/")._replace(total=64 * 2**20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    assert "--shm-size" in doctor._shared_memory().remedy
