@@ -32,6 +32,7 @@ class RankCase:
     crowded  the KV pool is so small that requests are preempted.
     aborts   requests of the second wave are aborted at random.
     drawn    tokens are drawn at random instead of greedily.
+    kv       kv_cache_dtype of the engine.
     """
 
     family: str
@@ -42,11 +43,13 @@ class RankCase:
     aborts: bool
     page_size: int = 4
     drawn: bool = False
+    kv: str = "auto"
     engine: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         chosen = [self.cache_type, "overlap" if self.overlap else "plain"]
         chosen += [name for name in ("crowded", "aborts", "drawn") if getattr(self, name)]
+        chosen += [self.kv] if self.kv == "fp8" else []
         return f"{self.family}-chunk{self.chunk}-{'-'.join(chosen)}"
 
 
@@ -105,7 +108,7 @@ def run_cases(
 
 def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome:
     tokens = 96 if case.crowded else 1024
-    settings: dict[str, Any] = {"device": "cpu", **case.engine}
+    settings: dict[str, Any] = {"device": "cpu", "kv_cache_dtype": case.kv, **case.engine}
     config = EngineConfig(
         model_path=path,
         tp_size=comm.tp.size,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from minisgl.kernel.triton.fp8 import exponents_of, magnitude, power_of_two, to_scale
 from minisgl.kernel.triton.rotary import scaled
 
 
@@ -19,6 +20,7 @@ def queries(
     cos_sin,
     k_at,
     v_at,
+    scale_at,
     stores,
     eps,
     KV_HEADS: tl.constexpr,
@@ -32,13 +34,16 @@ def queries(
     """Normalise and rotate the queries and the new key of one KV head.
 
     Optionally stores the new key and value. Returns [QROWS, D]: GROUP queries, the new key, and
-    rows without meaning.
+    rows without meaning. Also returns [QROWS]: the factors of the rows.
 
-    row     address of the request's row of qkv.
-    new     position of the new token.
-    stores  whether to store the new key at k_at and the new value at v_at.
-    TURN    False: a row of qkv holds queries alone, already normalised and rotated, and their keys
-            and values are in the pool.
+    row       address of the request's row of qkv.
+    new       position of the new token.
+    scale_at  address of the scales of the new key and value; None: the pool is not FP8, and all
+              factors are 1. With an FP8 pool the result is float16, and every row is divided by its
+              factor, so that no query is too large for float16.
+    stores    whether to store the new key at k_at and the new value at v_at.
+    TURN      False: a row of qkv holds queries alone, already normalised and rotated, and their
+              keys and values are in the pool.
     """
     h = tl.arange(0, QROWS)[:, None]
     d = tl.arange(0, D)[None, :]
@@ -47,7 +52,12 @@ def queries(
     if not TURN:
         if OVERLAP:
             gdc_wait()
-        return tl.load(row + (head * GROUP + h) * D + d, mask=h < GROUP, other=0.0)
+        found = tl.load(row + (head * GROUP + h) * D + d, mask=h < GROUP, other=0.0)
+        if scale_at is None:
+            return found, tl.full([QROWS], 1.0, tl.float32)
+        exponents, inverse = exponents_of(tl.max(magnitude(found), axis=1))
+        found = (found.to(tl.float32) * inverse[:, None]).to(tl.float16)
+        return found, power_of_two(exponents)
     cos = tl.load(cos_sin + new * D + half)
     sin = tl.load(cos_sin + new * D + D // 2 + half)
     sin = tl.where(d < D // 2, -sin, sin)
@@ -66,10 +76,22 @@ def queries(
         y = scaled(y, rstd, tl.where(h < GROUP, tl.load(q_weight + opposite), of_k))
     turned = (turned.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
     nothing = tl.zeros([QROWS, D], tl.int32)
-    tl.store(k_at + d + nothing, turned, mask=(h == GROUP) & stores)
-    tl.store(v_at + d + nothing, x, mask=(h == GROUP + 1) & stores)
+    if scale_at is None:
+        tl.store(k_at + d + nothing, turned, mask=(h == GROUP) & stores)
+        tl.store(v_at + d + nothing, x, mask=(h == GROUP + 1) & stores)
+        tl.debug_barrier()
+        return turned, tl.full([QROWS], 1.0, tl.float32)
+    rows = tl.where(h == GROUP + 1, x, turned)
+    exponents, inverse = exponents_of(tl.max(magnitude(rows), axis=1))
+    small = rows.to(tl.float32) * inverse[:, None]
+    stored = small.to(tl.float8e4nv)
+    tl.store(k_at + d + nothing, stored, mask=(h == GROUP) & stores)
+    tl.store(v_at + d + nothing, stored, mask=(h == GROUP + 1) & stores)
+    each = tl.arange(0, QROWS)
+    of_kv = (each == GROUP) | (each == GROUP + 1)
+    tl.store(scale_at + (each - GROUP), to_scale(exponents), mask=of_kv & stores)
     tl.debug_barrier()
-    return turned
+    return small.to(tl.float16), power_of_two(exponents)
 
 
 @triton.jit
