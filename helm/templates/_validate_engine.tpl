@@ -8,6 +8,7 @@ model.servedNames: --served-model-name
 gpu.enabled: --device
 tensorParallelSize: --tensor-parallel-size --tp-size --tp
 server.memoryRatio: --memory-ratio
+server.kvCacheDtype: --kv-cache-dtype
 server.maxSeqLen: --max-seq-len-override
 server.maxRunningRequests: --max-running-requests
 server.maxQueuedRequests: --max-queued-requests

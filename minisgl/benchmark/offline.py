@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minisgl.benchmark.flag_types import nonnegative_float, nonnegative_int, positive_int
+from minisgl.benchmark.flag_types import (
+    add_kv_flag,
+    nonnegative_float,
+    nonnegative_int,
+    positive_int,
+)
 from minisgl.benchmark.floor import Ceilings, floor_of, load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
@@ -66,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
         "--repeat", type=positive_int, default=2, help="timed runs, after a warm-up run (2)"
     )
     group.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
+    add_kv_flag(group)
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
             device=options.device,
             tp=options.tp,
             page_size=options.page_size,
+            kv_cache_dtype=options.kv_cache_dtype,
             attention_backend=options.attention_backend,
             max_running_reqs=options.max_running_requests,
             cuda_graph_max_bs=options.cuda_graph_max_bs,
@@ -86,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
             cache_type="radix" if options.shared_prefix else "naive",
         )
         ready_s = time.perf_counter() - begin
-    floor = floor_of(config, workload, Ceilings(), options.max_prefill_length, options.tp)
+    fp8_kv = options.kv_cache_dtype == "fp8"
+    floor = floor_of(config, workload, Ceilings(), options.max_prefill_length, options.tp, fp8_kv)
     outputs = sum(workload.max_tokens)
     print(f"{options.model}: ready in {ready_s:.1f} s; floor {floor.total_s:.2f} s")
     print(f"{'run':<8} {'seconds':>8} {'tokens/s':>10} {'of the floor':>13}")

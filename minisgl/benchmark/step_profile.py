@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from minisgl.benchmark.all_reduce import run_ranks
-from minisgl.benchmark.flag_types import nonnegative_int, positive_int
+from minisgl.benchmark.flag_types import add_kv_flag, nonnegative_int, positive_int
 from minisgl.benchmark.floor import Ceilings, cost_of, load_shape, reduce_s
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import (
@@ -132,6 +132,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
+    add_kv_flag(parser)
     options = parser.parse_args(argv)
     if options.tp > max(torch.cuda.device_count(), 1):
         parser.error(f"this benchmark needs {options.tp} CUDA devices")
@@ -151,6 +152,7 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
         device=options.device,
         tp_size=comm.tp.size,
         page_size=options.page_size,
+        kv_cache_dtype=options.kv_cache_dtype,
         num_pages=options.batch * -(-(options.context + 128) // options.page_size),
         max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # the batch is padded as in a server
         dummy_weight=options.model in SHAPES,
@@ -177,7 +179,8 @@ def report(
     kernels: list[KernelTime],
 ) -> None:
     """Print the results."""
-    cost, ceilings = cost_of(model, options.tp), Ceilings()
+    cost = cost_of(model, options.tp, options.kv_cache_dtype == "fp8")
+    ceilings = Ceilings()
     weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
     kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
     arithmetic_s = options.batch * cost.operations / ceilings.operations_per_s

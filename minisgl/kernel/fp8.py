@@ -10,9 +10,9 @@ change of the last bit of one element rarely changes the rounding of the others.
 import torch
 from torch import Tensor
 
-# Limits of a scale's exponent, with the bias 127. The lower one is 2**-60: decode attention divides
+# The smallest exponent of a scale, with the bias 127: the scale is 2**-60. Decode attention divides
 # by the scale, and this must not overflow. Elements below 2**-70 become zero.
-_LEAST, _MOST = 67, 246
+_LEAST = 67
 _INFINITY_BITS = 0x7F800000
 _ABOVE_448 = 0x1FFFFF  # carries into the exponent if a mantissa is above 1.75
 
@@ -25,7 +25,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     most = wide.abs().view(torch.int32).amax(-1)  # the bits of positive floats have their order
-    exponents = (((most.clamp(max=_INFINITY_BITS) + _ABOVE_448) >> 23) - 8).clamp(_LEAST, _MOST)
+    exponents = (((most.clamp(max=_INFINITY_BITS) + _ABOVE_448) >> 23) - 8).clamp(min=_LEAST)
     inverse = ((254 - exponents) << 23).view(torch.float32)
     inverse = torch.where(most < _INFINITY_BITS, inverse, torch.nan)
     scales = (exponents << 23).view(torch.float32).bfloat16()
@@ -47,7 +47,12 @@ def scales_at(scales: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def store_kv(
-    k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, scales: Tensor | None
+    k_pool: Tensor,
+    v_pool: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """Write this step's keys and values into one layer's pool, in place.
 

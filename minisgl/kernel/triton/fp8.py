@@ -24,7 +24,7 @@ def exponents_of(most):
     most: the largest `magnitude` of each vector. The inverse is NaN for infinity and NaN.
     """
     exponents = ((tl.minimum(most, 0x7F800000) + 0x1FFFFF) >> 23) - 8
-    exponents = tl.minimum(tl.maximum(exponents, 67), 246)
+    exponents = tl.maximum(exponents, 67)
     inverse = power_of_two(254 - exponents)
     return exponents, tl.where(most < 0x7F800000, inverse, float("nan"))
 

@@ -32,6 +32,16 @@ def test_each_context_begins_at_a_tile_with_zeros_behind_it() -> None:
         assert not found[684:].any()
 
 
+def test_prompts_are_cut_into_groups_that_fit() -> None:
+    """The room is 16,384 keys. Contexts begin at multiples of 128."""
+    copy = ContextCopy(torch.zeros(2, 64, dtype=torch.int32), torch.empty(1, 16, 1, 1), torch.half)
+    start, lengths = int32(16000, 0, 8000, 8000, 1, 0), int32(300, 84, 192, 193, 1, 9000)
+    groups = copy.groups(start.numpy(), lengths.numpy())
+    assert groups == [(0, 1), (1, 3), (3, 5), (5, 6)]
+    assert all(copy.fits(start[a:b].numpy(), lengths[a:b].numpy()) for a, b in groups)
+    assert copy.groups(start[:1].numpy(), lengths[:1].numpy()) == [(0, 1)]
+
+
 @pytest.mark.parametrize(
     ("prompts", "q_heads", "kv_heads", "pays"),
     [
