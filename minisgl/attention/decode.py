@@ -43,8 +43,8 @@ class BalancedDecode:
         """As FusedAttention.attend. heads: None if `qkv` holds only queries, already rotated."""
         q_weight, k_weight, eps, cos_sin = heads or (None, None, 0.0, None)
         norms, pools = (q_weight, k_weight, eps, cos_sin), self._pool.layer(layer)
-        step = (self._table, *self._reqs, self._scratch)
-        balanced_decode(qkv, *norms, *pools, out, *step, self._pool.scales(layer))
+        step, scales = (self._table, *self._reqs), self._pool.scales(layer)
+        balanced_decode(qkv, *norms, *pools, out, *step, self._scratch, scales)
 
 
 class PlannedAttention:

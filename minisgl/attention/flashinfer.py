@@ -224,8 +224,9 @@ class InTurn(NamedTuple):
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         sizes = [group.num_tokens for group in self.groups]
-        for group, *part in zip(self.groups, q.split(sizes), out.split(sizes), strict=True):
-            group.forward(layer, *part)
+        parts = zip(self.groups, torch.split(q, sizes), torch.split(out, sizes), strict=True)
+        for group, queries, result in parts:
+            group.forward(layer, queries, result)
 
 
 def copy_for(pool: KVPool, step: AttentionStep) -> ContextCopy:

@@ -38,8 +38,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.decode import DecodeScratch
-from minisgl.kernel.triton.decode_tiles import merged, queries
-from minisgl.kernel.triton.fp8 import power_of_two, unpacked
+from minisgl.kernel.triton.decode_tiles import add_fp8_block, merged, queries
 from minisgl.kernel.triton.launch import Constants, launch
 from minisgl.kernel.triton.overlap import converts_fp8, overlaps
 
@@ -177,10 +176,8 @@ def _decode(
             )
             query = tl.reshape(tl.broadcast_to(query[:, None, :], [QROWS, EACH, D]), [H, D])
             if scales is not None:
-                # Even and odd elements of the heads. In front of a dot, a conversion that keeps the
-                # number of elements is cheap; one that doubles it is not.
                 factor = tl.reshape(tl.broadcast_to(factor[:, None], [QROWS, EACH]), [H]) * scale
-                even_query, odd_query = tl.split(tl.reshape(query, [H, WIDTH, 2]))
+                query, odd_query = tl.split(tl.reshape(query, [H, WIDTH, 2]))
                 odd_acc = tl.zeros([H, WIDTH], tl.float32)
             acc = tl.zeros([H, WIDTH], tl.float32)
             norm = tl.zeros([H, BLOCK], tl.float32)
@@ -205,34 +202,28 @@ def _decode(
                     norm = norm * shrink[:, None] + p
                     v = tl.load(v_pool + key_at, mask=valid[:, None], other=0.0)
                     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+                    top = peak
                 else:
-                    pair = slot_stride // 2
-                    page_at = page.to(tl.int64) * (pair * PAGE)
+                    pair_stride = slot_stride // 2
+                    page_at = page.to(tl.int64) * (pair_stride * PAGE)
                     column = head * WIDTH + tl.arange(0, WIDTH)
-                    in_page = (token % PAGE * pair)[:, None] + column[None, :]
-                    key_at = page_at[:, None] + in_page
+                    in_page = (token % PAGE * pair_stride)[:, None] + column[None, :]
+                    pair_at = page_at[:, None] + in_page
                     scale_at = (page.to(tl.int64) * KV_HEADS + head) * PAGE + token % PAGE
-                    both = tl.load(scales.to(tl.pointer_type(tl.int32)) + scale_at, mask=valid, other=0)
-                    k = tl.load(k_pool.to(tl.pointer_type(tl.int16)) + key_at, mask=valid[:, None], other=0)
-                    even, odd = unpacked(tl.trans(k), CONVERT)
-                    score = tl.dot(odd_query, odd, tl.dot(even_query, even))
-                    k_scale = (both << 16).to(tl.float32, bitcast=True)
-                    score = score * factor[:, None] * k_scale[None, :]
-                    # A value's scale is part of its weight. With it in the score before the peak,
-                    # the largest weight is 1, and the others fit into float16.
-                    v_exponent = (both >> 23) & 0xFF
-                    score += (v_exponent - 127).to(tl.float32)[None, :]
-                    score = tl.where(valid[None, :], score, float("-inf"))
-                    peak = tl.maximum(top, tl.max(score, axis=1))
-                    p = tl.exp2(score - peak[:, None])
-                    shrink = tl.exp2(top - peak)
-                    norm = norm * shrink[:, None] + p * power_of_two(254 - v_exponent)[None, :]
-                    v = tl.load(v_pool.to(tl.pointer_type(tl.int16)) + key_at, mask=valid[:, None], other=0)
-                    even, odd = unpacked(v, CONVERT)
-                    p = p.to(tl.float16)
-                    acc = tl.dot(p, even, acc * shrink[:, None])
-                    odd_acc = tl.dot(p, odd, odd_acc * shrink[:, None])
-                top = peak
+                    acc, odd_acc, norm, top = add_fp8_block(
+                        acc,
+                        odd_acc,
+                        norm,
+                        top,
+                        query,
+                        odd_query,
+                        factor,
+                        k_pool.to(tl.pointer_type(tl.int16)) + pair_at,
+                        v_pool.to(tl.pointer_type(tl.int16)) + pair_at,
+                        scales.to(tl.pointer_type(tl.int32)) + scale_at,
+                        valid,
+                        CONVERT,
+                    )
             if scales is not None:
                 acc = tl.reshape(tl.join(acc, odd_acc), [H, D])
             weight = tl.sum(norm, axis=1)

@@ -64,24 +64,33 @@ def test_copying_pays_for_many_queries(
 ) -> None:
     page_table, pool = torch.zeros(2, 2560, dtype=torch.int32), torch.empty(1, 16, kv_heads, 1)
     start, lengths = np.array(prompts, dtype=np.int32).T
-    assert ContextCopy(page_table, pool, torch.float32).pays(start, lengths, q_heads // kv_heads) == pays
+    assert (
+        ContextCopy(page_table, pool, torch.float32).pays(start, lengths, q_heads // kv_heads)
+        == pays
+    )
 
 
 def test_a_copy_has_room_for_a_chunk_of_many_short_prompts() -> None:
-    copy = ContextCopy(torch.zeros(2, 64, dtype=torch.int32), torch.empty(1, 16, 8, 1), torch.float32)
+    copy = ContextCopy(
+        torch.zeros(2, 64, dtype=torch.int32), torch.empty(1, 16, 8, 1), torch.float32
+    )
     start, lengths = np.zeros(8, dtype=np.int32), np.full(8, 1024, dtype=np.int32)
     assert copy.fits(start.repeat(2), lengths.repeat(2))
     assert not copy.fits(start.repeat(2), lengths.repeat(2) + 1)
 
 
 def test_a_copy_has_room_for_the_longest_context() -> None:
-    copy = ContextCopy(torch.zeros(2, 2000, dtype=torch.int32), torch.empty(1, 10, 8, 1), torch.float32)
+    copy = ContextCopy(
+        torch.zeros(2, 2000, dtype=torch.int32), torch.empty(1, 10, 8, 1), torch.float32
+    )
     start, lengths = np.array([12_000], dtype=np.int32), np.array([8000], dtype=np.int32)
     assert copy.fits(start, lengths)
     assert not copy.fits(start + 97, lengths)  # one more tile
 
 
 def test_reads_beyond_32_bits_are_counted() -> None:
-    copy = ContextCopy(torch.zeros(2, 32768, dtype=torch.int32), torch.empty(1, 16, 1, 1), torch.float32)
+    copy = ContextCopy(
+        torch.zeros(2, 32768, dtype=torch.int32), torch.empty(1, 16, 1, 1), torch.float32
+    )
     start, lengths = np.array([500_000], dtype=np.int32), np.array([24_000], dtype=np.int32)
     assert copy.pays(start, lengths, 1)

@@ -15,9 +15,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 @given(exponent=st.integers(-50, 100), seed=st.integers(0, 999), outlier=st.integers(0, 14))
-def test_an_element_is_wrong_by_a_sixteenth_at_most(
-    exponent: int, seed: int, outlier: int
-) -> None:
+def test_an_element_is_wrong_by_a_sixteenth_at_most(exponent: int, seed: int, outlier: int) -> None:
     """Elements far below the largest one are wrong by a share of the largest one."""
     x = torch.randn(6, 32, generator=torch.Generator().manual_seed(seed))
     x[:, 3] *= 2.0**outlier
