@@ -65,6 +65,8 @@ def store_kv(
         (k, k_scales), (v, v_scales) = quantize(k), quantize(v)
         pages, offsets = scales_at(scales, slots)
         scales[pages, :, offsets] = torch.stack((k_scales, v_scales), dim=-1)
+        # As bytes, because torch does not index float8 on every device.
+        k, v, k_pool, v_pool = (part.view(torch.uint8) for part in (k, v, k_pool, v_pool))
     k_pool.flatten(0, 1)[slots] = k
     v_pool.flatten(0, 1)[slots] = v
 
@@ -76,9 +78,12 @@ def read_kv(
 
     k_pool, v_pool, scales: as in store_kv. slots: integers [...].
     """
+    if scales is not None:
+        k_pool, v_pool = k_pool.view(torch.uint8), v_pool.view(torch.uint8)
     keys, values = (pool.flatten(0, 1)[slots] for pool in (k_pool, v_pool))
     if scales is None:
         return keys.to(dtype), values.to(dtype)
+    keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
     pages, offsets = scales_at(scales, slots)
     k_scales, v_scales = scales[pages, :, offsets].unbind(-1)
     return dequantize(keys, k_scales, dtype), dequantize(values, v_scales, dtype)
