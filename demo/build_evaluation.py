@@ -26,33 +26,36 @@ LOOKUP_TOKENS = (500, 1000, 1500, 2000, 2500, *(2985,) * 15)
 _MULTI_TURN_PER_TASK = 4
 
 
-def _lookups(lexicon: Lexicon, encoder: Encoder) -> list[Sample]:
+def _lookups(lexicon: Lexicon, encoder: Encoder, per_task: int) -> list[Sample]:
     draw = Draw(random.Random(f"evaluation lookup {SEED}"), lexicon, held_out=True)
     documents = [long_document(draw, encoder, tokens, 1) for tokens in LOOKUP_TOKENS]
-    return held_out_samples(SEED, "lookup", PROMPTS_PER_TASK - len(documents), lexicon) + documents
+    count = max(per_task - len(documents), 0)
+    return held_out_samples(SEED, "lookup", count, lexicon) + documents
 
 
-def evaluation_samples() -> Iterator[Sample]:
-    """Return all prompts: 50 per task, some with a system message or with turns before them."""
+def evaluation_samples(per_task: int = PROMPTS_PER_TASK) -> Iterator[Sample]:
+    """Yield `per_task` prompts of each task, at least 20.
+
+    Some have a system message or turns before them.
+    """
     lexicon, encoder = Lexicon(), Encoder(load_tokenizer())
     for task in GENERATORS:
         if task == "lookup":
-            yield from _lookups(lexicon, encoder)
+            yield from _lookups(lexicon, encoder, per_task)
             continue
         rng = random.Random(f"evaluation {SEED} {task}")
         if task in TOOL_TASKS:
-            for sample in held_out_samples(SEED, task, PROMPTS_PER_TASK, lexicon):
+            for sample in held_out_samples(SEED, task, per_task, lexicon):
                 yield with_system(rng, sample)
             continue
-        samples = held_out_samples(SEED, task, PROMPTS_PER_TASK + _MULTI_TURN_PER_TASK, lexicon)
-        merged = [
-            joined([samples[i], samples[PROMPTS_PER_TASK + i]]) for i in range(_MULTI_TURN_PER_TASK)
-        ]
-        for sample in merged + samples[_MULTI_TURN_PER_TASK:PROMPTS_PER_TASK]:
+        samples = held_out_samples(SEED, task, per_task + _MULTI_TURN_PER_TASK, lexicon)
+        merged = [joined([samples[i], samples[per_task + i]]) for i in range(_MULTI_TURN_PER_TASK)]
+        for sample in merged + samples[_MULTI_TURN_PER_TASK:per_task]:
             yield with_system(rng, sample)
 
 
-def _line(sample: Sample) -> dict[str, object]:
+def line_of(sample: Sample) -> dict[str, object]:
+    """Return the fields of demo.evaluate.Prompt."""
     line: dict[str, object] = {"task": sample.task, "messages": sample.messages()}
     line["answer"] = sample.answer
     if sample.tools:
@@ -64,7 +67,7 @@ def _line(sample: Sample) -> dict[str, object]:
 
 def evaluation_text() -> str:
     """Return the content of evaluation.jsonl."""
-    return "".join(f"{json.dumps(_line(sample))}\n" for sample in evaluation_samples())
+    return "".join(f"{json.dumps(line_of(sample))}\n" for sample in evaluation_samples())
 
 
 if __name__ == "__main__":

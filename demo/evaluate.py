@@ -2,7 +2,7 @@
 
 The scoring functions need neither torch nor a model, so the tests also score `LLM` and the HTTP
 server with them. The command `python -m demo.evaluate` scores transformers, by default in fp32 on
-the CPU.
+the CPU. With `--llm` it scores `LLM` with the given settings, such as `--llm kv_cache_dtype=fp8`.
 """
 
 from __future__ import annotations
@@ -139,16 +139,51 @@ def transformers_answers(
     return texts
 
 
+def llm_answers(prompts: Sequence[Prompt], settings: dict[str, Any]) -> list[str]:
+    """Answer the prompts greedily with `LLM`. settings: arguments of LLM."""
+    from minisgl.core import SamplingParams
+    from minisgl.llm import LLM
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
+    with LLM(**settings) as llm:
+        ids = [llm.tokenizer.encode_chat(p.messages, {"tools": list(p.tools)}) for p in prompts]
+        answers = llm.generate(ids, greedy, progress=False)
+        assert isinstance(answers, list), "a list of prompts gives a list of answers: this is a bug"
+        return [answer.text for answer in answers]
+
+
+def generated_prompts(per_task: int) -> list[Prompt]:
+    """Generate more held-out prompts than the shipped ones, in the same way."""
+    from demo.build_evaluation import evaluation_samples, line_of
+
+    lines = (json.dumps(line_of(sample)) for sample in evaluation_samples(per_task))
+    return [Prompt(**json.loads(line)) for line in lines]
+
+
 def _main() -> int:
     parser = argparse.ArgumentParser(description="Score the demo model on its held-out prompts.")
     parser.add_argument("--model", type=Path, default=model_path())
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--wrong", action="store_true", help="show wrong answers")
+    parser.add_argument(
+        "--llm",
+        nargs="*",
+        metavar="SETTING=VALUE",
+        help="score LLM with these text settings instead of transformers",
+    )
+    parser.add_argument(
+        "--per-task", type=int, help="generate this many prompts of each task, at least 20"
+    )
     arguments = parser.parse_args()
-    prompts = load_evaluation()
+    prompts = generated_prompts(arguments.per_task) if arguments.per_task else load_evaluation()
     started_s = time.monotonic()
-    texts = transformers_answers(prompts, arguments.model, arguments.device, arguments.dtype)
+    if arguments.llm is None:
+        texts = transformers_answers(prompts, arguments.model, arguments.device, arguments.dtype)
+    else:
+        given = dict(setting.split("=", 1) for setting in arguments.llm)
+        common = {"device": arguments.device, "dtype": arguments.dtype}
+        texts = llm_answers(prompts, {"model": str(arguments.model), **common, **given})
     scores = accuracy_by_task(prompts, texts)
     print(accuracy_table(scores))
     print(f"{len(prompts)} prompts in {time.monotonic() - started_s:.0f} s")

@@ -44,6 +44,7 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 {{- if not (kindIs "invalid" $server.maxSeqLen) }}
 - --max-seq-len-override={{ int $server.maxSeqLen }}
 {{- end }}
+- --kv-cache-dtype={{ $server.kvCacheDtype }}
 - --max-running-requests={{ int $server.maxRunningRequests }}
 - --max-queued-requests={{ int $server.maxQueuedRequests }}
 - --num-tokenizer={{ int $server.tokenizers }}

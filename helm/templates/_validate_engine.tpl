@@ -8,6 +8,7 @@ model.servedNames: --served-model-name
 gpu.enabled: --device
 tensorParallelSize: --tensor-parallel-size --tp-size --tp -tp
 server.memoryRatio: --memory-ratio --gpu-memory-utilization --mem-fraction-static
+server.kvCacheDtype: --kv-cache-dtype
 server.maxSeqLen: --max-seq-len-override --max-model-len --context-length
 server.maxRunningRequests: --max-running-requests --max-num-seqs
 server.maxQueuedRequests: --max-queued-requests

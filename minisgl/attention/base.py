@@ -20,27 +20,34 @@ class LayerKind(StrEnum):
 
 
 class AttentionNeeds(NamedTuple):
-    """The requirements of a model. dtype: the dtype of the keys and values in the pool."""
+    """The requirements of a model.
+
+    dtype: of queries, and of keys and values as attention reads them. fp8_kv: whether the pool
+    stores them as FP8 (KVSpec.fp8).
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
+    fp8_kv: bool = False
 
 
 class Capabilities(NamedTuple):
     """The models that an attention backend supports. An empty tuple means no restriction.
 
     devices    torch device types.
-    dtypes     of keys and values. A backend for an FP8 KV cache lists the FP8 dtype.
+    dtypes     of queries, keys and values.
     head_dims  sizes of a head.
     kinds      kinds of layers. A window or sinks would be a further kind.
+    fp8_kv     whether the backend reads an FP8 pool with its scales (KVPool.scales).
     """
 
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
+    fp8_kv: bool = False
 
 
 class AttentionStep(NamedTuple):
@@ -81,8 +88,8 @@ class StepAttention(Protocol):
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend causally over the whole context of each request.
 
-        The keys and values of this step's tokens are in the pool already. q: [T, Hq, D] of the
-        pool's dtype; out: [T, Hq, D], overwritten; layer: LayerSpec.kv_layer. No host sync.
+        The keys and values of this step's tokens are in the pool already. q: [T, Hq, D] of
+        KVSpec.dtype; out: [T, Hq, D], overwritten; layer: LayerSpec.kv_layer. No host sync.
         """
 
 
@@ -157,6 +164,8 @@ class AttentionBackend(ABC):
             return f"it supports head_dim {able.head_dims}, not {needs.head_dim}"
         if unsupported := needs.kinds - able.kinds:
             return f"it does not support {min(unsupported)} layers"
+        if needs.fp8_kv and not able.fp8_kv:
+            return "it does not support an FP8 KV cache"
         return None
 
     @classmethod

@@ -34,7 +34,7 @@ class BalancedDecode:
         self._scratch = scratch
 
     def compute_metadata(self) -> None:
-        count_blocks(*self._reqs, len(self._table) - 1, self._scratch)
+        count_blocks(*self._reqs, len(self._table) - 1, self._scratch, self._pool.spec.fp8)
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         self.attend(layer, q.flatten(1), None, out)
@@ -43,7 +43,8 @@ class BalancedDecode:
         """As FusedAttention.attend. heads: None if `qkv` holds only queries, already rotated."""
         q_weight, k_weight, eps, cos_sin = heads or (None, None, 0.0, None)
         norms, pools = (q_weight, k_weight, eps, cos_sin), self._pool.layer(layer)
-        balanced_decode(qkv, *norms, *pools, out, self._table, *self._reqs, self._scratch)
+        step, scales = (self._table, *self._reqs), self._pool.scales(layer)
+        balanced_decode(qkv, *norms, *pools, out, *step, self._scratch, scales)
 
 
 class PlannedAttention:

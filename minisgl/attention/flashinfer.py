@@ -2,12 +2,13 @@
 
 Prefill runs FlashInfer's fa3 kernels on Hopper, over a contiguous copy of contexts that many
 queries read. It runs the fa2 kernels on other GPUs and for few tokens. Decode runs minisgl's own
-kernel or fa2. flashinfer is imported when a backend is created.
+kernel or fa2. With an FP8 pool, prefill always runs over dequantised copies of the contexts, and
+decode always runs minisgl's kernel. flashinfer is imported when a backend is created.
 """
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -68,6 +69,7 @@ class FlashInferAttention(AttentionBackend):
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
         head_dims=(64, 128, 256),
+        fp8_kv=True,
     )
     variant: ClassVar[str | None] = None
 
@@ -104,15 +106,13 @@ class FlashInferAttention(AttentionBackend):
         size = max(_MIN_WORKSPACE_BYTES, parts * (spec.head_dim + 1) * 4)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         major, minor = torch.cuda.get_device_capability(pool.device)
-        variants = self._prefill_variants(10 * major + minor)
+        self._variants = variants = self._prefill_variants(10 * major + minor)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._few, self._many = (
             _Planner(wrapper(self._workspace, "NHD", backend=variant)) for variant in variants
         )
-        self._contiguous: _Planner | None = None
-        if variants[1] == "fa3":
-            ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper
-            self._contiguous = _Planner(ragged(self._workspace, "NHD", backend="fa3"))
+        # Wrappers for contiguous keys, by variant and by group of prompts.
+        self._contiguous: dict[tuple[str, int], _Planner] = {}
         self._copy: ContextCopy | None = None
         self._scratch: DecodeScratch | None = None
         self._graph_indices: Tensor | None = None
@@ -123,27 +123,42 @@ class FlashInferAttention(AttentionBackend):
             decode.compute_metadata()
             return decode
         few, prompts = int(step.lengths.sum()) <= _FEW_TOKENS, (step.start, step.lengths)
-        if self._contiguous is not None:
+        fp8 = self._pool.spec.fp8
+        if fp8 or self._variants[1] == "fa3":
             # The first step is part of the warm-up. It copies even if the copy saves no time,
             # because this loads the kernels.
             first = self._copy is None
-            copy = self._copy = self._copy or ContextCopy(step.page_table, self._pool.layer(0)[0])
+            copy = self._copy = self._copy or copy_for(self._pool, step)
+            if fp8:
+                variant, groups = self._variants[not few], copy.groups(*prompts)
+                steps = [step.part(*group) for group in groups]
+                return InTurn([self._over(copy, s, variant, i) for i, s in enumerate(steps)])
             wanted = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
             if wanted and copy.fits(*prompts):
-                run = self._contiguous.wrapper.run
-                attention = ContiguousAttention(self._pool, step, copy, run)
-                where = (*attention.indptrs, *self._shape[:3])
-                self._contiguous.plan(*where, causal=True, **self._types)
-                return attention
+                return self._over(copy, step, "fa3", 0)
         planner = self._few if few else self._many
         pages = (_prefix_sums(step.lengths), *pages_of(self._pool, step))
         planner.plan(*pages, *self._shape, causal=True, **self._types)
         return PlannedAttention(self._pool, planner.wrapper)
 
+    def _over(
+        self, copy: ContextCopy, step: AttentionStep, variant: str, group: int
+    ) -> "ContiguousAttention":
+        """Plan the attention of one group of prompts over a copy of their contexts."""
+        if (variant, group) not in self._contiguous:
+            from flashinfer import BatchPrefillWithRaggedKVCacheWrapper as Wrapper
+
+            wrapper: Any = Wrapper(self._workspace, "NHD", backend=variant)
+            self._contiguous[variant, group] = _Planner(wrapper)
+        planner = self._contiguous[variant, group]
+        attention = ContiguousAttention(self._pool, step, copy, planner.wrapper.run)
+        planner.plan(*attention.indptrs, *self._shape[:3], causal=True, **self._types)
+        return attention
+
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         pool, (q_heads, kv_heads) = self._pool, self._shape[:2]
         few = size <= _MAX_REQS and size * kv_heads <= _MAX_WAVES * self._blocks
-        if few or q_heads <= _SMALL_GROUP * kv_heads:
+        if few or q_heads <= _SMALL_GROUP * kv_heads or pool.spec.fp8:
             return BalancedDecode(pool, step, self._scratch_of(step))
         if self._graph_indices is None:
             entries = size * step.page_table.shape[1]
@@ -180,6 +195,7 @@ class ContiguousAttention:
 
     run      the method `run` of a ragged wrapper. The caller plans the wrapper with `indptrs`.
     indptrs  the numbers of queries and of keys before each request.
+    num_tokens  the number of queries.
     """
 
     def __init__(
@@ -188,13 +204,34 @@ class ContiguousAttention:
         self._pool = pool
         self._run = run
         self.indptrs = copy.layout(step.start, step.lengths)
+        self.num_tokens = int(step.lengths.sum())
         where = (step.device_rows, step.device_start, step.device_lengths, step.page_table)
         self._copy = copy.find(*where, pool.page_size, int(self.indptrs[1][-1]))
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         slots, keys, values = self._copy
-        gather_kv(*self._pool.layer(layer), slots, keys, values)
+        gather_kv(*self._pool.layer(layer), slots, keys, values, self._pool.scales(layer))
         self._run(q, keys, values, out=out)
+
+
+class InTurn(NamedTuple):
+    """Implements StepAttention for groups of prompts whose contexts are copied one after another.
+
+    A pool in FP8 has no other attention, and all contexts of a step may not fit into one copy.
+    """
+
+    groups: list[ContiguousAttention]
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        sizes = [group.num_tokens for group in self.groups]
+        parts = zip(self.groups, torch.split(q, sizes), torch.split(out, sizes), strict=True)
+        for group, queries, result in parts:
+            group.forward(layer, queries, result)
+
+
+def copy_for(pool: KVPool, step: AttentionStep) -> ContextCopy:
+    """Memory for copies of the contexts of steps with the page table of `step`."""
+    return ContextCopy(step.page_table, pool.layer(0)[0], pool.spec.dtype)
 
 
 def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:

@@ -47,7 +47,8 @@ def create_attention_backend(
     other packages. Raises ConfigError for an unknown name, and for a named backend that cannot run
     with this pool. If auto selects torch on a GPU, a warning gives the reason.
     """
-    needs = AttentionNeeds(pool.device, pool.spec.dtype, pool.spec.head_dim, kinds)
+    spec = pool.spec
+    needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, kinds, spec.fp8)
     prefill, decode = resolve_phases(name, needs, added)
     preferred = ATTENTION_BACKENDS[0]
     reason = preferred.obstacle(needs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
+from minisgl.attention.base import AttentionBackend, AttentionStep, Capabilities, StepAttention
 from minisgl.kvcache.pool import KVPool
 
 # The number of queries in one call. It limits the memory of the mask, and of the scores if torch
@@ -25,6 +25,7 @@ class TorchAttention(AttentionBackend):
     """
 
     name = "torch"
+    capabilities = Capabilities(fp8_kv=True)
 
     def __init__(self, pool: KVPool, q_heads: int) -> None:
         self._pool = pool
@@ -65,7 +66,7 @@ class _DecodeStep(NamedTuple):
     mask: Tensor
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        keys, values = (part.flatten(0, 1)[self.slots] for part in self.pool.layer(layer))
+        keys, values = self.pool.read(layer, self.slots)
         # The query heads that share a KV head are passed as further query rows of that head. Keys
         # and values are therefore not repeated for each query head.
         grouped = q.view(len(q), keys.shape[2], -1, q.shape[2])
@@ -85,10 +86,9 @@ class _PrefillStep(NamedTuple):
     slots: list[Tensor]
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        keys, values = (part.flatten(0, 1) for part in self.pool.layer(layer))
         chunks, results = torch.split(q, self.lengths), torch.split(out, self.lengths)
         for chunk, result, slots in zip(chunks, results, self.slots, strict=True):
-            result[:] = _attend_chunk(chunk, keys[slots], values[slots])
+            result[:] = _attend_chunk(chunk, *self.pool.read(layer, slots))
 
 
 def _attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

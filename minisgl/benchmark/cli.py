@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 _HELP = {
     "attack": "time of /livez and memory of the server while clients without a key attack it",
+    "divergence": "next-token distributions of a quantised model against those of the model itself",
     "floor": "the shortest possible time of a workload, from bytes and operations",
     "kernels": "time of each GPU kernel, and the time to move its bytes",
     "offline": "throughput of the offline engine, as a fraction of the floor",
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = parser.parse_args(arguments[:1]).name
     if name == "attack":
         from minisgl.benchmark.attack import main as run
+    elif name == "divergence":
+        from minisgl.benchmark.divergence import main as run
     elif name == "scheduler":
         from minisgl.benchmark.scheduler import main as run
     elif name == "kernels":

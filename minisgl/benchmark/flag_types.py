@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 
 def positive_int(text: str) -> int:
@@ -38,6 +39,11 @@ def output_file(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return path
+
+
+def add_kv_flag(parser: Any) -> None:
+    """Add --kv-cache-dtype. parser: an ArgumentParser or a group of its arguments."""
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "bf16", "fp8"))
 
 
 def _at_least(minimum: int, value: int) -> int:

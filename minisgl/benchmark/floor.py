@@ -16,11 +16,18 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from minisgl.benchmark.flag_types import add_quantization_flag, positive_float, positive_int
+from minisgl.benchmark.flag_types import (
+    add_kv_flag,
+    add_quantization_flag,
+    positive_float,
+    positive_int,
+)
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError
+from minisgl.kvcache.pool import KVSpec
 from minisgl.models.config import ModelConfig, load_model_config
 
 
@@ -103,17 +110,18 @@ class Floor(NamedTuple):
         return self.prefill_s + self.decode_s
 
 
-def cost_of(model: ModelConfig, tp: int = 1) -> Cost:
-    """Return the cost of a model on each of tp GPUs.
+def cost_of(model: ModelConfig, tp: int = 1, fp8_kv: bool = False) -> Cost:
+    """Return the cost of a model on each of tp GPUs. fp8_kv: keys and values are stored in FP8.
 
     A step reads the whole output head, but only a few rows of the embedding. If there are fewer KV
     heads than GPUs, each GPU holds a copy of one head.
     """
     total = _single_gpu_cost(model)
+    spec = KVSpec(model.kv_heads, model.head_dim, torch.bfloat16, fp8_kv)
     return total._replace(
         weight_bytes=total.weight_bytes // tp,
         operations=total.operations // tp,
-        kv_bytes=total.kv_bytes // min(tp, model.kv_heads),
+        kv_bytes=model.num_layers * spec.token_bytes // min(tp, model.kv_heads),
         expert_bytes=total.expert_bytes // tp,
         reduces=2 * model.num_layers + 1,
         reduce_bytes=2 * model.hidden_size,
@@ -121,19 +129,19 @@ def cost_of(model: ModelConfig, tp: int = 1) -> Cost:
 
 
 def _single_gpu_cost(model: ModelConfig) -> Cost:
+    """The cost without the KV and the all-reduces."""
     hidden, dim, moe = model.hidden_size, model.head_dim, model.moe
     attention = hidden * dim * (2 * model.q_heads + 2 * model.kv_heads)
     sparse = sum(moe is not None and moe.has_experts(i) for i in range(model.num_layers))
     parameters = model.num_layers * attention + hidden * model.vocab_size
     parameters += (model.num_layers - sparse) * 3 * hidden * model.intermediate_size
-    kv = 2 * model.num_layers * model.kv_heads * dim
     if moe is None:
-        return Cost(2 * parameters, 2 * parameters, 2 * kv)
+        return Cost(2 * parameters, 2 * parameters, 0)
     parameters += sparse * hidden * (moe.num_experts + 3 * moe.shared_expert_intermediate_size)
     experts = sparse * 3 * hidden * moe.moe_intermediate_size * moe.num_experts
     expert_share = moe.num_experts_per_tok / moe.num_experts
     operations = 2 * parameters + int(2 * experts * expert_share)
-    return Cost(2 * parameters, operations, 2 * kv, 2 * experts, expert_share)
+    return Cost(2 * parameters, operations, 0, 2 * experts, expert_share)
 
 
 def with_fp8_weights(cost: Cost, model: ModelConfig, tp: int = 1) -> Cost:
@@ -173,12 +181,13 @@ def floor_of(
     budget_tokens: int = 8192,
     tp: int = 1,
     quantization: str | None = None,
+    fp8_kv: bool = False,
 ) -> Floor:
     """Return the floor of `workload` on tp GPUs, with prompts in chunks of budget_tokens.
 
-    quantization: as in EngineConfig.
+    quantization: as in EngineConfig. fp8_kv: the KV cache is FP8.
     """
-    cost = cost_of(model, tp)
+    cost = cost_of(model, tp, fp8_kv)
     if has_fp8_weights(model, quantization):
         cost = with_fp8_weights(cost, model, tp)
     prompts, outputs = workload.prompt_lengths(), workload.output_lengths()
@@ -239,15 +248,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     add_quantization_flag(parser)
+    add_kv_flag(parser)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         _, model = load_shape(options.model, Path(folder))
     rates = (options.bandwidth, options.matmul, options.fp8_matmul)
     ceilings = Ceilings(*(1e12 * rate for rate in rates))
     workload = workload_from(options)
-    quantization = options.quantization
-    floor = floor_of(model, workload, ceilings, options.budget, options.tp, quantization)
-    cost = cost_of(model, options.tp)
+    quantization, fp8_kv = options.quantization, options.kv_cache_dtype == "fp8"
+    floor = floor_of(model, workload, ceilings, options.budget, options.tp, quantization, fp8_kv)
+    cost = cost_of(model, options.tp, fp8_kv)
     if has_fp8_weights(model, quantization):
         cost = with_fp8_weights(cost, model, options.tp)
     outputs = int(np.sum(workload.output_lengths()))

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minisgl import kernel
+from minisgl.benchmark.decode_attention import attention_cases
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.moe import layer_cases
 from minisgl.kernel.fp8_weights import FP8, Scales
@@ -98,6 +99,7 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
             yield _silu_and_mul(count, inner)
             yield _qk_norm_rope_store(count, q_heads, kv_heads)
     yield from (Case(*case) for case in layer_cases(sorted({*tokens, 16})))
+    yield from (Case(*case) for case in attention_cases())
     for count in rows:
         for dtype in (torch.float32, torch.bfloat16):
             yield _sample("greedy", count, dtype, temperature=0.0)

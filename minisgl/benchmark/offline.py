@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.benchmark.flag_types import (
+    add_kv_flag,
     add_quantization_flag,
     nonnegative_float,
     nonnegative_int,
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     )
     group.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     add_quantization_flag(group)
+    add_kv_flag(group)
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -85,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
             tp=options.tp,
             page_size=options.page_size,
             quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
             attention_backend=options.attention_backend,
             max_running_reqs=options.max_running_requests,
             cuda_graph_max_bs=options.cuda_graph_max_bs,
@@ -93,8 +96,9 @@ def main(argv: Sequence[str]) -> int:
             cache_type="radix" if options.shared_prefix else "naive",
         )
         ready_s = time.perf_counter() - begin
-    budget, quantization = options.max_prefill_length, options.quantization
-    floor = floor_of(config, workload, Ceilings(), budget, options.tp, quantization)
+    quantization, fp8_kv = options.quantization, options.kv_cache_dtype == "fp8"
+    budget = options.max_prefill_length
+    floor = floor_of(config, workload, Ceilings(), budget, options.tp, quantization, fp8_kv)
     outputs = sum(workload.max_tokens)
     print(f"{options.model}: ready in {ready_s:.1f} s; floor {floor.total_s:.2f} s")
     print(f"{'run':<8} {'seconds':>8} {'tokens/s':>10} {'of the floor':>13}")

@@ -78,6 +78,7 @@ class _Service:
             page_size=16,
             device="none",
             dtype="none",
+            kv_dtype="none",
         )
         self.lifecycle.on_ready(Ready(role="scheduler", facts=facts))
         self.stats: SchedulerStats | None = None

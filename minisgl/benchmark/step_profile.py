@@ -14,7 +14,12 @@ import numpy as np
 import torch
 
 from minisgl.benchmark.all_reduce import run_ranks
-from minisgl.benchmark.flag_types import add_quantization_flag, nonnegative_int, positive_int
+from minisgl.benchmark.flag_types import (
+    add_kv_flag,
+    add_quantization_flag,
+    nonnegative_int,
+    positive_int,
+)
 from minisgl.benchmark.floor import (
     Ceilings,
     cost_of,
@@ -141,6 +146,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     add_quantization_flag(parser)
+    add_kv_flag(parser)
     options = parser.parse_args(argv)
     if options.tp > max(torch.cuda.device_count(), 1):
         parser.error(f"this benchmark needs {options.tp} CUDA devices")
@@ -160,6 +166,7 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
         device=options.device,
         tp_size=comm.tp.size,
         page_size=options.page_size,
+        kv_cache_dtype=options.kv_cache_dtype,
         num_pages=options.batch * -(-(options.context + 128) // options.page_size),
         max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # the batch is padded as in a server
         quantization=options.quantization,
@@ -187,7 +194,8 @@ def report(
     kernels: list[KernelTime],
 ) -> None:
     """Print the results."""
-    cost, ceilings = cost_of(model, options.tp), Ceilings()
+    cost = cost_of(model, options.tp, options.kv_cache_dtype == "fp8")
+    ceilings = Ceilings()
     if has_fp8_weights(model, options.quantization):
         cost = with_fp8_weights(cost, model, options.tp)
     weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s

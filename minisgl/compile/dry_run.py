@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minisgl.attention.base import AttentionBackend, AttentionNeeds, AttentionStep, StepAttention
+from minisgl.attention.base import (
+    AttentionBackend,
+    AttentionNeeds,
+    AttentionStep,
+    Capabilities,
+    StepAttention,
+)
 from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.flashinfer import (
     ContiguousAttention,
     FlashInferAttention,
+    copy_for,
     pages_of,
     scratch_for,
 )
@@ -28,8 +35,7 @@ from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
-from minisgl.engine.memory import resolve_dtype
-from minisgl.kernel import ContextCopy
+from minisgl.engine.memory import resolve_dtype, resolve_fp8_kv
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
@@ -49,7 +55,9 @@ def dry_run(
     model's config and no weights. Raises ConfigError as Engine does.
     """
     gpu, model = torch.device("cuda"), load_model_config(config.model_path)
-    needs = AttentionNeeds(gpu, resolve_dtype(config, model, gpu), model.head_dim)
+    dtype = resolve_dtype(config, model, gpu)
+    fp8_kv = resolve_fp8_kv(config, dtype, _META)
+    needs = AttentionNeeds(gpu, dtype, model.head_dim, fp8_kv=fp8_kv)
     attention = without_flashinfer(config.attention_backend, needs)
     config = msgspec.structs.replace(
         config, attention_backend=attention, num_pages=1, dummy_weight=True, kernel_cache=None
@@ -105,6 +113,7 @@ class MetaAttention(AttentionBackend):
     """
 
     name = "meta"
+    capabilities = Capabilities(fp8_kv=True)
 
     def __init__(self, pool: KVPool, q_heads: int) -> None:
         self._pool = pool
@@ -114,7 +123,7 @@ class MetaAttention(AttentionBackend):
         """A step of one phase only: PhasedAttention splits a mixed step."""
         pages_of(self._pool, step)
         if not step.num_decode:
-            copy = ContextCopy(step.page_table, self._pool.layer(0)[0])
+            copy = copy_for(self._pool, step)
             # Launch the copy of the contexts, but no attention kernel.
             return ContiguousAttention(self._pool, step, copy, lambda *args, **kwargs: None)
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))

@@ -60,6 +60,8 @@ def compile_kernels(
     began_s = time.monotonic()
     model = load_model_config(config.model_path)
     dtype = resolve_dtype(config, model, torch.device("cuda"))
+    if config.kv_cache_dtype == "fp8" and archs[0] < 89:
+        raise ConfigError(f"kv_cache_dtype fp8 needs --arch 8.9 or later, not {archs[0] / 10}")
     attention = attention_kernels(config.attention_backend, dtype, model.head_dim, archs)
     # This check precedes `filling`, which removes the manifest. If Triton is missing, the folder
     # keeps its manifest.

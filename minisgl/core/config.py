@@ -26,6 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_kv_bytes: int = 512 * 2**20
     max_running_reqs: int = 256
     max_seq_len: int | None = None
+    kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     quantization: str | None = None
@@ -72,6 +73,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     max_seq_len         limit of prompt and output tokens together.
     kv_capacity_tokens  tokens that fit into the KV pool.
+    kv_dtype            dtype of the keys and values in the KV pool, such as fp8.
     sampling_defaults   values that the model's author recommends, by their names in SamplingParams.
     tool_format         how the model writes tool calls: the name of a format, NO_TOOLS if the chat
                         template does not render tools, or UNKNOWN_TOOL_FORMAT. A tokenizer process
@@ -89,6 +91,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     device: str
     dtype: str
+    kv_dtype: str
     sampling_defaults: dict[str, int | float] = {}
     tool_format: str = NO_TOOLS
     template_variables: tuple[str, ...] = ()

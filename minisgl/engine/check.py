@@ -36,9 +36,9 @@ def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -
     device = memory.resolve_device(config, tp)
     dtype = memory.resolve_dtype(config, model, device)
     memory.resolve_max_seq_len(config, model)
-    stored = local_kv_spec(model, LoneRank(tp), dtype).dtype
+    spec = local_kv_spec(model, LoneRank(tp), dtype, memory.resolve_fp8_kv(config, dtype, device))
     kinds = frozenset(layer.kind for layer in model.layers)
-    needs = AttentionNeeds(device, stored, model.head_dim, kinds)
+    needs = AttentionNeeds(device, spec.dtype, model.head_dim, kinds, spec.fp8)
     resolve_phases(config.attention_backend, needs, extensions.attention_backends)
     resolve_moe_backend(config.moe_backend, device, extensions.moe_backends)
     share, unused = share_of(model, tp, dtype, extensions, config.quantization)

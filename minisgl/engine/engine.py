@@ -72,7 +72,8 @@ class Engine:
         self._model_config = load_model_config(config.model_path)
         self._device = self._resolve_device(config, comm.tp)
         self._dtype = memory.resolve_dtype(config, self._model_config, self._device)
-        self._kv_spec = local_kv_spec(self._model_config, comm, self._dtype)
+        fp8_kv = memory.resolve_fp8_kv(config, self._dtype, self._device)
+        self._kv_spec = local_kv_spec(self._model_config, comm, self._dtype, fp8_kv)
         self.max_seq_len = memory.resolve_max_seq_len(config, self._model_config)
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
         self._max_chunk_tokens = max_chunk_tokens
@@ -103,6 +104,8 @@ class Engine:
                     show_progress=self._show_progress,
                     extensions=extensions,
                 )
+            with self.startup.phase("compile"):
+                self._wait_for_kernels()
             with self.startup.phase("kv"):
                 self.num_pages = config.num_pages or self._pages_that_fit(free_before)
                 self._launcher = self._assemble()
@@ -123,6 +126,18 @@ class Engine:
             graph_bytes,
             memory.free_bytes(self._device),
         )
+        if self._kv_spec.fp8:
+            fp8_bytes, bytes_before = (
+                spec.token_bytes * self._model_config.num_kv_layers
+                for spec in (self._kv_spec, self._kv_spec._replace(fp8=False))
+            )
+            logger.info(
+                "KV cache in fp8: token_bytes=%d instead of %d, so %.2f times as many tokens fit "
+                "into the same memory",
+                fp8_bytes,
+                bytes_before,
+                bytes_before / fp8_bytes,
+            )
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""
@@ -140,6 +155,7 @@ class Engine:
             page_size=self.page_size,
             device=str(self._device),
             dtype=str(self._dtype).removeprefix("torch."),
+            kv_dtype="fp8" if self._kv_spec.fp8 else str(self._dtype).removeprefix("torch."),
             sampling_defaults=model.sampling_defaults,
         )
 

@@ -14,6 +14,7 @@ from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.distributed.comm import TPInfo
 from minisgl.models.config import ModelConfig
 
+_FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,6 +47,29 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
     if name not in _DTYPES:
         raise ConfigError(f"dtype {name!r} is not supported; supported: auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def resolve_fp8_kv(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the KV cache is in FP8; otherwise it is in the model's `dtype`.
+
+    Raises ConfigError.
+    """
+    name = config.kv_cache_dtype
+    if name not in ("auto", "bf16", "fp8"):
+        raise ConfigError(f"kv_cache_dtype {name!r} is not supported; supported: auto, bf16, fp8")
+    if name == "bf16" and dtype != torch.bfloat16:
+        raise ConfigError(
+            "kv_cache_dtype bf16 needs dtype bfloat16, but the model runs in "
+            f"{str(dtype).removeprefix('torch.')}: set kv_cache_dtype auto or dtype bfloat16"
+        )
+    if name == "fp8" and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < _FP8_CAPABILITY:
+            raise ConfigError(
+                f"kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or later, not "
+                f"{major}.{minor}: set kv_cache_dtype auto"
+            )
+    return name == "fp8"
 
 
 def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -1,8 +1,8 @@
 """Kernels, each beside a plain torch reference with the same signature.
 
 The exported functions run the reference on CPU tensors and a Triton kernel on all others
-(dispatch.py). The references are in decode.py, elementwise.py, gather.py, logits.py, random.py,
-rotary.py, sampling.py and step.py; the Triton kernels are in the package triton.
+(dispatch.py). The references are in decode.py, elementwise.py, fp8.py, gather.py, logits.py,
+random.py, rotary.py, sampling.py and step.py; the Triton kernels are in the package triton.
 """
 
 from minisgl.kernel.cache import use_kernel_cache
@@ -31,8 +31,9 @@ from minisgl.kernel.dispatch import (
     stage_tokens,
     update_pages,
 )
-from minisgl.kernel.elementwise import PendingNorm, rope, store_kv
+from minisgl.kernel.elementwise import PendingNorm, rope
 from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
+from minisgl.kernel.fp8 import read_kv, store_kv
 from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
 from minisgl.kernel.logits import PenaltyTensors, add_bias, apply_penalties, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
@@ -74,6 +75,7 @@ __all__ = [
     "philox4x32",
     "put_tokens",
     "qk_norm_rope_store",
+    "read_kv",
     "rms_norm",
     "rope",
     "sample",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.kernel.fp8 import read_kv
 from minisgl.kernel.rotary import qk_norm_rope_store
 
 # A thread of the decode kernel uses 255 registers, so eight warps fill a multiprocessor.
@@ -72,13 +73,14 @@ def decode(
     start: Tensor,
     lengths: Tensor,
     scratch: DecodeScratch,
+    scales: Tensor | None = None,
 ) -> None:
     """Store the new keys and values in the pool, and attend over the whole contexts.
 
     The context of a request has start + lengths tokens. Its last token is the new one.
 
-    qkv, q_weight, k_weight, eps, cos_sin, k_pool, v_pool: as in rotary.qk_norm_rope_store, with
-    T = N. The page size is a power of two.
+    qkv, q_weight, k_weight, eps, cos_sin, k_pool, v_pool, scales: as in rotary.qk_norm_rope_store,
+    with T = N. The page size is a power of two.
     out: [N, Hq, D] of qkv's dtype, overwritten.
     page_table: int32 [rows, pages]. Its last row belongs to padded requests, which get zeros and
     store nothing.
@@ -99,11 +101,11 @@ def decode(
     else:
         places, sizes = (cos_sin, position, slots), (out.shape[1], kv_heads, head_dim)
         norms = q_weight, k_weight, eps
-        q = qk_norm_rope_store(qkv[real], *norms, *places, *pools, *sizes)
+        q = qk_norm_rope_store(qkv[real], *norms, *places, *pools, *sizes, scales)
     for index, row, last, query in zip(real, rows, position, q, strict=True):
         each = torch.arange(int(last) + 1, device=q.device)
         at = (page_table[row, each // page_size] * page_size + each % page_size).long()
-        keys, values = (pool.flatten(0, 1)[at].float() for pool in pools)
+        keys, values = read_kv(*pools, at, scales, torch.float32)
         group = out.shape[1] // kv_heads
         keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
         scores = torch.einsum("hd,thd->ht", query.float(), keys) * head_dim**-0.5

@@ -62,12 +62,17 @@ balanced_decode = _by_device(decode.decode, "decode")
 
 
 def count_blocks(
-    rows: Tensor, start: Tensor, lengths: Tensor, dummy_row: int, scratch: DecodeScratch
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    dummy_row: int,
+    scratch: DecodeScratch,
+    fp8: bool = False,
 ) -> None:
     """See minisgl.kernel.triton.decode.count_blocks. There is no version for CPU tensors."""
     from minisgl.kernel.triton import decode as kernels
 
-    kernels.count_blocks(rows, start, lengths, dummy_row, scratch)
+    kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8)
 
 
 def linear(

@@ -85,16 +85,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
-def store_kv(k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write this step's keys and values into one layer's pool, in place.
-
-    k_pool, v_pool: [P, S, Hkv, D]; k, v: [T, Hkv, D] of the pool's dtype and device.
-    slots: integers [T] in [0, P * S), distinct except for padding. A slot is page * S + offset.
-    """
-    k_pool.flatten(0, 1)[slots] = k
-    v_pool.flatten(0, 1)[slots] = v
-
-
 def gather_embedding(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
     """Look up `ids` in the part of the vocabulary that this rank holds.
 

@@ -5,6 +5,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from minisgl.kernel.fp8 import read_kv
+
 TILE: Final = 128  # each context begins at a multiple of this many keys
 
 
@@ -27,13 +29,21 @@ def context_slots(
         begin = end
 
 
-def gather_kv(k_pool: Tensor, v_pool: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+def gather_kv(
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: Tensor | None = None,
+) -> None:
     """Copy the key and value of slot slots[i] to keys[i] and values[i]; zeros if slots[i] is -1.
 
     k_pool, v_pool: [P, S, Hkv, D], contiguous. slots: int32 [N], N a multiple of TILE.
-    keys, values: [N, Hkv, D], overwritten. No host sync; graph-capturable.
+    keys, values: [N, Hkv, D], overwritten. scales: as in fp8.store_kv; with it the copies are
+    dequantised. No host sync; graph-capturable.
     """
     real = (slots >= 0)[:, None, None]
-    for pool, out in ((k_pool, keys), (v_pool, values)):
-        found = pool.flatten(0, 1)[slots.clamp(min=0).long()]
-        out.copy_(torch.where(real, found, torch.zeros_like(found)))
+    found = read_kv(k_pool, v_pool, slots.clamp(min=0).long(), scales, keys.dtype)
+    for part, out in zip(found, (keys, values), strict=True):
+        out.copy_(torch.where(real, part, torch.zeros_like(part)))

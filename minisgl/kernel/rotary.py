@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from minisgl.kernel.elementwise import rms_norm, rope, store_kv
+from minisgl.kernel.elementwise import rms_norm, rope
+from minisgl.kernel.fp8 import store_kv
 
 
 def qk_norm_rope_store(
@@ -18,6 +19,7 @@ def qk_norm_rope_store(
     q_heads: int,
     kv_heads: int,
     head_dim: int,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Normalise and rotate queries and keys, and store keys and values; return the queries.
 
@@ -26,7 +28,9 @@ def qk_norm_rope_store(
     cos_sin             float32 [M, D]: D / 2 cosines, then D / 2 sines of each position.
     positions           integers [T] below M.
     slots               integers [T] in [0, P * S), distinct except for padding.
-    k_pool, v_pool      [P, S, Hkv, D] of qkv's dtype; the rows `slots` are overwritten.
+    k_pool, v_pool      [P, S, Hkv, D]; the rows `slots` are overwritten. The dtype is qkv's, or
+                        float8_e4m3fn with `scales`.
+    scales              bfloat16 [P, Hkv, S, 2]: the scales of keys and of values; None: not FP8.
 
     Returns a new contiguous [T, Hq, D]. No host sync; graph-capturable.
     """
@@ -35,5 +39,5 @@ def qk_norm_rope_store(
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     q, k = rope(q, k, positions, cos_sin)
-    store_kv(k_pool, v_pool, k, v, slots)
+    store_kv(k_pool, v_pool, k, v, slots, scales)
     return q

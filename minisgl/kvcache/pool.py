@@ -5,23 +5,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.kernel import read_kv
+
+_SCALE_BYTES = 2  # of one key or value
+
 
 class KVSpec(NamedTuple):
     """The state that one attention layer keeps for each token: a key and a value.
 
     kv_heads   the number of KV heads: of the whole model, or of one rank.
     head_dim   the elements of one head.
-    dtype      the dtype of the stored keys and values.
+    dtype      the dtype with which attention computes, and of the stored keys and values unless
+               fp8 is True.
+    fp8        whether keys and values are stored as float8_e4m3fn, with one scale for each head.
     """
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    fp8: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of the key and the value of one token in one layer."""
+        stored = self.head_dim + _SCALE_BYTES if self.fp8 else self.head_dim * self.dtype.itemsize
+        return 2 * self.kv_heads * stored
 
 
 def kv_page_bytes(spec: KVSpec, num_layers: int, page_size: int) -> int:
     """Return the bytes of one page of `page_size` tokens: keys and values of all layers."""
-    return 2 * num_layers * page_size * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+    return num_layers * page_size * spec.token_bytes
 
 
 class KVPool:
@@ -34,6 +47,9 @@ class KVPool:
     Padding tokens store their keys and values there. Attention reads that page in place of key
     positions past the end of a request. A value that a former owner left in a page, such as a NaN,
     therefore never reaches another request.
+
+    An FP8 pool has a second allocation with the scales of each page, so that a page still holds all
+    that attention needs.
     """
 
     def __init__(
@@ -52,9 +68,15 @@ class KVPool:
         self.dummy_page = num_pages
         self.dummy_slot = num_pages * page_size
         shape = (num_layers, 2, num_pages + 1, page_size, spec.kv_heads, spec.head_dim)
-        self._storage = torch.zeros(shape, dtype=spec.dtype, device=device)
+        stored = torch.float8_e4m3fn if spec.fp8 else spec.dtype
+        self._storage = torch.zeros(shape, dtype=stored, device=device)
         self.num_bytes = self._storage.nbytes
         self._layers = [(keys, values) for keys, values in self._storage]
+        self._scales: Tensor | None = None
+        if spec.fp8:
+            of_scales = (num_layers, num_pages + 1, spec.kv_heads, page_size, 2)
+            self._scales = torch.ones(of_scales, dtype=torch.bfloat16, device=device)
+            self.num_bytes += self._scales.nbytes
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values, each [P + 1, S, Hkv, D] and contiguous.
@@ -63,10 +85,27 @@ class KVPool:
         """
         return self._layers[layer]
 
+    def scales(self, layer: int) -> Tensor | None:
+        """View of one layer's scales, bfloat16 [P + 1, Hkv, S, 2]; None unless spec.fp8.
+
+        The last dimension is the scale of the key and the scale of the value.
+        """
+        return None if self._scales is None else self._scales[layer]
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values, each [..., Hkv, D] of spec.dtype. slots: integers [...]."""
+        return read_kv(*self.layer(layer), slots, self.scales(layer), self.spec.dtype)
+
     def fill_noise(self, num_pages: int) -> None:
         """Fill the first num_pages pages with random values, so that timed steps read real data."""
-        self._storage[:, :, : min(num_pages, self.num_pages)].normal_()
+        pages = self._storage[:, :, : min(num_pages, self.num_pages)]
+        if self.spec.fp8:  # random bytes without the two NaNs of e4m3
+            pages.view(torch.uint8).random_(0, 256).bitwise_and_(0xFE)
+        else:
+            pages.normal_()
 
     def clear_dummy(self) -> None:
         """Zero the dummy page again. The steps of the warm-up write to it."""
         self._storage[:, :, self.dummy_page] = 0
+        if self._scales is not None:
+            self._scales[:, self.dummy_page] = 1

@@ -130,9 +130,10 @@ class Attention(nn.Module):
         if isinstance(attention, FusedAttention):
             attention.attend(self.kv_layer, qkv, heads, attended)
         else:
-            places = (context.positions, context.slots, *context.pool.layer(self.kv_layer))
+            pool, layer = context.pool, self.kv_layer
+            places = (context.positions, context.slots, *pool.layer(layer))
             sizes = (self.q_heads, self.kv_heads, self.head_dim)
-            q = qk_norm_rope_store(qkv, *heads, *places, *sizes)
+            q = qk_norm_rope_store(qkv, *heads, *places, *sizes, pool.scales(layer))
             attention.forward(self.kv_layer, q, attended)
         return attended.flatten(1)
 
@@ -327,10 +328,12 @@ class CausalLM(nn.Module):
         self.model.norm.weight.div_(factors.logits)
 
 
-def local_kv_spec(config: ModelConfig, comm: Communicator, dtype: torch.dtype) -> KVSpec:
-    """The state that each layer keeps for a token on this rank, in `dtype`.
+def local_kv_spec(
+    config: ModelConfig, comm: Communicator, dtype: torch.dtype, fp8: bool = False
+) -> KVSpec:
+    """The state that each layer keeps for a token on this rank, in `dtype` or in FP8.
 
     All layers have the same spec, because all share one page table.
     """
     (spec,) = {layer.kv for layer in config.layers}
-    return spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype)
+    return spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype, fp8=fp8)

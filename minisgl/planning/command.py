@@ -31,25 +31,14 @@ def main(argv: Sequence[str], environ: Mapping[str, str], demo_path: Callable[[]
         "--gpu", type=find_gpu, help=f"The GPU: {known}. Default: one line for each known GPU."
     )
     parser.add_argument("--context", metavar="TOKENS", help="The same as --max-seq-len-override.")
-    parser.add_argument(
-        "--quantization", choices=["none", "fp8"], default="none", help="Format of the weights."
-    )
-    formats = ["none", "auto", "bf16", "fp8"]
-    text = "Format of the KV cache. All values except fp8 mean the data type of the model."
-    parser.add_argument("--kv-cache-dtype", choices=formats, default="none", help=text)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     options, flags = parser.parse_known_args(argv)
     if options.context is not None:
         flags.append(f"--max-seq-len-override={options.context}")
     config = resolve(flags, environ, resolve_model, demo_path, weights=False)
     model = load_model_config(config.engine.model_path)
-    plan_on = partial(
-        make_plan,
-        model=model,
-        quantization=options.quantization,
-        kv_cache_dtype=options.kv_cache_dtype,
-        max_chunk_tokens=config.scheduler.prefill_budget_tokens,
-    )
+    chunk = config.scheduler.prefill_budget_tokens
+    plan_on = partial(make_plan, model=model, max_chunk_tokens=chunk)
     gpus = [options.gpu] if options.gpu else list(GPUS.values())
     plans = [plan_on(config.engine, gpu=gpu) for gpu in gpus]
     name = config.served_names[0]

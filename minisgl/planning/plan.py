@@ -5,13 +5,17 @@ steps and CUDA graphs, which a starting engine measures, is predicted from sizes
 three starts on one H200. The pages follow from both by the engine's own rule (engine/memory.py).
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import msgspec
 import torch
 
-from minisgl.benchmark.floor import MEASURED_TP, Cost, cost_of, step_s, with_fp8_weights
+from minisgl.benchmark.floor import (
+    MEASURED_TP,
+    Cost,
+    cost_of,
+    has_fp8_weights,
+    step_s,
+    with_fp8_weights,
+)
 from minisgl.core import EngineConfig
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory
@@ -34,11 +38,6 @@ _ACTIVATION_SHARE = 1.444
 _WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace
 _PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
 _GRAPH_REQS = 256  # requests of the largest decode graph
-
-
-# Bytes of a stored element by the name of the format. Other names mean the model's dtype.
-_ITEM_BYTES: Mapping[str, int] = MappingProxyType({"fp8": 1})
-_KV_SCALE_BYTES = 2  # of the key or value of one head, in a quantised KV cache
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,30 +74,24 @@ def make_plan(
     config: EngineConfig,
     model: ModelConfig,
     gpu: Gpu,
-    quantization: str = "none",
-    kv_cache_dtype: str = "none",
     max_chunk_tokens: int = 8192,
 ) -> Plan:
-    """Return the plan of an engine. Raises ConfigError, as the engine does.
-
-    quantization, kv_cache_dtype: fp8, or any other name for the model's dtype.
-    """
-    given = {"quantization": quantization, "kv-cache-dtype": kv_cache_dtype}
-    flags = [f"--{name}={value}" for name, value in given.items() if value in _ITEM_BYTES]
+    """Return the plan of an engine. Raises ConfigError, as the engine does."""
+    fp8_kv, fp8_weights = (
+        config.kv_cache_dtype == "fp8",
+        has_fp8_weights(model, config.quantization),
+    )
+    flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
+    flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
     tp = TPInfo(0, config.tp_size)
     dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
     context = memory.resolve_max_seq_len(config, model)
-    online = quantization if quantization in _ITEM_BYTES else None
-    share, _ = share_of(model, tp, dtype, with_quantizations(), online)
+    share, _ = share_of(model, tp, dtype, with_quantizations(), config.quantization)
     materialise(share, torch.device("meta"), dtype)
     # parameters() yields the embedding and the head once if they are one.
     weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
-    if model.quantization is not None:
-        quantization = "fp8"  # all formats that the engine reads
-    token_bytes = kv_page_bytes(local_kv_spec(model, LoneRank(tp), dtype), model.num_kv_layers, 1)
-    if kv_cache_dtype in _ITEM_BYTES:
-        stored = model.head_dim * _ITEM_BYTES[kv_cache_dtype] + _KV_SCALE_BYTES
-        token_bytes = token_bytes * stored // (model.head_dim * dtype.itemsize)
+    spec = local_kv_spec(model, LoneRank(tp), dtype, fp8_kv)
+    token_bytes = kv_page_bytes(spec, model.num_kv_layers, 1)
     remainder = _remainder_bytes(config, model, gpu, context, dtype, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
     available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
@@ -107,7 +100,7 @@ def make_plan(
     pages = min(pages, config.num_pages or pages)
     tokens = pages * config.page_size
     cost = cost_of(model, tp.size)
-    if quantization in _ITEM_BYTES:
+    if fp8_weights:
         cost = with_fp8_weights(cost, model, tp.size)
     # All-reduces over a number of GPUs that was not measured count as no time.
     reduces = cost.reduces if tp.size in MEASURED_TP else 0
@@ -118,8 +111,8 @@ def make_plan(
         gpu_bytes=gpu.memory_bytes,
         tp=config.tp_size,
         dtype=str(dtype).removeprefix("torch."),
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
+        quantization="fp8" if fp8_weights else "none",
+        kv_cache_dtype="fp8" if fp8_kv else str(dtype).removeprefix("torch."),
         context=context,
         weight_bytes=weights,
         remainder_bytes=remainder,

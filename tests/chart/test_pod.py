@@ -161,6 +161,12 @@ def test_model_flags_follow_the_source_of_the_model(render):
     assert "--model" not in flags_of(render())
 
 
+def test_the_dtype_of_the_kv_cache_is_passed_on(render):
+    assert flags_of(render())["--kv-cache-dtype"] == "auto"
+    fp8 = {"server": {"kvCacheDtype": "fp8"}}
+    assert flags_of(render(fp8))["--kv-cache-dtype"] == "fp8"
+
+
 @pytest.mark.parametrize(
     ("source", "volume"),
     [

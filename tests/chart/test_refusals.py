@@ -162,6 +162,7 @@ def test_every_refusal_in_the_templates_is_tested():
         {"extraEnv": [{"name": "A", "value": 1}]},
         {"server": {"memoryRatio": "much"}},
         {"server": {"memoryRatio": ""}},
+        {"server": {"kvCacheDtype": "int4"}},
         {"server": {"maxRunningRequests": 8193}},  # the bound of the server's own flag
         {"extraArgs": [True]},
         {"auth": {"key": ""}},

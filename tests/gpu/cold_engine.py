@@ -1,7 +1,7 @@
 """The program that test_cold_start runs without compilers: every sampler, many batch sizes and
 chunk lengths.
 
-    python -m tests.gpu.cold_engine MODEL KERNEL_CACHE
+    python -m tests.gpu.cold_engine MODEL KERNEL_CACHE KV_CACHE_DTYPE
 
 The last line of its output is JSON: the seconds until the engine was ready, and the FlashInfer
 modules that were loaded by then. The number of pages is given, so only the warm-up has run.
@@ -39,9 +39,10 @@ VARIANTS = (
 
 
 def main() -> None:
-    model, kernel_cache = sys.argv[1:]
+    model, kernel_cache, kv = sys.argv[1:]
     began_s = time.monotonic()
-    llm = LLM(model, dummy_weight=True, kernel_cache=kernel_cache, num_pages=8192)
+    options = {"kernel_cache": kernel_cache, "kv_cache_dtype": kv, "num_pages": 8192}
+    llm = LLM(model, dummy_weight=True, **options)
     ready_s = time.monotonic() - began_s
     from flashinfer.jit import jit_spec_registry
 

@@ -37,22 +37,32 @@ def completed(answers: Completion | list[Completion]) -> list[Completion]:
 
 @pytest.mark.slow
 def test_the_demo_model_answers_as_on_the_cpu() -> None:
-    """bfloat16 with FlashInfer equals float32 on the CPU, which equals transformers."""
+    """bfloat16 with FlashInfer equals float32 on the CPU, which equals transformers.
+
+    So does bfloat16 with an FP8 KV cache.
+    """
     prompts = load_evaluation()
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
     scores = {}
-    for device, backend in (("cpu", "torch"), ("cuda", "flashinfer-fa2")):
-        with LLM(device=device, attention_backend=backend, prefill_budget_tokens=512) as llm:
+    kinds: dict[str, dict[str, Any]] = {
+        "cpu": {"device": "cpu"},
+        "cuda": {"device": "cuda", "attention_backend": "flashinfer-fa2"},
+        "fp8": {"device": "cuda", "kv_cache_dtype": "fp8"},
+    }
+    for kind, settings in kinds.items():
+        with LLM(prefill_budget_tokens=512, **settings) as llm:
             ids = [llm.tokenizer.encode_chat(p.messages, {"tools": list(p.tools)}) for p in prompts]
             answers = completed(llm.generate(ids, greedy, progress=False))
-        scores[device] = accuracy_by_task(prompts, [answer.text for answer in answers])
-        print(f"{device}\n{accuracy_table(scores[device])}")
+        scores[kind] = accuracy_by_task(prompts, [answer.text for answer in answers])
+        print(f"{kind}\n{accuracy_table(scores[kind])}")
     for task, exact in scores["cpu"].items():
         assert exact.accuracy >= LEAST_ACCURACY
-        assert abs(scores["cuda"][task].right - exact.right) <= 0.02 * exact.total
+        for kind in ("cuda", "fp8"):
+            assert abs(scores[kind][task].right - exact.right) <= 0.02 * exact.total
 
 
-def test_nonfinite_logits_end_only_their_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_nonfinite_logits_end_only_their_request(kv: str, tmp_path: Path) -> None:
     """The embedding of one token is NaN.
 
     A request with this token in its prompt gets an error, each other request gets all its tokens.
@@ -66,7 +76,7 @@ def test_nonfinite_logits_end_only_their_request(tmp_path: Path) -> None:
     broken = [[*stem, POISON], [*stem, POISON, 5, 6], [POISON]]
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     options: dict[str, Any] = {"device": "cuda", "dummy_weight": True, "prefill_budget_tokens": 48}
-    with LLM(str(path), max_running_reqs=8, **options) as llm:
+    with LLM(str(path), max_running_reqs=8, kv_cache_dtype=kv, **options) as llm:
         llm.worker._engine._model.model.embed_tokens.weight.data[POISON] = torch.nan
         for _ in range(2):
             both = completed(llm.generate([*clean, *broken], greedy, progress=False))

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from minisgl.attention.base import AttentionStep, FusedAttention, NormRope
-from minisgl.attention.flashinfer import ContiguousAttention
+from minisgl.attention.flashinfer import ContiguousAttention, InTurn
 from minisgl.attention.registry import create_attention_backend
+from minisgl.kernel.fp8 import dequantize, quantize, store_kv
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 pytestmark = [
@@ -14,22 +15,26 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DIM = 128
+FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 ROWS = 300
 
 
 class Scene:
     """A pool with random keys and values for each request, and NaN in all pages without a request.
 
-    contexts: the tokens of each request.
+    contexts: the tokens of each request. fp8: the pool is FP8, and the requests' keys and values
+    are the rounded ones.
     """
 
-    def __init__(self, page_size: int, group: int, contexts: list[int], seed: int) -> None:
+    def __init__(
+        self, page_size: int, group: int, contexts: list[int], seed: int, fp8: bool = False
+    ) -> None:
         self.kv_heads, self.q_heads = 2, 2 * group
         rng = np.random.default_rng(seed)
         device = torch.device("cuda")
         need = [-(-c // page_size) for c in contexts]
         self.pool = KVPool(
-            KVSpec(self.kv_heads, DIM, torch.bfloat16),
+            KVSpec(self.kv_heads, DIM, torch.bfloat16, fp8),
             num_layers=2,
             num_pages=sum(need) + 7,
             page_size=page_size,
@@ -39,9 +44,12 @@ class Scene:
         order = rng.permutation(self.pool.num_pages).astype(np.int32)
         self.rows = rng.permutation(ROWS)[: len(contexts)].astype(np.int32)
         keys, values = self.pool.layer(1)
-        keys.fill_(torch.nan)
-        values.fill_(torch.nan)
-        keys[self.pool.dummy_page], values[self.pool.dummy_page] = 0, 0
+        scales = self.pool.scales(1)
+        for part in (keys, values):
+            part.view(torch.uint8).fill_(0xFF)  # NaN in bfloat16 and in e4m3
+        if scales is not None:
+            scales.fill_(torch.nan)
+        self.pool.clear_dummy()
         self.kv = []
         for row, context, count in zip(self.rows, contexts, need, strict=True):
             pages, order = order[:count], order[count:]
@@ -50,10 +58,13 @@ class Scene:
             slots = torch.from_numpy(pages).to(device)[where // page_size] * page_size
             slots = slots + where % page_size
             k, v = torch.randn(2, context, self.kv_heads, DIM, device=device).bfloat16()
-            keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = k, v
-            self.kv.append((k, v))
+            store_kv(keys, values, k, v, slots, scales)
+            self.kv.append((self.rounded(k), self.rounded(v)))
         self.table = torch.from_numpy(table).to(device)
         self.backend = create_attention_backend("auto", self.pool, self.q_heads)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return dequantize(*quantize(x), x.dtype) if self.pool.spec.fp8 else x
 
     def step(self, num_decode: int, start: list[int], lengths: list[int]) -> AttentionStep:
         first, count = np.array(start, dtype=np.int32), np.array(lengths, dtype=np.int32)
@@ -84,14 +95,15 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
+@FP8
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
 @pytest.mark.parametrize("group", [2, 5])
 @pytest.mark.parametrize("chunks", [(200, 1, 130), (40, 1, 87)], ids=["many", "few"])
-def test_mixed_steps(page_size: int, group: int, chunks: tuple[int, ...]) -> None:
+def test_mixed_steps(page_size: int, group: int, chunks: tuple[int, ...], fp8: bool) -> None:
     start = [0, 700, 15, 16, 0, 33, 300]
     lengths = [1, 1, 1, 1, *chunks]
     contexts = [a + b for a, b in zip(start, lengths, strict=True)]
-    scene = Scene(page_size, group, contexts, seed=page_size)
+    scene = Scene(page_size, group, contexts, seed=page_size, fp8=fp8)
     q = torch.randn(sum(lengths), scene.q_heads, DIM, device="cuda").bfloat16()
     # On Hopper, the first step copies its contexts. The second has too few queries for a copy.
     for _ in range(2):
@@ -100,6 +112,7 @@ def test_mixed_steps(page_size: int, group: int, chunks: tuple[int, ...]) -> Non
         assert error(out, scene.expected(q, start, lengths)) < 5e-3
 
 
+@FP8
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("group", [2, 5])
 @pytest.mark.parametrize(
@@ -114,22 +127,32 @@ def test_mixed_steps(page_size: int, group: int, chunks: tuple[int, ...]) -> Non
     ids=["whole", "several", "prefixes", "few", "too-long"],
 )
 def test_long_chunks(
-    page_size: int, group: int, num_decode: int, start: list[int], lengths: list[int], copied: bool
+    page_size: int,
+    group: int,
+    num_decode: int,
+    start: list[int],
+    lengths: list[int],
+    copied: bool,
+    fp8: bool,
 ) -> None:
     """The results are correct in two steps that share the memory of the copy.
+
+    An FP8 pool is always copied, in several groups if the copy has no room for all contexts.
 
     NaN in the values of the last request then reaches no output of the requests before it.
     """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("fa3 is for Hopper")
     contexts = [a + b for a, b in zip(start, lengths, strict=True)]
-    scene = Scene(page_size, group, contexts, seed=page_size)
+    scene = Scene(page_size, group, contexts, seed=page_size, fp8=fp8)
     q = torch.randn(sum(lengths), scene.q_heads, DIM, device="cuda").bfloat16()
     step = scene.step(num_decode, start, lengths)
     # The first step always makes the copy if its contexts fit.
     scene.backend.prepare(step.part(num_decode, len(start)))
     prompts = scene.backend.prepare(step.part(num_decode, len(start)))
-    assert isinstance(prompts, ContiguousAttention) == copied
+    assert isinstance(prompts, ContiguousAttention) == (copied and not fp8)
+    if isinstance(prompts, InTurn):
+        assert (len(prompts.groups) > 1) == (sum(contexts[num_decode:]) > 18300)
     for _ in range(2):
         out = torch.full_like(q, torch.nan)
         scene.backend.prepare(step).forward(1, q, out)
@@ -138,17 +161,20 @@ def test_long_chunks(
     last = contexts[-1]
     where = torch.arange(last, device="cuda")
     pages = scene.table[int(scene.rows[-1]), where // page_size].long()
-    scene.pool.layer(1)[1][pages, where % page_size] = torch.nan
+    scene.pool.layer(1)[1].view(torch.uint8)[pages, where % page_size] = 0xFF
     out = torch.zeros_like(q)
     scene.backend.prepare(step).forward(1, q, out)
     assert out[-lengths[-1] :].isnan().all()
     assert not out[: -lengths[-1]].isnan().any()
 
 
+@FP8
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("size", [1, 24, 280], ids=["one", "some", "many"])
 @pytest.mark.parametrize("group", [1, 2, 5, 8])
-def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: int) -> None:
+def test_captured_decode_follows_its_inputs(
+    page_size: int, size: int, group: int, fp8: bool
+) -> None:
     """A graph captured for padded requests gives correct results for real ones, also for fewer.
 
     minisgl's kernel takes the new token's key and value from qkv. FlashInfer's kernel, which runs
@@ -157,7 +183,7 @@ def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: in
     rng = np.random.default_rng(size)
     longest = rng.integers(2, 1200, size).tolist()
     longest[0] = 9000  # several programs share this context, and one merges their parts
-    scene = Scene(page_size, group, longest, seed=size)
+    scene = Scene(page_size, group, longest, seed=size, fp8=fp8)
     step = scene.step(size, [0] * size, [1] * size)
     rows = step.device_rows.clone()
     step.device_rows.fill_(ROWS)
@@ -174,7 +200,7 @@ def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: in
         captured = scene.backend.decode_graph(size, step)
         assert captured is not None
         fused = isinstance(captured, FusedAttention)
-        assert fused == (size * kv_heads < 500 or group <= 2)
+        assert fused == (size * kv_heads < 500 or group <= 2 or fp8)
 
         def run() -> None:
             captured.compute_metadata()
@@ -208,7 +234,9 @@ def test_captured_decode_follows_its_inputs(page_size: int, size: int, group: in
             stream.synchronize()
             scene.kv = [
                 (torch.cat((keys[:at], key[None])), torch.cat((values[:at], value[None])))
-                for (keys, values), at, key, value in zip(scene.kv, start, k, v, strict=True)
+                for (keys, values), at, key, value in zip(
+                    scene.kv, start, scene.rounded(k), scene.rounded(v), strict=True
+                )
             ][:real]
             start = start[:real]
             expected = scene.expected(q[:real], start, [1] * real)

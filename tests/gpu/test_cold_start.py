@@ -36,10 +36,12 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in found}
 
 
-def test_nothing_is_compiled_after_minisgl_compile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_nothing_is_compiled_after_minisgl_compile(kv: str, tmp_path: Path) -> None:
     """The kernel cache has been moved and is read-only, and no compiler can be found."""
     model = write_model("qwen3-0.6b", tmp_path / "model")
-    run("minisgl", "compile", "--model", model, "--kernel-cache", tmp_path / "made")
+    folder = ("--kernel-cache", tmp_path / "made")
+    run("minisgl", "compile", "--model", model, *folder, "--kv-cache-dtype", kv)
     kernels, own, empty = tmp_path / "moved", tmp_path / "own", tmp_path / "empty"
     (tmp_path / "made").rename(kernels)
     own.mkdir()
@@ -54,6 +56,7 @@ def test_nothing_is_compiled_after_minisgl_compile(tmp_path: Path) -> None:
         "tests.gpu.cold_engine",
         model,
         kernels,
+        kv,
         **nowhere,
         **folders,
         TRITON_CACHE_DIR=str(own / "triton"),

@@ -1,4 +1,7 @@
-"""Tiny random float32 models of every family, and the tokens that transformers generates."""
+"""Tiny random float32 models of every family, and the tokens that transformers generates.
+
+With kv="fp8" the attention of transformers rounds every key and value to FP8 and back.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -7,6 +10,10 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 __all__ = ["FAMILIES", "VOCAB_SIZE", "build_model", "transformers_greedy", "transformers_logits"]
 
@@ -221,24 +228,43 @@ def build_model(family: str, folder: Path, seed: int = 0) -> str:
     return str(path)
 
 
+def rounded_to_fp8(x: Tensor) -> Tensor:
+    """Round each vector [..., D] to e4m3, with a power of two as its scale, and back."""
+    amax = x.abs().amax(-1, keepdim=True).double().clamp(min=1e-15)
+    scale = torch.exp2(torch.ceil(torch.log2(amax / 448))).float()
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def _fp8_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    rounded = rounded_to_fp8(key), rounded_to_fp8(value)
+    return eager_attention_forward(module, query, *rounded, *args, **kwargs)
+
+
 @cache
-def _reference(path: str) -> Any:
+def _reference(path: str, kv: str) -> Any:
+    attention = "eager"
+    if kv == "fp8":
+        attention = "fp8_kv"
+        ALL_ATTENTION_FUNCTIONS.register(attention, _fp8_attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(attention, eager_mask)
     model = _auto_class(transformers.AutoConfig.from_pretrained(path)).from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        path, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
     )
     return model.eval()
 
 
 @torch.inference_mode()
-def transformers_logits(path: str, ids: list[int]) -> torch.Tensor:
+def transformers_logits(path: str, ids: list[int], kv: str = "auto") -> torch.Tensor:
     """float32 [len(ids), V] of one prompt, by transformers' eager attention."""
-    logits: torch.Tensor = _reference(path)(torch.tensor([ids])).logits[0]
+    logits: torch.Tensor = _reference(path, kv)(torch.tensor([ids])).logits[0]
     return logits
 
 
-def transformers_greedy(path: str, prompt_ids: list[int], n: int) -> list[int]:
+def transformers_greedy(path: str, prompt_ids: list[int], n: int, kv: str = "auto") -> list[int]:
     """The n tokens of greedy decoding after the prompt. It uses no KV cache and ignores EOS."""
     ids = list(prompt_ids)
     for _ in range(n):
-        ids.append(int(transformers_logits(path, ids)[-1].argmax()))
+        ids.append(int(transformers_logits(path, ids, kv)[-1].argmax()))
     return ids[len(prompt_ids) :]

@@ -34,6 +34,7 @@ class RankCase:
     crowded  the KV pool is so small that requests are preempted.
     aborts   requests of the second wave are aborted at random.
     drawn    tokens are drawn at random instead of greedily.
+    kv       kv_cache_dtype of the engine.
     """
 
     family: str
@@ -44,11 +45,13 @@ class RankCase:
     aborts: bool
     page_size: int = 4
     drawn: bool = False
+    kv: str = "auto"
     engine: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         chosen = [self.cache_type, "overlap" if self.overlap else "plain"]
         chosen += [name for name in ("crowded", "aborts", "drawn") if getattr(self, name)]
+        chosen += [self.kv] if self.kv == "fp8" else []
         return f"{self.family}-chunk{self.chunk}-{'-'.join(chosen)}"
 
 
@@ -111,7 +114,8 @@ def run_cases(
 
 def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome:
     tokens = 96 if case.crowded else 1024
-    settings: dict[str, Any] = {"device": "cpu", "model_path": path, **case.engine}
+    settings: dict[str, Any] = {"model_path": path, "kv_cache_dtype": case.kv, **case.engine}
+    settings = {"device": "cpu", **settings}
     config = EngineConfig(
         tp_size=comm.tp.size,
         page_size=case.page_size,

@@ -12,18 +12,21 @@ from tests.parity.models import FAMILIES, VOCAB_SIZE, transformers_greedy, trans
 
 ModelPath = Callable[[str], str]
 NUM_TOKENS = 8
+KV = pytest.mark.parametrize("kv", ["auto", "fp8"])
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(0, VOCAB_SIZE, length)]
 
 
+@KV
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whole_prompt_gives_the_same_tokens(family: str, model_path: ModelPath) -> None:
+def test_whole_prompt_gives_the_same_tokens(family: str, kv: str, model_path: ModelPath) -> None:
     path = model_path(family)
     prompt = prompt_of(41)
-    driver = Driver(make_engine(path))
-    assert driver.generate(0, prompt, NUM_TOKENS) == transformers_greedy(path, prompt, NUM_TOKENS)
+    driver = Driver(make_engine(path, kv_cache_dtype=kv))
+    expected = transformers_greedy(path, prompt, NUM_TOKENS, kv)
+    assert driver.generate(0, prompt, NUM_TOKENS) == expected
 
 
 @pytest.mark.parametrize("folded", [False, True], ids=["", "folded"])
@@ -51,44 +54,49 @@ def test_logits_are_close(family: str, folded: bool, model_path: ModelPath) -> N
     torch.testing.assert_close(seen[0][0], expected, atol=2e-4, rtol=2e-4)
 
 
+@KV
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("family", ["qwen3", "llama-llama3-tied"])
 def test_chunks_change_nothing(
-    family: str, chunk: int, page_size: int, model_path: ModelPath
+    family: str, chunk: int, page_size: int, kv: str, model_path: ModelPath
 ) -> None:
     path = model_path(family)
     prompt = prompt_of(23)
-    driver = Driver(make_engine(path, page_size=page_size, num_pages=64))
+    driver = Driver(make_engine(path, page_size=page_size, num_pages=64, kv_cache_dtype=kv))
     tokens = driver.generate(2, prompt, NUM_TOKENS, chunk)
     assert driver.step_id == -(-len(prompt) // chunk) + NUM_TOKENS - 1
-    assert tokens == transformers_greedy(path, prompt, NUM_TOKENS)
+    assert tokens == transformers_greedy(path, prompt, NUM_TOKENS, kv)
 
 
+@KV
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_prefix_in_shared_pages_changes_nothing(page_size: int, model_path: ModelPath) -> None:
+def test_prefix_in_shared_pages_changes_nothing(
+    page_size: int, kv: str, model_path: ModelPath
+) -> None:
     path = model_path("qwen2")
     first, tail = prompt_of(40), prompt_of(9, seed=1)
-    driver = Driver(make_engine(path, page_size=page_size))
+    driver = Driver(make_engine(path, page_size=page_size, kv_cache_dtype=kv))
     driver.generate(0, first, 3)
     shared = 32
     second = first[:shared] + tail
     driver.share(0, 1, shared)
     result = driver.step(Work(1, shared, tail))
-    assert [int(result.tokens[0, 0])] == transformers_greedy(path, second, 1)
+    assert [int(result.tokens[0, 0])] == transformers_greedy(path, second, 1, kv)
     # The first request goes on undisturbed by the request that shares its pages.
     result = driver.step(Work(0, len(first) + 2), Work(1, len(second)))
-    assert int(result.tokens[0, 0]) == transformers_greedy(path, first, 4)[-1]
-    assert int(result.tokens[1, 0]) == transformers_greedy(path, second, 2)[-1]
+    assert int(result.tokens[0, 0]) == transformers_greedy(path, first, 4, kv)[-1]
+    assert int(result.tokens[1, 0]) == transformers_greedy(path, second, 2, kv)[-1]
 
 
+@KV
 @pytest.mark.parametrize("family", ["llama-linear-biases", "qwen3-moe"])
-def test_mixed_batches_change_nothing(family: str, model_path: ModelPath) -> None:
+def test_mixed_batches_change_nothing(family: str, kv: str, model_path: ModelPath) -> None:
     """One step has decode requests of two lengths, a chunk that samples and one that does not."""
     path = model_path(family)
     prompts = [prompt_of(5, 1), prompt_of(30, 2), prompt_of(17, 3), prompt_of(12, 4)]
-    expected = [transformers_greedy(path, prompt, 3) for prompt in prompts]
-    driver = Driver(make_engine(path))
+    expected = [transformers_greedy(path, prompt, 3, kv) for prompt in prompts]
+    driver = Driver(make_engine(path, kv_cache_dtype=kv))
     driver.step(Work(3, 0, prompts[0]), Work(0, 0, prompts[1]))
     result = driver.step(
         Work(0, 30), Work(3, 5), Work(1, 0, prompts[2]), Work(5, 0, prompts[3][:7], samples=False)
@@ -126,7 +134,8 @@ def test_seeded_draws_do_not_depend_on_the_batch(model_path: ModelPath) -> None:
     assert alone != transformers_greedy(path, prompt, 6)
 
 
-def test_nan_of_one_request_reaches_no_other_request(model_path: ModelPath) -> None:
+@KV
+def test_nan_of_one_request_reaches_no_other_request(kv: str, model_path: ModelPath) -> None:
     """NaN is in a page of request 1, and at the unused end of a page of request 0.
 
     Attention reads the unused end as padding.
@@ -134,8 +143,8 @@ def test_nan_of_one_request_reaches_no_other_request(model_path: ModelPath) -> N
     """
     path = model_path("llama")
     prompt = prompt_of(30)
-    expected = transformers_greedy(path, prompt[:6], 3)
-    engine = make_engine(path, page_size=16)
+    expected = transformers_greedy(path, prompt[:6], 3, kv)
+    engine = make_engine(path, page_size=16, kv_cache_dtype=kv)
     driver = Driver(engine)
     driver.step(Work(0, 0, prompt[:6]), Work(1, 0, prompt))
     bad_page = driver.pages[1][0]

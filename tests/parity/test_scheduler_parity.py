@@ -6,7 +6,7 @@ asserts that its cache hits, chunks, overlapped steps and preemptions took place
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -34,11 +34,13 @@ class Case:
     overlap: bool
     crowded: bool
     page_size: int = 4
+    kv: str = "auto"
 
     def __str__(self) -> str:
         overlap = "overlap" if self.overlap else "plain"
         crowd = "-crowded" if self.crowded else ""
-        return f"chunk{self.chunk}-{self.cache_type}-{overlap}{crowd}-page{self.page_size}"
+        kv = "-fp8" if self.kv == "fp8" else ""
+        return f"chunk{self.chunk}-{self.cache_type}-{overlap}{crowd}-page{self.page_size}{kv}"
 
 
 # Every pair of values occurs, except chunk 1 with crowded: with chunks of one token, a request ends
@@ -54,6 +56,7 @@ CASES = [
     Case(UNLIMITED, "naive", overlap=True, crowded=True, page_size=2),
     Case(UNLIMITED, "radix", overlap=False, crowded=False, page_size=8),
 ]
+CASES += [replace(case, kv="fp8") for case in CASES]
 FAMILIES = ["llama-llama3-tied", "mistral", "qwen2-yarn-tied", "qwen3", "qwen3-moe"]
 # These families share the scheduler and the caches with those above, so fewer cases suffice: chunks
 # of 1, 7 and 64, pages of 1, 4 and 16, hits, preemption and overlap.
@@ -98,8 +101,8 @@ class Recorder:
 
 
 @cache
-def reference(path: str, prompt: tuple[int, ...]) -> list[int]:
-    return transformers_greedy(path, list(prompt), OUTPUT_TOKENS)
+def reference(path: str, prompt: tuple[int, ...], kv: str) -> list[int]:
+    return transformers_greedy(path, list(prompt), OUTPUT_TOKENS, kv)
 
 
 def run(
@@ -108,7 +111,8 @@ def run(
     """Run two waves of the prompts; the second one finds the prefixes of the first one cached."""
     # The largest request has 90 + 24 tokens and must fit. 128 tokens leave no room for a second.
     tokens = 128 if case.crowded else 1024
-    engine = make_engine(path, page_size=case.page_size, num_pages=tokens // case.page_size)
+    pages = tokens // case.page_size
+    engine = make_engine(path, page_size=case.page_size, num_pages=pages, kv_cache_dtype=case.kv)
     recorder = Recorder(engine)
     inbox, outbox = LocalInbox(), deque()
     scheduler = Scheduler(
@@ -161,7 +165,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     outputs, scheduler, recorder = run(path, case, sampling)
     prove(case, scheduler, recorder)
-    expected = [reference(path, tuple(prompt)) for prompt in prompts()]
+    expected = [reference(path, tuple(prompt), case.kv) for prompt in prompts()]
     assert outputs == expected * 2
 
 

@@ -46,6 +46,8 @@ CASES = [
     RankCase("seed-oss-biases", 7, "naive", overlap=True, crowded=False, aborts=False),
     RankCase("olmo2", 7, "radix", overlap=True, crowded=True, aborts=True),
     RankCase("exaone4", 64, "radix", overlap=True, crowded=False, aborts=False),
+    RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True, kv="fp8"),
+    RankCase("qwen3-moe", 64, "naive", overlap=False, crowded=False, aborts=False, kv="fp8"),
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),
@@ -78,7 +80,9 @@ def check(case: RankCase, runs: Runs, index: int, path: str, folder: Path) -> No
     if case.drawn:
         alone = run_cases(SingleCommunicator(), str(folder), [case], {case.family: path})[0].tokens
     else:
-        alone = [transformers_greedy(path, prompt, OUTPUT_TOKENS) for prompt in prompts()] * 2
+        alone = [
+            transformers_greedy(path, prompt, OUTPUT_TOKENS, case.kv) for prompt in prompts()
+        ] * 2
     for tokens, expected in zip(outcomes[0].tokens, alone, strict=True):
         assert tokens == expected[: len(tokens)]
 

@@ -47,6 +47,7 @@ FACTS = ModelFacts(
     page_size=16,
     device="cpu",
     dtype="float32",
+    kv_dtype="float32",
 )
 
 

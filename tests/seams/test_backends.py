@@ -92,6 +92,8 @@ def test_its_capabilities_are_compared_with_the_model(tmp_path: Path) -> None:
         ConfigError, match="'plain-attention' cannot be used: it supports float32, not"
     ):
         engine(path, attention_backend="plain-attention", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="cannot be used: it does not support an FP8 KV cache"):
+        engine(path, attention_backend="plain-attention", kv_cache_dtype="fp8")
     wide = build_model("qwen3-wide", tmp_path)
     with pytest.raises(ConfigError, match=r"it supports head_dim \(16, 32\), not 128"):
         engine(wide, attention_backend="plain-attention")

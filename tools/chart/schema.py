@@ -159,6 +159,7 @@ RULES: dict[str, Json] = {
     "resourceClaims": _NAMED,
     "revisionHistoryLimit": {"type": "integer", "minimum": 0},
     "server.allowedOrigins": _STRINGS,
+    "server.kvCacheDtype": {"enum": ["auto", "bf16", "fp8"]},
     "server.logLevel": {"enum": ["debug", "info", "warning", "error"]},
     "server.maxQueuedRequests": _as_flag("--max-queued-requests"),
     "server.maxRunningRequests": _as_flag("--max-running-requests"),

@@ -38,11 +38,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.decode import DecodeScratch
-from minisgl.kernel.triton.decode_tiles import merged, queries
+from minisgl.kernel.triton.decode_tiles import add_fp8_block, merged, queries
 from minisgl.kernel.triton.launch import Constants, launch
-from minisgl.kernel.triton.overlap import overlaps
+from minisgl.kernel.triton.overlap import converts_fp8, overlaps
 
 _BLOCK = 16  # keys that one instruction of the matrix unit sums over
+_FP8_BLOCK = 32  # as many bytes as 16 keys of 16-bit elements
 _STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
 _LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurements.md)
 _LEAST = 4  # the fewest blocks of a program
@@ -83,6 +84,7 @@ def _decode(
     cos_sin,
     k_pool,
     v_pool,
+    scales,
     out,
     page_table,
     rows,
@@ -110,11 +112,14 @@ def _decode(
     LEAST: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
+    CONVERT: tl.constexpr,
 ):
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2)
     H: tl.constexpr = QROWS if QROWS > 16 else 16  # rows of a tile of the matrix unit
     EACH: tl.constexpr = H // QROWS  # copies of each query
+    # Elements of a row of the pool: an FP8 pool is read as pairs of elements.
+    WIDTH: tl.constexpr = D if scales is None else D // 2
     reqs = tl.arange(0, REQS)
     ends = tl.load(first + 1 + reqs, mask=reqs < num_reqs, other=2147483647)
     last_end = tl.load(first + num_reqs)
@@ -146,7 +151,10 @@ def _decode(
             row = qkv + req.to(tl.int64) * qkv_stride
             new_slot = tl.load(source + new // PAGE).to(tl.int64) * PAGE + new % PAGE
             new_at = new_slot * slot_stride + head * D
-            query = queries(
+            new_scale = scales
+            if scales is not None:
+                new_scale += ((new_slot // PAGE * KV_HEADS + head) * PAGE + new_slot % PAGE) * 2
+            query, factor = queries(
                 row,
                 head,
                 new,
@@ -155,6 +163,7 @@ def _decode(
                 cos_sin,
                 k_pool + new_at,
                 v_pool + new_at,
+                new_scale,
                 b1 == blocks,
                 eps,
                 KV_HEADS,
@@ -166,7 +175,11 @@ def _decode(
                 OVERLAP,
             )
             query = tl.reshape(tl.broadcast_to(query[:, None, :], [QROWS, EACH, D]), [H, D])
-            acc = tl.zeros([H, D], tl.float32)
+            if scales is not None:
+                factor = tl.reshape(tl.broadcast_to(factor[:, None], [QROWS, EACH]), [H]) * scale
+                query, odd_query = tl.split(tl.reshape(query, [H, WIDTH, 2]))
+                odd_acc = tl.zeros([H, WIDTH], tl.float32)
+            acc = tl.zeros([H, WIDTH], tl.float32)
             norm = tl.zeros([H, BLOCK], tl.float32)
             top = tl.full([H], float("-inf"), tl.float32)
             for b in tl.range(b0, b1, num_stages=STAGES):
@@ -176,19 +189,43 @@ def _decode(
                     page = tl.load(source + (b * BLOCK + tl.arange(0, 1)) // PAGE)
                 else:
                     page = tl.load(source + token // PAGE, mask=valid, other=0)
-                page_at = page.to(tl.int64) * (slot_stride * PAGE)
-                in_page = (token % PAGE * slot_stride)[:, None] + (head * D + d)[None, :]
-                key_at = page_at[:, None] + in_page
-                k = tl.load(k_pool + key_at, mask=valid[:, None], other=0.0)
-                score = tl.dot(query, tl.trans(k)) * scale
-                score = tl.where(valid[None, :], score, float("-inf"))
-                peak = tl.maximum(top, tl.max(score, axis=1))
-                p = tl.exp2(score - peak[:, None])
-                shrink = tl.exp2(top - peak)
-                norm = norm * shrink[:, None] + p
-                v = tl.load(v_pool + key_at, mask=valid[:, None], other=0.0)
-                acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-                top = peak
+                if scales is None:
+                    page_at = page.to(tl.int64) * (slot_stride * PAGE)
+                    in_page = (token % PAGE * slot_stride)[:, None] + (head * D + d)[None, :]
+                    key_at = page_at[:, None] + in_page
+                    k = tl.load(k_pool + key_at, mask=valid[:, None], other=0.0)
+                    score = tl.dot(query, tl.trans(k)) * scale
+                    score = tl.where(valid[None, :], score, float("-inf"))
+                    peak = tl.maximum(top, tl.max(score, axis=1))
+                    p = tl.exp2(score - peak[:, None])
+                    shrink = tl.exp2(top - peak)
+                    norm = norm * shrink[:, None] + p
+                    v = tl.load(v_pool + key_at, mask=valid[:, None], other=0.0)
+                    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+                    top = peak
+                else:
+                    pair_stride = slot_stride // 2
+                    page_at = page.to(tl.int64) * (pair_stride * PAGE)
+                    column = head * WIDTH + tl.arange(0, WIDTH)
+                    in_page = (token % PAGE * pair_stride)[:, None] + column[None, :]
+                    pair_at = page_at[:, None] + in_page
+                    scale_at = (page.to(tl.int64) * KV_HEADS + head) * PAGE + token % PAGE
+                    acc, odd_acc, norm, top = add_fp8_block(
+                        acc,
+                        odd_acc,
+                        norm,
+                        top,
+                        query,
+                        odd_query,
+                        factor,
+                        k_pool.to(tl.pointer_type(tl.int16)) + pair_at,
+                        v_pool.to(tl.pointer_type(tl.int16)) + pair_at,
+                        scales.to(tl.pointer_type(tl.int32)) + scale_at,
+                        valid,
+                        CONVERT,
+                    )
+            if scales is not None:
+                acc = tl.reshape(tl.join(acc, odd_acc), [H, D])
             weight = tl.sum(norm, axis=1)
             pair = (req * KV_HEADS + head) * (GROUP * D)
             row_at = h[:, None] // EACH * D + d[None, :]
@@ -225,15 +262,21 @@ def _decode(
 
 
 def count_blocks(
-    rows: Tensor, start: Tensor, lengths: Tensor, dummy_row: int, scratch: DecodeScratch
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    dummy_row: int,
+    scratch: DecodeScratch,
+    fp8: bool = False,
 ) -> None:
     """Fill scratch.first from the contexts of a step, once for all its layers.
 
     rows, start, lengths: int32 [N]; contexts are start + lengths. A request in row `dummy_row` is
-    padding and has no blocks.
+    padding and has no blocks. fp8: whether the pool is FP8.
     """
     counts = (rows, start, lengths, scratch.first, len(rows), dummy_row)
-    _count_blocks[(1,)](*counts, BLOCK=_BLOCK, LEAD=_LEAD, REQS=_most_reqs(scratch))
+    block = _FP8_BLOCK if fp8 else _BLOCK
+    _count_blocks[(1,)](*counts, BLOCK=block, LEAD=_LEAD, REQS=_most_reqs(scratch))
 
 
 def _most_reqs(scratch: DecodeScratch) -> int:
@@ -267,6 +310,7 @@ def decode(
     start: Tensor,
     lengths: Tensor,
     scratch: DecodeScratch,
+    scales: Tensor | None = None,
 ) -> None:
     """As the reference, in bfloat16 or float16; the rows of qkv may be strided.
 
@@ -286,12 +330,13 @@ def decode(
         qkv if cos_sin is None else cos_sin,
         k_pool,
         v_pool,
+        scales,
         out,
         page_table,
     )
     strides = qkv.stride(0), page_table.stride(0), k_pool.stride(1)
-    aligned = [tensor.data_ptr() % 16 == 0 for tensor in tensors]
-    sizes = kv_heads, q_heads, head_dim, page_size, turned, normed, warps
+    aligned = [tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors]
+    sizes = kv_heads, q_heads, head_dim, page_size, turned, normed, warps, scales is not None
     launch(
         scratch.kernels,
         (qkv.dtype, *aligned, *strides, *sizes),
@@ -320,6 +365,7 @@ def _constants(
     turned: bool,
     normed: bool,
     warps: int,
+    fp8: bool,
     most_reqs: int,
 ) -> Constants:
     return Constants(
@@ -330,12 +376,13 @@ def _constants(
             "TURN": turned,
             "NORM": normed,
             "PAGE": page_size,
-            "BLOCK": _BLOCK,
+            "BLOCK": _FP8_BLOCK if fp8 else _BLOCK,
             "REQS": most_reqs,
             "LEAD": _LEAD,
             "LEAST": _LEAST,
             "STAGES": _STAGES,
             "OVERLAP": overlaps(),
+            "CONVERT": converts_fp8(),
         },
         {"num_warps": warps, "launch_pdl": overlaps()},
     )

@@ -1,4 +1,4 @@
-"""Two parts of the decode attention kernel: preparing the queries, and merging partial outputs."""
+"""Parts of the decode attention kernel: the queries, a block of FP8 keys, and the merge."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from minisgl.kernel.triton.fp8 import exponents_of, magnitude, power_of_two, to_scale, unpacked
 from minisgl.kernel.triton.rotary import scaled
 
 
@@ -19,6 +20,7 @@ def queries(
     cos_sin,
     k_at,
     v_at,
+    scale_at,
     stores,
     eps,
     KV_HEADS: tl.constexpr,
@@ -32,13 +34,16 @@ def queries(
     """Normalise and rotate the queries and the new key of one KV head.
 
     Optionally stores the new key and value. Returns [QROWS, D]: GROUP queries, the new key, and
-    rows without meaning.
+    rows without meaning. Also returns [QROWS]: the factors of the rows.
 
-    row     address of the request's row of qkv.
-    new     position of the new token.
-    stores  whether to store the new key at k_at and the new value at v_at.
-    TURN    False: a row of qkv holds queries alone, already normalised and rotated, and their keys
-            and values are in the pool.
+    row       address of the request's row of qkv.
+    new       position of the new token.
+    scale_at  address of the scales of the new key and value; None: the pool is not FP8, and all
+              factors are 1. With an FP8 pool the result is float16, and every row is divided by its
+              factor, so that no query is too large for float16.
+    stores    whether to store the new key at k_at and the new value at v_at.
+    TURN      False: a row of qkv holds queries alone, already normalised and rotated, and their
+              keys and values are in the pool.
     """
     h = tl.arange(0, QROWS)[:, None]
     d = tl.arange(0, D)[None, :]
@@ -47,7 +52,13 @@ def queries(
     if not TURN:
         if OVERLAP:
             gdc_wait()
-        return tl.load(row + (head * GROUP + h) * D + d, mask=h < GROUP, other=0.0)
+        found = tl.load(row + (head * GROUP + h) * D + d, mask=h < GROUP, other=0.0)
+        factor = tl.full([QROWS], 1.0, tl.float32)
+        if scale_at is not None:
+            exponents, inverse = exponents_of(tl.max(magnitude(found), axis=1))
+            found = (found.to(tl.float32) * inverse[:, None]).to(tl.float16)
+            factor = power_of_two(exponents)
+        return found, factor
     cos = tl.load(cos_sin + new * D + half)
     sin = tl.load(cos_sin + new * D + D // 2 + half)
     sin = tl.where(d < D // 2, -sin, sin)
@@ -66,10 +77,69 @@ def queries(
         y = scaled(y, rstd, tl.where(h < GROUP, tl.load(q_weight + opposite), of_k))
     turned = (turned.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
     nothing = tl.zeros([QROWS, D], tl.int32)
-    tl.store(k_at + d + nothing, turned, mask=(h == GROUP) & stores)
-    tl.store(v_at + d + nothing, x, mask=(h == GROUP + 1) & stores)
+    factor = tl.full([QROWS], 1.0, tl.float32)
+    if scale_at is None:
+        tl.store(k_at + d + nothing, turned, mask=(h == GROUP) & stores)
+        tl.store(v_at + d + nothing, x, mask=(h == GROUP + 1) & stores)
+    else:
+        rows = tl.where(h == GROUP + 1, x, turned)
+        exponents, inverse = exponents_of(tl.max(magnitude(rows), axis=1))
+        small = rows.to(tl.float32) * inverse[:, None]
+        stored = small.to(tl.float8e4nv)
+        tl.store(k_at + d + nothing, stored, mask=(h == GROUP) & stores)
+        tl.store(v_at + d + nothing, stored, mask=(h == GROUP + 1) & stores)
+        each = tl.arange(0, QROWS)
+        of_kv = (each == GROUP) | (each == GROUP + 1)
+        tl.store(scale_at + (each - GROUP), to_scale(exponents), mask=of_kv & stores)
+        turned = small.to(tl.float16)
+        factor = power_of_two(exponents)
     tl.debug_barrier()
-    return turned
+    return turned, factor
+
+
+@triton.jit
+def add_fp8_block(
+    acc,
+    odd_acc,
+    norm,
+    top,
+    query,
+    odd_query,
+    factor,
+    keys,
+    values,
+    scales,
+    valid,
+    CONVERT: tl.constexpr,
+):
+    """Add one block of an FP8 pool to the partial output of a unit.
+
+    Even and odd elements of heads are in separate tiles, because the kernel loads pairs of elements
+    as int16 (fp8.unpacked).
+
+    acc, odd_acc      float32 [H, D / 2], norm, float32 [H, BLOCK], and top, float32 [H]: the state.
+                      Returned with the block added.
+    query, odd_query  float16 [H, D / 2]. factor: float32 [H], the factor of each row's scores.
+    keys, values      pointers [BLOCK, D / 2] to int16 pairs.
+    scales            pointers [BLOCK] to int32: the bfloat16 scales of a key and a value.
+    valid             [BLOCK]; whether the key exists.
+    """
+    both = tl.load(scales, mask=valid, other=0)
+    even, odd = unpacked(tl.trans(tl.load(keys, mask=valid[:, None], other=0)), CONVERT)
+    score = tl.dot(odd_query, odd, tl.dot(query, even))
+    score = score * factor[:, None] * (both << 16).to(tl.float32, bitcast=True)[None, :]
+    # A value's scale is part of its weight. With the scale in the score before the peak is taken,
+    # the largest weight is 1, and the others fit into float16.
+    exponent = (both >> 23) & 0xFF
+    score += (exponent - 127).to(tl.float32)[None, :]
+    score = tl.where(valid[None, :], score, float("-inf"))
+    peak = tl.maximum(top, tl.max(score, axis=1))
+    p = tl.exp2(score - peak[:, None])
+    shrink = tl.exp2(top - peak)[:, None]
+    norm = norm * shrink + p * power_of_two(254 - exponent)[None, :]
+    even, odd = unpacked(tl.load(values, mask=valid[:, None], other=0), CONVERT)
+    p = p.to(tl.float16)
+    return tl.dot(p, even, acc * shrink), tl.dot(p, odd, odd_acc * shrink), norm, peak
 
 
 @triton.jit

@@ -57,9 +57,12 @@ def _gather_kv(
     slots,
     keys,
     values,
+    scales,
     ROW: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row)[:, None]
@@ -72,6 +75,11 @@ def _gather_kv(
     mask = (slot >= 0) & inside
     key = tl.load(k_pool + source, mask=mask, other=0.0, eviction_policy="evict_first")
     value = tl.load(v_pool + source, mask=mask, other=0.0, eviction_policy="evict_first")
+    if scales is not None:
+        page = (slot // PAGE).to(tl.int64) * (ROW // D)
+        scale_at = scales + ((page + column // D) * PAGE + slot % PAGE) * 2
+        key = key.to(tl.float32) * tl.load(scale_at, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(tl.float32) * tl.load(scale_at + 1, mask=mask, other=0.0).to(tl.float32)
     tl.store(keys + target, key, mask=inside)
     tl.store(values + target, value, mask=inside)
 
@@ -97,11 +105,28 @@ def context_slots(
     )
 
 
-def gather_kv(k_pool: Tensor, v_pool: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+def gather_kv(
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: Tensor | None = None,
+) -> None:
     """As the reference."""
     row = keys.shape[1] * keys.shape[2]
     columns = triton.next_power_of_2(row)
     rows = min(max(_ELEMENTS // columns, 1), TILE)
     _gather_kv[(len(slots) // rows,)](
-        k_pool, v_pool, slots, keys, values, ROW=row, COLUMNS=columns, ROWS=rows
+        k_pool,
+        v_pool,
+        slots,
+        keys,
+        values,
+        scales,
+        ROW=row,
+        COLUMNS=columns,
+        ROWS=rows,
+        D=keys.shape[2],
+        PAGE=k_pool.shape[1],
     )

@@ -31,6 +31,11 @@ def is_hopper() -> bool:
     return not knobs.runtime.interpret and _arch(driver.active) == 90
 
 
+def converts_fp8() -> bool:
+    """Whether the GPU converts e4m3 to float16 by an instruction."""
+    return not knobs.runtime.interpret and _arch(driver.active) >= 89
+
+
 @lru_cache(maxsize=4)
 def _arch(active: object) -> int:
     target = active.get_current_target()  # type: ignore[attr-defined]

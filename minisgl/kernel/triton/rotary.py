@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.triton.fp8 import exponents_of, magnitude, to_scale
 from minisgl.kernel.triton.overlap import overlaps
 
 _TILE_ELEMENTS = 512  # of each half: 8 per thread with 64 threads
@@ -35,6 +36,7 @@ def _qk_norm_rope_store(
     q_out,
     k_pool,
     v_pool,
+    scales,
     qkv_stride,
     slot_stride,
     eps,
@@ -44,6 +46,7 @@ def _qk_norm_rope_store(
     NORM: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     blocks: tl.constexpr = (Q_HEADS + 2 * KV_HEADS + HEADS - 1) // HEADS
@@ -68,8 +71,11 @@ def _qk_norm_rope_store(
     sin = tl.load(cos_sin + position * (2 * HALF) + HALF + cols, mask=inside, other=0.0)
     value_at = (head - Q_HEADS - KV_HEADS)[:, None] * (2 * HALF) + cols[None, :]
     value_mask = is_v[:, None] & inside[None, :]
-    tl.store(v_pool + slot * slot_stride + value_at, first, mask=value_mask)
-    tl.store(v_pool + slot * slot_stride + value_at + HALF, second, mask=value_mask)
+    if scales is None:
+        tl.store(v_pool + slot * slot_stride + value_at, first, mask=value_mask)
+        tl.store(v_pool + slot * slot_stride + value_at + HALF, second, mask=value_mask)
+    else:
+        value_first, value_second = first, second
     if NORM:
         a, b = first.to(tl.float32), second.to(tl.float32)
         squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
@@ -89,8 +95,24 @@ def _qk_norm_rope_store(
     tl.store(q_row + at + HALF, turned_second, mask=q_mask)
     k_at = (head - Q_HEADS)[:, None] * (2 * HALF) + cols[None, :]
     k_mask = is_k[:, None] & inside[None, :]
-    tl.store(k_pool + slot * slot_stride + k_at, turned_first, mask=k_mask)
-    tl.store(k_pool + slot * slot_stride + k_at + HALF, turned_second, mask=k_mask)
+    if scales is None:
+        tl.store(k_pool + slot * slot_stride + k_at, turned_first, mask=k_mask)
+        tl.store(k_pool + slot * slot_stride + k_at + HALF, turned_second, mask=k_mask)
+    else:
+        first = tl.where(is_v[:, None], value_first, turned_first)
+        second = tl.where(is_v[:, None], value_second, turned_second)
+        most = tl.maximum(tl.max(magnitude(first), axis=1), tl.max(magnitude(second), axis=1))
+        exponents, inverse = exponents_of(most)
+        first = (first.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
+        second = (second.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
+        tl.store(k_pool + slot * slot_stride + k_at, first, mask=k_mask)
+        tl.store(k_pool + slot * slot_stride + k_at + HALF, second, mask=k_mask)
+        tl.store(v_pool + slot * slot_stride + value_at, first, mask=value_mask)
+        tl.store(v_pool + slot * slot_stride + value_at + HALF, second, mask=value_mask)
+        kv_head = tl.where(is_v, head - KV_HEADS, head) - Q_HEADS
+        scale_at = (slot // PAGE * KV_HEADS + kv_head) * PAGE + slot % PAGE
+        scale_at = scales + scale_at * 2 + is_v.to(tl.int32)
+        tl.store(scale_at, to_scale(exponents), mask=is_k | is_v)
 
 
 def qk_norm_rope_store(
@@ -106,6 +128,7 @@ def qk_norm_rope_store(
     q_heads: int,
     kv_heads: int,
     head_dim: int,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """As the reference. The pools' pages must be contiguous; the rows of qkv may be strided."""
     tokens = qkv.shape[0]
@@ -127,6 +150,7 @@ def qk_norm_rope_store(
         q_out,
         k_pool,
         v_pool,
+        scales,
         qkv.stride(0),
         k_pool.stride(1),
         eps,
@@ -136,6 +160,7 @@ def qk_norm_rope_store(
         NORM=normed,
         HEADS=heads,
         BLOCK=block,
+        PAGE=k_pool.shape[1],
         OVERLAP=overlap,
         num_warps=2,
         launch_pdl=overlap,

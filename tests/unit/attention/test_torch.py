@@ -7,16 +7,20 @@ import torch
 from minisgl.attention.base import AttentionStep
 from minisgl.attention.registry import create_attention_backend
 from minisgl.core import ConfigError
+from minisgl.kernel import store_kv
+from minisgl.kernel.fp8 import dequantize, quantize
 from minisgl.kvcache.pool import KVPool, KVSpec, kv_page_bytes
 
 CPU = torch.device("cpu")
 Q_HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
 SPEC = KVSpec(KV_HEADS, HEAD_DIM, torch.float32)
+FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 
 
-def make_pool(page_size: int, num_pages: int = 600) -> KVPool:
+def make_pool(page_size: int, num_pages: int = 600, fp8: bool = False) -> KVPool:
+    spec = SPEC._replace(fp8=fp8)
     return KVPool(
-        SPEC, num_layers=2, num_pages=num_pages // page_size, page_size=page_size, device=CPU
+        spec, num_layers=2, num_pages=num_pages // page_size, page_size=page_size, device=CPU
     )
 
 
@@ -50,6 +54,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> t
     return torch.stack(out).float()
 
 
+@FP8
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(
     ("num_decode", "start", "lengths"),
@@ -63,11 +68,11 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> t
     ids=["one", "decode", "prefill", "after-prefix", "mixed"],
 )
 def test_backend_equals_plain_attention(
-    num_decode: int, start: list[int], lengths: list[int], page_size: int
+    num_decode: int, start: list[int], lengths: list[int], page_size: int, fp8: bool
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     rng = np.random.default_rng(1)
-    pool = make_pool(page_size)
+    pool = make_pool(page_size, fp8=fp8)
     backend = create_attention_backend("torch", pool, Q_HEADS)
     rows = rng.permutation(8)[: len(start)].astype(np.int32)
     table = np.full((8, 128 // page_size), pool.dummy_page, dtype=np.int32)
@@ -79,8 +84,9 @@ def test_backend_equals_plain_attention(
         k, v = torch.randn(2, first + length, KV_HEADS, HEAD_DIM, generator=generator)
         positions = np.arange(first + length)
         own = torch.from_numpy(pages[positions // page_size] * page_size + positions % page_size)
-        pool.layer(1)[0].flatten(0, 1)[own] = k
-        pool.layer(1)[1].flatten(0, 1)[own] = v
+        store_kv(*pool.layer(1), k, v, own, pool.scales(1))
+        if fp8:
+            k, v = (dequantize(*quantize(part), torch.float32) for part in (k, v))
         queries.append(torch.randn(length, Q_HEADS, HEAD_DIM, generator=generator))
         contexts.append((k, v, first))
     q = torch.cat(queries)
@@ -125,8 +131,9 @@ def test_backend_that_cannot_be_used_is_refused(name: str, says: str) -> None:
         create_attention_backend(name, make_pool(4), Q_HEADS)
 
 
-def test_pool_size_is_the_size_of_its_pages() -> None:
-    pool = make_pool(4, num_pages=40)
-    page_bytes = kv_page_bytes(SPEC, 2, 4)
+@FP8
+def test_pool_size_is_the_size_of_its_pages(fp8: bool) -> None:
+    pool = make_pool(4, num_pages=40, fp8=fp8)
+    page_bytes = kv_page_bytes(pool.spec, 2, 4)
     assert pool.num_bytes == (pool.num_pages + 1) * page_bytes
     assert pool.dummy_slot == pool.num_pages * 4

@@ -22,6 +22,8 @@ def test_a_dense_model_reads_its_weights_once_per_step(tmp_path: Path) -> None:
     layer = 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288
     assert cost.weight_bytes == cost.operations == 2 * (36 * layer + 4096 * 151936)
     assert cost.read_bytes(1) == cost.read_bytes(256) == cost.weight_bytes
+    assert cost.kv_bytes == 2 * 36 * 8 * 128 * 2
+    assert cost_of(model, fp8_kv=True).kv_bytes == 2 * 36 * 8 * (128 + 2)
 
 
 def test_an_expert_is_read_when_a_token_is_routed_to_it(tmp_path: Path) -> None:

@@ -16,6 +16,10 @@ from minisgl.utils.supervise import CONFIG_EXIT
     [
         (["--arch", "9.0"], "needs --kernel-cache"),
         (["--kernel-cache", "x"], "this machine has no GPU: name an architecture"),
+        (
+            ["--kernel-cache", "x", "--arch", "8.0", "--kv-cache-dtype", "fp8"],
+            "kv_cache_dtype fp8 needs --arch 8.9 or later, not 8.0",
+        ),
         (["--model", "/nowhere"], "model folder /nowhere does not exist"),
     ],
 )

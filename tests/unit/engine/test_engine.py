@@ -1,5 +1,6 @@
 """The engine: sizes, rejected settings, token pool, facts, warm-up and calibration."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,20 @@ def test_facts_describe_the_loaded_model(path: str) -> None:
     facts = make_engine(path, max_seq_len=200).facts()
     assert (facts.max_seq_len, facts.vocab_size, facts.eos_token_ids) == (200, VOCAB_SIZE, (2,))
     assert (facts.kv_capacity_tokens, facts.page_size) == (256, 4)
-    assert (facts.device, facts.dtype) == ("cpu", "float32")
+    assert (facts.device, facts.dtype, facts.kv_dtype) == ("cpu", "float32", "float32")
+    assert make_engine(path, kv_cache_dtype="fp8").facts().kv_dtype == "fp8"
+    plain = make_engine(path, dtype="bfloat16", kv_cache_dtype="bf16")
+    assert plain.facts().kv_dtype == "bfloat16"
+
+
+def test_more_tokens_fit_into_the_same_memory_in_fp8(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    room: dict[str, Any] = {"num_pages": None, "cpu_kv_bytes": 64 * 2**10, "dtype": "bfloat16"}
+    with caplog.at_level(logging.INFO):
+        pages = [make_engine(path, **room, kv_cache_dtype=kv).num_pages for kv in ("auto", "fp8")]
+    assert pages == [32, 60]  # 2 * 2 * 2 heads * 64 or 34 bytes, for 4 tokens
+    assert "token_bytes=272 instead of 512, so 1.88 times as many tokens fit" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -38,6 +52,8 @@ def test_facts_describe_the_loaded_model(path: str) -> None:
         ({"page_size": 12}, "page_size 12 is not a power of two"),
         ({"num_pages": 0}, "num_pages must be at least 1"),
         ({"dtype": "int8"}, "dtype 'int8' .* supported: auto, float32, bfloat16, float16"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype 'fp4' .* supported: auto, bf16, fp8"),
+        ({"kv_cache_dtype": "bf16"}, "bf16 needs dtype bfloat16, but the model runs in float32"),
         ({"device": "tpu"}, "device 'tpu' .* supported: auto, cpu, cuda"),
         ({"attention_backend": "nope"}, "attention backend 'nope'"),
         ({"moe_backend": "nope"}, "MoE backend 'nope'"),
@@ -153,13 +169,14 @@ def test_prompt_logprobs_do_not_change_the_other_results(folded: bool, path: str
         np.testing.assert_allclose(getattr(every, name)[:3], getattr(few, name)[:3], atol=1e-5)
 
 
-def test_warm_up_and_calibration_leave_no_trace(path: str) -> None:
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_warm_up_and_calibration_leave_no_trace(kv: str, path: str) -> None:
     prompt = list(range(20))
-    untouched = Driver(make_engine(path)).generate(0, prompt, 5)
-    engine = make_engine(path)
+    untouched = Driver(make_engine(path, kv_cache_dtype=kv)).generate(0, prompt, 5)
+    engine = make_engine(path, kv_cache_dtype=kv)
     engine.warm_up()
     cost = engine.calibrate()
-    assert not engine._launcher.runner.pool.layer(0)[0].any()
+    assert not engine._launcher.runner.pool.layer(0)[0].float().any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 100, 0) > 0
     assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)

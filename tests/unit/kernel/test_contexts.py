@@ -14,7 +14,7 @@ def int32(*values: int) -> torch.Tensor:
 def test_each_context_begins_at_a_tile_with_zeros_behind_it() -> None:
     page_table = torch.randperm(3 * 100, dtype=torch.int32).view(3, 100)
     pools = torch.randn(2, 300, 4, 2, 8)
-    copy = ContextCopy(page_table, pools[0])
+    copy = ContextCopy(page_table, pools[0], torch.float32)
     start, lengths = int32(130, 0, 100), int32(3, 128, 200)
     queries, keys = copy.layout(start.numpy(), lengths.numpy())
     assert queries.dtype == keys.dtype == torch.int32
@@ -30,6 +30,16 @@ def test_each_context_begins_at_a_tile_with_zeros_behind_it() -> None:
         assert torch.equal(found[256:384], contexts[1][:128])
         assert torch.equal(found[384:684], contexts[2][:300])
         assert not found[684:].any()
+
+
+def test_prompts_are_cut_into_groups_that_fit() -> None:
+    """The room is 16,384 keys. Contexts begin at multiples of 128."""
+    copy = ContextCopy(torch.zeros(2, 64, dtype=torch.int32), torch.empty(1, 16, 1, 1), torch.half)
+    start, lengths = int32(16000, 0, 8000, 8000, 1, 0), int32(300, 84, 192, 193, 1, 9000)
+    groups = copy.groups(start.numpy(), lengths.numpy())
+    assert groups == [(0, 1), (1, 3), (3, 5), (5, 6)]
+    assert all(copy.fits(start[a:b].numpy(), lengths[a:b].numpy()) for a, b in groups)
+    assert copy.groups(start[:1].numpy(), lengths[:1].numpy()) == [(0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -54,24 +64,33 @@ def test_copying_pays_for_many_queries(
 ) -> None:
     page_table, pool = torch.zeros(2, 2560, dtype=torch.int32), torch.empty(1, 16, kv_heads, 1)
     start, lengths = np.array(prompts, dtype=np.int32).T
-    assert ContextCopy(page_table, pool).pays(start, lengths, q_heads // kv_heads) == pays
+    assert (
+        ContextCopy(page_table, pool, torch.float32).pays(start, lengths, q_heads // kv_heads)
+        == pays
+    )
 
 
 def test_a_copy_has_room_for_a_chunk_of_many_short_prompts() -> None:
-    copy = ContextCopy(torch.zeros(2, 64, dtype=torch.int32), torch.empty(1, 16, 8, 1))
+    copy = ContextCopy(
+        torch.zeros(2, 64, dtype=torch.int32), torch.empty(1, 16, 8, 1), torch.float32
+    )
     start, lengths = np.zeros(8, dtype=np.int32), np.full(8, 1024, dtype=np.int32)
     assert copy.fits(start.repeat(2), lengths.repeat(2))
     assert not copy.fits(start.repeat(2), lengths.repeat(2) + 1)
 
 
 def test_a_copy_has_room_for_the_longest_context() -> None:
-    copy = ContextCopy(torch.zeros(2, 2000, dtype=torch.int32), torch.empty(1, 10, 8, 1))
+    copy = ContextCopy(
+        torch.zeros(2, 2000, dtype=torch.int32), torch.empty(1, 10, 8, 1), torch.float32
+    )
     start, lengths = np.array([12_000], dtype=np.int32), np.array([8000], dtype=np.int32)
     assert copy.fits(start, lengths)
     assert not copy.fits(start + 97, lengths)  # one more tile
 
 
 def test_reads_beyond_32_bits_are_counted() -> None:
-    copy = ContextCopy(torch.zeros(2, 32768, dtype=torch.int32), torch.empty(1, 16, 1, 1))
+    copy = ContextCopy(
+        torch.zeros(2, 32768, dtype=torch.int32), torch.empty(1, 16, 1, 1), torch.float32
+    )
     start, lengths = np.array([500_000], dtype=np.int32), np.array([24_000], dtype=np.int32)
     assert copy.pays(start, lengths, 1)

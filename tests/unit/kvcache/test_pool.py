@@ -3,20 +3,49 @@
 import pytest
 import torch
 
+from minisgl.kernel import store_kv
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 
 @pytest.mark.parametrize(("asked", "filled"), [(3, 3), (100, 8)])
-def test_noise_fills_the_first_pages_and_never_the_dummy_page(asked: int, filled: int) -> None:
-    spec = KVSpec(kv_heads=1, head_dim=16, dtype=torch.bfloat16)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_noise_fills_the_first_pages_and_never_the_dummy_page(
+    fp8: bool, asked: int, filled: int
+) -> None:
+    spec = KVSpec(kv_heads=1, head_dim=16, dtype=torch.bfloat16, fp8=fp8)
     device = torch.device("cpu")
     pool = KVPool(spec, num_layers=2, num_pages=8, page_size=4, device=device)
     pool.fill_noise(asked)
     for layer in range(2):
-        for part in pool.layer(layer):
+        for part in (stored.float() for stored in pool.layer(layer)):
             assert part.isfinite().all()
             assert all(len(part[page].unique()) > 16 for page in range(filled))
             assert not part[filled:].any(), "other pages, and the dummy, stay zeros"
-    keys, values = pool.layer(0)
+    keys, values = (part.float() for part in pool.layer(0))
     assert not torch.equal(keys[0], values[0])
     assert not torch.equal(keys[0], keys[1])
+
+
+def test_an_fp8_pool_reads_what_was_stored_until_the_dummy_page_is_cleared() -> None:
+    spec = KVSpec(kv_heads=2, head_dim=16, dtype=torch.bfloat16, fp8=True)
+    pool = KVPool(spec, num_layers=3, num_pages=2, page_size=4, device=torch.device("cpu"))
+    scales = pool.scales(1)
+    assert scales is not None
+    slots = torch.tensor([pool.dummy_slot, 5])
+    keys, values = torch.randint(-8, 9, (2, 2, 2, 16)).bfloat16()  # e4m3 holds these numbers
+    store_kv(*pool.layer(1), keys, values, slots, scales)
+    found = pool.read(1, slots)
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(found[0], keys)
+    assert torch.equal(found[1], values)
+    assert not torch.stack(pool.read(0, slots)).any()
+    pool.clear_dummy()
+    assert not pool.read(1, slots)[0][0].any()
+    assert torch.equal(pool.read(1, slots)[1][1], values[1])
+    assert (scales[pool.dummy_page] == 1).all()
+
+
+def test_an_fp8_token_takes_half_the_bytes_and_two_scales_per_head() -> None:
+    plain = KVSpec(kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    assert plain.token_bytes == 2 * 8 * 128 * 2
+    assert plain._replace(fp8=True).token_bytes == 2 * 8 * (128 + 2)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.check import share_of
-from minisgl.models.build import build_model
+from minisgl.models.build import ModelExtensions, build_model
 from minisgl.models.config import load_model_config
 from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import load_weights, placements_of

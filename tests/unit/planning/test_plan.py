@@ -29,9 +29,9 @@ class Shown(msgspec.Struct):
     plans: list[Plan]
 
 
-def plan(folder: str, gpu: Gpu = H200, formats: tuple[str, str] = ("none", "none"), **changes: Any):
+def plan(folder: str, gpu: Gpu = H200, **changes: Any):
     config = EngineConfig(model_path=folder, **changes)
-    return make_plan(config, load_model_config(folder), gpu, *formats)
+    return make_plan(config, load_model_config(folder), gpu)
 
 
 @pytest.mark.parametrize("shape", RECORDED)
@@ -78,7 +78,7 @@ def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:
 
 def test_stored_formats_count_their_bytes_and_scales(tmp_path: Path) -> None:
     folder = write_model("qwen3-8b", tmp_path)
-    wide, narrow = plan(folder), plan(folder, formats=("fp8", "fp8"))
+    wide, narrow = plan(folder), plan(folder, quantization="fp8", kv_cache_dtype="fp8")
     assert narrow.kv_token_bytes == 36 * 2 * 8 * (128 + 2)
     vocabulary = 2 * 2 * 151_936 * 4096  # embedding and head stay in bfloat16
     linear = wide.weight_bytes - vocabulary

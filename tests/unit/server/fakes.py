@@ -16,6 +16,7 @@ FACTS = ModelFacts(
     page_size=16,
     device="cpu",
     dtype="float32",
+    kv_dtype="float32",
 )
 CONFIG = ServerConfig(
     engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=("m", "org/m")

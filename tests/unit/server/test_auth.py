@@ -78,6 +78,7 @@ def test_forged_host_header_opens_no_path() -> None:
 
 def test_server_info_contains_no_path_and_no_key() -> None:
     text = get("/server_info", "root").text
+    assert '"kv_dtype":"float32"' in text
     assert "model_path" not in text
     assert "hash" not in text
 

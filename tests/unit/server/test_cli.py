@@ -59,6 +59,7 @@ def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
         (["--port", "70000"], "at most 65535"),
         (["--max-running-requests", "8193"], "at most 8192"),
         (["--dtype", "float8"], "invalid choice"),
+        (["--kv-cache-dtype", "int8"], "invalid choice"),
         (["--memory-ratio", "nan"], "must be a number"),
         (["--max-wait", "inf"], "at most 1e+06"),
         (["--read-timeout", "1e10"], "at most 1e+06"),

@@ -1,0 +1,78 @@
+"""Decode attention of one layer, and the copy of contexts for prefill, over a bf16 and an FP8 pool.
+
+8 KV heads of 128 elements, scattered pages of 16 tokens, as in Qwen3-0.6B (2 query heads for each
+KV head), Qwen3-8B (4) and Qwen3-14B (5).
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from minisgl import kernel
+from minisgl.kvcache.pool import KVPool, KVSpec
+
+_KV_HEADS, _DIM, _PAGE = 8, 128, 16
+
+Make = Callable[[], Callable[[], object]]
+
+
+def attention_cases() -> Iterator[tuple[str, int, Make]]:
+    """Yield the fields of a kernels.Case. bytes_moved: keys, values and scales, and their copy."""
+    for fp8 in (False, True):
+        spec = KVSpec(_KV_HEADS, _DIM, torch.bfloat16, fp8)
+        kind = "fp8" if fp8 else "bf16"
+        for reqs, context in ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (64, 8192)):
+            for group in (2, 4, 5):
+                name = f"decode attention {kind} {reqs} x {context}, group {group}"
+                moved = reqs * context * spec.token_bytes
+                yield name, moved, _decode(spec, reqs, context, group)
+        copied = 8192 * (spec.token_bytes + spec._replace(fp8=False).token_bytes)
+        yield f"context copy {kind} 8192", copied, _copy(spec, 8192)
+
+
+def _pool(spec: KVSpec, tokens: int) -> KVPool:
+    pages, device = tokens // _PAGE, torch.device("cuda")
+    pool = KVPool(spec, num_layers=1, num_pages=pages, page_size=_PAGE, device=device)
+    pool.fill_noise(pages)
+    return pool
+
+
+def _int32(values: Tensor) -> Tensor:
+    return values.to("cuda", torch.int32)
+
+
+def _decode(spec: KVSpec, reqs: int, context: int, group: int) -> Make:
+    def make() -> Callable[[], object]:
+        pool, q_heads = _pool(spec, reqs * context), _KV_HEADS * group
+        pages = torch.randperm(pool.num_pages).view(reqs, -1)
+        table = _int32(torch.cat((pages, torch.full_like(pages[:1], pool.dummy_page))))
+        rows, start = _int32(torch.arange(reqs)), _int32(torch.full((reqs,), context - 1))
+        where, lengths = (table, rows, start), torch.ones_like(start)
+        scratch = kernel.decode_scratch(256, q_heads, _KV_HEADS, _DIM, pool.device)
+        kernel.count_blocks(rows, start, lengths, reqs, scratch, spec.fp8)
+        width = (q_heads + 2 * _KV_HEADS) * _DIM
+        qkv = torch.randn(reqs, width, device="cuda", dtype=spec.dtype)
+        weight = torch.randn(_DIM, device="cuda", dtype=spec.dtype)
+        norms = weight, weight, 1e-6, torch.randn(context, _DIM, device="cuda")
+        out = torch.empty(reqs, q_heads, _DIM, device="cuda", dtype=spec.dtype)
+        keys_values, scales = pool.layer(0), pool.scales(0)
+
+        def call() -> None:
+            kernel.balanced_decode(qkv, *norms, *keys_values, out, *where, lengths, scratch, scales)
+
+        return call
+
+    return make
+
+
+def _copy(spec: KVSpec, tokens: int) -> Make:
+    def make() -> Callable[[], object]:
+        pool = _pool(spec, tokens)
+        pages = torch.randperm(pool.num_pages)[:, None]
+        slots = _int32((pages * _PAGE + torch.arange(_PAGE)).flatten())
+        shape = (2, tokens, _KV_HEADS, _DIM)
+        keys, values = torch.empty(shape, device="cuda", dtype=spec.dtype)
+        return lambda: kernel.gather_kv(*pool.layer(0), slots, keys, values, pool.scales(0))
+
+    return make

@@ -1,0 +1,70 @@
+"""e4m3 in Triton kernels: rounding vectors to it, and reading two adjacent elements at once.
+
+The GPU converts two e4m3 values to float16 in one instruction. A conversion to bfloat16 takes one
+more instruction for each element, at a sixteenth of the usual rate. The kernels therefore compute
+in float16. It holds every e4m3 value exactly.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of |x| as int32. They have the order of the magnitudes; NaN is the largest."""
+    return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def exponents_of(most):
+    """The exponents of scales, with bias 127, and the inverses of the scales, as fp8.quantize.
+
+    most: the largest `magnitude` of each vector. The inverse is NaN for infinity and NaN.
+    """
+    exponents = ((tl.minimum(most, 0x7F800000) + 0x1FFFFF) >> 23) - 8
+    exponents = tl.maximum(exponents, 67)
+    inverse = power_of_two(254 - exponents)
+    return exponents, tl.where(most < 0x7F800000, inverse, float("nan"))
+
+
+@triton.jit
+def power_of_two(exponents):
+    """float32 2 ** (exponents - 127)."""
+    return (exponents << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_scale(exponents):
+    """bfloat16 2 ** (exponents - 127)."""
+    return (exponents << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def unpacked(pairs, CONVERT: tl.constexpr):
+    """The elements at even and at odd positions, in float16.
+
+    pairs    int16, two neighbouring e4m3 values each.
+    CONVERT  whether to use the GPU's instruction. Triton's conversion of a tile from 8 to 16 bits
+             loads each byte by an instruction of its own, so the kernels load 16 bits and convert
+             them here. Triton's interpreter has no inline assembly.
+    """
+    if CONVERT:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted; .reg .b16 even, odd;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {even, odd}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    even = (pairs & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    odd = ((pairs >> 8) & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    return even.to(tl.float16), odd.to(tl.float16)
