@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.benchmark.flag_types import add_kv_flag, positive_int
+from minisgl.benchmark.flag_types import add_kv_flag, add_quantization_flag, positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import Batch, ConfigError, EngineConfig, PageUpdates, SamplingParams
@@ -28,6 +28,7 @@ from minisgl.core.sampling import sampling_arrays
 from minisgl.demo import evaluation_path, model_path
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
+from minisgl.quantization import with_quantizations
 from minisgl.tokenizer import TextTokenizer
 
 _PAGE = 16
@@ -116,6 +117,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="auto", help="as in the server (auto)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add_kv_flag(parser)
+    add_quantization_flag(parser)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         path, model = load_shape(options.model, Path(folder))
@@ -130,9 +132,14 @@ def main(argv: Sequence[str]) -> int:
             "max_seq_len": min(options.tokens + 1, model.max_position),
             "cuda_graph_max_bs": 0,
         }
-        changed = {"kv_cache_dtype": options.kv_cache_dtype}
+        changed = {"kv_cache_dtype": options.kv_cache_dtype, "quantization": options.quantization}
         engines = [
-            Engine(EngineConfig(**common, **settings), SingleCommunicator(), options.tokens)
+            Engine(
+                EngineConfig(**common, **settings),
+                SingleCommunicator(),
+                options.tokens,
+                with_quantizations(),
+            )
             for settings in ({}, changed)
         ]
         found: list[Divergence] = []

@@ -71,8 +71,15 @@ def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False)
             whole.normal_(0.0, _DUMMY_STD, generator=generator)
             part = _converted(placement, _cut(placement, whole))
             _part(target, placement, part).copy_(part)
+    _free_temporaries()
+
+
+def _free_temporaries() -> None:
+    """Give the memory of conversions back to a GPU's driver.
+
+    The engine sizes the KV pool by the memory that the device has left.
+    """
     if torch.cuda.is_available():
-        # The engine sizes the KV pool by the memory that the device has left.
         torch.cuda.empty_cache()
 
 
@@ -146,6 +153,7 @@ def load_weights(
         (embedding,) = (placement for placement in placements if placement.source == _EMBEDDING)
         head = embedding._replace(source=stored[_HEAD])
         _check_head(files[_HEAD], head, parameters[embedding.target])
+    _free_temporaries()
     if ignored:
         logger.info("tensors not used count=%d such_as=%s", len(ignored), ignored[0])
     logger.info("weights loaded files=%d tensors=%d", len(by_file), len(expected))

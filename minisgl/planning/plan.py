@@ -77,10 +77,8 @@ def make_plan(
     max_chunk_tokens: int = 8192,
 ) -> Plan:
     """Return the plan of an engine. Raises ConfigError, as the engine does."""
-    fp8_kv, fp8_weights = (
-        config.kv_cache_dtype == "fp8",
-        has_fp8_weights(model, config.quantization),
-    )
+    fp8_kv = config.kv_cache_dtype == "fp8"
+    fp8_weights = has_fp8_weights(model, config.quantization)
     flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
     flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
     tp = TPInfo(0, config.tp_size)

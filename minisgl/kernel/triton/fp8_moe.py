@@ -345,16 +345,16 @@ def _launch(
     quantised: bool,
 ) -> None:
     height, width = out.shape[1], weight.shape[2]
-    rows = tile.rows // 2 if gated else tile.rows
     in_loop = _in_loop(scales, width)
     # Activations have scales for 128 columns. Smaller blocks of weights keep them as they are.
     quantised = quantised and in_loop in (0, 128)
-    x_scales = scales.values
-    stride = 0
+    x_scales, stride, columns = scales.values, 0, tile.columns
     if quantised:
         x, x_scales = quantise_rows(x, grouped=in_loop > 0)
-        stride = x_scales.stride(1)
-    columns = min(tile.columns, in_loop or tile.columns)
+        stride, columns = x_scales.stride(1), 2 * tile.columns  # as many bytes as of bfloat16
+    # With blocks, a program holds a second tile of sums, and 256 rows would not fit its registers.
+    tall = min(tile.rows, 128) if in_loop else tile.rows
+    rows = tall // 2 if gated else tall
     _product[(triton.cdiv(height, rows), len(blocks.owners))](
         x,
         x_scales,
@@ -375,8 +375,8 @@ def _launch(
         SCALE_ROWS=scales.rows,
         SCALE_COLUMNS=in_loop,
         BM=blocks.size,
-        BN=tile.rows,
-        BK=columns,
+        BN=tall,
+        BK=min(columns, in_loop or columns),
         STAGES=tile.stages,
         FAST=out.dtype == bfloat16 and not knobs.runtime.interpret,
         num_warps=tile.warps,

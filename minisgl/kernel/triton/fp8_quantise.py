@@ -19,7 +19,7 @@ _GROUP = 128
 _ELEMENTS_PER_THREAD = 16
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit(do_not_specialize=["scale_stride", "eps"])
 def _quantise(
     x,
     norm_weight,
@@ -89,6 +89,8 @@ def quantise_rows(
     groups = -(-width // group)
     out = x.new_empty((padded, width), dtype=float8_e4m3fn)
     scales = x.new_empty((groups, padded), dtype=float32)
+    if num_rows == 0:
+        return out, scales.t()
     overlap = overlaps()
     _quantise[(num_rows,)](
         x,
