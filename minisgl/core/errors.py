@@ -89,7 +89,7 @@ class GrammarFailed(RequestError):
 
 
 class Overloaded(RequestError):
-    """The queue, the connections or the bytes of bodies are at their limit. A client may retry."""
+    """The queue, the connections or the bytes of requests reach a limit. A client may retry."""
 
 
 class DeadlineExceeded(RequestError):

@@ -156,7 +156,7 @@ for _ in range(70):
     ("limit", "schema"),
     [
         ("max_grammar_chars", {"enum": ["x" * 300_000]}),
-        ("max_grammar_chars", {"enum": list(range(10**6))}),
+        ("max_grammar_chars", {"enum": list(range(500_000))}),
         ("max_grammar_depth", DEEP),
         ("max_enum_entries", {"enum": list(range(10_001))}),
         ("max_grammar_seconds", {"properties": {f"p{i}": True for i in range(9_000)}}),
