@@ -81,7 +81,11 @@ def tokenize(
     try:
         if isinstance(message, messages.DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
-            text = tokenizer.vocabulary.decode(ids, message.skip_special)
+            decode, skip = tokenizer.vocabulary.decode, message.skip_special
+            if message.each:
+                texts = tuple(decode([token_id], skip) for token_id in ids)
+                return messages.TokenizeResult(uid=message.uid, texts=texts)
+            text = decode(ids, skip)
             return messages.TokenizeResult(uid=message.uid, text=text)
         thinks = False
         if isinstance(message, messages.TokenizeText):
