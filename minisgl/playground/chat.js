@@ -14,6 +14,7 @@ import { MessageView } from "./message.js";
 import { showRequest } from "./request.js";
 
 const MAX_FILE_BYTES = 1_000_000;
+const MIN_SPAN_MS = 50;
 const PATH = "v1/chat/completions";
 
 /** The view "Chat". model: returns the name of the selected model. */
@@ -299,7 +300,8 @@ async function receive(body, answer, signal, changed) {
     if (usage) {
       const { prompt_tokens: prompt, completion_tokens: output, prompt_tokens_details: details } = usage;
       Object.assign(answer.stats, { prompt, cached: details.cached_tokens, output });
-      if (output > 1 && last > first) {
+      // Tokens that arrive together say nothing about the speed.
+      if (output > 1 && last - first > MIN_SPAN_MS) {
         answer.stats.perSecond = ((output - 1) * 1000) / (last - first);
       }
     }

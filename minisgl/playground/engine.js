@@ -30,6 +30,12 @@ const perPass = (phase, name, bottom) => (a, b) =>
   ratio(a, b, (one) => one.of(name, { phase }), (one) => one.of(bottom, { phase }));
 const perSecond = (name) => (a, b) => Math.max(0, b.of(name) - a.of(name)) / ((b.at - a.at) / 1000);
 
+const inMs = (seconds) => (a, b) => {
+  const found = seconds(a, b);
+  return found === null ? null : found * 1000;
+};
+const mean = (name) => inMs((a, b) => ratio(a, b, (one) => one.of(`${name}_sum`), (one) => one.of(`${name}_count`)));
+
 // [title, note, format, smallest height of the scale, lines]. A line is a name and its value from two
 // neighbouring scrapes.
 const PLOTS = [
@@ -37,15 +43,13 @@ const PLOTS = [
     ["running", (_, b) => b.of("requests_running")],
     ["waiting", (_, b) => b.of("requests_waiting")],
   ]],
-  ["Tokens per second", "written, and read from prompts", number, 10, [
-    ["output", perSecond("generation_tokens_total")],
-    ["prompt", perSecond("prompt_tokens_total")],
-  ]],
+  ["Output", "tokens per second", number, 10, [["written", perSecond("generation_tokens_total")]]],
+  ["Input", "prompt tokens per second", number, 10, [["read", perSecond("prompt_tokens_total")]]],
   ["Batch size", "requests in a forward pass, mean", number, 1,
     PHASES.map((phase) => [phase, perPass(phase, "batch_size_sum", "batch_size_count")])],
   ["Step time", "one forward pass, mean", milliseconds, 0.001, PHASES.map((phase) => {
     const seconds = perPass(phase, "forward_seconds_total", "forward_passes_total");
-    return [phase, (a, b) => { const found = seconds(a, b); return found === null ? null : found * 1000; }];
+    return [phase, inMs(seconds)];
   })],
   ["KV cache", "share of its tokens", share, 1, [
     ["in use", (_, b) => kv(b, "used")],
@@ -54,6 +58,8 @@ const PLOTS = [
   ["Prefix cache hits", "share of the prompt tokens", share, 1, [
     ["hits", (a, b) => ratio(a, b, (one) => one.of("prefix_cache_hit_tokens_total"), (one) => one.of("prefix_cache_query_tokens_total"))],
   ]],
+  ["Time to first token", "mean of the requests", milliseconds, 1, [["arrival to output", mean("time_to_first_token_seconds")]]],
+  ["Time between outputs", "mean of the requests", milliseconds, 1, [["output to output", mean("inter_token_latency_seconds")]]],
 ];
 
 /** The view "Engine". */

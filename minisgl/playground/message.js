@@ -36,6 +36,7 @@ export class MessageView {
     );
     this.body.replaceChildren(...(content ? [el("p", { class: "plain" }, content)] : []), ...attached);
     const edit = role === "user" && button("Edit", () => this.#edit());
+    this.node.classList.remove("editing");
     this.foot.replaceChildren(...[edit, copyButton("Copy", () => content)].filter(Boolean));
   }
 
@@ -53,6 +54,7 @@ export class MessageView {
         this.actions.edit(area.value);
       }
     });
+    this.node.classList.add("editing");
     this.body.replaceChildren(area);
     const send = button("Send", () => this.actions.edit(area.value));
     this.foot.replaceChildren(send, button("Cancel", cancel));
@@ -117,7 +119,7 @@ function showCall(call) {
 /** The figures of an answer as elements, each with its meaning as a title. */
 function describe(stats) {
   const figures = [
-    [stats.firstMs, (ms) => `${Math.round(ms)} ms`, "to first token", "Time from sending to the first text"],
+    [stats.firstMs, (ms) => `${Math.round(ms)} ms`, "first token", "Time from sending to the first text"],
     [stats.perSecond, (rate) => rate.toFixed(1), "tokens/s", "Output tokens per second after the first"],
     [stats.prompt, String, "prompt", "Tokens of the prompt"],
     [stats.cached, String, "cached", "Prompt tokens found in the prefix cache"],

@@ -16,7 +16,7 @@ export class Plot {
     const frame = el("div", { class: "frame" }, this.scale, this.drawing);
     this.begin = el("span");
     const foot = el("div", { class: "axis", "aria-hidden": "true" }, this.begin, el("span", {}, "now"));
-    this.node = el("figure", {}, el("figcaption", {}, el("h3", {}, title), el("p", {}, note)), this.values, frame, foot);
+    this.node = el("figure", { "data-plot": title }, el("figcaption", {}, el("h3", {}, title), el("p", {}, note)), this.values, frame, foot);
   }
 
   /** lines: [name, [[time in ms, value or null], ...]]. least: the smallest height of the scale. */
@@ -47,7 +47,7 @@ function path(points, x, y) {
   return points
     .map(([at, value]) => {
       const step = value === null ? "" : `${isDown ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`;
-      const dot = value !== null && !isDown ? "h0.01" : "";
+      const dot = value !== null && !isDown ? "h1" : "";
       isDown = value !== null;
       return step + dot;
     })

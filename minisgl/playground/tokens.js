@@ -36,7 +36,7 @@ export class Tokens {
     this.result.addEventListener("focusin", (event) => this.#show(event.target));
     this.result.addEventListener("focusout", () => this.#hide());
     this.result.addEventListener("keydown", (event) => this.#move(event));
-    byId("tokens-scroll").addEventListener("scroll", () => this.#hide());
+    byId("tokens").addEventListener("scroll", () => this.#hide());
     byId("tokens-request").append(button("Request", () => showRequest(PATH, this.#body()), "Show the request"));
   }
 

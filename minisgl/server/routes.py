@@ -26,7 +26,7 @@ from minisgl.server.pages import find_page
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.messages_api import TokenCount
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
-from minisgl.server.response import ResponseWriter
+from minisgl.server.response import ResponseWriter, text_of_token
 from minisgl.server.stream import EventStream, Writer
 
 T = TypeVar("T")
@@ -135,7 +135,8 @@ async def tokenize(call: CallDep) -> Response:
     ids, _ = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
     answer = responses.TokenizeResponse(len(ids), facts.max_seq_len, ids.tolist())
     if with_texts:
-        answer.token_strs = await _ask_tokenizer(call, lambda g: call.client.token_texts(ids, g))
+        pieces = await _ask_tokenizer(call, lambda g: call.client.token_bytes(ids, g))
+        answer.token_strs = [text_of_token(piece) for piece in pieces]
     return json_response(answer)
 
 

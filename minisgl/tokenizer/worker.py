@@ -81,11 +81,11 @@ def tokenize(
     try:
         if isinstance(message, messages.DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
-            decode, skip = tokenizer.vocabulary.decode, message.skip_special
+            vocabulary, skip = tokenizer.vocabulary, message.skip_special
             if message.each:
-                texts = tuple(decode([token_id], skip) for token_id in ids)
-                return messages.TokenizeResult(uid=message.uid, texts=texts)
-            text = decode(ids, skip)
+                pieces = tuple(vocabulary.token_bytes(token_id, skip) for token_id in ids)
+                return messages.TokenizeResult(uid=message.uid, pieces=pieces)
+            text = vocabulary.decode(ids, skip)
             return messages.TokenizeResult(uid=message.uid, text=text)
         thinks = False
         if isinstance(message, messages.TokenizeText):

@@ -65,31 +65,21 @@ def test_tokens(page: Playground) -> None:
 def test_engine(page: Playground, demo_server: ServerProcess) -> None:
     page.click("#to-engine")
     completions = demo_server.client().completions
-    prompts = [f"What is {n} + 30?\n" * 20 for n in range(6)]
-    for count in (1, 4, 6):
+    body = {"model": "minisgl-demo", "temperature": 1, "extra_body": {"ignore_eos": True}}
+    text = "What is 12 + 30?\n"
+    for count, tokens in ((1, 200), (5, 300), (2, 250), (7, 300)):
         streams = [
-            completions.create(
-                model="minisgl-demo", prompt=prompts[n], max_tokens=900, stream=True, temperature=1
-            )
+            completions.create(prompt=f"{text * 40}{n}", max_tokens=tokens, stream=True, **body)
             for n in range(count)
         ]
-        for stream in streams[1:]:
+        for stream in streams:
             list(stream)
-        streams[0].close()
-    page.wait_text("figure:nth-child(1) dd", "0")
-    streams = [
-        completions.create(
-            model="minisgl-demo",
-            prompt=prompt,
-            max_tokens=3000,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        for prompt in prompts[:3]
-    ]
-    page.wait_text("figure:nth-child(4) .line2 dd", " ms")
+    prompts = [text * n for n in (40, 45, 50)]
+    last = [completions.create(prompt=p, max_tokens=3000, stream=True, **body) for p in prompts]
+    page.wait_text("[data-plot='Requests'] dd", "3")
+    page.wait_text("[data-plot='Step time'] .line2 dd", " ms")
     take(page, "engine")
-    for stream in streams:
+    for stream in last:
         stream.close()
 
 

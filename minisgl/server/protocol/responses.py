@@ -183,7 +183,7 @@ class TokenizeResponse(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: tuple[str, ...] | UnsetType = UNSET
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class DetokenizeResponse(msgspec.Struct):

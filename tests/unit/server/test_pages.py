@@ -51,10 +51,8 @@ def test_readme_names_the_version_of_the_vendored_library() -> None:
 
 @pytest.mark.parametrize("script", OWN_SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_no_html_and_run_no_text(script: Path) -> None:
-    pattern = (
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|new Function"
-    )
-    assert re.findall(pattern, script.read_text()) == []
+    parsers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser"
+    assert re.findall(rf"{parsers}|\beval\(|new Function", script.read_text()) == []
 
 
 def test_nothing_moves_by_itself() -> None:
