@@ -82,26 +82,28 @@ function showView() {
   poller.every(view() === "engine" ? 1000 : 5000);
 }
 
-/** A button that shows and hides a panel of the chat. */
-function toggles(id, className) {
-  const update = () => byId(id).setAttribute("aria-expanded", String(document.body.classList.contains(className)));
-  byId(id).addEventListener("click", () => {
-    document.body.classList.toggle(className);
-    update();
-  });
-  update();
+/** The panels of the chat. On a phone, a panel takes the place of the messages, so one is open. */
+const isPhone = matchMedia("(max-width: 50rem)");
+const panels = ["conversations", "settings"];
+
+function togglePanel(panel) {
+  const { classList } = document.body;
+  classList.toggle(`shows-${panel}`);
+  if (isPhone.matches) {
+    panels.filter((one) => one !== panel).forEach((one) => classList.remove(`shows-${one}`));
+  }
+  panels.forEach((one) => byId(`show-${one}`).setAttribute("aria-expanded", classList.contains(`shows-${one}`)));
 }
 
 byId("model").addEventListener("change", showModel);
 byId("key-button").addEventListener("click", () => askKey().then(loadModels, () => {}));
 byId("notice-close").addEventListener("click", () => notify(""));
 addEventListener("hashchange", showView);
+panels.forEach((panel) => byId(`show-${panel}`).addEventListener("click", () => togglePanel(panel)));
+if (!isPhone.matches) {
+  togglePanel("conversations");
+}
 if (matchMedia("(min-width: 75rem)").matches) {
-  document.body.classList.add("shows-settings");
+  togglePanel("settings");
 }
-if (matchMedia("(min-width: 50rem)").matches) {
-  document.body.classList.add("shows-conversations");
-}
-toggles("show-conversations", "shows-conversations");
-toggles("show-settings", "shows-settings");
 showView();

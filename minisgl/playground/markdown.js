@@ -64,8 +64,11 @@ function block(token) {
       return el("li", {}, token.tokens.map(block));
     case "table":
       return table(token);
+    case "html":
+    case "long":
+      return el("p", { class: "plain" }, token.raw);
     default:
-      return token.tokens || !token.raw ? inline([token]) : el("p", { class: "plain" }, token.raw);
+      return inline([token]);
   }
 }
 

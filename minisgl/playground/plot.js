@@ -47,7 +47,7 @@ function path(points, x, y) {
   return points
     .map(([at, value]) => {
       const step = value === null ? "" : `${isDown ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`;
-      const dot = value !== null && !isDown ? "h1" : "";
+      const dot = value !== null && !isDown ? "h3" : "";
       isDown = value !== null;
       return step + dot;
     })

@@ -28,9 +28,14 @@ function showForm(form) {
 }
 
 function curl(path, body) {
-  const key = hasKey() ? ' \\\n  -H "Authorization: Bearer $MINISGL_API_KEY"' : "";
   const data = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
-  return `curl -N '${urlOf(path)}' -H 'Content-Type: application/json'${key} -d '${data}'`;
+  const parts = [
+    `curl -N '${urlOf(path)}'`,
+    "-H 'Content-Type: application/json'",
+    hasKey() && '-H "Authorization: Bearer $MINISGL_API_KEY"',
+    `-d '${data}'`,
+  ];
+  return parts.filter(Boolean).join(" \\\n  ");
 }
 
 function python(path, body) {

@@ -111,6 +111,7 @@ export class Tokens {
           role: "option",
           "aria-label": `${JSON.stringify(shown(token))}, ${text}`,
           tabindex: index === 0 ? "0" : "-1",
+          "aria-describedby": "alternatives",
           "data-index": String(index),
         },
         shown(token),

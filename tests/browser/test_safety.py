@@ -110,6 +110,56 @@ def assert_nothing_ran(page: Playground) -> None:
     assert page.run("return window.injected") is None
 
 
+def test_markdown_becomes_elements(keyed_page: Playground) -> None:
+    page = keyed_page
+    text = """# Head
+*em* **strong** ~~del~~ `code &amp;` &lt;b&gt; &#65; [link](https://a.example/?x=1&y=2)
+
+3. three
+   - [x] done
+
+> quoted
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+```python
+print("<b>")
+```
+"""
+    page.open(conversations=[{"messages": [{"role": "assistant", "content": text}]}])
+    give_key(page, KEY)
+    found = {
+        "h3": "Head",
+        "em": "em",
+        "strong": "strong",
+        "del": "del",
+        "p code": "code &amp;",
+        "a": "link",
+        'ol[start="3"] > li > ul > li': "\u2611 done",
+        "blockquote": "quoted",
+        "th.right": "b",
+        "td.right": "2",
+        "pre code": 'print("<b>")',
+    }
+    shown = {name: "".join(page.texts(f".markdown {name}")).strip() for name in found}
+    assert shown == found
+    assert " <b> A " in page.texts(".markdown p")[0]
+
+
+def test_texts_that_are_hard_to_parse_do_not_block_the_page(keyed_page: Playground) -> None:
+    page = keyed_page
+    nested = ["> " * 3000, "- " * 3000, "*" * 20000, "[" * 20000, "![a](" * 4000, "`" * 20000]
+    long = ["<" * 20000, "a\n\n" * 5000, "|" * 20000 + "\n" + "|-" * 10000, "x" * 300_000]
+    messages = [{"role": "assistant", "content": text} for text in nested + long]
+    page.open(conversations=[{"messages": messages}])
+    give_key(page, KEY)
+    wait_for(lambda: page.texts("#model option"), "the models")
+    assert len(page.answers()) == len(messages)
+    assert page.answers()[-1] == "x" * 300_000
+
+
 def test_storage_of_another_form_does_not_break_the_page(keyed_page: Playground) -> None:
     page = keyed_page
     page.run("localStorage.setItem('minisgl.conversation.x', '{')")
