@@ -58,7 +58,7 @@ function onScrape(scrape) {
     pill.textContent = state;
     pill.className = `pill ${state.replace(" ", "-")}`;
   }
-  if (isNew && state === "ready") {
+  if (isNew && (state === "ready" || models.length === 0)) {
     loadModels();
   }
   if (view() === "engine") {

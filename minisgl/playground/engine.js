@@ -10,7 +10,7 @@ const STATES = {
   loading: "The server loads the model. It refuses requests until it is ready.",
   draining: "The server drains: it finishes the open requests and then ends. It refuses new ones.",
   "not ready": "The server runs, but it is not ready: /readyz answers 503.",
-  unreachable: "The server does not answer.",
+  unknown: "The page cannot read /metrics: the server does not answer, or a proxy does not pass this path on.",
 };
 
 const number = (value) => (value >= 100 || Number.isInteger(value) ? Math.round(value).toLocaleString("en") : value.toPrecision(2));

@@ -39,10 +39,10 @@ export class Scrape {
 
 const readLabels = (text) => Object.fromEntries([...text.matchAll(LABEL)].map(([, name, value]) => [name, value]));
 
-/** The state of the server. A start ends with ready; a drain begins with SIGTERM. */
+/** The state of the server, from a scrape; null: the last one failed. SIGTERM begins a drain. */
 export function stateOf(scrape) {
   if (scrape === null) {
-    return "unreachable";
+    return "unknown";
   }
   if (scrape.of("draining")) {
     return "draining";

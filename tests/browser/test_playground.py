@@ -209,6 +209,20 @@ def test_engine_view_plots_the_load(page: Playground, demo_server: ServerProcess
     page.wait_text("[data-plot='Requests'] dd", "0")
 
 
+def test_chat_works_where_a_proxy_hides_the_metrics(page: Playground) -> None:
+    page.expected_error = "ERR_BLOCKED_BY_CLIENT"
+    page.driver.execute_cdp_cmd("Network.enable", {})
+    hidden = {"urlPattern": "*://*:*/metrics", "block": True}
+    page.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urlPatterns": [hidden]})
+    try:
+        page.driver.refresh()
+        page.wait_text("#state", "unknown")
+        wait_for(lambda: page.texts("#model option"), "the models")
+        assert page.ask("What is 12 + 30?") == "42"
+    finally:
+        page.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urlPatterns": []})
+
+
 def test_every_view_fits_a_phone_in_the_dark(page: Playground) -> None:
     page.ask("What is 12 + 30?")
     page.size(390, 844, scale=2, mobile=True)

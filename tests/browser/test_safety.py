@@ -196,6 +196,6 @@ def test_draining_and_the_end_of_the_server_are_shown(
         page.wait_text("#engine-state", "The server drains")
         page.expected_error = "ERR_"  # The page asks on after the server has ended.
         server.process.kill()
-        page.wait_text("#state", "unreachable")
+        page.wait_text("#state", "unknown")
         stream.close()
         page.check_clean()
