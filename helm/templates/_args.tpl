@@ -60,6 +60,9 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 {{- if $server.escapeSpecialTokens }}
 - --escape-special-tokens
 {{- end }}
+{{- if not .Values.playground.enabled }}
+- --no-playground
+{{- end }}
 {{- with $server.allowedOrigins }}
 - --allow-origin
 {{- range . }}

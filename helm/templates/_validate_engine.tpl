@@ -18,6 +18,7 @@ server.logLevel: --log-level
 server.toolFormat: --tool-format
 server.escapeSpecialTokens: --escape-special-tokens
 server.allowedOrigins: --allow-origin
+playground.enabled: --no-playground
 server.host: --host
 service.port: --port --probe-port
 drain.graceSeconds: --drain-grace

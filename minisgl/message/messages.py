@@ -55,11 +55,15 @@ class TokenizeChat(Message, frozen=True, kw_only=True):
 
 
 class DecodeIds(Message, frozen=True, kw_only=True):
-    """Decode token ids (int32 little-endian) to text: /detokenize, or the echo of prompt ids."""
+    """Decode token ids (int32 little-endian) to text: /detokenize, or the echo of prompt ids.
+
+    each: the result has the bytes of each id and no text.
+    """
 
     uid: int = 0
     token_ids: bytes
     skip_special: bool = True
+    each: bool = False
 
 
 class CompileGrammar(Message, frozen=True, kw_only=True):
@@ -260,6 +264,7 @@ ToDetokenizer = StartText | StepOutput | Ping
 class TokenizeResult(Message, frozen=True, kw_only=True):
     """token_ids (int32 little-endian), the text of DecodeIds, or the source of CompileGrammar.
 
+    pieces    of DecodeIds with `each`: the bytes of each id.
     thinks    of TokenizeChat: the model may begin its answer with thinking.
     think_ids of CompileGrammar: the ids that open and close thinking, or -1.
     trigger   of CompileGrammar: as in core.Grammar.
@@ -271,6 +276,7 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
     uid: int
     token_ids: bytes = b""
     text: str = ""
+    pieces: tuple[bytes, ...] = ()
     thinks: bool = False
     think_ids: tuple[int, int] = (-1, -1)
     trigger: int = -1

@@ -1,7 +1,7 @@
 """Authenticates requests by keys. The server compares hashes of keys, and not the keys.
 
-If the server has API keys, all paths need a key except the probes, /metrics and the files of /docs.
-The admin paths always need an admin key.
+If the server has API keys, all paths need a key except the probes, /metrics and the files of the
+web pages. The admin paths always need an admin key.
 
 A line of a key file is a key, or `name: key`. The name identifies the client that sends a request
 with this key. Clients take turns. Several lines may have the same name, so that a client can change
@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minisgl.core import ConfigError
 from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import AdminOnly, NotAuthenticated
-from minisgl.server.middleware import DOCS_PATHS, OPEN_PATHS, error_response
+from minisgl.server.middleware import OPEN_PATHS, error_response
+from minisgl.server.pages import PAGE_PATHS
 
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 
@@ -98,7 +99,7 @@ class Auth:
     def _refusal(self, scope: Scope) -> NotAuthenticated | AdminOnly | None:
         # The router matches the path of the scope. A client could forge a path from headers.
         path = scope["path"]
-        if path in OPEN_PATHS or path in DOCS_PATHS:
+        if path in OPEN_PATHS or path in PAGE_PATHS:
             return None
         if path in ADMIN_PATHS:
             if not self._admin_keys:

@@ -87,6 +87,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shell: bool = False
     ignore_generation_config: bool = False
     allow_unknown_params: bool = False
+    no_playground: bool = False
     escape_special_tokens: bool = False
     tool_format: str = "auto"
     max_json_whitespace: int = MAX_JSON_WHITESPACE

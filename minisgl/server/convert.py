@@ -33,6 +33,16 @@ _CONVERTED = frozenset(
 )
 # Parameters with the same name and meaning in the body and in SamplingParams.
 _SAME_IN_SAMPLING = tuple(set(SamplingParams.__struct_fields__) - _CONVERTED)
+# The sampling parameters whose defaults /v1/models shows.
+_SHOWN_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 # The bodies of other APIs by route, with the functions that translate them.
 _TRANSLATED: Mapping[
     str, tuple[type[requests.RequestBody], Callable[[Any, ModelFacts], Translation]]
@@ -182,15 +192,20 @@ class RequestConverter:
     def _decode(self, raw: bytes, kind: type[Body]) -> Body:
         return decode(raw, kind, self._check_sizes, self._allow_unknown)
 
-    def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
-        """Return the name ("prompt" or "messages") and the prompt of a /tokenize body."""
+    def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt, bool]:
+        """The name ("prompt" or "messages") and the prompt of a /tokenize body.
+
+        The third value is True if the body asks for the text of each token.
+        """
         body = decode(raw, requests.TokenizeBody, self._check_sizes)
         self.check_model(body.model)
         if body.prompt is not None and body.messages is None:
-            return "prompt", self.text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
+            prompt = self.text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
+            return "prompt", prompt, body.return_token_strs
         if body.prompt is not None or body.messages is None:
             raise InvalidRequest("either prompt or messages is required", param="prompt")
-        return "messages", self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
+        chat = self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
+        return "messages", chat, body.return_token_strs
 
     def read_detokenize(self, raw: bytes, facts: ModelFacts) -> tuple[TokenArray, bool]:
         """The token ids in a body of /detokenize, and True if the text omits special tokens."""
@@ -335,11 +350,20 @@ class RequestConverter:
                 limit="max_prompt_chars",
             )
 
+    def sampling_defaults(self, facts: ModelFacts) -> dict[str, float]:
+        """The value of each sampling parameter in a request that leaves it out."""
+        standard = {f.name: f.default for f in msgspec.structs.fields(SamplingParams)}
+        own = self._model_defaults(facts)
+        return {name: own.get(name, standard[name]) for name in _SHOWN_DEFAULTS}
+
+    def _model_defaults(self, facts: ModelFacts) -> dict[str, Any]:
+        return dict(facts.sampling_defaults) if self._use_model_defaults else {}
+
     def _sampling(
         self, body: requests.AnyBody, facts: ModelFacts, **counts: int | None
     ) -> SamplingParams:
         """The sampling parameters of a body. counts: the numbers in _CONVERTED."""
-        values: dict[str, Any] = dict(facts.sampling_defaults) if self._use_model_defaults else {}
+        values = self._model_defaults(facts)
         for name in _SAME_IN_SAMPLING:
             if (value := getattr(body, name)) is not None:
                 values[name] = value

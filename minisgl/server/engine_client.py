@@ -261,6 +261,11 @@ class EngineClient:
         request = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
         return (await self._ask_tokenizer(request, call, None)).text
 
+    async def token_bytes(self, token_ids: TokenArray, call: Generation) -> tuple[bytes, ...]:
+        """The bytes of each token."""
+        request = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=False, each=True)
+        return (await self._ask_tokenizer(request, call, None)).pieces
+
     async def _ask_tokenizer(
         self, request: messages.TokenizeRequest, call: Generation, param: str | None
     ) -> messages.TokenizeResult:

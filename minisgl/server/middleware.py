@@ -29,10 +29,6 @@ _MAX_ID_CHARS = 128
 _MAX_PATH_CHARS = 128  # in a log line
 # These paths need no key, are never refused for a limit, and do not count as requests.
 OPEN_PATHS = PROBE_PATHS | {"/ping", "/metrics"}
-# Answered without a key: the page of the API documentation and its files, which hold no data.
-DOCS_PATHS = frozenset(
-    {"/docs", "/docs/page.js", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"}
-)
 
 
 def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -244,7 +244,7 @@ def _chat_token(data: bytes, logprob: float) -> responses.TopLogprob:
     return responses.TopLogprob(data.decode("utf-8", "replace"), _finite(logprob), list(data))
 
 
-def _text_token(data: bytes) -> str:
+def text_of_token(data: bytes) -> str:
     """As in OpenAI's completions: bytes that are not whole characters are written as numbers."""
     try:
         return data.decode()
@@ -264,10 +264,10 @@ def _text_logprobs(entries: list[TokenLogprob], offset: int) -> responses.TextLo
             continue
         top: dict[str, float] = {}
         for data, logprob in [*entry.top, (entry.token_bytes, entry.logprob)]:
-            top.setdefault(_text_token(data), _finite(logprob))
+            top.setdefault(text_of_token(data), _finite(logprob))
         tops.append(_encoded(top))
     return responses.TextLogprobs(
-        tokens=[_text_token(entry.token_bytes) for entry in entries],
+        tokens=[text_of_token(entry.token_bytes) for entry in entries],
         token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
         top_logprobs=tops,
         text_offset=[offset + entry.offset for entry in entries],

@@ -1,14 +1,8 @@
-"""Every route of the HTTP API: generation, tokens, models, probes, the admin paths, the docs page.
-
-/docs and its files need no key, because they hold no data. If the server has keys, the script of
-the page asks the reader for one, and reads /openapi.json with it. A content security policy
-keeps the browser from loading anything from another host.
-"""
+"""Every route of the HTTP API: generation, tokens, models, probes, the admin paths, the pages."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,11 +21,12 @@ from minisgl.server.apis.responses_answer import ResponsesWriter
 from minisgl.server.convert import GenerateRequest
 from minisgl.server.generation import Generation
 from minisgl.server.handler import CallContext, CallDep, start, unless_disconnected
-from minisgl.server.middleware import DOCS_PATHS, json_response
+from minisgl.server.middleware import json_response
+from minisgl.server.pages import find_page
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.messages_api import TokenCount
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
-from minisgl.server.response import ResponseWriter
+from minisgl.server.response import ResponseWriter, text_of_token
 from minisgl.server.stream import EventStream, Writer
 
 T = TypeVar("T")
@@ -59,14 +54,6 @@ class ExactRoute(APIRoute):
 router = APIRouter(route_class=ExactRoute, redirect_slashes=False)
 
 _STARTED_AT = int(time.time())
-_DOCS_FOLDER = Path(__file__).parent / "docs_page"
-_DOCS_HEADERS: Mapping[str, str] = {
-    "cache-control": "no-cache",
-    # Swagger UI sets style attributes, and draws its icons from data: URLs.
-    "content-security-policy": "default-src 'none'; script-src 'self'; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
-    "form-action 'none'; frame-ancestors 'none'",
-}
 
 
 @router.post("/v1/chat/completions", tags=["generation"])
@@ -144,9 +131,13 @@ async def _generate(route: str, call: CallContext) -> Response:
 async def tokenize(call: CallDep) -> Response:
     """The token ids of a prompt or of a chat, in the format of vLLM."""
     raw, facts = await call.read()
-    name, prompt = call.converter.read_tokenize(raw, facts)
+    name, prompt, with_texts = call.converter.read_tokenize(raw, facts)
     ids, _ = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
-    return json_response(responses.TokenizeResponse(len(ids), facts.max_seq_len, ids.tolist()))
+    answer = responses.TokenizeResponse(len(ids), facts.max_seq_len, ids.tolist())
+    if with_texts:
+        pieces = await _ask_tokenizer(call, lambda g: call.client.token_bytes(ids, g))
+        answer.token_strs = [text_of_token(piece) for piece in pieces]
+    return json_response(answer)
 
 
 @router.post("/detokenize", tags=["tokens"])
@@ -201,8 +192,12 @@ async def get_model(call: CallDep) -> Response:
 
 def _model_card(call: CallContext, name: str) -> responses.ModelCard:
     facts = call.service.lifecycle.facts
-    length = facts.max_seq_len if facts else None
-    return responses.ModelCard(id=name, created=_STARTED_AT, max_model_len=length)
+    return responses.ModelCard(
+        id=name,
+        created=_STARTED_AT,
+        max_model_len=facts.max_seq_len if facts else None,
+        sampling_defaults=call.converter.sampling_defaults(facts) if facts else None,
+    )
 
 
 # `Auth` lets only the admin keys pass to the three admin paths.
@@ -272,12 +267,15 @@ async def openapi_document(call: CallDep) -> Response:
     return json_response(call.request.app.openapi())
 
 
+@router.get("/", include_in_schema=False)
+@router.get("/playground/{name}", include_in_schema=False)
 @router.get("/docs", include_in_schema=False)
 @router.get("/docs/{name}", include_in_schema=False)
-async def docs_page(call: CallDep) -> Response:
-    """The page, or a script or style sheet of it."""
-    if call.request.scope["path"] not in DOCS_PATHS:
+async def web_page(call: CallDep) -> Response:
+    """A page, or a script or style sheet of a page."""
+    path = call.request.scope["path"]
+    page = find_page(path, with_playground=not call.service.config.no_playground)
+    if page is None:
         raise HTTPException(404)
-    name = call.request.path_params.get("name", "index.html")
     # FileResponse sends the file in parts. It waits until the client has read the previous part.
-    return FileResponse(_DOCS_FOLDER / name, headers=_DOCS_HEADERS)
+    return FileResponse(page.files[path], headers=page.headers)

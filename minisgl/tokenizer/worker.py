@@ -82,7 +82,11 @@ def tokenize(
     try:
         if isinstance(message, messages.DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
-            text = tokenizer.vocabulary.decode(ids, message.skip_special)
+            vocabulary, skip = tokenizer.vocabulary, message.skip_special
+            if message.each:
+                pieces = tuple(vocabulary.token_bytes(token_id, skip) for token_id in ids)
+                return messages.TokenizeResult(uid=message.uid, pieces=pieces)
+            text = vocabulary.decode(ids, skip)
             return messages.TokenizeResult(uid=message.uid, text=text)
         thinks = False
         if isinstance(message, messages.TokenizeText):

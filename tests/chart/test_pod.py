@@ -280,6 +280,12 @@ def test_chart_has_the_version_of_the_server(render):
     assert f">={KUBE_VERSION}-0" in text
 
 
+def test_playground_is_off_unless_the_values_enable_it(render):
+    assert "--no-playground" in container_of(render({}))["args"]
+    enabled = render({"playground": {"enabled": True}})
+    assert "--no-playground" not in container_of(enabled)["args"]
+
+
 def test_origins_and_escaping_reach_the_server(render):
     plain = container_of(render({}))["args"]
     assert not {"--allow-origin", "--escape-special-tokens"} & set(plain)

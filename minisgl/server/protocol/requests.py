@@ -297,6 +297,7 @@ class TokenizeBody(RequestBody, kw_only=True):
     model: str | None = None
     prompt: Text | None = None
     add_special_tokens: bool = True
+    return_token_strs: bool = False
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     chat_template_kwargs: TemplateOptions = msgspec.field(default_factory=TemplateOptions)
 

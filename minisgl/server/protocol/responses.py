@@ -178,11 +178,12 @@ class CompletionChunk(ResponseHead, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """Token ids of a prompt or chat."""
+    """Token ids of a prompt or chat. token_strs: the text of each token."""
 
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class DetokenizeResponse(msgspec.Struct):
@@ -210,13 +211,17 @@ class VersionResponse(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A served model name. max_model_len is null until the model is loaded."""
+    """A served model name. The last two fields are null until the model is loaded.
+
+    sampling_defaults: the value of each sampling parameter that a request leaves out.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "minisgl"
     max_model_len: int | None
+    sampling_defaults: dict[str, float] | None
 
 
 class ModelList(msgspec.Struct, kw_only=True):

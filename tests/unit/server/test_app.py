@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import time
 from typing import Any
 
@@ -17,8 +16,9 @@ from minisgl.message.messages import AddReq, Ready
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
 from minisgl.server.auth import key_hashes
+from minisgl.server.convert import RequestConverter
 from minisgl.server.lifecycle import Lifecycle
-from minisgl.server.middleware import DOCS_PATHS
+from minisgl.server.pages import PAGE_PATHS
 from minisgl.server.response import ResponseWriter
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
@@ -237,7 +237,7 @@ def test_probes(path: str, hangs: bool, status: int) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/playground", 404, "not_found"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("PUT", "/v1/models", 405, "method_not_allowed"),
         ("TRACE", "/livez", 405, "method_not_allowed"),
@@ -253,11 +253,13 @@ def test_other_paths_and_methods_have_nested_errors(
 KEYED = msgspec.structs.replace(CONFIG, api_key_hashes=key_hashes(["sesame"], None))
 
 
-def test_docs_page_needs_no_key_and_its_document_does() -> None:
-    for path in DOCS_PATHS:
+def test_pages_need_no_key_and_the_openapi_document_does() -> None:
+    for path in PAGE_PATHS:
         answer = call("GET", path, config=KEYED)
         assert answer.status_code == 200, path
         assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
     assert call("GET", "/openapi.json", config=KEYED).status_code == 401
     headers = {"authorization": "Bearer sesame"}
     document = call("GET", "/openapi.json", config=KEYED, headers=headers).json()
@@ -266,12 +268,31 @@ def test_docs_page_needs_no_key_and_its_document_does() -> None:
     assert len(set(ids)) == len(ids) == 20
 
 
-def test_docs_page_loads_only_its_own_files() -> None:
-    page = call("GET", "/docs").text
-    loaded = set(re.findall(r'(?:src|href)="([^"]*)"', page))
-    assert loaded == {path.removeprefix("/") for path in DOCS_PATHS - {"/docs"}} | {"data:,"}
-    assert call("GET", "/docs/NOTICE").status_code == 404
-    assert call("GET", "/docs/..%2fapp.py").status_code == 404
+@pytest.mark.parametrize(
+    "path", ["/docs/NOTICE", "/docs/..%2fapp.py", "/playground/README.md", "/playground/..%2f.env"]
+)
+def test_other_files_beside_the_pages_are_not_served(path: str) -> None:
+    assert call("GET", path, config=KEYED).status_code in (401, 404)
+    assert call("GET", path).status_code == 404
+
+
+def test_playground_can_be_switched_off() -> None:
+    config = msgspec.structs.replace(CONFIG, no_playground=True)
+    assert call("GET", "/").headers["content-type"] == "text/html; charset=utf-8"
+    for path in ("/", "/playground/app.js"):
+        assert call("GET", path, config=config).status_code == 404
+    assert call("GET", "/docs", config=config).status_code == 200
+
+
+def test_model_card_has_the_defaults_of_the_model() -> None:
+    facts = msgspec.structs.replace(FACTS, sampling_defaults={"temperature": 0.6, "top_k": 20})
+    converter = RequestConverter(CONFIG)
+    found = converter.sampling_defaults(facts)
+    assert (found["temperature"], found["top_k"], found["top_p"]) == (0.6, 20, 1.0)
+    plain = RequestConverter(msgspec.structs.replace(CONFIG, ignore_generation_config=True))
+    assert plain.sampling_defaults(facts) == plain.sampling_defaults(FACTS)
+    (card,) = call("GET", "/v1/models").json()["data"][:1]
+    assert card["sampling_defaults"] == converter.sampling_defaults(FACTS)
 
 
 @pytest.mark.parametrize(

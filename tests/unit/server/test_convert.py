@@ -364,8 +364,9 @@ def test_refusal_of_a_limit_has_its_label(route: str, body: Any, limit: str) -> 
 
 def test_bodies_of_the_other_routes() -> None:
     converter = RequestConverter(CONFIG)
-    name, prompt = converter.read_tokenize(b'{"prompt":"a","add_special_tokens":false}', FACTS)
-    assert (name, prompt) == ("prompt", TokenizeText(text="a", add_special=False))
+    raw = b'{"prompt":"a","add_special_tokens":false,"return_token_strs":true}'
+    expected = ("prompt", TokenizeText(text="a", add_special=False), True)
+    assert converter.read_tokenize(raw, FACTS) == expected
     assert converter.read_tokenize(json.dumps({"messages": MESSAGES}).encode(), FACTS)[0] == (
         "messages"
     )

@@ -138,6 +138,15 @@ def test_worker_decodes_ids(folder: Path) -> None:
     assert getattr(answer, "text", None) == "hello"
 
 
+def test_worker_decodes_each_id_by_itself(folder: Path) -> None:
+    tokenizer = TextTokenizer(folder)
+    ids = tokenizer.encode_text("hello you")
+    request = DecodeIds(uid=1, token_ids=array.array("i", ids).tobytes(), each=True)
+    pieces = tokenize(tokenizer, request, 1.0).pieces
+    assert len(pieces) == len(ids) > 1
+    assert b"".join(pieces) == b"hello you"
+
+
 @pytest.mark.parametrize(
     "template",
     [
