@@ -22,6 +22,7 @@ from minisgl.core import (
 )
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import Constraint
+from minisgl.message.kv_events import KVEventTotals
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
@@ -102,7 +103,12 @@ class Scheduler:
             engine.max_running_reqs, engine.max_seq_len, max_pages, extensions.sampling_columns
         )
         use_prefix_cache = config.cache_type != "naive"
-        self.kv_manager = KVManager(engine.page_size, engine.num_pages, use_prefix_cache)
+        self._reporter = extensions.cache_reporter and extensions.cache_reporter(
+            engine.page_size, engine.num_pages
+        )
+        self.kv_manager = KVManager(
+            engine.page_size, engine.num_pages, use_prefix_cache, self._reporter
+        )
         self.planner = Planner(config, self.kv_manager, self.table)
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
@@ -122,6 +128,7 @@ class Scheduler:
             phases=self._meter.phases,
             total_pages=engine.num_pages,
             constraints=extensions.constraint_totals or ConstraintTotals(),
+            kv_events=self._reporter.totals if self._reporter else KVEventTotals(),
         )
         self.stopping = False
 
@@ -141,6 +148,8 @@ class Scheduler:
         if victim is not None:
             self._end_when_resolved(victim)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
+        if self._reporter is not None:
+            self._reporter.flush()
 
     def drain_in_flight(self, keep: int = 0) -> None:
         """Read the results of launched steps, except for the last `keep`, and send the output."""

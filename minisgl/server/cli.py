@@ -21,7 +21,7 @@ import msgspec
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.server.auth import key_hashes
-from minisgl.server.config import Limits, ServerConfig
+from minisgl.server.config import KVEventsConfig, Limits, ServerConfig
 from minisgl.utils import log_event, near_names
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ _SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "engine": EngineConfig,
     "scheduler": SchedulerConfig,
     "limits": Limits,
+    "kv_events": KVEventsConfig,
     "server": ServerConfig,
 }
 # The largest value of a flag without `high`, by type. Each float flag without `high` is a time in
@@ -198,6 +199,7 @@ def resolve(
             **scheduler, overlap=not env.disable_overlap_scheduling, check_plans=env.check_plans
         ),
         limits=Limits(**given["limits"]),
+        kv_events=KVEventsConfig(**given["kv_events"]),
         commit=env.commit or _commit(),
         served_names=tuple(options.served_model_name or [_served_name(options.model)]),
         log_level=options.log_level or ("warning" if server["shell"] else "info"),

@@ -43,6 +43,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     template_timeout_s: float = 5.0
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The stream of KV events (minisgl/events). flags.toml explains each field."""
+
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    block_size: int = 64
+    pod: str | None = None
+
+
 # The labels of minisgl_limits_exceeded_total. max_choices bounds n (max_n), the number of prompts
 # (max_prompts), and their product. The other names without a field are constants in the modules
 # that check them, except max_seq_len, the context length of the model.
@@ -81,9 +90,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     probe_port: int | None = None
     num_tokenizers: int = 1
     limits: Limits = Limits()
+    kv_events: KVEventsConfig = KVEventsConfig()
     log_level: str = "info"
     log_format: str = "text"
     shell: bool = False
+    render_only: bool = False
     ignore_generation_config: bool = False
     allow_unknown_params: bool = False
     escape_special_tokens: bool = False

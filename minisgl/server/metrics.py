@@ -289,6 +289,9 @@ class Metrics(Collector):
         self._set("grammar_masks_total", totals.masks)
         self._set("grammar_mask_seconds_total", totals.mask_seconds)
         self._set("forced_tokens_total", totals.forced_tokens)
+        self._set("kv_event_blocks_total", stats.kv_events.stored, "stored")
+        self._set("kv_event_blocks_total", stats.kv_events.removed, "removed")
+        self._set("kv_event_batches_dropped_total", stats.kv_events.dropped)
         for reason, count in totals.failures.items():
             self._set("grammar_failures_total", count, reason)
         sizes, tokens = messages.BATCH_SIZE_BOUNDS, messages.BATCH_TOKENS_BOUNDS
