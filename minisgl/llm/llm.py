@@ -31,6 +31,7 @@ Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 Stop = str | Sequence[str]
+Priority = int | Sequence[int]
 
 _NOT_A_PROMPT = "a prompt must be text or a sequence of token ids"
 
@@ -108,6 +109,7 @@ class LLM:
         *,
         stop: Stop = (),
         progress: bool = True,
+        priority: Priority = 0,
     ) -> Completion | list[Completion]:
         """Complete one prompt, or a list of prompts. A prompt is text, or a sequence of token ids.
 
@@ -115,13 +117,15 @@ class LLM:
         sampling: the parameters for all prompts, a list with one entry for each prompt, or None for
         the model's defaults.
         stop: strings that end a text. progress: show a progress bar on stderr.
+        priority: prompts with a lower number are computed first; one number, or one for each
+        prompt.
 
         Raises InvalidRequest for parameters and prompts of a wrong type or out of range. If the
         engine cannot serve a prompt, for example because it is too long, the Completion of this
         prompt has finish_reason ERROR. The other prompts are not affected.
         """
         single, listed = _as_list(prompts, (int, np.integer), _NOT_A_PROMPT)
-        completions = self._run(listed, sampling, stop, progress)
+        completions = self._run(listed, sampling, stop, progress, priority=priority)
         return completions[0] if single else completions
 
     def chat(
@@ -173,10 +177,11 @@ class LLM:
         stop: Stop,
         progress: bool,
         chat_options: dict[str, Any] | None = None,
+        priority: Priority = 0,
     ) -> list[Completion]:
         done: dict[int, Completion] = {}
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
-            for piece in self._stream(prompts, sampling, stop, not stop, chat_options):
+            for piece in self._stream(prompts, sampling, stop, not stop, chat_options, priority):
                 if piece.completion is not None:
                     done[piece.index] = piece.completion
                     bar.update()
@@ -190,6 +195,7 @@ class LLM:
         stop: Stop,
         text_at_end: bool = False,
         chat_options: dict[str, Any] | None = None,
+        priority: Priority = 0,
     ) -> Iterator[Piece]:
         """text_at_end: detokenise each generation once, when it ends.
 
@@ -200,6 +206,7 @@ class LLM:
             raise InvalidRequest("one call at a time: read the open stream to its end or close it")
         stop_strings = _stop_strings(stop)
         params = self._params(sampling, len(prompts))
+        priorities = _priorities(priority, len(prompts))
         # A second Ctrl-C may have left requests of the last call running.
         self.worker.abort_and_wait(())
         running = self._running
@@ -209,7 +216,7 @@ class LLM:
                 each = prompts[index]
                 ids = _as_ids(self.tokenizer.encode_text(each) if isinstance(each, str) else each)
                 final = self._constraints.for_prompt(params[index], ids, chat_options)
-                self._submit(index, ids, final, stop_strings, text_at_end)
+                self._submit(index, ids, final, stop_strings, text_at_end, priorities[index])
             while running:
                 for output in self.worker.step():
                     yield from self._read(output)
@@ -226,6 +233,7 @@ class LLM:
         sampling: SamplingParams,
         stop_strings: list[str],
         text_at_end: bool,
+        priority: int,
     ) -> None:
         options = TextOptions(
             prompt_tail=ids[-8:].tolist(), stop=stop_strings, min_tokens=sampling.min_tokens
@@ -234,7 +242,8 @@ class LLM:
         uid = self._next_uid
         self._next_uid += 1
         self._running[uid] = Generation(index, stream, text_at_end)
-        self.worker.send(AddReq(uid=uid, token_ids=ids.tobytes(), sampling=sampling))
+        message = AddReq(uid=uid, token_ids=ids.tobytes(), sampling=sampling, priority=priority)
+        self.worker.send(message)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -295,6 +304,15 @@ def _as_ids(prompt: Sequence[int]) -> "array[int]":
         raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None
     except (TypeError, ValueError):
         raise InvalidRequest(_NOT_A_PROMPT, param="prompt") from None
+
+
+def _priorities(priority: Any, count: int) -> list[int]:
+    """Return the priority of each of `count` prompts. Raises InvalidRequest."""
+    each = [priority] * count if isinstance(priority, int) else list(priority)
+    if len(each) != count or not all(isinstance(one, int) for one in each):
+        message = f"priority must be an integer, or a list of {count} integers"
+        raise InvalidRequest(message, param="priority")
+    return each
 
 
 def _stop_strings(stop: Any) -> list[str]:

@@ -79,6 +79,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_names        values of `model` that requests may use; responses contain the first.
     api_key_hashes, admin_key_hashes   map the SHA-256 of each key, in hex, to the client of the
                         key. Only the launcher holds the keys.
+    lowest_priorities   the lowest priority that the requests of a client may have; 0 for clients
+                        without an entry.
     commit              the Git commit of the running source, or "unknown".
     """
 
@@ -102,6 +104,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_json_whitespace: int = MAX_JSON_WHITESPACE
     api_key_hashes: dict[str, str] = {}
     admin_key_hashes: dict[str, str] = {}
+    lowest_priorities: dict[str, int] = {}
     cache_isolation: str = "none"
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None

@@ -27,9 +27,10 @@ class Phase(StrEnum):
 class Lifecycle:
     """The phase of the service, and the roles that have not sent Ready yet."""
 
-    def __init__(self, roles: frozenset[str]) -> None:
+    def __init__(self, roles: frozenset[str], facts: ModelFacts | None = None) -> None:
+        """facts: of a server without a scheduler, which would send them."""
         self.missing = set(roles)
-        self.facts: ModelFacts | None = None
+        self.facts = facts
         self._tool_format = ModelFacts.NO_TOOLS
         self._template_variables: tuple[str, ...] = ()
         self.phase = Phase.LOADING

@@ -40,6 +40,8 @@ _ROUTES = {
         messages_api.MessagesBody, messages_api.ModelMessage, messages_api.MessagesEvent
     ),
     "/v1/messages/count_tokens": _Bodies(messages_api.CountTokensBody, messages_api.TokenCount),
+    "/v1/chat/completions/render": _Bodies(requests.ChatBody, responses.RenderedPrompt),
+    "/v1/completions/render": _Bodies(requests.CompletionBody, list[responses.RenderedPrompt]),
     "/tokenize": _Bodies(requests.TokenizeBody, responses.TokenizeResponse),
     "/detokenize": _Bodies(requests.DetokenizeBody, responses.DetokenizeResponse),
     "/abort": _Bodies(requests.AbortBody, responses.AbortResponse),
