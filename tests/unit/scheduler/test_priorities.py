@@ -58,17 +58,28 @@ def test_a_request_takes_the_row_of_the_newest_request_of_the_last_priority() ->
         assert harness.answers[uid].tokens == expected_output(prompt_of(9, seed), 20, True)
 
 
+def order_of_ends(harness: Harness) -> list[int]:
+    """Run until idle, and return the uids in the order of their ends."""
+    order: list[int] = []
+    while not harness.scheduler.idle or harness.inbox.messages:
+        harness.step()
+        order += [uid for uid, a in harness.answers.items() if a.finishes and uid not in order]
+    return order
+
+
 def test_a_request_takes_the_pages_of_requests_of_a_later_priority() -> None:
     harness = Harness(FakeEngine(16, 4, max_seq_len=64), config())
-    low = [harness.add(prompt_of(28, i), max_tokens=4, ignore_eos=True, priority=9) for i in (1, 2)]
-    harness.step()
+    low = [
+        harness.add(prompt_of(12, i), max_tokens=20, ignore_eos=True, priority=9) for i in (1, 2)
+    ]
+    for _ in range(3):
+        harness.step()
     urgent = harness.add(prompt_of(40, 3), max_tokens=2, ignore_eos=True)
-    order = order_of_first_tokens(harness)
-    assert order.index(urgent) < max(map(order.index, low))
+    assert order_of_ends(harness) == [urgent, *low]
     assert harness.scheduler.totals.preemptions_total >= 1
     assert harness.answers[urgent].tokens == expected_output(prompt_of(40, 3), 2, True)
     for uid, seed in zip(low, (1, 2), strict=True):
-        assert harness.answers[uid].tokens == expected_output(prompt_of(28, seed), 4, True)
+        assert harness.answers[uid].tokens == expected_output(prompt_of(12, seed), 20, True)
 
 
 def test_short_pages_are_taken_from_the_last_priority_and_not_from_the_newest_request() -> None:
@@ -77,11 +88,7 @@ def test_short_pages_are_taken_from_the_last_priority_and_not_from_the_newest_re
     low = harness.add(prompt_of(20, 1), max_tokens=30, ignore_eos=True, priority=3)
     harness.step()
     urgent = harness.add(prompt_of(20, 2), max_tokens=30, ignore_eos=True)
-    order: list[int] = []
-    while not harness.scheduler.idle or harness.inbox.messages:
-        harness.step()
-        order += [uid for uid, a in harness.answers.items() if a.finishes and uid not in order]
-    assert order == [urgent, low]
+    assert order_of_ends(harness) == [urgent, low]
     assert harness.scheduler.totals.preemptions_total == 1
 
 
