@@ -112,7 +112,7 @@ def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> fl
     the page whose next use is the latest (Belady, 1966). As in the engine, hits are whole pages and
     at least one token of a prompt is computed.
     """
-    chains = [_page_chain(prompt, page_size) for prompt in prompts]
+    chains = [page_chain(prompt, page_size) for prompt in prompts]
     uses: dict[int, list[int]] = {}
     for turn, chain in enumerate(chains):
         for page in chain:
@@ -144,7 +144,7 @@ def lru_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> floa
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for prompt in prompts:
-        chain = _page_chain(prompt, page_size)
+        chain = page_chain(prompt, page_size)
         found = next((i for i, page in enumerate(chain) if page not in cached), len(chain))
         hits += min(found, (len(prompt) - 1) // page_size) * page_size
         for page in reversed(chain):
@@ -156,10 +156,12 @@ def lru_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> floa
     return hits / total if total else 0.0
 
 
-def _page_chain(prompt: Int32Array, page_size: int) -> list[int]:
-    """Return one number for each whole page, a hash of the page and all pages before it."""
+def page_chain(prompt: Int32Array, page_size: int, before: int = 0) -> list[int]:
+    """Return one number for each whole page, a hash of the page and all pages before it.
+
+    before: the number of the page before `prompt`; 0: `prompt` is the start.
+    """
     chain: list[int] = []
-    before = 0
     for start in range(0, len(prompt) // page_size * page_size, page_size):
         before = hash((before, prompt[start : start + page_size].tobytes()))
         chain.append(before)

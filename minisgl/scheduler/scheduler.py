@@ -140,7 +140,7 @@ class Scheduler:
     def iterate(self) -> None:
         """Run one iteration. If idle, or if no step is due yet, first wait for a message."""
         prepared = self._prepared() if self._preparing else ()
-        for message in self._inbox.receive(self._message_wait_s(), self._plan_hash, prepared):
+        for message in self._inbox.receive(self.message_wait_s(), self._plan_hash, prepared):
             self._apply(message)
         batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
         if batch is not None:
@@ -178,7 +178,7 @@ class Scheduler:
 
     # --- messages -------------------------------------------------------------------------------
 
-    def _message_wait_s(self) -> float | None:
+    def message_wait_s(self) -> float | None:
         """Return the seconds for which `iterate` may wait for a message; None: without a limit.
 
         While all running requests decode, the scheduler plans the next step shortly before the step

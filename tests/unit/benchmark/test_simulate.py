@@ -7,8 +7,9 @@ import pytest
 
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.latency import summarise
-from minisgl.benchmark.simulate import DEFAULT_COST, VirtualEngine, main, read_cost, simulate
+from minisgl.benchmark.simulate import main, simulate
 from minisgl.benchmark.trace import Load
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import Batch, ConfigError, PendingStep, SchedulerConfig
 from tests.unit.scheduler.offline import run_offline
