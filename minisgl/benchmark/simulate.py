@@ -8,6 +8,9 @@ cache and with an ideal cache.
 With --flood, another client sends many requests at once, and the load of a second client starts
 later. The output then also has the times to first token of the load without the flood, and the
 duration of the longest step.
+
+With --low, requests of a later priority arrive beside the load. The output then also has the times
+to first token of the load alone, and the ratio of the two 99th percentiles.
 """
 
 import argparse
@@ -23,7 +26,7 @@ import numpy as np
 from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.latency import describe, error_lines, latencies, summarise, table
-from minisgl.benchmark.load import add_load_flags, load_of
+from minisgl.benchmark.load import add_load_flags, arrivals, load_of
 from minisgl.benchmark.trace import Load, hit_ratios
 from minisgl.benchmark.virtual_engine import VirtualEngine, add_engine_flags, engine_settings
 from minisgl.benchmark.workload import make_workload
@@ -69,8 +72,17 @@ class _Arrivals:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
         ids = self._load.prompts[index].astype("<i4").tobytes()
         client = self._load.clients[index] if self._load.clients else ""
-        message = AddReq(uid=index, token_ids=ids, sampling=sampling, client=client, call=index)
-        messages.append(message)
+        priority = self._load.priorities[index] if self._load.priorities else 0
+        messages.append(
+            AddReq(
+                uid=index,
+                token_ids=ids,
+                sampling=sampling,
+                client=client,
+                call=index,
+                priority=priority,
+            )
+        )
 
 
 def simulate(
@@ -128,6 +140,26 @@ def add_flood(load: Load, options: argparse.Namespace) -> Load:
     )
 
 
+def add_low(load: Load, options: argparse.Namespace) -> Load:
+    """Return `load`, and then requests of priority 1 that arrive until its last arrival.
+
+    Raises ConfigError for a load without arrival times.
+    """
+    rate, prompt, output = options.low[0], int(options.low[1]), int(options.low[2])
+    if load.arrivals_s is None or rate <= 0 or min(prompt, output) < 1:
+        raise ConfigError("--low takes three positive numbers, and needs --rate or --trace")
+    count = max(int(rate * load.arrivals_s[-1]), 1)
+    seed = options.seed + 3_000_017  # not the seed of the load, so that no prefix is shared
+    low = make_workload(count, (prompt, prompt), (output, output), 0, seed, options.largest_id)
+    return Load(
+        load.prompts + [np.array(ids, dtype=np.int32) for ids in low.prompts],
+        load.max_tokens + low.max_tokens,
+        load.arrivals_s + arrivals(count, rate, poisson=True, seed=seed),
+        None,
+        [0] * len(load.prompts) + [1] * count,
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON. Returns 1 when a request failed."""
     parser = argparse.ArgumentParser(prog="minisgl bench simulate", description=__doc__)
@@ -138,6 +170,14 @@ def main(argv: Sequence[str]) -> int:
         nargs=3,
         metavar=("REQUESTS", "PROMPT", "OUTPUT"),
         help="let another client send REQUESTS of PROMPT and OUTPUT tokens 5 s before the load",
+    )
+    parser.add_argument(
+        "--low",
+        type=float,
+        nargs=3,
+        metavar=("RATE", "PROMPT", "OUTPUT"),
+        help="let RATE requests per second of PROMPT and OUTPUT tokens and of a later priority "
+        "arrive beside the load",
     )
     add_load_flags(parser)
     options = parser.parse_args(argv)
@@ -159,9 +199,11 @@ def main(argv: Sequence[str]) -> int:
             [0.0] * len(alone) + [begin_s + at_s for at_s in load.arrivals_s],
         )
     num_streams, num_reqs = len(background.prompts), len(both.prompts)
-    if options.flood:
+    if options.flood and options.low:
+        raise ConfigError("--flood and --low are alternatives; give one of them")
+    if options.flood or options.low:
         idle = simulate(both, settings.engine(), cost, config, options.concurrency)
-        both = add_flood(both, options)
+        both = add_flood(both, options) if options.flood else add_low(both, options)
     answers = simulate(both, engine, cost, config, options.concurrency)[:num_reqs]
     streams, answers = answers[:num_streams], answers[num_streams:]
     summary: dict[str, Any] = summarise(answers)
@@ -169,6 +211,14 @@ def main(argv: Sequence[str]) -> int:
         summary["beside"] = summarise_streams(background, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
     print(table(summary), *error_lines([*streams, *answers]), sep="\n")
+    if options.low:
+        alone_s, beside_s = latencies(idle).ttft_s, latencies(answers).ttft_s
+        summary["idle_ttft_s"] = describe(alone_s)
+        summary["ttft_p99_ratio"] = np.percentile(beside_s, 99) / np.percentile(alone_s, 99)
+        print(
+            f"alone: TTFT p99 {np.percentile(alone_s, 99) * 1e3:.2f} ms, "
+            f"ratio {summary['ttft_p99_ratio']:.3f}"
+        )
     if options.flood:
         summary["idle_ttft_s"] = describe(latencies(idle[num_streams:]).ttft_s)
         summary["longest_step_s"] = engine.longest_s

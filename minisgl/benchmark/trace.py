@@ -34,12 +34,14 @@ class Load(NamedTuple):
     max_tokens  output tokens of each request.
     arrivals_s  seconds after the first arrival; None: a request is sent when another one ends.
     clients     the client of each request; None: all requests come from one client.
+    priorities  the priority of each request; None: 0.
     """
 
     prompts: list[Int32Array]
     max_tokens: list[int]
     arrivals_s: list[float] | None
     clients: list[str] | None = None
+    priorities: list[int] | None = None
 
 
 def read_trace(path: Path, count: int | None = None) -> list[TraceRequest]:

@@ -14,6 +14,7 @@ from minisgl.scheduler.request_table import RequestTable
 
 MIN_CHUNK_TOKENS = 32  # the smallest chunk; prefill continues even in steps above the time limit
 MAX_SLOWDOWN = 2.25  # a step with a chunk may take this many times the decode-only step
+LOW_SLOWDOWN = 1.5  # the same for a step with prompts of later priorities only
 # A queue with n times LONG_QUEUE_S of prefill time multiplies the limit of the step time by n, but
 # at most by MAX_QUEUE_FACTOR. Even then, running streams get about ten tokens per second.
 LONG_QUEUE_S = 0.25
@@ -121,7 +122,12 @@ class PrefillBudget:
         """
         num_decode = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())
-        limit_s = max(target_s, MAX_SLOWDOWN * cost.predict_s(num_decode, keys, 0))
+        slowdown = MAX_SLOWDOWN
+        if all(req.priority > self._waiting.highest_class for req in self._prefilling) and (
+            self._waiting.highest_class not in self._waiting.levels
+        ):
+            slowdown = LOW_SLOWDOWN
+        limit_s = max(target_s, slowdown * cost.predict_s(num_decode, keys, 0))
         queued = Counter({(req.priority, req.client): 0 for req in self._prefilling})
         for req in self._waiting:
             queued[req.priority, req.client] += req.uncached_tokens

@@ -182,18 +182,21 @@ class Scheduler:
         """Return the seconds for which `iterate` may wait for a message; None: without a limit.
 
         While all running requests decode, the scheduler plans the next step shortly before the step
-        in flight ends. A request that arrives before this plan is then part of the next step.
+        in flight ends. A request that arrives before this plan is then part of the next step. The
+        same holds while only requests of later priorities have prompts.
         """
         if self.idle:
             return None
         if self._config.target_step_ms is None:
             return 0.0  # without a target only throughput counts, so the scheduler never waits
-        if self.planner.prefilling or self.planner.waiting or not self._in_flight:
+        has_prompts = bool(self.planner.prefilling or self.planner.waiting)
+        if not self._in_flight or (has_prompts and self.planner.has_urgent_prompts):
             return 0.0
         batch, pending = self._in_flight[0]
         if pending.done():
             return 0.0
-        remaining_s = self._meter.remaining_s(self.planner.predict_decode_s(batch))
+        predicted_s = self.planner.predict_s(batch, chunks_too=has_prompts)
+        remaining_s = self._meter.remaining_s(predicted_s, of_decode=not has_prompts)
         # The next step must be launched before the device runs out of work. A launch with token
         # masks returns later, so the scheduler notices the end of the previous step later.
         lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s
