@@ -17,6 +17,8 @@ server.toolFormat: --tool-format
 server.escapeSpecialTokens: --escape-special-tokens
 server.allowedOrigins: --allow-origin
 server.host: --host
+kvEvents.enabled: --kv-events-endpoint --kv-events-replay-endpoint --kv-events-pod
+render.enabled: --render-only
 service.port: --port --probe-port
 drain.graceSeconds: --drain-grace
 drain.timeoutSeconds: --drain-timeout

@@ -108,8 +108,8 @@ class Planner:
         starved = victim is not None or len(rows) < len(self.decode_rows)
         first_rows = self._of_first_priority(rows)
         chunks, blocked = self._choose_chunks(first_rows, admit=not starved)
-        pauses = len(first_rows) < len(rows) and self._pauses < MAX_PAUSES
-        pauses = pauses and any(map(self._is_first, map(self._table.req_at, chunks)))
+        has_first = any(map(self._is_first, map(self._table.req_at, chunks)))
+        pauses = has_first and len(first_rows) < len(rows) and self._pauses < MAX_PAUSES
         self._pauses = self._pauses + 1 if pauses else 0
         rows = first_rows if pauses else rows
         if blocked is not None and victim is None:
@@ -340,7 +340,7 @@ class Planner:
         return req.priority <= self.waiting.highest_class
 
     def _of_first_priority(self, rows: Int32Array) -> Int32Array:
-        """The decoding rows that run beside prompts of the first priority in use."""
+        """The decoding rows that run beside prompts of the first priority."""
         if not self.waiting.has_classes or not self.has_urgent_prompts:
             return rows
         is_first = [self._is_first(self._table.req_at(row)) for row in rows.tolist()]
