@@ -18,7 +18,7 @@ TIMEOUT_MS = 60_000
 
 def main() -> None:
     index, topic, batches = BlockIndex(), "", 0
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(json.loads(sys.argv[1])["replay"])
