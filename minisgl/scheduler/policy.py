@@ -91,10 +91,8 @@ class Planner:
         if not chunks_too:
             return self.cost.predict_s(batch.num_reqs, int(batch.start.sum()), 0)
         start, lengths = batch.start.astype(np.int64), batch.lengths.astype(np.int64)
-        chunks = slice(batch.num_decode, None)
-        pairs = int((lengths * (start + lengths // 2))[chunks].sum())
-        keys = int(start[: batch.num_decode].sum())
-        return self.cost.predict_s(int(lengths.sum()), keys, pairs)
+        pairs = int((lengths * (start + lengths // 2))[batch.num_decode :].sum())
+        return self.cost.predict_s(int(lengths.sum()), int(start[: batch.num_decode].sum()), pairs)
 
     def plan(self, step_id: int, in_flight: bool) -> tuple[Batch | None, Req | None]:
         """Plan the next step.

@@ -186,7 +186,7 @@ def test_an_overload_of_a_later_priority_hardly_delays_the_first_tokens(
 ) -> None:
     """The engine serves 14 requests of this size per second; 56 of the later priority arrive."""
     size = "--prompt-tokens 2000 2000 --output-tokens 200 200"
-    assert main(f"--requests 20 --rate 4 {size} --low 56 2000 200".split()) == 0
+    assert main(f"--requests 40 --rate 4 {size} --low 56 2000 200".split()) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["ttft_p99_ratio"] <= 1.2
 
