@@ -69,6 +69,7 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 - {{ . | quote }}
 {{- end }}
 {{- end }}
+{{- include "minisgl.kvEventsArgs" . }}
 {{ include "minisgl.drainArgs" . }}
 {{- range .Values.extraArgs }}
 - {{ include "minisgl.word" . | quote }}
@@ -95,6 +96,12 @@ env:
 {{- range $name, $folder := dict "HOME" "" "HF_HOME" "/huggingface" "XDG_CACHE_HOME" "/xdg" "TRITON_CACHE_DIR" "/triton" "TORCHINDUCTOR_CACHE_DIR" "/inductor" "FLASHINFER_WORKSPACE_BASE" "/flashinfer" "CUDA_CACHE_PATH" "/cuda" }}
 - name: {{ $name }}
   value: /cache{{ $folder }}
+{{- end }}
+{{- if .Values.kvEvents.enabled }}
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
 {{- end }}
 {{- if or .Values.huggingface.offline (not .Values.model.id) }}
 - name: HF_HUB_OFFLINE

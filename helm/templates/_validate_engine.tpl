@@ -20,6 +20,8 @@ server.escapeSpecialTokens: --escape-special-tokens
 server.allowedOrigins: --allow-origin
 playground.enabled: --no-playground
 server.host: --host
+kvEvents.enabled: --kv-events-endpoint --kv-events-replay-endpoint --kv-events-pod
+render.enabled: --render-only
 service.port: --port --probe-port
 drain.graceSeconds: --drain-grace
 drain.timeoutSeconds: --drain-timeout

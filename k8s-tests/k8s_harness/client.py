@@ -90,7 +90,13 @@ class ClientPod:
 
     @contextmanager
     def load(
-        self, url: str, tokens: list[int], *, repeat: bool = False, key: str | None = None
+        self,
+        url: str,
+        tokens: list[int],
+        *,
+        repeat: bool = False,
+        key: str | None = None,
+        priority: int = 0,
     ) -> Iterator["Load"]:
         """Starts one stream for each number in `tokens`.
 
@@ -98,7 +104,8 @@ class ClientPod:
         has ended, until `stop`; the end of the block calls `stop` too.
         """
         streams = [{"tokens": n, "keep_alive": bool(i % 2)} for i, n in enumerate(tokens)]
-        config = {"url": url, "key": key, "repeat": repeat, "streams": streams}
+        config: Event = {"url": url, "key": key, "repeat": repeat, "streams": streams}
+        config |= {"priority": priority}
         words = ("python3", "/scripts/streams.py", json.dumps(config))
         load = Load(self.kube.start(CLIENT, *words), len(streams))
         try:

@@ -84,6 +84,8 @@ def body_of(index: int, prompt: Int32Array, max_tokens: int, options: argparse.N
     }
     if not options.obey_eos:
         body["ignore_eos"] = True
+    if options.priority is not None:
+        body["priority"] = options.priority
     if options.chat:
         words = " ".join(f"w{token_id}" for token_id in prompt.tolist())
         body["messages"] = [{"role": "user", "content": words}]
@@ -185,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--temperature", type=nonnegative_float, default=0.6, help="sampling temperature (0.6)"
     )
+    parser.add_argument("--priority", type=int, help="priority of the requests")
     parser.add_argument("--obey-eos", action="store_true", help="let requests end at an EOS token")
     parser.add_argument(
         "--json", type=output_file, help="write settings, summary and requests to this file"

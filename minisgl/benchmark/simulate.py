@@ -8,6 +8,9 @@ cache and with an ideal cache.
 With --flood, another client sends many requests at once, and the load of a second client starts
 later. The output then also has the times to first token of the load without the flood, and the
 duration of the longest step.
+
+With --low, requests of a later priority arrive beside the load. The output then also has the times
+to first token of the load alone, and the ratio of the two 99th percentiles.
 """
 
 import argparse
@@ -23,95 +26,16 @@ from tqdm import tqdm
 
 from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
-from minisgl.benchmark.flag_types import nonnegative_float, positive_int
 from minisgl.benchmark.latency import describe, error_lines, latencies, summarise, table
-from minisgl.benchmark.load import add_load_flags, load_of
+from minisgl.benchmark.load import add_load_flags, arrivals, load_of
 from minisgl.benchmark.trace import Load, hit_ratios
+from minisgl.benchmark.virtual_engine import VirtualEngine, add_engine_flags, engine_settings
 from minisgl.benchmark.workload import make_workload
-from minisgl.core import (
-    Batch,
-    ConfigError,
-    SamplingParams,
-    SchedulerConfig,
-    StepCost,
-    StepResult,
-)
+from minisgl.core import ConfigError, SamplingParams, SchedulerConfig, StepCost
 from minisgl.message.messages import AddReq, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 
 _FLOOD_LEAD_S = 5.0  # the load starts this long after the flood
-_HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
-# Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
-DEFAULT_COST = (
-    "35.88,1.3053,1:3.983,8:4.093,16:4.261,32:4.261,64:4.338,128:5.989,256:8.043,384:9.934,"
-    "512:12.351,640:16.739,768:18.039,1024:23.674,2048:44.901"
-)
-
-
-def read_cost(text: str) -> StepCost:
-    """Parse the text of str(StepCost). Raises ConfigError."""
-    try:
-        key_ns, pair_ns, *prices = text.split(",")
-        points = [(int(tokens), float(ms) / 1e3) for tokens, ms in (p.split(":") for p in prices)]
-        tokens, seconds = zip(*points, strict=True)
-        figures = [float(key_ns), float(pair_ns), *seconds]
-        rising = [*tokens] == sorted({*tokens}) and [*seconds] == sorted(seconds)
-        if not (rising and tokens[0] > 0 and all(0 <= each < math.inf for each in figures)):
-            raise ValueError
-        return StepCost(
-            tokens=tokens,
-            seconds=seconds,
-            per_decode_key_s=float(key_ns) / 1e9,
-            per_prefill_pair_s=float(pair_ns) / 1e9,
-        )
-    except ValueError:
-        raise ConfigError(
-            f"--cost {text!r} does not have the form KEY_NS,PAIR_NS,TOKENS:MS,..."
-        ) from None
-
-
-class _Pending:
-    """Implements core.PendingStep. `wait` advances the simulated time to the end of the step."""
-
-    def __init__(self, engine: "VirtualEngine", batch: Batch, end_s: float) -> None:
-        self._engine = engine
-        self._num_reqs = batch.num_reqs
-        self._end_s = end_s
-
-    def wait(self) -> StepResult:
-        self._engine.now_s = max(self._engine.now_s, self._end_s) + _HOST_S
-        ones = np.ones(self._num_reqs, dtype=np.int32)
-        return StepResult(ones[:, None], ones, finite=np.ones(self._num_reqs, dtype=np.bool_))
-
-    def done(self) -> bool:
-        return self._engine.now_s >= self._end_s
-
-
-class VirtualEngine:
-    """Implements core.EngineLike. now_s: simulated time. busy_s, longest_s: the times of all
-    steps, their sum and their maximum."""
-
-    def __init__(self, cost: StepCost, num_pages: int, rows: int, max_seq_len: int) -> None:
-        self._cost = cost
-        self.num_pages = num_pages
-        self.page_size = 16
-        self.max_running_reqs = rows
-        self.max_seq_len = max_seq_len
-        self.now_s = 0.0
-        self.busy_s = 0.0
-        self.longest_s = 0.0
-        self._free_s = 0.0  # end of the last launched step
-
-    def launch(self, batch: Batch) -> _Pending:
-        lengths = batch.lengths.astype(np.int64)
-        keys = lengths * batch.start + lengths * (lengths + 1) // 2
-        decode_keys = int(keys[: batch.num_decode].sum())
-        prefill_pairs = int(keys[batch.num_decode :].sum())
-        seconds = self._cost.predict_s(int(lengths.sum()), decode_keys, prefill_pairs)
-        self.busy_s += seconds
-        self.longest_s = max(self.longest_s, seconds)
-        self._free_s = max(self.now_s, self._free_s) + seconds
-        return _Pending(self, batch, self._free_s)
 
 
 class _Arrivals:
@@ -149,8 +73,17 @@ class _Arrivals:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
         ids = self._load.prompts[index].astype("<i4").tobytes()
         client = self._load.clients[index] if self._load.clients else ""
-        message = AddReq(uid=index, token_ids=ids, sampling=sampling, client=client, call=index)
-        messages.append(message)
+        priority = self._load.priorities[index] if self._load.priorities else 0
+        messages.append(
+            AddReq(
+                uid=index,
+                token_ids=ids,
+                sampling=sampling,
+                client=client,
+                call=index,
+                priority=priority,
+            )
+        )
 
 
 def simulate(
@@ -211,33 +144,30 @@ def add_flood(load: Load, options: argparse.Namespace) -> Load:
     )
 
 
+def add_low(load: Load, options: argparse.Namespace) -> Load:
+    """Return `load`, and then requests of priority 1 that arrive until its last arrival.
+
+    Raises ConfigError for a load without arrival times.
+    """
+    rate, prompt, output = options.low[0], int(options.low[1]), int(options.low[2])
+    if load.arrivals_s is None or rate <= 0 or min(prompt, output) < 1:
+        raise ConfigError("--low takes three positive numbers, and needs --rate or --trace")
+    count = max(int(rate * load.arrivals_s[-1]), 1)
+    seed = options.seed + 3_000_017  # not the seed of the load, so that no prefix is shared
+    low = make_workload(count, (prompt, prompt), (output, output), 0, seed, options.largest_id)
+    return Load(
+        load.prompts + [np.array(ids, dtype=np.int32) for ids in low.prompts],
+        load.max_tokens + low.max_tokens,
+        load.arrivals_s + arrivals(count, rate, poisson=True, seed=seed),
+        None,
+        [0] * len(load.prompts) + [1] * count,
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON. Returns 1 when a request failed."""
     parser = argparse.ArgumentParser(prog="minisgl bench simulate", description=__doc__)
-    parser.add_argument(
-        "--cost",
-        default=DEFAULT_COST,
-        metavar="KEY_NS,PAIR_NS,TOKENS:MS,...",
-        help="costs of a step, as a server logs them (Qwen3-8B on one H200)",
-    )
-    parser.add_argument(
-        "--num-pages", type=positive_int, default=49_000, help="KV pages of 16 tokens (49000)"
-    )
-    parser.add_argument(
-        "--max-running-requests", type=positive_int, default=256, help="requests in a batch (256)"
-    )
-    parser.add_argument(
-        "--max-seq-len", type=positive_int, default=40_960, help="context length in tokens (40960)"
-    )
-    parser.add_argument(
-        "--target-step-ms",
-        type=nonnegative_float,
-        default=SchedulerConfig().target_step_ms,
-        help="step-time target; 0: no target, as in the offline LLM (the server's target)",
-    )
-    parser.add_argument(
-        "--cache-type", choices=("radix", "naive"), default="radix", help="prefix cache (radix)"
-    )
+    add_engine_flags(parser)
     parser.add_argument(
         "--flood",
         type=int,
@@ -245,21 +175,25 @@ def main(argv: Sequence[str]) -> int:
         metavar=("REQUESTS", "PROMPT", "OUTPUT"),
         help="let another client send REQUESTS of PROMPT and OUTPUT tokens 5 s before the load",
     )
+    parser.add_argument(
+        "--low",
+        type=float,
+        nargs=3,
+        metavar=("RATE", "PROMPT", "OUTPUT"),
+        help="let RATE requests per second of PROMPT and OUTPUT tokens and of a later priority "
+        "arrive beside the load",
+    )
     add_load_flags(parser)
     options = parser.parse_args(argv)
-    cost = read_cost(options.cost)
-    config = SchedulerConfig(
-        target_step_ms=options.target_step_ms or None, cache_type=options.cache_type
-    )
-    sizes = (options.num_pages, options.max_running_requests, options.max_seq_len)
-    engine = VirtualEngine(cost, *sizes)
+    settings = engine_settings(options)
+    cost, config, engine = settings.cost, settings.config, settings.engine()
     load = load_of(options)
     background = background_load(options)
     both = load
     if background.prompts:
         if load.arrivals_s is None:
             raise ConfigError("--beside is simulated only together with --rate or --trace")
-        alone = simulate(background, VirtualEngine(cost, *sizes), cost, config, 1)
+        alone = simulate(background, settings.engine(), cost, config, 1)
         if alone[0].error:
             raise ConfigError(f"--beside: {alone[0].error}")
         begin_s = max(answer.outputs_s[0] for answer in alone)
@@ -269,9 +203,11 @@ def main(argv: Sequence[str]) -> int:
             [0.0] * len(alone) + [begin_s + at_s for at_s in load.arrivals_s],
         )
     num_streams, num_reqs = len(background.prompts), len(both.prompts)
-    if options.flood:
-        idle = simulate(both, VirtualEngine(cost, *sizes), cost, config, options.concurrency)
-        both = add_flood(both, options)
+    if options.flood and options.low:
+        raise ConfigError("--flood and --low are alternatives; give one of them")
+    if options.flood or options.low:
+        idle = simulate(both, settings.engine(), cost, config, options.concurrency)
+        both = add_flood(both, options) if options.flood else add_low(both, options)
     answers = simulate(both, engine, cost, config, options.concurrency)[:num_reqs]
     streams, answers = answers[:num_streams], answers[num_streams:]
     summary: dict[str, Any] = summarise(answers)
@@ -279,6 +215,14 @@ def main(argv: Sequence[str]) -> int:
         summary["beside"] = summarise_streams(background, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
     print(table(summary), *error_lines([*streams, *answers]), sep="\n")
+    if options.low:
+        alone_s, beside_s = latencies(idle).ttft_s, latencies(answers).ttft_s
+        summary["idle_ttft_s"] = describe(alone_s)
+        summary["ttft_p99_ratio"] = np.percentile(beside_s, 99) / np.percentile(alone_s, 99)
+        print(
+            f"alone: TTFT p99 {np.percentile(alone_s, 99) * 1e3:.2f} ms, "
+            f"ratio {summary['ttft_p99_ratio']:.3f}"
+        )
     if options.flood:
         summary["idle_ttft_s"] = describe(latencies(idle[num_streams:]).ttft_s)
         summary["longest_step_s"] = engine.longest_s

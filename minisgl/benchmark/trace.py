@@ -34,12 +34,14 @@ class Load(NamedTuple):
     max_tokens  output tokens of each request.
     arrivals_s  seconds after the first arrival; None: a request is sent when another one ends.
     clients     the client of each request; None: all requests come from one client.
+    priorities  the priority of each request; None: 0.
     """
 
     prompts: list[Int32Array]
     max_tokens: list[int]
     arrivals_s: list[float] | None
     clients: list[str] | None = None
+    priorities: list[int] | None = None
 
 
 def read_trace(path: Path, count: int | None = None) -> list[TraceRequest]:
@@ -112,7 +114,7 @@ def ideal_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> fl
     the page whose next use is the latest (Belady, 1966). As in the engine, hits are whole pages and
     at least one token of a prompt is computed.
     """
-    chains = [_page_chain(prompt, page_size) for prompt in prompts]
+    chains = [page_chain(prompt, page_size) for prompt in prompts]
     uses: dict[int, list[int]] = {}
     for turn, chain in enumerate(chains):
         for page in chain:
@@ -144,7 +146,7 @@ def lru_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> floa
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for prompt in prompts:
-        chain = _page_chain(prompt, page_size)
+        chain = page_chain(prompt, page_size)
         found = next((i for i, page in enumerate(chain) if page not in cached), len(chain))
         hits += min(found, (len(prompt) - 1) // page_size) * page_size
         for page in reversed(chain):
@@ -156,10 +158,12 @@ def lru_hit_ratio(prompts: list[Int32Array], pages: int, page_size: int) -> floa
     return hits / total if total else 0.0
 
 
-def _page_chain(prompt: Int32Array, page_size: int) -> list[int]:
-    """Return one number for each whole page, a hash of the page and all pages before it."""
+def page_chain(prompt: Int32Array, page_size: int, before: int = 0) -> list[int]:
+    """Return one number for each whole page, a hash of the page and all pages before it.
+
+    before: the number of the page before `prompt`; 0: `prompt` is the start.
+    """
     chain: list[int] = []
-    before = 0
     for start in range(0, len(prompt) // page_size * page_size, page_size):
         before = hash((before, prompt[start : start + page_size].tobytes()))
         chain.append(before)

@@ -14,6 +14,7 @@
         - ModelNotFound           (server)
         - RouteNotFound           (server)
         - MethodNotAllowed        (server)
+        - RendersOnly             (server)
         - NotAuthenticated        (server)
         - AdminOnly               (server)
         - ForbiddenHost           (server)

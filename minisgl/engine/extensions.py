@@ -1,12 +1,24 @@
 """The parts that a program can add to engine and scheduler without changing this package."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
 from minisgl.engine.logits_processing import LogitBias, LogitsProcessor, MinTokens, Penalties
+from minisgl.kvcache import CacheListener
+from minisgl.message.kv_events import KVEventTotals
 from minisgl.message.messages import ConstraintTotals
 from minisgl.models.build import ModelExtensions
+
+
+class CacheReporter(CacheListener, Protocol):
+    """A CacheListener that the scheduler flushes after each iteration."""
+
+    totals: KVEventTotals
+
+    def flush(self) -> None:
+        """Send what the listener has learnt in this iteration. Must not block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +37,14 @@ class Extensions(ModelExtensions):
     logits_processors  in the order in which they edit the logits.
     constraint_totals  the processor of constraints and the scheduler count in this object.
                        SchedulerStats reports it. None: the scheduler uses an object of its own.
+    cache_reporter     makes the listener of the prefix cache from page size and number of pages.
+                       None: the cache has no listener.
     """
 
     sampling_columns: tuple[Column, ...] = SAMPLING_COLUMNS
     logits_processors: tuple[LogitsProcessor[Any], ...] = (LogitBias(), MinTokens(), Penalties())
     constraint_totals: ConstraintTotals | None = None
+    cache_reporter: Callable[[int, int], CacheReporter] | None = None
 
     def open_states(self, params: SamplingParams) -> tuple[Any, ...] | None:
         """Return one state per processor for a new request; None if no processor edits its logits.

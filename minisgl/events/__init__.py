@@ -1,7 +1,10 @@
-"""Events for other systems, such as pages that enter or leave the prefix cache. No code yet.
+"""Events for other systems: the blocks that enter and leave the prefix cache.
 
-The seam will be a listener that the prefix cache (kvcache/) calls for insertions and evictions.
-Entry points (server/worker_main.py, LLM) register this package; the core does not import it.
+The prefix cache (kvcache/) calls a `CacheListener` at each insertion and eviction. The entry point
+(server/worker_main.py) registers this package; the core does not import it.
 """
 
-__all__: list[str] = []
+from minisgl.events.cache_events import CacheEvents, publish_events
+from minisgl.events.index import BlockIndex
+
+__all__ = ["BlockIndex", "CacheEvents", "publish_events"]

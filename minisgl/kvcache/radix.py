@@ -19,7 +19,7 @@ O(log n).
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -69,6 +69,16 @@ class Evicted(NamedTuple):
     fence: int
 
 
+class CacheListener(Protocol):
+    """Learns of the prefixes that enter and leave the cache. Its methods must not block."""
+
+    def stored(self, tokens: Int32Array, pages: Int32Array, salt: str) -> None:
+        """The whole prefix `tokens` is cached in `pages`. A part of it may be known already."""
+
+    def removed(self, pages: Int32Array) -> None:
+        """These pages have been evicted."""
+
+
 def common_prefix(a: Int32Array, b: Int32Array) -> int:
     """Return the number of leading ids that are equal in `a` and `b`."""
     length = min(len(a), len(b))
@@ -102,8 +112,10 @@ class RadixCache:
         also hold void entries, of nodes that have been reused since.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, listener: CacheListener | None = None) -> None:
+        """listener: learns of each insertion and eviction."""
         self._page_size = page_size
+        self._listener = listener
         self._clock = 0
         self._num_nodes = 0
         # Entries are (last_use, node_id, node). Heap 0 has new leaves, heap 1 reused leaves.
@@ -151,7 +163,10 @@ class RadixCache:
             self._push_if_evictable(leaf)
             node = leaf
             cached_pages.append(leaf.pages)
-        return Match(node, np.concatenate(cached_pages))
+        match = Match(node, np.concatenate(cached_pages))
+        if self._listener is not None:
+            self._listener.stored(tokens, match.pages, salt)
+        return match
 
     def lock(self, end: RadixNode) -> None:
         """Forbid the eviction of the nodes from the root to `end`. Takes O(depth)."""
@@ -245,6 +260,8 @@ class RadixCache:
         taken = node.pages[kept:]
         self.evictable_pages -= num_pages
         self._reused_pages -= num_pages if node.reused else 0
+        if self._listener is not None:
+            self._listener.removed(taken)
         if kept:
             node.pages = node.pages[:kept]
             node.tokens = node.tokens[: kept * self._page_size]

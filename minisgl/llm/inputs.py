@@ -13,6 +13,7 @@ Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 Stop = str | Sequence[str]
+Priority = int | Sequence[int]
 
 NOT_A_PROMPT = "a prompt must be text or a sequence of token ids"
 NOT_A_CONVERSATION = (
@@ -56,6 +57,15 @@ def as_ids(prompt: Sequence[int]) -> "array[int]":
         raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None
     except (TypeError, ValueError):
         raise InvalidRequest(NOT_A_PROMPT, param="prompt") from None
+
+
+def priority_list(priority: Any, count: int) -> list[int]:
+    """Return the priority of each of `count` prompts. Raises InvalidRequest."""
+    each = [priority] * count if isinstance(priority, int) else list(priority)
+    if len(each) != count or not all(isinstance(one, int) for one in each):
+        message = f"priority must be an integer, or a list of {count} integers"
+        raise InvalidRequest(message, param="priority")
+    return each
 
 
 def stop_list(stop: Any) -> list[str]:

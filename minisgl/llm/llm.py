@@ -25,6 +25,7 @@ from minisgl.llm.inputs import (
     NOT_A_CONVERSATION,
     NOT_A_PROMPT,
     Conversation,
+    Priority,
     Prompt,
     Sampling,
     Stop,
@@ -32,6 +33,7 @@ from minisgl.llm.inputs import (
     as_list,
     check_conversation,
     checked,
+    priority_list,
     stop_list,
 )
 from minisgl.llm.results import Completion, Generation, Piece
@@ -115,6 +117,7 @@ class LLM:
         *,
         stop: Stop = (),
         progress: bool = True,
+        priority: Priority = 0,
         **parameters: Any,
     ) -> Completion | list[Completion]:
         """Complete one prompt, or a list of prompts. A prompt is text, or a sequence of token ids.
@@ -123,6 +126,8 @@ class LLM:
         sampling: the parameters for all prompts, a list with one entry for each prompt, or None for
         the model's defaults.
         stop: strings that end a text. progress: show a progress bar on stderr.
+        priority: prompts with a lower number are computed first; one number, or one for each
+        prompt.
         parameters: fields of SamplingParams that replace those of `sampling`, for all prompts.
 
         Raises InvalidRequest for parameters and prompts of a wrong type or out of range. If the
@@ -130,9 +135,8 @@ class LLM:
         prompt has finish_reason ERROR. The other prompts are not affected.
         """
         single, listed = as_list(prompts, (int, np.integer), NOT_A_PROMPT)
-        completions = self._run(
-            listed, self._params(sampling, len(listed), parameters), stop, progress
-        )
+        params = self._params(sampling, len(listed), parameters)
+        completions = self._run(listed, params, stop, progress, priority=priority)
         return completions[0] if single else completions
 
     def chat(
@@ -199,10 +203,11 @@ class LLM:
         stop: Stop,
         progress: bool,
         chat_options: dict[str, Any] | None = None,
+        priority: Priority = 0,
     ) -> list[Completion]:
         done: dict[int, Completion] = {}
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
-            for piece in self._stream(prompts, params, stop, not stop, chat_options):
+            for piece in self._stream(prompts, params, stop, not stop, chat_options, priority):
                 if piece.completion is not None:
                     done[piece.index] = piece.completion
                     bar.update()
@@ -216,6 +221,7 @@ class LLM:
         stop: Stop,
         text_at_end: bool = False,
         chat_options: dict[str, Any] | None = None,
+        priority: Priority = 0,
     ) -> Iterator[Piece]:
         """text_at_end: detokenise each generation once, when it ends.
 
@@ -225,6 +231,7 @@ class LLM:
         if self._running:
             raise InvalidRequest("one call at a time: read the open stream to its end or close it")
         stop_strings = stop_list(stop)
+        priorities = priority_list(priority, len(prompts))
         # A second Ctrl-C may have left requests of the last call running.
         self.worker.abort_and_wait(())
         running = self._running
@@ -234,7 +241,7 @@ class LLM:
                 each = prompts[index]
                 ids = as_ids(self.tokenizer.encode_text(each) if isinstance(each, str) else each)
                 final = self._constraints.for_prompt(params[index], ids, chat_options)
-                self._submit(index, ids, final, stop_strings, text_at_end)
+                self._submit(index, ids, final, stop_strings, text_at_end, priorities[index])
             while running:
                 for output in self.worker.step():
                     yield from self._read(output)
@@ -251,6 +258,7 @@ class LLM:
         sampling: SamplingParams,
         stop_strings: list[str],
         text_at_end: bool,
+        priority: int,
     ) -> None:
         options = TextOptions(
             prompt_tail=ids[-8:].tolist(), stop=stop_strings, min_tokens=sampling.min_tokens
@@ -259,7 +267,8 @@ class LLM:
         uid = self._next_uid
         self._next_uid += 1
         self._running[uid] = Generation(index, stream, text_at_end, self.tokenizer.vocabulary, ids)
-        self.worker.send(AddReq(uid=uid, token_ids=ids.tobytes(), sampling=sampling))
+        message = AddReq(uid=uid, token_ids=ids.tobytes(), sampling=sampling, priority=priority)
+        self.worker.send(message)
 
     def _check_open(self) -> None:
         if self._closed:

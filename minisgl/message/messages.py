@@ -150,6 +150,7 @@ class AddReq(Message, frozen=True, kw_only=True):
     cache_salt  only requests with the same salt share cached prefixes.
     client      the name of the API key; clients take turns. "" if there is only one.
     call        number of the call; the calls of a client take turns. 0 in an offline run.
+    priority    requests with a lower number are served first.
     """
 
     uid: int
@@ -159,6 +160,7 @@ class AddReq(Message, frozen=True, kw_only=True):
     count: int = 1
     client: str = ""
     call: int = 0
+    priority: int = 0
 
 
 class AbortReq(Message, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Typed one-way ZMQ queues over ipc sockets. The only module that imports zmq.
+"""Typed one-way ZMQ queues over ipc sockets. Only this module and publisher.py import zmq.
 
 Sockets have no high-water mark, so that no sender blocks. The scheduler must never block. The API
 server bounds the number of queued messages, because it limits the number of admitted requests. A

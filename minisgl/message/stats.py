@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from minisgl.message.kv_events import KVEventTotals
+
 STEP_PHASES = ("prefill", "decode", "mixed")
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 BATCH_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -63,6 +65,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
                           request computes its tokens again, and they count again.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     constraints           totals of the requests with a grammar.
+    kv_events             state of the stream of KV events; all 0 without --kv-events-endpoint.
     """
 
     step_id: int = 0
@@ -83,3 +86,4 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     nonfinite_rows_total: int = 0
     phases: dict[str, PhaseStats] = {}
     constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
+    kv_events: KVEventTotals = msgspec.field(default_factory=KVEventTotals)

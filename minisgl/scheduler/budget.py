@@ -14,6 +14,7 @@ from minisgl.scheduler.request_table import RequestTable
 
 MIN_CHUNK_TOKENS = 32  # the smallest chunk; prefill continues even in steps above the time limit
 MAX_SLOWDOWN = 2.25  # a step with a chunk may take this many times the decode-only step
+LOW_SLOWDOWN = 1.5  # the same for a step with prompts of later priorities only
 # A queue with n times LONG_QUEUE_S of prefill time multiplies the limit of the step time by n, but
 # at most by MAX_QUEUE_FACTOR. Even then, running streams get about ten tokens per second.
 LONG_QUEUE_S = 0.25
@@ -26,7 +27,7 @@ class PrefillBudget:
     """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
     While no request decodes, or without known step costs, the limit is prefill_budget_tokens. With
-    decoding requests, or with several clients, the limit is lower:
+    decoding requests, several clients or several priorities, the limit is lower:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
       `_timed_tokens`.
@@ -59,7 +60,8 @@ class PrefillBudget:
         target_ms = self._config.target_step_ms
         if cost is None or not (self._prefilling or self._waiting):
             return budget
-        if not len(decode_rows) and (len(self._clients) < 2 or target_ms is None):
+        shared = len(self._clients) > 1 or self._waiting.has_classes
+        if not len(decode_rows) and (not shared or target_ms is None):
             return budget
         if target_ms is None:
             return min(self._even_tokens(decode_rows, cost), budget)
@@ -113,19 +115,28 @@ class PrefillBudget:
         step is compute-bound, a decode token takes 45 us next to a chunk and 27 us next to other
         decode tokens (8B model, H200).
 
-        If there are several clients, the limit grows at most half as far, and only with the
-        shortest queue of a client with prompts. Otherwise the queue of one client would delay the
-        first tokens of the others.
+        If there are several clients or priorities, the limit grows at most half as far, and only
+        with the shortest queue of a client and priority with prompts. Otherwise the queue of one
+        client would delay the first tokens of the others. The first priority in use counts even if
+        it has no prompts, since its next request must not wait for a long step.
         """
         num_decode = len(decode_rows)
         keys = int(self._table.computed[decode_rows].sum())
-        limit_s = max(target_s, MAX_SLOWDOWN * cost.predict_s(num_decode, keys, 0))
-        queued = Counter({req.client: 0 for req in self._prefilling})
+        slowdown = MAX_SLOWDOWN
+        if all(req.priority > self._waiting.highest_class for req in self._prefilling) and (
+            self._waiting.highest_class not in self._waiting.levels
+        ):
+            slowdown = LOW_SLOWDOWN
+        limit_s = max(target_s, slowdown * cost.predict_s(num_decode, keys, 0))
+        queued = Counter({(req.priority, req.client): 0 for req in self._prefilling})
         for req in self._waiting:
-            queued[req.client] += req.uncached_tokens
+            queued[req.priority, req.client] += req.uncached_tokens
+        if min(level for level, _ in queued) > self._waiting.highest_class:
+            queued[self._waiting.highest_class, ""] = 0
         queue_s = cost.predict_s(min(queued.values()), 0, 0)
         # A request that arrives during step n enters step n + 2, so it waits for two steps.
-        most = MAX_QUEUE_FACTOR / 2 if len(self._clients) > 1 else MAX_QUEUE_FACTOR
+        shared = len(self._clients) > 1 or self._waiting.has_classes
+        most = MAX_QUEUE_FACTOR / 2 if shared else MAX_QUEUE_FACTOR
         limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), most)
         if self._prefilling:
             start = int(self._table.computed[self._prefilling[0].row])

@@ -3,7 +3,7 @@
 import numpy as np
 
 from minisgl.core import Int32Array
-from minisgl.kvcache import FencedPool, Match, RadixCache
+from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
@@ -29,11 +29,17 @@ class KVManager:
         to the cache's page before the request's own copy is freed.
     """
 
-    def __init__(self, page_size: int, num_pages: int, use_prefix_cache: bool) -> None:
-        """use_prefix_cache: False keeps the prefix cache empty."""
+    def __init__(
+        self,
+        page_size: int,
+        num_pages: int,
+        use_prefix_cache: bool,
+        listener: CacheListener | None = None,
+    ) -> None:
+        """use_prefix_cache: False keeps the prefix cache empty. listener: of the prefix cache."""
         self.page_size = page_size
         self.pool = FencedPool(num_pages)
-        self.cache = RadixCache(page_size)
+        self.cache = RadixCache(page_size, listener)
         self._use_prefix_cache = use_prefix_cache
         self.evicted_pages_total = 0
 

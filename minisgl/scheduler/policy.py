@@ -10,16 +10,18 @@ from itertools import chain, islice
 import numpy as np
 
 from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost
-from minisgl.kvcache import common_prefix
 from minisgl.scheduler.budget import PrefillBudget
 from minisgl.scheduler.kv_manager import KVManager
+from minisgl.scheduler.prefixes import shared_with_older
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.sharing import ClientShares
 
 MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, so its time is limited
-MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
+MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
+MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
+RESERVED_ROWS = 16  # one row of this many stays free for the first priority in use
 
 
 class Planner:
@@ -40,9 +42,16 @@ class Planner:
        pages are left. The planner skips a waiting request while an older request computes a
        prefix that both share (in-batch prefix sharing).
 
-    If several clients have prompts, each may first use an equal part of the step's prompt tokens.
-    The planner then divides the unused tokens between the clients that need more. If rows or pages
-    are short, ClientShares decides (docs/decisions/20-clients-in-turn.md).
+    Requests with a lower priority number come first in all three parts: they get prompt tokens and
+    rows before the others, and if rows or pages are short, the planner preempts the others for
+    them. A step with prompts of the first priority in use leaves decoding requests of the others
+    out, but at most MAX_PAUSES steps in a row do. After MAX_OVERTAKES admissions that overtook an
+    older request, the oldest request in the queue gets the first priority in use
+    (docs/decisions/24-priorities.md).
+
+    If several clients have prompts of one priority, each may first use an equal part of the
+    step's prompt tokens. The planner then divides the unused tokens between the clients that need
+    more. If rows or pages are short, ClientShares decides (docs/decisions/20-clients-in-turn.md).
 
     waiting      the requests of each client in the order of service.
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
@@ -67,16 +76,23 @@ class Planner:
         self._budget = PrefillBudget(
             config, table, self.prefilling, self.waiting, self._shares.clients
         )
+        self._overtakes = 0
+        self._pauses = 0  # steps in a row without the decoding requests of later priorities
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
-    def predict_decode_s(self, batch: Batch) -> float:
-        """Predict the seconds of a batch in which all requests decode.
+    def predict_s(self, batch: Batch, chunks_too: bool = False) -> float:
+        """Predict the seconds of a batch in which all requests decode; 0.0 without known costs.
 
-        The result is 0.0 without known costs, and too low for a batch with a chunk.
+        The result is too low for a batch with a chunk, except with `chunks_too`.
         """
-        keys = int(batch.start.sum())
-        return 0.0 if self.cost is None else self.cost.predict_s(batch.num_reqs, keys, 0)
+        if self.cost is None:
+            return 0.0
+        if not chunks_too:
+            return self.cost.predict_s(batch.num_reqs, int(batch.start.sum()), 0)
+        start, lengths = batch.start.astype(np.int64), batch.lengths.astype(np.int64)
+        pairs = int((lengths * (start + lengths // 2))[batch.num_decode :].sum())
+        return self.cost.predict_s(int(lengths.sum()), int(start[: batch.num_decode].sum()), pairs)
 
     def plan(self, step_id: int, in_flight: bool) -> tuple[Batch | None, Req | None]:
         """Plan the next step.
@@ -88,7 +104,12 @@ class Planner:
         self._shares.measure(self.waiting.clients)
         rows, victim = self._decode_rows_with_pages(in_flight)
         starved = victim is not None or len(rows) < len(self.decode_rows)
-        chunks, blocked = self._choose_chunks(rows, admit=not starved)
+        first_rows = self._of_first_priority(rows)
+        chunks, blocked = self._choose_chunks(first_rows, admit=not starved)
+        has_first = any(map(self._is_first, map(self._table.req_at, chunks)))
+        pauses = has_first and len(first_rows) < len(rows) and self._pauses < MAX_PAUSES
+        self._pauses = self._pauses + 1 if pauses else 0
+        rows = first_rows if pauses else rows
         if blocked is not None and victim is None:
             victim = self._make_room(blocked)
             if victim is not None:
@@ -101,6 +122,13 @@ class Planner:
                 "no request runs, but no waiting request can be admitted; this is a bug"
             )
         return None, victim
+
+    @property
+    def has_urgent_prompts(self) -> bool:
+        """A prompt of the first priority in use has no first token yet."""
+        return any(map(self._is_first, self.prefilling)) or (
+            self.waiting.highest_class in self.waiting.levels
+        )
 
     def record_launch(self, batch: Batch) -> None:
         """Record that `batch` was launched: advance the lengths of its requests.
@@ -145,7 +173,7 @@ class Planner:
         self._shares.clients.add(req.client)
         cached = len(self._kv_manager.match(req).pages) * self._kv_manager.page_size
         others = chain(self.uncached, islice(reversed(self.waiting), MAX_DEFERRED))
-        shared = self._shared_with_older(req, cached, others)
+        shared = self._shared(req, cached, others)
         req.uncached_tokens = len(req.tokens) - (shared or cached)
         self.waiting.append(req)
 
@@ -172,13 +200,13 @@ class Planner:
     ) -> tuple[Int32Array, Req | None]:
         """When pages run short, give them to the oldest requests and preempt the newest one.
 
-        Requests of a client that holds more than its share of the pages count as newer than all
-        others.
+        Among requests of one priority, those of a client that holds more than its share of the
+        pages count as newer than all others.
         """
         req_at = self._table.req_at
 
-        def age(req: Req) -> tuple[bool, int]:
-            return self._shares.is_over(req), req.arrival_index
+        def age(req: Req) -> tuple[int, bool, int]:
+            return req.priority, self._shares.is_over(req), req.arrival_index
 
         pool = self._kv_manager.pool
         oldest_first = sorted(growing.tolist(), key=lambda row: age(req_at(row)))
@@ -205,56 +233,83 @@ class Planner:
 
         admit: waiting requests may start.
 
-        Each client with prompts may first use an equal part of the budget. The second round divides
-        the rest. The returned request found no row or no pages although its client is within its
-        share.
+        The budget goes to the priorities in their order. Each client with prompts of a priority
+        may first use an equal part of the rest. The second round divides what is left. While
+        requests of one priority wait for room, no request of a later priority is admitted. The
+        returned request found no row or no pages although its client is within its share, or
+        although a request of a later priority runs.
         """
-        with_prompts = {req.client for req in self.prefilling}.union(self.waiting.clients)
-        clients = self._shares.in_order(with_prompts)
+        self._advance_oldest()
+        levels = self.waiting.levels
+        for req in self.prefilling:
+            levels.setdefault(req.priority, set()).add(req.client)
         budget = self._budget.tokens(decode_rows, self.cost)
         chunks: dict[int, int] = {}
         blocked: Req | None = None
-        rounds = [budget // len(clients), budget] if len(clients) > 1 else [budget]
-        for part in rounds:
-            for client in clients:
-                used, refused = self._fill(client, min(part, budget), chunks, admit, blocked)
-                budget -= used
-                blocked = blocked or refused
+        for level in sorted(levels):
+            clients = self._shares.in_order(levels[level])
+            rounds = [budget // len(clients), budget] if len(clients) > 1 else [budget]
+            for part in rounds:
+                for client in clients:
+                    most = min(part, budget)
+                    used, refused = self._fill(client, level, most, chunks, admit, blocked)
+                    budget -= used
+                    blocked = blocked or refused
+            admit = admit and level not in self.waiting.levels
         return chunks, blocked
 
+    def _advance_oldest(self) -> None:
+        """Give the oldest waiting request the first priority if it was overtaken too often."""
+        oldest = self.waiting.oldest
+        if self._overtakes >= MAX_OVERTAKES and oldest is not None:
+            self._overtakes = 0
+            self.waiting.raise_to(oldest, self.waiting.highest_class)
+
     def _fill(
-        self, client: str, budget: int, chunks: dict[int, int], admit: bool, blocked: Req | None
+        self,
+        client: str,
+        level: int,
+        budget: int,
+        chunks: dict[int, int],
+        admit: bool,
+        blocked: Req | None,
     ) -> tuple[int, Req | None]:
-        """Add up to `budget` prompt tokens of one client to `chunks`.
+        """Add up to `budget` prompt tokens of one client and priority to `chunks`.
 
         blocked: a request of another client that waits for room. While a request is blocked, only
         requests within their client's share are admitted.
-        Returns the number of tokens, and a request within the share that found no room.
+        Returns the number of tokens, and a request that found no room and may have another one
+        preempted.
         """
         left = budget
         for req in self.prefilling:
-            if left > 0 and req.client == client:
+            if left > 0 and (req.client, req.priority) == (client, level):
                 left -= self._add_chunk(req, left, chunks)
         admitted: list[Req] = []
         refused: Req | None = None
         deferred = 0
-        for req in self.waiting.of(client) if admit and left > 0 else ():
+        for req in self.waiting.of(client, level) if admit and left > 0 else ():
             pages = self._kv_manager.pages_for(len(req.tokens))
             is_within = self._shares.is_within(req, pages)
+            rows = self._table.rows
+            if rows.num_free <= rows.size // RESERVED_ROWS and not self._is_first(req):
+                break
             if not self._table.rows.num_free or not (is_within or blocked is None):
-                refused = req if is_within else None
+                refused = self._refused(req, is_within)
                 break
             match = self._kv_manager.match(req)
             cached = len(match.pages) * self._kv_manager.page_size
-            if self._shared_with_older(req, cached, self.uncached):
+            if self._shared(req, cached, self.uncached):
                 deferred += 1
                 if deferred == MAX_DEFERRED:
                     break
                 continue
             if not self._kv_manager.try_admit(req, match, self._table):
-                refused = req if is_within else None
+                refused = self._refused(req, is_within)
                 break
             self._shares.record_admitted(req, pages)
+            oldest = self.waiting.oldest
+            self._overtakes += oldest is not None and oldest.priority > level
             admitted.append(req)
             if not req.admitted:
                 req.admitted = True
@@ -278,47 +333,41 @@ class Planner:
             chunks[req.row] = chosen + tokens
         return tokens
 
+    def _is_first(self, req: Req) -> bool:
+        """The request has the first priority in use."""
+        return req.priority <= self.waiting.highest_class
+
+    def _of_first_priority(self, rows: Int32Array) -> Int32Array:
+        """The decoding rows that run beside prompts of the first priority."""
+        if not self.waiting.has_classes or not self.has_urgent_prompts:
+            return rows
+        is_first = [self._is_first(self._table.req_at(row)) for row in rows.tolist()]
+        return rows if all(is_first) else rows[is_first]
+
     def _make_room(self, req: Req) -> Req | None:
-        """Preempt a request of a client that holds more than its share, so that `req` can run.
+        """Preempt a request of a later priority or of a client above its share, so that `req` runs.
 
         Returns None if there is none, or if the rows that end with the step in flight may suffice.
         """
         running = [*self.prefilling, *map(self._table.req_at, self.decode_rows.tolist())]
         rows = self._table.rows
-        ends_soon = rows.num_quarantined or int(rows.allocated.sum()) > len(running)
-        victim = None if ends_soon else self._shares.victim(req, running)
+        if rows.num_quarantined or int(rows.allocated.sum()) > len(running):
+            return None
+        victim = self._shares.victim(req, running)
         if victim is not None:
             self.remove(victim)
         return victim
 
-    def _shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
-        """Return the number of leading tokens of `req` that an older request in `others` computes.
+    def _refused(self, req: Req, is_within: bool) -> Req | None:
+        """Return `req`, which found no room, if another request may be preempted for it."""
+        others = (other for other in self._table.reqs if other is not None)
+        return req if is_within or any(o.priority > req.priority for o in others) else None
 
-        The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
-        for so few. With this rule, the n choices of one prompt compute the prompt once. A burst of
-        requests with the same system prompt computes the system prompt once.
-
-        A request waits for older requests only, and these decrease in number. If it also waited for
-        newer requests, it could wait forever: a newer request is admitted before it, computes the
-        shared prefix and fails, then the next newer request does the same, and so on.
-        """
-        if self._config.cache_type == "naive" or req.sampling.prompt_logprobs is not None:
+    def _shared(self, req: Req, cached: int, others: Iterable[Req]) -> int:
+        """As `shared_with_older`; 0 without a prefix cache."""
+        if self._config.cache_type == "naive":
             return 0
-        page_size = self._kv_manager.page_size
-        half = (len(req.tokens) - cached + 1) // 2
-        min_shared = self._kv_manager.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
-        # The first min_shared tokens have to be equal. Compare the last of these tokens first,
-        # because most prompts differ there. The slice is empty if the prompt has fewer tokens.
-        last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
-        if not last_needed:
-            return 0
-        for other in others:
-            older = other.arrival_index < req.arrival_index and other.cache_salt == req.cache_salt
-            if older and other.tokens[min_shared - 1 : min_shared].tobytes() == last_needed:
-                shared = common_prefix(req.tokens[:-1], other.tokens)
-                if shared >= min_shared:
-                    return shared // page_size * page_size
-        return 0
+        return shared_with_older(req, cached, others, self._kv_manager.page_size)
 
     # --- the batch ------------------------------------------------------------------------------
 

@@ -1,67 +1,107 @@
 """`WaitingQueue`: the waiting requests of each client, in the order of service."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain, zip_longest
 
 from minisgl.scheduler.request import Req
+
+RECENT_REQS = 256  # a priority is in use while one of this many last requests has it
 
 
 class WaitingQueue:
     """The queue of the planner. It decides the order of the requests of each client.
 
-    The calls of a client take turns: a call of 128 choices delays a later call of the same client
-    by one choice, not by 128. Requests of one call, and calls of one choice, are in order of
-    arrival. A preempted request comes first. ClientShares decides the order of the clients. An
-    offline run has one client and one call, so its queue is first in, first out.
+    Requests with a lower priority number come first. Within one priority, the calls of a client
+    take turns: a call of 128 choices delays a later call of the same client by one choice, not by
+    128. Requests of one call, and calls of one choice, are in order of arrival. A preempted request
+    comes first. ClientShares decides the order of the clients. An offline run has one client, one
+    priority and one call, so its queue is first in, first out.
 
-    _clients  by client, then by call: the waiting requests. The call that is served next is first.
+    highest_class  the lowest priority number in use.
+    has_classes    requests of several priorities are in use.
+    _levels   by priority, by client, then by call: the waiting requests. The call that is served
+              next is first.
     _reqs     all requests in the order in which they began to wait. It is a dict and not a set,
               because it keeps the order.
     """
 
     def __init__(self) -> None:
-        self._clients: dict[str, dict[int, deque[Req]]] = {}
+        self.highest_class = 0
+        self.has_classes = False
+        self._levels: dict[int, dict[str, dict[int, deque[Req]]]] = {}
         self._reqs: dict[Req, None] = {}
+        self._recent: deque[int] = deque(maxlen=RECENT_REQS)
 
     def __len__(self) -> int:
         return len(self._reqs)
 
     def __iter__(self) -> Iterator[Req]:
-        return chain.from_iterable(map(self.of, self._clients))
+        levels = sorted(self._levels)
+        pairs = ((client, level) for level in levels for client in self._levels[level])
+        return chain.from_iterable(self.of(*pair) for pair in pairs)
 
     def __reversed__(self) -> Iterator[Req]:
         """The request that began to wait last comes first."""
         return reversed(self._reqs)
 
     @property
-    def clients(self) -> Iterable[str]:
+    def clients(self) -> set[str]:
         """The clients of the waiting requests."""
-        return self._clients.keys()
+        return set(chain.from_iterable(self._levels.values()))
 
-    def of(self, client: str) -> Iterator[Req]:
-        """The waiting requests of one client in the order of service: calls take turns."""
-        turns = zip_longest(*self._clients.get(client, {}).values())
+    @property
+    def levels(self) -> dict[int, set[str]]:
+        """The clients of the waiting requests, by priority."""
+        return {level: set(clients) for level, clients in self._levels.items()}
+
+    @property
+    def oldest(self) -> Req | None:
+        """The request that began to wait first."""
+        return next(iter(self._reqs), None)
+
+    def of(self, client: str, level: int = 0) -> Iterator[Req]:
+        """The waiting requests of one client and priority, in order: calls take turns."""
+        turns = zip_longest(*self._levels.get(level, {}).get(client, {}).values())
         return (req for turn in turns for req in turn if req is not None)
 
     def append(self, req: Req) -> None:
         """Add a request: to the end of its call, or, if preempted, before all of its client."""
+        self._recent.append(req.priority)
+        self.highest_class = min(self._recent)
+        self.has_classes = self.highest_class < max(self._recent)
         self._reqs[req] = None
-        calls = self._clients.setdefault(req.client, {})
-        if req.admitted:
-            call = calls.pop(req.call, deque())
-            call.appendleft(req)
-            self._clients[req.client] = {req.call: call, **calls}
-        else:
-            calls.setdefault(req.call, deque()).append(req)
+        self._insert(req, first=req.admitted)
 
     def remove(self, req: Req) -> None:
         """Take a request out. Its call is served again after the other calls of the client."""
         del self._reqs[req]
-        calls = self._clients[req.client]
+        self._take(req)
+
+    def raise_to(self, req: Req, level: int) -> None:
+        """Give a waiting request this priority, before all others of its client."""
+        self._take(req)
+        req.priority = level
+        self._insert(req, first=True)
+
+    def _insert(self, req: Req, first: bool) -> None:
+        clients = self._levels.setdefault(req.priority, {})
+        calls = clients.setdefault(req.client, {})
+        if first:
+            call = calls.pop(req.call, deque())
+            call.appendleft(req)
+            clients[req.client] = {req.call: call, **calls}
+        else:
+            calls.setdefault(req.call, deque()).append(req)
+
+    def _take(self, req: Req) -> None:
+        clients = self._levels[req.priority]
+        calls = clients[req.client]
         call = calls.pop(req.call)
         call.remove(req)
         if call:
             calls[req.call] = call
         elif not calls:
-            del self._clients[req.client]
+            del clients[req.client]
+            if not clients:
+                del self._levels[req.priority]

@@ -52,6 +52,8 @@ class Req:
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
     client, call      the client and its call, which take turns in the queue.
+    priority          requests with a lower number are served first. The planner lowers the number
+                      of a request that many others have overtaken.
     logit_states      state of each logits processor for this request; None without edited logits.
     constraint        the element of logit_states that is a Constraint; None if there is none.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
@@ -73,6 +75,7 @@ class Req:
     cache_salt: str = ""
     client: str = ""
     call: int = 0
+    priority: int = 0
     logit_states: tuple[Any, ...] | None = None
     constraint: Constraint | None = None
     state: ReqState = ReqState.WAITING
@@ -134,4 +137,5 @@ def accept_request(
         cache_salt=message.cache_salt,
         client=message.client,
         call=message.call,
+        priority=message.priority,
     )

@@ -22,6 +22,7 @@ from minisgl.core import (
 )
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import Constraint
+from minisgl.message.kv_events import KVEventTotals
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
@@ -102,7 +103,12 @@ class Scheduler:
             engine.max_running_reqs, engine.max_seq_len, max_pages, extensions.sampling_columns
         )
         use_prefix_cache = config.cache_type != "naive"
-        self.kv_manager = KVManager(engine.page_size, engine.num_pages, use_prefix_cache)
+        self._reporter = extensions.cache_reporter and extensions.cache_reporter(
+            engine.page_size, engine.num_pages
+        )
+        self.kv_manager = KVManager(
+            engine.page_size, engine.num_pages, use_prefix_cache, self._reporter
+        )
         self.planner = Planner(config, self.kv_manager, self.table)
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
@@ -122,6 +128,7 @@ class Scheduler:
             phases=self._meter.phases,
             total_pages=engine.num_pages,
             constraints=extensions.constraint_totals or ConstraintTotals(),
+            kv_events=self._reporter.totals if self._reporter else KVEventTotals(),
         )
         self.stopping = False
 
@@ -133,7 +140,7 @@ class Scheduler:
     def iterate(self) -> None:
         """Run one iteration. If idle, or if no step is due yet, first wait for a message."""
         prepared = self._prepared() if self._preparing else ()
-        for message in self._inbox.receive(self._message_wait_s(), self._plan_hash, prepared):
+        for message in self._inbox.receive(self.message_wait_s(), self._plan_hash, prepared):
             self._apply(message)
         batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
         if batch is not None:
@@ -141,6 +148,8 @@ class Scheduler:
         if victim is not None:
             self._end_when_resolved(victim)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
+        if self._reporter is not None:
+            self._reporter.flush()
 
     def drain_in_flight(self, keep: int = 0) -> None:
         """Read the results of launched steps, except for the last `keep`, and send the output."""
@@ -169,22 +178,25 @@ class Scheduler:
 
     # --- messages -------------------------------------------------------------------------------
 
-    def _message_wait_s(self) -> float | None:
+    def message_wait_s(self) -> float | None:
         """Return the seconds for which `iterate` may wait for a message; None: without a limit.
 
         While all running requests decode, the scheduler plans the next step shortly before the step
-        in flight ends. A request that arrives before this plan is then part of the next step.
+        in flight ends. A request that arrives before this plan is then part of the next step. The
+        same holds while only requests of later priorities have prompts.
         """
         if self.idle:
             return None
         if self._config.target_step_ms is None:
             return 0.0  # without a target only throughput counts, so the scheduler never waits
-        if self.planner.prefilling or self.planner.waiting or not self._in_flight:
+        has_prompts = bool(self.planner.prefilling or self.planner.waiting)
+        if not self._in_flight or (has_prompts and self.planner.has_urgent_prompts):
             return 0.0
         batch, pending = self._in_flight[0]
         if pending.done():
             return 0.0
-        remaining_s = self._meter.remaining_s(self.planner.predict_decode_s(batch))
+        predicted_s = self.planner.predict_s(batch, chunks_too=has_prompts)
+        remaining_s = self._meter.remaining_s(predicted_s, of_decode=not has_prompts)
         # The next step must be launched before the device runs out of work. A launch with token
         # masks returns later, so the scheduler notices the end of the previous step later.
         lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s

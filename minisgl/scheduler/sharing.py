@@ -1,7 +1,7 @@
 """`ClientShares`: divides rows and pages between clients, and chooses requests to preempt."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
@@ -76,8 +76,13 @@ class ClientShares:
         self._rows[req.client] += 1
         self._pages[req.client] += pages
 
-    def victim(self, req: Req, running: Iterable[Req]) -> Req | None:
-        """The request of `running` to preempt for `req`; None if no client holds too much."""
+    def victim(self, req: Req, running: Sequence[Req]) -> Req | None:
+        """The request of `running` to preempt for `req`; None if no client holds too much.
+
+        A request of a later priority comes first: the newest one of the last priority.
+        """
+        if later := [other for other in running if other.priority > req.priority]:
+            return max(later, key=lambda other: (other.priority, other.arrival_index))
         held, fair = self._pages, self._fair_pages
         if not self._table.rows.num_free:
             held, fair = self._rows, self._fair_rows
@@ -85,6 +90,7 @@ class ClientShares:
             other
             for other in running
             if other.client != req.client
+            and other.priority == req.priority
             and held[other.client] > fair
             and self._rows[other.client] > 1
         ]

@@ -53,11 +53,13 @@ class StepMeter:
         phase.reqs_counts[bisect_left(BATCH_SIZE_BOUNDS, batch.num_reqs)] += 1
         phase.tokens_counts[bisect_left(BATCH_TOKENS_BOUNDS, tokens)] += 1
 
-    def remaining_s(self, predicted_s: float) -> float:
+    def remaining_s(self, predicted_s: float, of_decode: bool = True) -> float:
         """Estimate the seconds until the oldest step in flight ends; negative when it is late.
 
-        predicted_s: predicted duration of the step. The estimate uses the shortest of the
-        prediction and the last two decode steps. It uses two steps because one measured time may be
-        too long: the host may notice the end of a step late.
+        predicted_s: predicted duration of the step. of_decode: the estimate uses the shortest of
+        the prediction and the last two decode steps. It uses two steps because one measured time
+        may be too long: the host may notice the end of a step late.
         """
+        if not of_decode:
+            return self._ended_s + predicted_s - self.clock()
         return self._ended_s + min(predicted_s, *self._decode_s) - self.clock()

@@ -3,11 +3,12 @@
 If the server has API keys, all paths need a key except the probes, /metrics and the files of the
 web pages. The admin paths always need an admin key.
 
-A line of a key file is a key, or `name: key`. The name identifies the client that sends a request
-with this key. Clients take turns. Several lines may have the same name, so that a client can change
-its key. A line in which no colon is followed by white space is a key without a name, also if it has
-spaces. All keys without a name, and all requests to a server without keys, belong to the client
-DEFAULT_CLIENT.
+A line of a key file is a key, `name: key` or `name priority=NUMBER: key`. The name identifies the
+client that sends a request with this key. Clients take turns. NUMBER is the lowest priority that
+these requests may have; without it, 0. Several lines may have the same name, so that a client can
+change its key. A line in which no colon is followed by white space is a key without a name, also if
+it has spaces. All keys without a name, and all requests to a server without keys, belong to the
+client DEFAULT_CLIENT.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 
 
 # A colon with white space after it ends the name of a key.
-_NAMED = re.compile(r"(?P<name>.*?):[ \t]+(?P<key>.+)")
+_NAMED = re.compile(r"(?P<name>.*?)(?:[ \t]+priority=(?P<lowest>-?[0-9]{1,9}))?:[ \t]+(?P<key>.+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -40,7 +41,7 @@ def key_hashes(keys: Iterable[str | None], file: str | None) -> dict[str, str]:
     """
     found = [(DEFAULT_CLIENT, key) for key in keys if key is not None]
     if file is not None:
-        found += _read_file(file)
+        found += [(client, key) for client, key, _ in _read_file(file)]
     clients: dict[str, str] = {}
     for client, key in found:
         if not key.strip():
@@ -53,8 +54,20 @@ def key_hashes(keys: Iterable[str | None], file: str | None) -> dict[str, str]:
     return clients
 
 
-def _read_file(file: str) -> list[tuple[str, str]]:
-    """Client and key of each line that is not empty. Raises ConfigError."""
+def lowest_priorities(*files: str | None) -> dict[str, int]:
+    """The lowest priority of each client for which a key file gives one. Raises ConfigError."""
+    found: dict[str, int] = {}
+    for client, _, lowest in (line for file in files if file for line in _read_file(file)):
+        if lowest is not None and found.setdefault(client, lowest) != lowest:
+            raise ConfigError(
+                f"the key files give the client {client} the lowest priorities {found[client]} and "
+                f"{lowest}; give it one"
+            )
+    return found
+
+
+def _read_file(file: str) -> list[tuple[str, str, int | None]]:
+    """Client, key and lowest priority of each line that is not empty. Raises ConfigError."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -68,7 +81,9 @@ def _read_file(file: str) -> list[tuple[str, str]]:
                 "key; expected 1 to 63 letters, digits, dots, dashes and underscores"
             )
         if line:
-            found.append((named["name"], named["key"]) if named else (DEFAULT_CLIENT, line))
+            client, key = (named["name"], named["key"]) if named else (DEFAULT_CLIENT, line)
+            lowest = named["lowest"] if named else None
+            found.append((client, key, None if lowest is None else int(lowest)))
     if not found:
         raise ConfigError(f"the key file {file} has no key; expected one per line")
     return found

@@ -18,8 +18,8 @@ import msgspec
 
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
-from minisgl.server.auth import key_hashes
-from minisgl.server.config import Limits, ServerConfig
+from minisgl.server.auth import key_hashes, lowest_priorities
+from minisgl.server.config import KVEventsConfig, Limits, ServerConfig
 from minisgl.server.settings import (
     WITHOUT_EFFECT,
     flag_variables,
@@ -36,6 +36,7 @@ _SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "engine": EngineConfig,
     "scheduler": SchedulerConfig,
     "limits": Limits,
+    "kv_events": KVEventsConfig,
     "server": ServerConfig,
 }
 # The largest value of a flag without `high`, by type. Each float flag without `high` is a time in
@@ -258,14 +259,17 @@ def resolve(
         if field:
             given[section][field] = tuple(value) if isinstance(value, list) else value
     engine, scheduler, server = given["engine"], given["scheduler"], given["server"]
+    if server["render_only"] and server["shell"]:
+        raise ConfigError("--shell needs an engine; remove --shell or --render-only")
     _check_certificate(server["ssl_certfile"], server["ssl_keyfile"], server["shell"])
     keys = key_hashes([options.api_key, env.api_key], options.api_key_file)
     admin_keys = [options.admin_api_key, env.admin_api_key]
     admin_hashes = key_hashes(admin_keys, options.admin_api_key_file)
+    lowest = lowest_priorities(options.api_key_file, options.admin_api_key_file)
     if options.model is None:
         folder = str(demo_path())
     else:
-        needs_weights = weights and not engine["dummy_weight"]
+        needs_weights = weights and not (engine["dummy_weight"] or server["render_only"])
         folder = resolve_model(options.model, options.revision, needs_weights)
     scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
     _apply_replaced_flags(options, given["limits"])
@@ -276,11 +280,13 @@ def resolve(
             **scheduler, overlap=not env.disable_overlap_scheduling, check_plans=env.check_plans
         ),
         limits=Limits(**given["limits"]),
+        kv_events=KVEventsConfig(**given["kv_events"]),
         commit=env.commit or _commit(),
         served_names=tuple(options.served_model_name or [_served_name(options.model)]),
         log_level=options.log_level or ("warning" if server["shell"] else "info"),
         api_key_hashes=keys,
         admin_key_hashes=admin_hashes,
+        lowest_priorities=lowest,
         **server,
     )
 

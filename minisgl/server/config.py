@@ -44,6 +44,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     template_timeout_s: float = 5.0
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The stream of KV events (minisgl/events). flags.toml explains each field."""
+
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    block_size: int = 64
+    pod: str | None = None
+
+
 # The labels of minisgl_limits_exceeded_total. max_choices bounds n (max_n), the number of prompts
 # (max_prompts), and their product. The other names without a field are constants in the modules
 # that check them, except max_seq_len, the context length of the model.
@@ -71,6 +80,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_names        values of `model` that requests may use; responses contain the first.
     api_key_hashes, admin_key_hashes   map the SHA-256 of each key, in hex, to the client of the
                         key. Only the launcher holds the keys.
+    lowest_priorities   the lowest priority that the requests of a client may have; 0 for clients
+                        without an entry.
     commit              the Git commit of the running source, or "unknown".
     """
 
@@ -82,9 +93,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     probe_port: int | None = None
     num_tokenizers: int = 1
     limits: Limits = Limits()
+    kv_events: KVEventsConfig = KVEventsConfig()
     log_level: str = "info"
     log_format: str = "text"
     shell: bool = False
+    render_only: bool = False
     ignore_generation_config: bool = False
     allow_unknown_params: bool = False
     no_playground: bool = False
@@ -93,6 +106,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_json_whitespace: int = MAX_JSON_WHITESPACE
     api_key_hashes: dict[str, str] = {}
     admin_key_hashes: dict[str, str] = {}
+    lowest_priorities: dict[str, int] = {}
     cache_isolation: str = "none"
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None

@@ -59,6 +59,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     Its token counts are not checked yet, because the tokenizer has not run.
 
     prompts: each with its path in the body, for error messages.
+    priority: requests with a lower number are served first. None: the client set none.
     grammar: the constraint on the output, for a tokenizer worker; None: the output is free.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
     (max_tokens 0), only the echo with its log-probabilities.
@@ -80,6 +81,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     echo: bool = False
     cache_salt: str = ""
+    priority: int | None = None
     named_tool: bool = False
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
@@ -159,6 +161,7 @@ class RequestConverter:
             include_usage=options is not None and bool(options.include_usage),
             echo=echo,
             cache_salt=body.cache_salt,
+            priority=body.priority,
             named_tool=tools is not None and tools.is_named,
             ignored=translation.ignored,
             repeated=translation.repeated,

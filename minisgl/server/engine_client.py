@@ -32,7 +32,7 @@ from minisgl.server.config import DEFAULT_CLIENT, Limits
 from minisgl.server.constraints import CompiledConstraint, ConstraintRequest
 from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
-from minisgl.server.generation import Choice, Generation
+from minisgl.server.generation import Choice, Generation, priority_class
 from minisgl.server.metrics import Metrics
 from minisgl.server.tokenizer_pool import TokenizerPool
 
@@ -48,7 +48,7 @@ class Tokenized(NamedTuple):
 
 @dataclass(slots=True)
 class ClientLoad:
-    """The open calls of one client.
+    """The open calls of one client, or the queue of one client and one class of priorities.
 
     queued         choices without output.
     queued_tokens  prompt tokens of the queued choices that have been submitted. A prompt that
@@ -68,8 +68,9 @@ class EngineClient:
 
     I1  `_choices` holds the choices of open calls that the engine has not ended, and no others.
     I2  A submitted choice that is closed before its end is aborted, once.
-    I3  `loads` has the sums over the open calls of each client. Each client has a queue of its own,
-        which the limits bound: a client with a full queue does not keep others from being served.
+    I3  `loads` has the sums over the open calls of each client. Each client has a queue of its own
+        for each class of priorities, which the limits bound: a full queue does not keep the
+        requests of other clients and other classes from being served.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class EngineClient:
     @property
     def open_choices(self) -> dict[str, int]:
         """The number of open choices of each client."""
-        return {client: load.choices for client, load in self.loads.items()}
+        loads = self.loads.items()
+        return {client: load.choices for client, load in loads if "\n" not in client}
 
     @property
     def awaits_engine(self) -> bool:
@@ -112,6 +114,7 @@ class EngineClient:
         num_choices: int,
         request_id: str = "",
         client: str = DEFAULT_CLIENT,
+        priority: int = 0,
         log: dict[str, object] | None = None,
     ) -> Generation:
         """Admit a call with this number of choices. Its handler must close the generation.
@@ -122,9 +125,9 @@ class EngineClient:
         Raises Overloaded when the queue of the client is full, or the client has too many open
         requests. Raises InvalidRequest when even an empty queue could not hold the call.
         """
-        load = self.loads[client]
+        load, queue = self.loads[client], self.loads[_queue(client, priority)]
         for limit, maximum, current in (
-            ("max_queued_reqs", self.limits.max_queued_reqs, load.queued),
+            ("max_queued_reqs", self.limits.max_queued_reqs, queue.queued),
             ("max_key_reqs", self.limits.max_key_reqs, load.choices),
         ):
             if maximum is not None and num_choices > maximum:
@@ -137,14 +140,14 @@ class EngineClient:
                 raise Overloaded(
                     f"too many requests of this client are {state}; try again later", limit=limit
                 )
-        generation = Generation(request_id, client, log={} if log is None else log)
+        generation = Generation(request_id, client, priority, log={} if log is None else log)
         for index in range(num_choices):
             choice = Choice(
-                next(self._uids), index, generation.changed, generation.started_s, client
+                next(self._uids), index, generation.changed, generation.started_s, client, priority
             )
             generation.choices.append(choice)
             self._choices[choice.uid] = choice
-        load.queued += num_choices
+        queue.queued += num_choices
         load.choices += num_choices
         self._generations.add(generation)
         return generation
@@ -198,8 +201,8 @@ class EngineClient:
 
         prompt_tokens: tokens of the call's prompts. tokens: as counted for max_call_tokens.
         """
-        load = self.loads[call.client]
-        if load.queued_tokens and load.queued_tokens + prompt_tokens > (
+        load, queue = self.loads[call.client], self.loads[_queue(call.client, call.priority)]
+        if queue.queued_tokens and queue.queued_tokens + prompt_tokens > (
             self.limits.max_queued_tokens
         ):
             raise Overloaded(
@@ -226,8 +229,9 @@ class EngineClient:
         """
         if choices[0].uid not in self._choices:
             return
-        choices[0].prompt_share = len(request.token_ids) // 4
-        self.loads[choices[0].client].queued_tokens += choices[0].prompt_share
+        first = choices[0]
+        first.prompt_share = len(request.token_ids) // 4
+        self.loads[_queue(first.client, first.priority)].queued_tokens += first.prompt_share
         for choice, option in zip(choices, options, strict=True):
             choice.submitted = True
             self._to_detokenizer(messages.StartText(uid=choice.uid, options=option))
@@ -315,7 +319,7 @@ class EngineClient:
             generation.changed.set()
 
     def _leave_queue(self, choice: Choice) -> None:
-        load = self.loads[choice.client]
+        load = self.loads[_queue(choice.client, choice.priority)]
         load.queued -= 1
         load.queued_tokens -= choice.prompt_share
 
@@ -329,3 +333,12 @@ class EngineClient:
             if choice.submitted:
                 self.metrics.on_end(choice)
                 self._to_scheduler(messages.AbortReq(uid=choice.uid))
+
+
+def _queue(client: str, priority: int) -> str:
+    """The key in `loads` of the queue of this client and class. No name of a client has a newline.
+
+    The queue of the default class is in the load of the client.
+    """
+    name = priority_class(priority)
+    return client if name == "default" else f"{client}\n{name}"

@@ -25,6 +25,10 @@ class MethodNotAllowed(core.RequestError):
     """The path does not accept this method."""
 
 
+class RendersOnly(core.RequestError):
+    """The path needs an engine, and the server runs with --render-only."""
+
+
 class NotAuthenticated(core.RequestError):
     """The API key is missing or wrong."""
 
@@ -96,6 +100,7 @@ _TABLE: Mapping[type[BaseException], _Kind] = {
     AdminOnly: _Kind(403, "permission_error", "admin_only"),
     ForbiddenHost: _Kind(403, "permission_error", "host_not_allowed"),
     ForbiddenOrigin: _Kind(403, "permission_error", "origin_not_allowed"),
+    RendersOnly: _Kind(501, _INVALID, "renders_only"),
     RanTooLong: _Kind(504, _SERVER, "ran_too_long"),
     core.Overloaded: _Kind(503, _SERVER, "overloaded"),
     NotReady: _Kind(503, _SERVER, "not_ready"),

@@ -35,6 +35,11 @@ _REFUSALS: Mapping[str, type[core.RequestError]] = {
 }
 
 
+def priority_class(priority: int) -> str:
+    """The class of a priority, a label with three values: below, at and above the default 0."""
+    return "high" if priority < 0 else "low" if priority else "default"
+
+
 @dataclass(eq=False, slots=True)
 class ChoiceDelta:
     """New output of a choice besides its text, since the last `Choice.take`."""
@@ -54,6 +59,7 @@ class Choice:
     index         position of the choice in the call: prompt index * n + sibling.
     started_s     time of admission, like first_s and last_s in seconds of CLOCK_MONOTONIC.
     client        the name of the key that sent the call.
+    priority      of the call.
     text, delta   the output that has not been taken.
     latest        the last update, whose token counts are totals.
     finish        finish reason; None while the engine works on the choice.
@@ -74,6 +80,7 @@ class Choice:
     _changed: asyncio.Event
     started_s: float
     client: str
+    priority: int = 0
     text: list[str] = field(default_factory=list)
     delta: ChoiceDelta | None = None
     latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
@@ -126,6 +133,7 @@ class Generation:
     """One HTTP call with all its choices.
 
     client         the name of the key that sent the call.
+    priority       calls with a lower number are served first.
     tokens         tokens that the call may use, as counted for max_call_tokens.
     changed        set when any choice has changed; the handler waits for it.
     keep_alive     the call was woken without new output, so that an idle stream sends a comment.
@@ -137,6 +145,7 @@ class Generation:
 
     request_id: str
     client: str = DEFAULT_CLIENT
+    priority: int = 0
     tokens: int = 0
     started_s: float = field(default_factory=time.monotonic)
     choices: list[Choice] = field(default_factory=list)

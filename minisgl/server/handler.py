@@ -24,7 +24,7 @@ from minisgl.server.config import DEFAULT_CLIENT, ServerConfig
 from minisgl.server.connection import KEPT
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
 from minisgl.server.engine_client import EngineClient
-from minisgl.server.errors import NotReady
+from minisgl.server.errors import NotReady, RendersOnly
 from minisgl.server.generation import Generation
 from minisgl.server.lifecycle import Lifecycle
 
@@ -62,6 +62,28 @@ class CallContext:
         self.service: Service = request.app.state.service
         self.converter: RequestConverter = request.app.state.converter
         self.client = self.service.client
+
+    def allowed_priority(self, wanted: int | None) -> int:
+        """The priority of a request. Raises InvalidRequest if its key may not use the number.
+
+        A server without keys allows every number.
+        """
+        config = self.service.config
+        if not config.api_key_hashes:
+            return wanted or 0
+        lowest = config.lowest_priorities.get(self.client_name, 0)
+        if wanted is not None and wanted < lowest:
+            message = f"priority must be at least {lowest} with this API key"
+            raise core.InvalidRequest(message, param="priority")
+        return max(lowest, 0) if wanted is None else wanted
+
+    def require_engine(self) -> None:
+        """Raise RendersOnly if the server has no engine."""
+        if self.service.config.render_only:
+            raise RendersOnly(
+                f"this server only renders prompts; send {self.request.scope['path']} to a server "
+                "without --render-only"
+            )
 
     async def read(self) -> tuple[bytes, ModelFacts]:
         """Read the body of a call that needs the model. Returns it with the facts of the model.
@@ -103,6 +125,7 @@ async def start(
     facts: ModelFacts,
     request_id: str = "",
     client_name: str = DEFAULT_CLIENT,
+    priority: int = 0,
     log: dict[str, object] | None = None,
 ) -> Generation:
     """Admit, tokenize and submit a call, and wait for its first output. log: as in `open`.
@@ -110,7 +133,7 @@ async def start(
     The caller must close the returned generation. Raises RequestError when the call ends before
     its first output; the generation is then already closed.
     """
-    generation = client.open(request.num_choices, request_id, client_name, log)
+    generation = client.open(request.num_choices, request_id, client_name, priority, log)
     try:
         await _submit_all(client, generation, request, facts)
         await generation.wait_until(generation.has_output)
@@ -155,6 +178,7 @@ async def _submit_all(
             count=request.n,
             client=generation.client,
             call=generation.choices[0].uid,
+            priority=generation.priority,
         )
         client.submit(choices, add_req, [first, *[others] * (request.n - 1)])
     if request.text.token_ids:

@@ -143,11 +143,12 @@ class _Service:
         # A second open listener would accept connections after the API server has ended.
         for listener in listeners:
             listener.close()
-        for rank in range(config.engine.tp_size):
+        for rank in range(0 if config.render_only else config.engine.tp_size):
             self._spawn("scheduler", rank)
         for index in range(config.num_tokenizers):
             self._spawn("tokenizer", index)
-        self._spawn("detokenizer", 0)
+        if not config.render_only:
+            self._spawn("detokenizer", 0)
         if config.shell:
             # The shell stays in the launcher's process group, so that it may read the terminal and
             # receives Ctrl-C.

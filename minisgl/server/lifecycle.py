@@ -30,9 +30,10 @@ class Lifecycle:
     facts, tokenizer: None until a process has sent them.
     """
 
-    def __init__(self, roles: frozenset[str]) -> None:
+    def __init__(self, roles: frozenset[str], facts: ModelFacts | None = None) -> None:
+        """facts: of a server without a scheduler, which would send them."""
         self.missing = set(roles)
-        self.facts: ModelFacts | None = None
+        self.facts = facts
         self.tokenizer: TokenizerInfo | None = None
         self._tool_format = ModelFacts.NO_TOOLS
         self._template_variables: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.server.config import DEFAULT_CLIENT, LIMIT_NAMES
 from minisgl.server.errors import NotReady, error_reply
-from minisgl.server.generation import Choice
+from minisgl.server.generation import Choice, priority_class
 from minisgl.server.lifecycle import Phase
 
 # Encoding a scrape takes 1.8 ms of the event loop, in OpenMetrics 2.9 ms. A scrape is reused for
@@ -162,6 +162,7 @@ class Metrics(Collector):
             wait_s = now_s - choice.started_s
             self._observe("time_to_first_token_seconds", wait_s)
             self._count("key_wait_seconds_total", wait_s, self._key(choice.client))
+            self._count("class_wait_seconds_total", wait_s, priority_class(choice.priority))
             if update.admitted_s:
                 self._observe("request_prefill_seconds", now_s - update.admitted_s)
         choice.last_s = now_s
@@ -173,6 +174,7 @@ class Metrics(Collector):
         finish = choice.finish or FinishReason.ABORT
         self._count("requests_total", 1, finish.value)
         self._count("key_requests_total", 1, self._key(choice.client))
+        self._count("class_requests_total", 1, priority_class(choice.priority))
         if finish not in _COMPLETE or not choice.first_s:
             return
         decode_s, later_tokens = choice.last_s - choice.first_s, choice.latest.completion_tokens - 1
@@ -278,6 +280,9 @@ class Metrics(Collector):
         self._set("grammar_masks_total", totals.masks)
         self._set("grammar_mask_seconds_total", totals.mask_seconds)
         self._set("forced_tokens_total", totals.forced_tokens)
+        self._set("kv_event_blocks_total", stats.kv_events.stored, "stored")
+        self._set("kv_event_blocks_total", stats.kv_events.removed, "removed")
+        self._set("kv_event_batches_dropped_total", stats.kv_events.dropped)
         for reason, count in totals.failures.items():
             self._set("grammar_failures_total", count, reason)
         sizes, tokens = messages.BATCH_SIZE_BOUNDS, messages.BATCH_TOKENS_BOUNDS

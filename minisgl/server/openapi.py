@@ -26,6 +26,8 @@ class _Bodies(NamedTuple):
     event: type | None = None
 
 
+# Routes whose answer is a list of the struct.
+_LISTS = frozenset({"/v1/completions/render"})
 _STATUS = _Bodies(None, responses.StatusResponse)
 _COMPLETION = responses.Completion, responses.CompletionChunk
 _ROUTES = {
@@ -41,6 +43,8 @@ _ROUTES = {
         messages_api.MessagesBody, messages_api.ModelMessage, messages_api.MessagesEvent
     ),
     "/v1/messages/count_tokens": _Bodies(messages_api.CountTokensBody, messages_api.TokenCount),
+    "/v1/chat/completions/render": _Bodies(requests.ChatBody, responses.RenderedPrompt),
+    "/v1/completions/render": _Bodies(requests.CompletionBody, responses.RenderedPrompt),
     "/tokenize": _Bodies(requests.TokenizeBody, responses.TokenizeResponse),
     "/detokenize": _Bodies(requests.DetokenizeBody, responses.DetokenizeResponse),
     "/abort": _Bodies(requests.AbortBody, responses.AbortResponse),
@@ -123,7 +127,8 @@ def _configure(name: str, schema: Schema, converter: RequestConverter) -> None:
 def _operation(path: str) -> Schema:
     """Request body, parameters and responses of one route."""
     bodies = _ROUTES.get(path, _Bodies())
-    content = _content(_ref(bodies.answer) if bodies.answer else {"type": "object"})
+    answer = _ref(bodies.answer) if bodies.answer else {"type": "object"}
+    content = _content({"type": "array", "items": answer} if path in _LISTS else answer)
     if bodies.event is not None:
         done = ", then [DONE]" if issubclass(bodies.event, responses.ResponseHead) else ""
         text = f"Events of {bodies.event.__name__} as JSON{done}."

@@ -37,6 +37,7 @@ from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
 from minisgl.server.probes import ProbePort
+from minisgl.server.render import facts_of
 from minisgl.utils import log_event, process_age_s, supervise
 from minisgl.utils.startup import startup_table, whole_start
 
@@ -73,19 +74,27 @@ class ApiServer:
         config, directory = spec.config, spec.socket_dir
         self._scheduler: Sender[messages.ToScheduler] = Sender(endpoint(directory, "scheduler"))
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
-        self._workers: dict[str, Sender[messages.ToTokenizer | messages.ToDetokenizer]] = {
-            name: Sender(endpoint(directory, name)) for name in (*names, "detokenizer")
+        detokenizer: Sender[messages.ToDetokenizer] = Sender(endpoint(directory, "detokenizer"))
+        tokenizers: dict[str, Sender[messages.ToTokenizer]] = {
+            name: Sender(endpoint(directory, name)) for name in names
         }
+        self._workers: dict[str, Sender[messages.ToTokenizer] | Sender[messages.ToDetokenizer]] = {
+            **tokenizers
+        }
+        roles, facts = {*names}, facts_of(config.engine) if config.render_only else None
+        if not config.render_only:
+            self._workers["detokenizer"] = detokenizer
+            ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
+            roles |= {"detokenizer", "scheduler", *ranks}
         clients = (config.api_key_hashes | config.admin_key_hashes).values()
         self.client = EngineClient(
-            [self._workers[name].send for name in names],
-            self._workers["detokenizer"].send,
+            [sender.send for sender in tokenizers.values()],
+            detokenizer.send,
             self._scheduler.send,
             config.limits,
             Metrics(config.served_names[0], config.commit, clients=clients),
         )
-        ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
-        self.lifecycle = Lifecycle(frozenset({*names, *ranks, "detokenizer", "scheduler"}))
+        self.lifecycle = Lifecycle(frozenset(roles), facts)
         self.stats: messages.SchedulerStats | None = None
         self._watchdog = Watchdog(config.step_timeout_s)
         self._probe_port = ProbePort(self.lifecycle)
@@ -169,7 +178,7 @@ class ApiServer:
             # uvicorn cancels handlers that take too long. Give them time to abort their requests. A
             # handler whose client does not read may not end at all.
             await asyncio.wait({serving, *server.server_state.tasks}, timeout=1)
-            self._scheduler.close(linger_ms=500)
+            self._scheduler.close(linger_ms=0 if self.config.render_only else 500)
 
     def _tls_context(self, *_: object) -> ssl.SSLContext:
         most = min(self.config.limits.max_connections + SPARE_CONNECTIONS, MAX_TLS_CONNECTIONS)
@@ -218,11 +227,17 @@ class ApiServer:
         """Tell the user that the server is ready, with its URL and the times of the start."""
         if self.config.shell:
             return
-        line = (
-            f"minisgl serves {self.config.served_names[0]} at {self._spec.url}/v1 "
-            f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
-            f"KV capacity {facts.kv_capacity_tokens:,} tokens, tool format {facts.tool_format})"
-        )
+        if self.config.render_only:
+            line = (
+                f"minisgl renders prompts of {self.config.served_names[0]} at {self._spec.url}/v1 "
+                f"(context {facts.max_seq_len:,} tokens, tool format {facts.tool_format})"
+            )
+        else:
+            line = (
+                f"minisgl serves {self.config.served_names[0]} at {self._spec.url}/v1 "
+                f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
+                f"KV capacity {facts.kv_capacity_tokens:,} tokens, tool format {facts.tool_format})"
+            )
         if self.config.log_format == "json":
             seconds = {f"{phase}_s": round(phase_s, 2) for phase, phase_s in started.items()}
             log_event(logger, logging.INFO, "started", **seconds)

@@ -104,18 +104,21 @@ _WRITERS: Mapping[str, Callable[[GenerateRequest], Writer]] = {
 
 async def _generate(route: str, call: CallContext) -> Response:
     """Start the request of the body, and respond with the whole answer or with a stream."""
+    call.require_engine()
     raw, facts = await call.read()
     request = call.converter.read(route, raw, facts)
     del raw  # Otherwise the body stays in memory until the response is complete.
     writer = _WRITERS.get(route, ResponseWriter)(request)
     client = call.client
+    priority = call.allowed_priority(request.priority)
     for feature in request.ignored:
         client.metrics.on_ignored(feature)
     if call.service.config.cache_isolation == "key":
         # No name has a newline, so the salts of two names always differ.
         salt = f"{call.client_name}\n{request.cache_salt}"
         request = msgspec.structs.replace(request, cache_salt=salt)
-    started = start(client, request, facts, call.request_id, call.client_name, call.log)
+    identity = call.request_id, call.client_name
+    started = start(client, request, facts, *identity, priority, call.log)
     generation = await unless_disconnected(call.request.receive, started)
     if request.stream:
         return EventStream(client, writer, generation)
@@ -125,6 +128,39 @@ async def _generate(route: str, call: CallContext) -> Response:
         return Response(await writer.whole(generation), media_type="application/json")
     finally:
         client.close(generation)
+
+
+@router.post("/v1/chat/completions/render", tags=["tokens"])
+async def render_chat_completion(call: CallDep) -> Response:
+    """The token ids of the prompt of a chat completion, in the format of vLLM."""
+    (rendered,) = await _render(CHAT, call)
+    return json_response(rendered)
+
+
+@router.post("/v1/completions/render", tags=["tokens"])
+async def render_completion(call: CallDep) -> Response:
+    """The token ids of each prompt of a completion, in the format of vLLM."""
+    return json_response(await _render(COMPLETIONS, call))
+
+
+async def _render(route: str, call: CallContext) -> list[responses.RenderedPrompt]:
+    """Tokenize the prompts of a body that the route `route` accepts."""
+    raw, facts = await call.read()
+    request = call.converter.read(route, raw, facts)
+
+    async def ask(generation: Generation) -> list[responses.RenderedPrompt]:
+        return [
+            responses.RenderedPrompt(
+                request_id=call.request_id,
+                token_ids=(await call.client.tokenize(prompt, name, generation)).token_ids.tolist(),
+                model=request.model,
+                cache_salt=request.cache_salt or None,
+                priority=request.priority or 0,
+            )
+            for name, prompt in request.prompts
+        ]
+
+    return await _ask_tokenizer(call, ask)
 
 
 @router.post("/tokenize", tags=["tokens"])
@@ -233,6 +269,7 @@ async def flush_cache(call: CallDep) -> Response:
 
     Requests that arrive after the answer find none of them.
     """
+    call.require_engine()
     call.service.lifecycle.require_accepting()
     call.client.flush_cache()
     return json_response(responses.StatusResponse("ok"))

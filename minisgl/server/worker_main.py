@@ -7,6 +7,7 @@ has ended. Only the scheduler loads torch; the other roles import only their own
 import logging
 import os
 import signal
+import socket
 import sys
 from functools import partial
 
@@ -75,16 +76,27 @@ def _run(spec: ChildSpec) -> None:
 
         run_detokenizer(model_path, spec.socket_dir, ToolCallParsers)
     else:
+        from dataclasses import replace
+
+        from minisgl.events import publish_events
+        from minisgl.message.publisher import Publisher
         from minisgl.quantization import with_quantizations
         from minisgl.scheduler import run_scheduler
         from minisgl.structured.processor import with_grammars
 
+        extensions = with_grammars(model_path)
+        events, model = config.kv_events, config.served_names[0]
+        if events.endpoint is not None and spec.index == 0:
+            topic = f"kv@{events.pod or socket.gethostname()}@{model}"
+            publisher = Publisher(events.endpoint, events.replay_endpoint, topic)
+            reporter = publish_events(publisher, events.block_size, model)
+            extensions = replace(extensions, cache_reporter=reporter)
         run_scheduler(
             config.engine,
             config.scheduler,
             tp_rank=spec.index,
             socket_dir=spec.socket_dir,
-            extensions=with_quantizations(with_grammars(model_path)),
+            extensions=with_quantizations(extensions),
             on_checked=spec.report_checked,
         )
 

@@ -203,6 +203,42 @@ def test_policy_admits_the_peers_and_the_test_pod(render):
     assert [{p["port"] for p in rule["ports"]} for rule in spec["egress"]] == [{53}, {443}]
 
 
+def test_kv_events_have_ports_on_the_pods_the_headless_service_and_in_the_policy(render):
+    values = {"kvEvents": {"enabled": True}, "networkPolicy": {"enabled": True}}
+    objects = render(values)
+    container = container_of(objects)
+    assert "--kv-events-endpoint=tcp://*:5557" in container["args"]
+    assert "--kv-events-replay-endpoint=tcp://*:5558" in container["args"]
+    assert env_of(objects)["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert (ports["kv-events"], ports["kv-replay"]) == (5557, 5558)
+    service = pick(objects, "Service", "minisgl-pods")["spec"]
+    assert service["clusterIP"] == "None"
+    assert {p["port"] for p in service["ports"]} == {1919, 5557, 5558}
+    rule = pick(objects, "NetworkPolicy")["spec"]["ingress"][0]
+    assert [port["port"] for port in rule["ports"]] == [1919, 5557, 5558]
+    assert "POD_IP" not in env_of(render())
+
+
+def test_no_selector_of_the_engine_matches_the_render_pods(render):
+    monitor = {"metrics": {"serviceMonitor": {"enabled": True}}}
+    objects = render({"render": {"enabled": True, "replicas": 3}, **monitor})
+    deployment = pick(objects, "Deployment", "minisgl-render")
+    assert deployment["spec"]["replicas"] == 3
+    pod = deployment["spec"]["template"]
+    labels = pod["metadata"]["labels"].items()
+    container = pod["spec"]["containers"][0]
+    assert container["args"][0] == "--render-only"
+    assert "nvidia.com/gpu" not in str(container["resources"])
+    engine = pick(objects, "Deployment", "minisgl")["spec"]["selector"]["matchLabels"].items()
+    assert not engine <= labels
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels
+    service = pick(objects, "Service", "minisgl-render")
+    assert service["spec"]["selector"].items() <= labels
+    wanted = pick(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items()
+    assert not wanted <= service["metadata"]["labels"].items()
+
+
 def test_the_backend_of_the_route_is_the_pool_if_it_is_enabled(render):
     route = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}}
     rule = pick(render(route), "HTTPRoute")["spec"]["rules"][0]

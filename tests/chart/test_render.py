@@ -88,6 +88,11 @@ def test_validation_finds_a_wrong_field(render):
         {"podDisruptionBudget": {"minAvailable": "50%", "maxUnavailable": None}, "replicas": 3},
         {"strategy": {"type": "Recreate"}},
         {"service": {"type": "LoadBalancer", "port": 80, "headless": True}},
+        {
+            "kvEvents": {"enabled": True},
+            "render": {"enabled": True},
+            "networkPolicy": {"enabled": True},
+        },
         {"networkPolicy": {"enabled": True, "allowHTTPS": False, "extraEgress": [{}]}},
         {
             "gpu": {"resourceName": ""},

@@ -153,7 +153,7 @@ class StubScheduler:
         zeros = {
             name: 0
             for name in SchedulerStats.__struct_fields__
-            if name not in ("step_id", "busy", "phases", "constraints")
+            if name not in ("step_id", "busy", "phases", "constraints", "kv_events")
         }
         zeros["running_reqs"] = len(self._reqs)
         return SchedulerStats(step_id=self._step_id, busy=bool(self._reqs), **zeros)

@@ -179,6 +179,15 @@ def _traffic() -> list[Panel]:
             "Time from arrival to the first output, per request that ended.",
         ),
         graph(
+            "Mean time to first token by priority",
+            {
+                "{{class}}": "sum by (class) (rate(minisgl_class_wait_seconds_total{m}[r])) / "
+                "sum by (class) (rate(minisgl_class_requests_total{m}[r]))",
+            },
+            "s",
+            "Per request that ended, for priorities below 0 (high), 0 (default) and above 0 (low).",
+        ),
+        graph(
             "HTTP requests in flight",
             {"{{pod}}": "sum by (pod) (minisgl_http_requests_in_flight{p})"},
             "none",
@@ -299,6 +308,15 @@ def _memory() -> list[Panel]:
             },
             "percentunit",
             "Share of prompt tokens that the prefix cache contained.",
+        ),
+        graph(
+            "KV events",
+            {
+                "{{event}}": "sum by (event) (rate(minisgl_kv_event_blocks_total{m}[r]))",
+                "dropped batches": "sum(rate(minisgl_kv_event_batches_dropped_total{m}[r]))",
+            },
+            "none",
+            "Blocks per second announced to routers. Dropped batches: the publisher was late.",
         ),
         graph(
             "Evicted and preempted",

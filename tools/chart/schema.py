@@ -82,7 +82,14 @@ def _as_flag(name: str) -> Json:
 
 
 # Values that are Kubernetes objects. The API server checks their fields.
-OPEN = ("resources", "podSecurityContext", "securityContext", "affinity", "tests.resources")
+OPEN = (
+    "resources",
+    "render.resources",
+    "podSecurityContext",
+    "securityContext",
+    "affinity",
+    "tests.resources",
+)
 # Values with a default that may be set to null. The schema refuses null for all other values with a
 # default: Helm deletes a value that is null, and the templates would print 0 or nothing.
 NULLABLE = (*OPEN, "podDisruptionBudget.maxUnavailable", "tolerations")
@@ -166,6 +173,7 @@ RULES: dict[str, Json] = {
     "server.maxSeqLen": _or_null(_as_flag("--max-seq-len-override")),
     "server.memoryRatio": _FRACTION,
     "server.quantization": {"enum": ["fp8", None]},
+    "render.replicas": {"type": "integer", "minimum": 0},
     "server.tokenizers": _as_flag("--num-tokenizer"),
     "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},

@@ -1,8 +1,8 @@
 """Streams completions from inside the cluster, with the standard library and without retries.
 
-argv[1]: JSON {"url", "key", "repeat", "streams": [{"tokens", "keep_alive"}, ...]}. Each stream has
-a thread. With `repeat`, a thread starts the next call when a call ends, until stdin has a line or
-ends. stdout: one JSON line for the first text of a call, and one for its end.
+argv[1]: JSON {"url", "key", "priority", "repeat", "streams": [{"tokens", "keep_alive"}, ...]}. Each
+stream has a thread. With `repeat`, a thread starts the next call when a call ends, until stdin has
+a line or ends. stdout: one JSON line for the first text of a call, and one for its end.
 """
 
 import http.client
@@ -24,6 +24,7 @@ class Caller:
         self._worker = worker
         self._url = urllib.parse.urlsplit(config["url"])
         self._key = config.get("key")
+        self._priority = config.get("priority", 0)
         self._stream = config["streams"][worker]
         self._connection: http.client.HTTPConnection | None = None
         self._write = write
@@ -91,6 +92,7 @@ class Caller:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            "priority": self._priority,
         }
 
     def _connected(self) -> http.client.HTTPConnection:

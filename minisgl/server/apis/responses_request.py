@@ -27,6 +27,7 @@ def translate(body: api.ResponsesBody, facts: ModelFacts) -> Translation:
         temperature=body.temperature,
         top_p=body.top_p,
         stream=body.stream,
+        priority=body.priority,
         **_tool_parameters(body),
         **_format_parameters(body.text),
     )

@@ -19,6 +19,7 @@ MESSAGES = "messages"
 COUNT_TOKENS = "count_tokens"
 
 _INT32 = 2**31 - 1
+Priority = Annotated[int, Meta(ge=-_INT32 - 1, le=_INT32)]
 
 
 class KnownParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,6 +243,7 @@ class GenerationBody(RequestBody, kw_only=True):
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
     cache_salt: Annotated[str, Meta(max_length=128)] = ""
+    priority: Priority | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None

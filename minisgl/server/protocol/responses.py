@@ -177,6 +177,16 @@ class CompletionChunk(ResponseHead, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class RenderedPrompt(msgspec.Struct, kw_only=True):
+    """The token ids of one prompt, with the parameters that decide which prefixes it shares."""
+
+    request_id: str
+    token_ids: list[int]
+    model: str
+    cache_salt: str | None = None
+    priority: int = 0
+
+
 class TokenizeResponse(msgspec.Struct):
     """Token ids of a prompt or chat. token_strs: the text of each token."""
 

@@ -5,7 +5,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from minisgl.server.protocol.requests import RequestBody, Role, ToolFunctionName, bounds
+from minisgl.server.protocol.requests import (
+    Priority,
+    RequestBody,
+    Role,
+    ToolFunctionName,
+    bounds,
+)
 
 ItemType = Annotated[
     str,
@@ -100,6 +106,7 @@ class ResponsesBody(RequestBody, kw_only=True):
     text: TextConfig | None = None
     reasoning: ResponsesReasoning | None = None
     metadata: Metadata = {}
+    priority: Priority | None = None
 
 
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]

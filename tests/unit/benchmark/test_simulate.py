@@ -7,8 +7,9 @@ import pytest
 
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.latency import summarise
-from minisgl.benchmark.simulate import DEFAULT_COST, VirtualEngine, main, read_cost, simulate
+from minisgl.benchmark.simulate import main, simulate
 from minisgl.benchmark.trace import Load
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import Batch, ConfigError, PendingStep, SchedulerConfig
 from tests.unit.scheduler.offline import run_offline
@@ -178,3 +179,19 @@ def test_background_streams_that_cannot_be_simulated_are_refused(row: str, text:
     """Regression: --concurrency was ignored, and all requests of the load arrived at once."""
     with pytest.raises(ConfigError, match=text):
         main([*row.split(), "--requests", "4"])
+
+
+def test_an_overload_of_a_later_priority_hardly_delays_the_first_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The engine serves 14 requests of this size per second; 56 of the later priority arrive."""
+    size = "--prompt-tokens 2000 2000 --output-tokens 200 200"
+    assert main(f"--requests 40 --rate 4 {size} --low 56 2000 200".split()) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["ttft_p99_ratio"] <= 1.2
+
+
+@pytest.mark.parametrize("flags", ["", "--rate 2 --flood 9 9 9"])
+def test_low_needs_arrival_times_and_excludes_the_flood(flags: str) -> None:
+    with pytest.raises(ConfigError):
+        main(f"--requests 2 --low 5 9 9 {flags}".split())

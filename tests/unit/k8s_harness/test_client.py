@@ -59,6 +59,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.peers: list[tuple[str, int]] = []
         self.heads: list[dict[str, str]] = []
+        self.priorities: list[int] = []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -69,6 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.peers.append(self.client_address)
         self.server.heads.append(dict(self.headers))
+        self.server.priorities.append(body["priority"])
         count = body["max_tokens"]
         if count == 503:
             self.send_response(503)
@@ -166,3 +168,9 @@ def test_threads_repeat_until_stopped_and_every_second_one_keeps_its_connection(
     assert min(len(kept), fresh) >= 4
     assert len(set(server.peers)) == fresh + 1
     assert sum("Connection" in head for head in server.heads) == fresh
+
+
+def test_streams_have_the_priority_of_their_load(server: Server) -> None:
+    stream(server, 2)
+    stream(server, 2, priority=5)
+    assert server.priorities == [0, 5]

@@ -54,6 +54,7 @@ class Harness:
         client: str = "",
         call: int = 0,
         count: int = 1,
+        priority: int = 0,
         **sampling: object,
     ) -> int:
         """Queue `count` requests with consecutive uids and return the first uid."""
@@ -70,6 +71,7 @@ class Harness:
                 count=count,
                 client=client,
                 call=call,
+                priority=priority,
             )
         )
         self.answers |= {each: Answer() for each in range(uid, uid + count)}

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.simulate import DEFAULT_COST, VirtualEngine, read_cost
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.core import Batch, PendingStep, SamplingParams, SchedulerConfig
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler

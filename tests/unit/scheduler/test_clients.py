@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from minisgl.benchmark.simulate import DEFAULT_COST, VirtualEngine, read_cost, simulate
+from minisgl.benchmark.simulate import simulate
 from minisgl.benchmark.trace import Load
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.core import Batch, SamplingParams, SchedulerConfig
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.request import Req

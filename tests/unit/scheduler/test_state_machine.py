@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost
 from minisgl.message.messages import FlushCache
-from minisgl.scheduler import budget, policy
+from minisgl.scheduler import budget, policy, prefixes
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 
@@ -82,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         polls=st.integers(0, 4),
         call=st.integers(0, 2),
         count=st.sampled_from([1, 1, 1, 3]),
+        priority=st.sampled_from([0, 0, -1, 2]),
     )
     def arrive(
         self,
@@ -93,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         polls: int,
         call: int,
         count: int,
+        priority: int,
     ) -> None:
         """stretch, polls: as in ScriptedParams; None: the request has no constraint."""
         prefix: list[int] = []
@@ -109,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling |= {"prompt_len": len(prompt), "script": tuple(output)}
             sampling |= {"stretch": stretch, "polls": polls}
         client = data.draw(st.sampled_from(self.clients), label="client")
-        first = self.harness.add(prompt, salt, client, call, count, **sampling)
+        first = self.harness.add(prompt, salt, client, call, count, priority, **sampling)
         for uid in range(first, first + count):
             self.wanted[uid] = output
             self.prompts.append(prompt + output)
@@ -179,4 +181,5 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
             "step_sizes": lambda largest: list(range(1, largest + 1)),
         }
         self.enterContext(patch.multiple(budget, **any_size))
-        self.enterContext(patch.object(policy, "MIN_SHARED_TOKENS", 4))
+        self.enterContext(patch.object(prefixes, "MIN_SHARED_TOKENS", 4))
+        self.enterContext(patch.object(policy, "MAX_OVERTAKES", 3))

@@ -330,7 +330,7 @@ def test_hit_ratio_covers_the_last_thousand_requests() -> None:
 # --- engine and service -------------------------------------------------------------------------
 
 
-_NOT_NUMBERS = ("busy", "phases", "constraints")
+_NOT_NUMBERS = ("busy", "phases", "constraints", "kv_events")
 
 
 def stats(**fields: int) -> SchedulerStats:

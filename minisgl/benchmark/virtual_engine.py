@@ -1,0 +1,156 @@
+"""An engine in simulated time: each step advances a clock by the time that StepCost predicts."""
+
+import argparse
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.benchmark.flag_types import nonnegative_float, positive_float, positive_int
+from minisgl.core import Batch, ConfigError, SchedulerConfig, StepCost, StepResult
+
+_HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
+# Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
+DEFAULT_COST = (
+    "35.88,1.3053,1:3.983,8:4.093,16:4.261,32:4.261,64:4.338,128:5.989,256:8.043,384:9.934,"
+    "512:12.351,640:16.739,768:18.039,1024:23.674,2048:44.901"
+)
+
+
+def read_cost(text: str) -> StepCost:
+    """Parse the text of str(StepCost). Raises ConfigError."""
+    try:
+        key_ns, pair_ns, *prices = text.split(",")
+        points = [(int(tokens), float(ms) / 1e3) for tokens, ms in (p.split(":") for p in prices)]
+        tokens, seconds = zip(*points, strict=True)
+        figures = [float(key_ns), float(pair_ns), *seconds]
+        rising = [*tokens] == sorted({*tokens}) and [*seconds] == sorted(seconds)
+        if not (rising and tokens[0] > 0 and all(0 <= each < math.inf for each in figures)):
+            raise ValueError
+        return StepCost(
+            tokens=tokens,
+            seconds=seconds,
+            per_decode_key_s=float(key_ns) / 1e9,
+            per_prefill_pair_s=float(pair_ns) / 1e9,
+        )
+    except ValueError:
+        raise ConfigError(
+            f"--cost {text!r} does not have the form KEY_NS,PAIR_NS,TOKENS:MS,..."
+        ) from None
+
+
+class _Pending:
+    """Implements core.PendingStep. `wait` advances the simulated time to the end of the step."""
+
+    def __init__(self, engine: "VirtualEngine", batch: Batch, end_s: float) -> None:
+        self._engine = engine
+        self._num_reqs = batch.num_reqs
+        self._end_s = end_s
+
+    def wait(self) -> StepResult:
+        self._engine.now_s = max(self._engine.now_s, self._end_s) + _HOST_S
+        ones = np.ones(self._num_reqs, dtype=np.int32)
+        return StepResult(ones[:, None], ones, finite=np.ones(self._num_reqs, dtype=np.bool_))
+
+    def done(self) -> bool:
+        return self._engine.now_s >= self._end_s
+
+
+class VirtualEngine:
+    """Implements core.EngineLike. now_s: simulated time. busy_s, longest_s: the times of all
+    steps, their sum and their maximum."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        num_pages: int,
+        rows: int,
+        max_seq_len: int,
+        mixed_factor: float = 1.0,
+    ) -> None:
+        """mixed_factor: factor for the times of steps that both decode and prefill."""
+        self._cost = cost
+        self._mixed_factor = mixed_factor
+        self.num_pages = num_pages
+        self.page_size = 16
+        self.max_running_reqs = rows
+        self.max_seq_len = max_seq_len
+        self.now_s = 0.0
+        self.busy_s = 0.0
+        self.longest_s = 0.0
+        self._free_s = 0.0  # end of the last launched step
+
+    def launch(self, batch: Batch) -> _Pending:
+        lengths = batch.lengths.astype(np.int64)
+        keys = lengths * batch.start + lengths * (lengths + 1) // 2
+        decode_keys = int(keys[: batch.num_decode].sum())
+        prefill_pairs = int(keys[batch.num_decode :].sum())
+        seconds = self._cost.predict_s(int(lengths.sum()), decode_keys, prefill_pairs)
+        if decode_keys and prefill_pairs:
+            seconds *= self._mixed_factor
+        self.busy_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
+        self._free_s = max(self.now_s, self._free_s) + seconds
+        return _Pending(self, batch, self._free_s)
+
+
+class EngineSettings(NamedTuple):
+    """The simulated engine of the command line, and the configuration of its scheduler."""
+
+    cost: StepCost
+    num_pages: int
+    rows: int
+    max_seq_len: int
+    mixed_factor: float
+    config: SchedulerConfig
+
+    def engine(self) -> VirtualEngine:
+        return VirtualEngine(*self[:5])
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0) -> None:
+    """Add the flags that engine_settings reads. mixed_factor: a default."""
+    parser.add_argument(
+        "--cost",
+        default=DEFAULT_COST,
+        metavar="KEY_NS,PAIR_NS,TOKENS:MS,...",
+        help="costs of a step, as a server logs them (Qwen3-8B on one H200)",
+    )
+    parser.add_argument(
+        "--num-pages", type=positive_int, default=49_000, help="KV pages of 16 tokens (49000)"
+    )
+    parser.add_argument(
+        "--max-running-requests", type=positive_int, default=256, help="requests in a batch (256)"
+    )
+    parser.add_argument(
+        "--max-seq-len", type=positive_int, default=40_960, help="context length in tokens (40960)"
+    )
+    parser.add_argument(
+        "--target-step-ms",
+        type=nonnegative_float,
+        default=SchedulerConfig().target_step_ms,
+        help="step-time target; 0: no target, as in the offline LLM (the server's target)",
+    )
+    parser.add_argument(
+        "--cache-type", choices=("radix", "naive"), default="radix", help="prefix cache (radix)"
+    )
+    parser.add_argument(
+        "--mixed-factor",
+        type=positive_float,
+        default=mixed_factor,
+        help=f"factor for the times of steps that both decode and prefill ({mixed_factor})",
+    )
+
+
+def engine_settings(options: argparse.Namespace) -> EngineSettings:
+    """Return the settings that the flags describe. Raises ConfigError."""
+    return EngineSettings(
+        read_cost(options.cost),
+        options.num_pages,
+        options.max_running_requests,
+        options.max_seq_len,
+        options.mixed_factor,
+        SchedulerConfig(
+            target_step_ms=options.target_step_ms or None, cache_type=options.cache_type
+        ),
+    )

@@ -1,0 +1,45 @@
+"""The start of a server with --render-only: the facts of a model without an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minisgl.core import ConfigError, EngineConfig, ModelFacts
+from minisgl.core.hub import read_json
+
+
+class _Config(msgspec.Struct):
+    """The fields of config.json that render routes need."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+
+def facts_of(engine: EngineConfig) -> ModelFacts:
+    """Read the facts of a model from its folder. Raises ConfigError.
+
+    The context length of a YaRN model is computed as in models/rope.py, which loads torch.
+    """
+    try:
+        config = msgspec.convert(read_json(Path(engine.model_path) / "config.json"), _Config)
+        rope = {**(config.rope_scaling or {}), **(config.rope_parameters or {})}
+        context = config.max_position_embeddings
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type", rope.get("type")) == "yarn" and original is not None:
+            context = max(context, int(original * rope.get("factor", 1)))
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ConfigError(f"config.json: {error}") from None
+    length = context if engine.max_seq_len is None else min(engine.max_seq_len, context)
+    return ModelFacts(
+        max_seq_len=length,
+        vocab_size=config.vocab_size,
+        eos_token_ids=(),
+        kv_capacity_tokens=length,
+        page_size=engine.page_size,
+        device="none",
+        dtype="none",
+        kv_dtype="none",
+    )

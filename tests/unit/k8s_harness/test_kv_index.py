@@ -1,0 +1,39 @@
+"""The script that rebuilds a prefix cache from the KV events of a pod."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+from k8s_harness.client import SCRIPTS
+
+from minisgl.events import publish_events
+from minisgl.kvcache import RadixCache
+from minisgl.message.publisher import Publisher
+
+
+def test_the_script_reports_the_blocks_of_the_cache() -> None:
+    publisher = Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@10.0.0.7:1919@minisgl-demo")
+    reporter = publish_events(publisher, 4, "minisgl-demo")(2, 100)
+    cache = RadixCache(2, reporter)
+    for first in range(5):
+        tokens = np.array([first, *range(20, 31)], dtype=np.int32)
+        cache.insert(tokens, np.arange(first * 6, first * 6 + 6, dtype=np.int32))
+        reporter.flush()
+    cache.evict(7)
+    reporter.flush()
+    argument = json.dumps({"replay": publisher.addresses[1]})
+    command = [sys.executable, str(SCRIPTS / "kv_index.py"), argument]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    finally:
+        publisher.close()
+    totals = reporter.totals
+    assert totals.removed > 0
+    assert json.loads(done.stdout) == {
+        "topic": "kv@10.0.0.7:1919@minisgl-demo",
+        "batches": 6,
+        "blocks": totals.blocks,
+        "checksum": totals.checksum,
+        "orphans": 0,
+    }
