@@ -1,0 +1,143 @@
+"""`Replica`: one server of a fleet in virtual time, with the real scheduler and prefix cache."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.benchmark.trace import page_chain
+from minisgl.benchmark.virtual_engine import EngineSettings
+from minisgl.core import Int32Array
+from minisgl.kvcache import Match, RadixCache
+from minisgl.kvcache.radix import Evicted
+from minisgl.message.messages import StepOutput, ToScheduler
+from minisgl.scheduler import Scheduler
+
+
+class CacheEvent(NamedTuple):
+    """Blocks that a prefix cache has stored or removed.
+
+    A block is one page. Its number is a hash of the page and of all pages before it (page_chain).
+    """
+
+    stored: list[int]
+    removed: list[int]
+
+
+class ObservedCache(RadixCache):
+    """A prefix cache that records the blocks that it stores and removes, in order."""
+
+    def __init__(self, page_size: int, num_pages: int) -> None:
+        super().__init__(page_size)
+        self._block_of = np.zeros(num_pages, dtype=np.int64)  # 0: the page is not cached
+        self.events: list[CacheEvent] = []
+
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
+        match = super().insert(tokens, pages, salt)
+        known = int(np.count_nonzero(self._block_of[match.pages]))  # these pages come first
+        if known < len(match.pages):
+            before = int(self._block_of[match.pages[known - 1]]) if known else 0
+            stored = page_chain(tokens[known * self._page_size :], self._page_size, before)
+            self._block_of[match.pages[known:]] = stored
+            self.events.append(CacheEvent(stored, []))
+        return match
+
+    def evict(self, count: int) -> list[Evicted]:
+        evicted = super().evict(count)
+        for pages, _ in evicted:
+            self.events.append(CacheEvent([], self._block_of[pages].tolist()))
+            self._block_of[pages] = 0
+        return evicted
+
+
+class ReplicaState(StrEnum):
+    STARTING = "starting"  # not ready yet
+    READY = "ready"  # gets requests
+    DRAINING = "draining"  # finishes its requests and gets no new ones
+    GONE = "gone"  # has died or ended
+
+
+class Gauges(NamedTuple):
+    """The metrics that routers and autoscalers read. kv_usage: share of pages held by requests."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_usage: float = 0.0
+
+
+class Replica:
+    """One server: a scheduler, its engine and its inbox. Implements Inbox.
+
+    The owner calls `iterate` at the time `next_s`. An iteration ends in the future, at the end of
+    a step. The owner calls `take_outputs` at that time, and not before: until then the outputs and
+    the cache events are not visible, and a replica that dies loses them.
+
+    open_reqs  uids of the requests that the router has sent here and that have not ended.
+    wake_s     the time of the next call in the owner's queue; inf: none.
+    """
+
+    def __init__(self, number: int, settings: EngineSettings, observed: bool) -> None:
+        """observed: record the events of the prefix cache."""
+        self.number = number
+        self.state = ReplicaState.STARTING
+        self.open_reqs: dict[int, None] = {}
+        self.wake_s = math.inf
+        self.gauges = Gauges()
+        self.engine = settings.engine()
+        self._outputs: list[StepOutput] = []
+        self._messages: deque[tuple[float, ToScheduler]] = deque()
+        self._scheduler = Scheduler(
+            self.engine,
+            settings.config,
+            vocab_size=2**31 - 1,
+            eos_token_ids=(),
+            inbox=self,
+            send=self._outputs.append,
+            clock=lambda: self.engine.now_s,
+        )
+        self._scheduler.planner.cost = settings.cost
+        self._cache = ObservedCache(self.engine.page_size, self.engine.num_pages)
+        if observed:
+            self._scheduler.kv_manager.cache = self._cache
+
+    def deliver(self, due_s: float, message: ToScheduler) -> None:
+        """Let `message` arrive at due_s. Calls are in the order of due_s."""
+        self._messages.append((due_s, message))
+
+    def next_s(self) -> float:
+        """Return the time of the next iteration or of the outputs; inf: when a message arrives."""
+        now_s = self.engine.now_s
+        if self._outputs:
+            return now_s
+        wait_s = self._scheduler.message_wait_s()
+        wake_s = math.inf if wait_s is None else now_s + wait_s
+        if self._messages:
+            wake_s = min(wake_s, max(now_s, self._messages[0][0]))
+        return wake_s
+
+    def iterate(self, now_s: float) -> None:
+        """Run one iteration of the scheduler at `now_s`. It ends at engine.now_s."""
+        self.engine.now_s = now_s
+        self._scheduler.iterate()
+
+    def take_outputs(self) -> tuple[list[StepOutput], list[CacheEvent]]:
+        """Return the outputs and cache events of the last iteration, and update the gauges."""
+        outputs, events = self._outputs.copy(), self._cache.events.copy()
+        self._outputs.clear()
+        self._cache.events.clear()
+        stats = self._scheduler.stats()
+        usage = stats.locked_pages / stats.total_pages
+        self.gauges = Gauges(stats.waiting_reqs, stats.running_reqs, usage)
+        return outputs, events
+
+    def receive(
+        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+    ) -> list[ToScheduler]:
+        """Return the messages that have arrived. The owner has already waited."""
+        arrived: list[ToScheduler] = []
+        while self._messages and self._messages[0][0] <= self.engine.now_s:
+            arrived.append(self._messages.popleft()[1])
+        return arrived
