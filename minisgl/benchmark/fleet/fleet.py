@@ -159,17 +159,20 @@ class Fleet:
             self._at(wake_s, lambda: self._wake(replica, wake_s), is_step=True)
 
     def _wake(self, replica: Replica, wake_s: float) -> None:
+        """End or begin an iteration of a replica."""
         if replica.wake_s != wake_s or replica.state is ReplicaState.GONE:
             return  # an earlier event has replaced this one
         replica.wake_s = math.inf
-        outputs, events = replica.take_outputs()
-        for output in outputs:
-            self._record(replica, output)
-        self._router.cache_events(replica.number, events)
-        if replica.state is ReplicaState.DRAINING and not replica.open_reqs:
-            self._end(replica)
-        elif replica.next_s() <= self._now_s:
+        if not replica.iterating:
             replica.iterate(self._now_s)
+        else:
+            outputs, events = replica.finish()
+            for output in outputs:
+                self._record(replica, output)
+            self._router.cache_events(replica.number, events)
+            if replica.state is ReplicaState.DRAINING and not replica.open_reqs:
+                self._end(replica)
+                return
         self._schedule(replica)
 
     def _record(self, replica: Replica, output: StepOutput) -> None:

@@ -72,9 +72,10 @@ class Replica:
     """One server: a scheduler, its engine and its inbox. Implements Inbox.
 
     The owner calls `iterate` at the time `next_s`. An iteration ends in the future, at the end of
-    a step. The owner calls `take_outputs` at that time, and not before: until then the outputs and
-    the cache events are not visible, and a replica that dies loses them.
+    a step: `next_s` is then that time. The owner calls `finish` there, and not before: until then
+    the outputs and the cache events are not visible, and a replica that dies loses them.
 
+    iterating  an iteration has begun and `finish` has not been called since.
     open_reqs  uids of the requests that the router has sent here and that have not ended.
     wake_s     the time of the next call in the owner's queue; inf: none.
     """
@@ -85,6 +86,7 @@ class Replica:
         self.state = ReplicaState.STARTING
         self.open_reqs: dict[int, None] = {}
         self.wake_s = math.inf
+        self.iterating = False
         self.gauges = Gauges()
         self.engine = settings.engine()
         self._outputs: list[StepOutput] = []
@@ -108,9 +110,9 @@ class Replica:
         self._messages.append((due_s, message))
 
     def next_s(self) -> float:
-        """Return the time of the next iteration or of the outputs; inf: when a message arrives."""
+        """Return the end of the iteration, or the time of the next one; inf: at a message."""
         now_s = self.engine.now_s
-        if self._outputs:
+        if self.iterating:
             return now_s
         wait_s = self._scheduler.message_wait_s()
         wake_s = math.inf if wait_s is None else now_s + wait_s
@@ -119,12 +121,14 @@ class Replica:
         return wake_s
 
     def iterate(self, now_s: float) -> None:
-        """Run one iteration of the scheduler at `now_s`. It ends at engine.now_s."""
+        """Run one iteration of the scheduler from now_s to engine.now_s."""
         self.engine.now_s = now_s
+        self.iterating = True
         self._scheduler.iterate()
 
-    def take_outputs(self) -> tuple[list[StepOutput], list[CacheEvent]]:
-        """Return the outputs and cache events of the last iteration, and update the gauges."""
+    def finish(self) -> tuple[list[StepOutput], list[CacheEvent]]:
+        """End the iteration: return its outputs and cache events, and update the gauges."""
+        self.iterating = False
         outputs, events = self._outputs.copy(), self._cache.events.copy()
         self._outputs.clear()
         self._cache.events.clear()

@@ -172,8 +172,8 @@ class ApproximatePicker(EndpointPicker):
     reads_cache = False
 
     def __init__(self, seed: int, num_pages: int) -> None:
-        """num_pages: pages of a replica. The picker takes them as the capacity of its index, although
-        its blocks are larger than a page."""
+        """num_pages: pages of a replica. The picker takes them as the capacity of its index, even
+        though its blocks are larger than a page."""
         super().__init__(seed, APPROXIMATE_BLOCK_TOKENS, num_pages)
 
     def _chain(self, prompt: Int32Array) -> list[int]:
