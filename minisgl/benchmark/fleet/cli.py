@@ -10,7 +10,7 @@ share of cached prompt tokens, and the hours in which replicas held GPUs.
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from minisgl.benchmark.flag_types import (
@@ -47,71 +47,48 @@ _START_S = 11.3
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="minisgl bench fleet", description=__doc__)
-    fleet = parser.add_argument_group("fleet")
-    fleet.add_argument("--replicas", type=positive_int, default=1, help="replicas at time 0 (1)")
-    fleet.add_argument(
-        "--find-replicas",
-        type=positive_int,
-        metavar="MOST",
-        help="search for the least number of replicas, up to MOST, that meets the objective",
-    )
-    fleet.add_argument(
-        "--router",
-        choices=ROUTERS,
-        nargs="+",
-        default=["approximate"],
-        help="routers, one run each: in turn; fewest open requests; endpoint picker with its "
-        "approximate index; endpoint picker with cache events (approximate)",
-    )
-    fleet.add_argument(
-        "--retries", type=nonnegative_int, default=0, help="times a client sends again (0)"
-    )
-    fleet.add_argument(
-        "--front-end-ms",
-        type=nonnegative_float,
-        default=_FRONT_END_MS,
-        help=f"time from the router to the scheduler ({_FRONT_END_MS})",
-    )
-    goal = parser.add_argument_group("objective of a good request")
-    goal.add_argument("--ttft-ms", type=positive_float, default=5000.0, help="limit (5000)")
-    goal.add_argument(
-        "--itl-ms", type=positive_float, default=50.0, help="limit of the mean of a request (50)"
-    )
-    goal.add_argument(
-        "--share", type=positive_float, default=0.99, help="share of good requests (0.99)"
-    )
-    changes = parser.add_argument_group("changes of the replicas")
-    for name, text in (
-        ("--fail-at", "a replica dies at each of these times and starts again"),
-        ("--rollout-at", "a rolling restart begins at each of these times"),
-    ):
-        changes.add_argument(
+    rules = Autoscaler()
+    flags: dict[str, list[tuple[str, Callable[[str], float], float, str]]] = {
+        "fleet": [
+            ("--replicas", positive_int, 1, "replicas at time 0"),
+            ("--retries", nonnegative_int, 0, "times that a client sends a lost request again"),
+            ("--front-end-ms", nonnegative_float, _FRONT_END_MS, "from router to scheduler"),
+        ],
+        "objective of a good request": [
+            ("--ttft-ms", positive_float, 5000.0, "limit of the time to first token"),
+            ("--itl-ms", positive_float, 50.0, "limit of the mean inter-token latency"),
+            ("--share", positive_float, 0.99, "share of good requests to reach"),
+        ],
+        "failures and rollouts": [
+            ("--start-s", nonnegative_float, _START_S, "time of a start, until ready"),
+            ("--drain-s", nonnegative_float, 60.0, "longest drain before a restart"),
+            ("--settle-s", nonnegative_float, 5.0, "pause of a rollout after a replica is ready"),
+        ],
+        "autoscaling, with the rules of the chart": [
+            ("--target-running", positive_float, rules.target_running, "running per replica"),
+            ("--target-waiting", positive_float, rules.target_waiting, "waiting per replica"),
+            ("--up-window-s", nonnegative_float, rules.up_window_s, "window for adding"),
+            ("--down-window-s", nonnegative_float, rules.down_window_s, "window for removing"),
+        ],
+    }
+    for title, rows in flags.items():
+        group = parser.add_argument_group(title)
+        for name, kind, default, text in rows:
+            group.add_argument(name, type=kind, default=default, help=f"{text} ({default:g})")
+    for name in ("--fail-at", "--rollout-at"):
+        text = f"times at which {'a replica dies' if name == '--fail-at' else 'a rollout begins'}"
+        parser.add_argument(
             name, type=nonnegative_float, nargs="+", default=[], metavar="SECONDS", help=text
         )
-    for name, default, text in (
-        ("--start-s", _START_S, "time of a start, until ready"),
-        ("--drain-s", 60.0, "longest drain before a restart"),
-        ("--settle-s", 5.0, "pause of a rollout after a new replica is ready"),
-    ):
-        changes.add_argument(
-            name, type=nonnegative_float, default=default, help=f"{text} ({default:g})"
-        )
-    rules = Autoscaler()
-    scale = parser.add_argument_group("autoscaling, with the rules of the chart")
-    scale.add_argument(
-        "--autoscale",
-        type=positive_int,
-        nargs=2,
-        metavar=("MIN", "MAX"),
-        help="keep between MIN and MAX replicas; --replicas is the number at time 0",
-    )
-    for name, kind, default, text in (
-        ("--target-running", positive_float, rules.target_running, "running requests per replica"),
-        ("--target-waiting", positive_float, rules.target_waiting, "waiting requests per replica"),
-        ("--up-window-s", nonnegative_float, rules.up_window_s, "window for adding replicas"),
-        ("--down-window-s", nonnegative_float, rules.down_window_s, "window for removing replicas"),
-    ):
-        scale.add_argument(name, type=kind, default=default, help=f"{text} ({default:g})")
+    text = "use between MIN and MAX replicas; --replicas is the number at time 0"
+    limits = ("MIN", "MAX")
+    parser.add_argument("--autoscale", type=positive_int, nargs=2, metavar=limits, help=text)
+    text = "search for the least number of replicas, up to MOST, that meets the objective"
+    parser.add_argument("--find-replicas", type=positive_int, metavar="MOST", help=text)
+    text = "one run each: in turn; fewest open requests; endpoint picker with its approximate "
+    text += "index; endpoint picker with cache events (approximate)"
+    default = ["approximate"]
+    parser.add_argument("--router", choices=ROUTERS, nargs="+", default=default, help=text)
     parser.add_argument("--json", type=output_file, help="write settings and runs to this file")
     parser.add_argument("--plot", type=output_file, help="write latencies and replicas, as an SVG")
     add_engine_flags(parser, _MIXED_FACTOR)

@@ -1,7 +1,6 @@
 """The results of fleet runs: goodput under an objective, a table, plots, and the least replicas."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -147,13 +146,10 @@ def _replicas(run: Run) -> str:
         f'<text x="{left}" y="{top - 6}">at most {most}, over {end_s:,.0f} s</text>',
         f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="gray"/>',
     ]
+    times_s = [*(count.at_s for count in run.counts), end_s]
+    x = [left + at_s / end_s * (right - left) for at_s in times_s]
     for name, colour in (("total", "silver"), ("ready", "steelblue")):
-        points = [(count.at_s, getattr(count, name)) for count in run.counts]
-        points.append((end_s, points[-1][1]))
-        corners = [points[0], *(p for (_, n), b in pairwise(points) for p in ((b[0], n), b))]
-        line = " ".join(
-            f"{left + at_s / end_s * (right - left):.1f},{bottom - n / most * (bottom - top):.1f}"
-            for at_s, n in corners
-        )
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}"/>')
+        y = [bottom - getattr(count, name) / most * (bottom - top) for count in run.counts]
+        steps = "".join(f"V{at_y:.1f}H{to_x:.1f}" for at_y, to_x in zip(y, x[1:], strict=True))
+        parts.append(f'<path d="M{left} {bottom}{steps}" fill="none" stroke="{colour}"/>')
     return "".join(parts)
