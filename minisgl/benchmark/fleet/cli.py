@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from minisgl.benchmark.flag_types import (
     nonnegative_float,
@@ -75,20 +76,35 @@ def _parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         for name, kind, default, text in rows:
             group.add_argument(name, type=kind, default=default, help=f"{text} ({default:g})")
-    for name in ("--fail-at", "--rollout-at"):
-        text = f"times at which {'a replica dies' if name == '--fail-at' else 'a rollout begins'}"
-        parser.add_argument(
-            name, type=nonnegative_float, nargs="+", default=[], metavar="SECONDS", help=text
-        )
-    text = "use between MIN and MAX replicas; --replicas is the number at time 0"
-    limits = ("MIN", "MAX")
-    parser.add_argument("--autoscale", type=positive_int, nargs=2, metavar=limits, help=text)
-    text = "search for the least number of replicas, up to MOST, that meets the objective"
-    parser.add_argument("--find-replicas", type=positive_int, metavar="MOST", help=text)
-    text = "one run each: in turn; fewest open requests; endpoint picker with its approximate "
-    text += "index; endpoint picker with cache events (approximate)"
-    default = ["approximate"]
-    parser.add_argument("--router", choices=ROUTERS, nargs="+", default=default, help=text)
+    times: dict[str, Any] = {
+        "type": nonnegative_float,
+        "nargs": "+",
+        "default": [],
+        "metavar": "SECONDS",
+    }
+    parser.add_argument("--fail-at", **times, help="times at which a replica dies")
+    parser.add_argument("--rollout-at", **times, help="times at which a rolling restart begins")
+    parser.add_argument(
+        "--autoscale",
+        type=positive_int,
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        help="use between MIN and MAX replicas; --replicas is the number at time 0",
+    )
+    parser.add_argument(
+        "--find-replicas",
+        type=positive_int,
+        metavar="MOST",
+        help="search for the least number of replicas, up to MOST, that meets the objective",
+    )
+    parser.add_argument(
+        "--router",
+        choices=ROUTERS,
+        nargs="+",
+        default=["approximate"],
+        help="one run for each: replicas in turn, fewest open requests, endpoint picker with its "
+        "approximate index, endpoint picker with cache events (approximate)",
+    )
     parser.add_argument("--json", type=output_file, help="write settings and runs to this file")
     parser.add_argument("--plot", type=output_file, help="write latencies and replicas, as an SVG")
     add_engine_flags(parser, _MIXED_FACTOR)
