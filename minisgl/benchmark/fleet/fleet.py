@@ -254,8 +254,8 @@ class Fleet:
         self._desired = self._plan.autoscaler.desired(
             self._now_s,
             self._desired,
-            [replica.gauges.running for replica in ready],
-            [replica.gauges.waiting for replica in ready],
+            [replica.running for replica in ready],
+            [replica.waiting for replica in ready],
             len(kept) - len(ready),
         )
         for _ in range(self._desired - len(kept)):

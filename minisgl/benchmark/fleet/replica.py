@@ -60,14 +60,6 @@ class ReplicaState(StrEnum):
     GONE = "gone"  # has died or ended
 
 
-class Gauges(NamedTuple):
-    """The metrics that routers and autoscalers read. kv_usage: share of pages held by requests."""
-
-    waiting: int = 0
-    running: int = 0
-    kv_usage: float = 0.0
-
-
 class Replica:
     """One server: a scheduler, its engine and its inbox. Implements Inbox.
 
@@ -77,6 +69,8 @@ class Replica:
 
     iterating  an iteration has begun and `finish` has not been called since.
     open_reqs  uids of the requests that the router has sent here and that have not ended.
+    running    requests that the scheduler has admitted, as of the last iteration that has ended.
+    kv_usage   share of the pages that requests hold, as of the same time.
     wake_s     the time of the next call in the owner's queue; inf: none.
     """
 
@@ -87,7 +81,8 @@ class Replica:
         self.open_reqs: dict[int, None] = {}
         self.wake_s = math.inf
         self.iterating = False
-        self.gauges = Gauges()
+        self.running = 0
+        self.kv_usage = 0.0
         self.engine = settings.engine()
         self._outputs: list[StepOutput] = []
         self._messages: deque[tuple[float, ToScheduler]] = deque()
@@ -127,15 +122,19 @@ class Replica:
         self._scheduler.iterate()
 
     def finish(self) -> tuple[list[StepOutput], list[CacheEvent]]:
-        """End the iteration: return its outputs and cache events, and update the gauges."""
+        """End the iteration: return its outputs and cache events, and update the metrics."""
         self.iterating = False
         outputs, events = self._outputs.copy(), self._cache.events.copy()
         self._outputs.clear()
         self._cache.events.clear()
         stats = self._scheduler.stats()
-        usage = stats.locked_pages / stats.total_pages
-        self.gauges = Gauges(stats.waiting_reqs, stats.running_reqs, usage)
+        self.running, self.kv_usage = stats.running_reqs, stats.locked_pages / stats.total_pages
         return outputs, events
+
+    @property
+    def waiting(self) -> int:
+        """The server's metric: open requests that do not run, received by the scheduler or not."""
+        return max(len(self.open_reqs) - self.running, 0)
 
     def receive(
         self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()

@@ -132,15 +132,15 @@ class EndpointPicker:
         self._block_tokens = block_tokens
         self._index = PrefixIndex(capacity)
         self._scraped_s = -math.inf
-        self._gauges: dict[int, tuple[int, float]] = {}  # waiting requests and KV usage by replica
+        self._metrics: dict[int, tuple[int, float]] = {}  # waiting requests and KV usage by replica
 
     def choose(self, prompt: Int32Array, ready: Sequence[Replica], now_s: float) -> Replica:
         if now_s >= self._scraped_s + SCRAPE_S:
             self._scraped_s = now_s
-            self._gauges = {r.number: (r.gauges.waiting, r.gauges.kv_usage) for r in ready}
+            self._metrics = {r.number: (r.waiting, r.kv_usage) for r in ready}
         chain = self._chain(prompt)
         held = self._index.matches(chain)
-        views = [self._gauges.get(replica.number, (0, 0.0)) for replica in ready]
+        views = [self._metrics.get(replica.number, (0, 0.0)) for replica in ready]
         shortest, longest = min(views)[0], max(views)[0]
         best: tuple[float, float, Replica] = (-math.inf, 0.0, ready[0])
         for replica, (waiting, kv_usage) in zip(ready, views, strict=True):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from minisgl.benchmark.fleet.replica import Gauges, ObservedCache, Replica
+from minisgl.benchmark.fleet.replica import ObservedCache, Replica
 from minisgl.benchmark.fleet.routers import (
     SCRAPE_S,
     ApproximatePicker,
@@ -22,11 +22,22 @@ from tests.unit.benchmark.fleet.builders import STILL, load_of, prompt, run
 from tests.unit.benchmark.fleet.builders import settings as engine_settings
 
 
-def replicas(count: int, **gauges: float) -> list[Replica]:
-    made = [Replica(number, engine_settings(), observed=False) for number in range(count)]
-    for replica in made:
-        replica.gauges = Gauges()._replace(**gauges)  # type: ignore[arg-type]
-    return made
+def replicas(count: int) -> list[Replica]:
+    return [Replica(number, engine_settings(), observed=False) for number in range(count)]
+
+
+def set_metrics(replica: Replica, waiting: int, running: int = 3, kv_usage: float = 0.0) -> None:
+    replica.open_reqs = dict.fromkeys(range(waiting + running))
+    replica.running, replica.kv_usage = running, kv_usage
+
+
+def test_a_request_that_the_scheduler_has_not_received_is_waiting() -> None:
+    """The server counts the open requests of its API. A scheduler in a long step reads nothing."""
+    [replica] = replicas(1)
+    set_metrics(replica, waiting=2, running=1)
+    assert replica.waiting == 2
+    replica.open_reqs.clear()
+    assert replica.waiting == 0
 
 
 def test_round_robin_takes_turns_also_when_a_replica_is_missing() -> None:
@@ -83,7 +94,7 @@ def test_the_picker_adds_the_weighted_scores(
 ) -> None:
     """Replica 0 holds the first half, or all, of the prompt."""
     ready = replicas(2)
-    ready[0].gauges = Gauges(waiting=waiting, kv_usage=kv_usage)
+    set_metrics(ready[0], waiting, kv_usage=kv_usage)
     router = EndpointPicker(0, 16)
     chain = page_chain(prompt(0, 320), 16)
     router._index.stored(0, chain[: round(len(chain) * share)])
@@ -92,9 +103,10 @@ def test_the_picker_adds_the_weighted_scores(
 
 def test_the_picker_reads_metrics_only_at_each_scrape() -> None:
     router, ready = EndpointPicker(0, 16), replicas(2)
-    ready[0].gauges = Gauges(waiting=5)
+    set_metrics(ready[0], waiting=5)
     assert router.choose(prompt(0), ready, 1.0).number == 1
-    ready[0].gauges, ready[1].gauges = Gauges(), Gauges(waiting=5)
+    set_metrics(ready[0], waiting=0)
+    set_metrics(ready[1], waiting=5)
     assert router.choose(prompt(0), ready, 1.0 + SCRAPE_S / 2).number == 1
     assert router.choose(prompt(0), ready, 1.0 + SCRAPE_S).number == 0
 
