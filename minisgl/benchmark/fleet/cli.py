@@ -39,7 +39,6 @@ from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import EngineSettings, add_engine_flags, engine_settings
 from minisgl.core import ConfigError
 
-_PAGE_SIZE = 16
 # Measured with Qwen3-8B on one H200 (docs/benchmarks.md, docs/measurements.md).
 _MIXED_FACTOR = 1.035  # mixed steps take 3 to 4 % more than predicted
 _FRONT_END_MS = 3.6  # first token after 14.6 ms at the client, and 11.0 ms in the engine
@@ -154,11 +153,12 @@ def _print_runs(
 ) -> tuple[list[Run], bool]:
     """Run and print. Returns the runs, and whether each router meets the objective."""
     objective = Objective(options.ttft_ms / 1e3, options.itl_ms / 1e3, options.share)
+    page_size = settings.engine().page_size
     runs: list[Run] = []
 
     def meets(replicas: int) -> bool:
         plan = _plan(options, replicas)
-        router = make_router(name, _PAGE_SIZE, options.num_pages, options.seed)
+        router = make_router(name, page_size, options.num_pages, options.seed)
         result = Fleet(load, times_s, settings, plan).run(router)
         runs.append(make_run(name, replicas, result, objective))
         print(row(runs[-1]), *replica_lines(runs[-1]), sep="\n", flush=True)
