@@ -27,29 +27,48 @@ class CacheEvent(NamedTuple):
     removed: list[int]
 
 
-class ObservedCache(RadixCache):
-    """A prefix cache that records the blocks that it stores and removes, in order."""
+class BlockRecorder:
+    """Records the blocks that a prefix cache stores and removes, in order."""
 
     def __init__(self, page_size: int, num_pages: int) -> None:
-        super().__init__(page_size)
+        self._page_size = page_size
         self._block_of = np.zeros(num_pages, dtype=np.int64)  # 0: the page is not cached
         self.events: list[CacheEvent] = []
 
+    def stored(self, tokens: Int32Array, pages: Int32Array, salt: str) -> None:
+        """The prefix `tokens` is cached in `pages`. Its first pages may be known already.
+
+        Without a salt the first block follows 0, as in the chains of the routers: hash("") is 0.
+        """
+        known = int(np.count_nonzero(self._block_of[pages]))
+        if known < len(pages):
+            before = int(self._block_of[pages[known - 1]]) if known else hash(salt)
+            blocks = page_chain(tokens[known * self._page_size :], self._page_size, before)
+            self._block_of[pages[known:]] = blocks
+            self.events.append(CacheEvent(blocks, []))
+
+    def removed(self, pages: Int32Array) -> None:
+        """These pages have been evicted."""
+        self.events.append(CacheEvent([], self._block_of[pages].tolist()))
+        self._block_of[pages] = 0
+
+
+class ObservedCache(RadixCache):
+    """A prefix cache that tells a recorder of each insertion and eviction."""
+
+    def __init__(self, page_size: int, recorder: BlockRecorder) -> None:
+        super().__init__(page_size)
+        self._recorder = recorder
+
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
         match = super().insert(tokens, pages, salt)
-        known = int(np.count_nonzero(self._block_of[match.pages]))  # these pages come first
-        if known < len(match.pages):
-            before = int(self._block_of[match.pages[known - 1]]) if known else 0
-            stored = page_chain(tokens[known * self._page_size :], self._page_size, before)
-            self._block_of[match.pages[known:]] = stored
-            self.events.append(CacheEvent(stored, []))
+        self._recorder.stored(tokens, match.pages, salt)
         return match
 
     def evict(self, count: int) -> list[Evicted]:
         evicted = super().evict(count)
         for pages, _ in evicted:
-            self.events.append(CacheEvent([], self._block_of[pages].tolist()))
-            self._block_of[pages] = 0
+            self._recorder.removed(pages)
         return evicted
 
 
@@ -96,9 +115,10 @@ class Replica:
             clock=lambda: self.engine.now_s,
         )
         self._scheduler.planner.cost = settings.cost
-        self._cache = ObservedCache(self.engine.page_size, self.engine.num_pages)
+        page_size, num_pages = self.engine.page_size, self.engine.num_pages
+        self._recorder = BlockRecorder(page_size, num_pages)
         if observed:
-            self._scheduler.kv_manager.cache = self._cache
+            self._scheduler.kv_manager.cache = ObservedCache(page_size, self._recorder)
 
     def deliver(self, due_s: float, message: ToScheduler) -> None:
         """Let `message` arrive at due_s. Calls are in the order of due_s."""
@@ -124,9 +144,9 @@ class Replica:
     def finish(self) -> tuple[list[StepOutput], list[CacheEvent]]:
         """End the iteration: return its outputs and cache events, and update the metrics."""
         self.iterating = False
-        outputs, events = self._outputs.copy(), self._cache.events.copy()
+        outputs, events = self._outputs.copy(), self._recorder.events.copy()
         self._outputs.clear()
-        self._cache.events.clear()
+        self._recorder.events.clear()
         stats = self._scheduler.stats()
         self.running, self.kv_usage = stats.running_reqs, stats.locked_pages / stats.total_pages
         return outputs, events

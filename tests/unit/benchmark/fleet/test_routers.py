@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from minisgl.benchmark.fleet.replica import ObservedCache, Replica
+from minisgl.benchmark.fleet.replica import BlockRecorder, ObservedCache, Replica
 from minisgl.benchmark.fleet.routers import (
     SCRAPE_S,
     ApproximatePicker,
@@ -183,7 +183,8 @@ def test_the_events_give_the_blocks_of_the_cache(steps: list[tuple[list[int], in
 
     An index that is fed with the events matches each prompt as far as the cache does.
     """
-    cache, index = ObservedCache(page_size=2, num_pages=400), PrefixIndex()
+    recorder, index = BlockRecorder(page_size=2, num_pages=400), PrefixIndex()
+    cache = ObservedCache(2, recorder)
     free = list(range(400))
     prompts = [np.repeat(np.array(words, dtype=np.int32), 2) for words, _ in steps]
     for tokens, (_, evicted) in zip(prompts, steps, strict=True):
@@ -192,10 +193,10 @@ def test_the_events_give_the_blocks_of_the_cache(steps: list[tuple[list[int], in
         free += [page for page in pages.tolist() if page not in kept]
         for gone in cache.evict(evicted):
             free += gone.pages.tolist()
-        for stored, removed in cache.events:
+        for stored, removed in recorder.events:
             index.removed(0, removed)
             index.stored(0, stored)
-        cache.events.clear()
+        recorder.events.clear()
         for other in prompts:
             found = index.matches(page_chain(other, 2))[0]
             assert found == len(cache.match(other).pages)
