@@ -1,0 +1,1 @@
+"""A fleet of replicas in virtual time: real schedulers and prefix caches, routers, autoscaling."""
