@@ -59,6 +59,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
 LIMIT_NAMES = (
     *Limits.__struct_fields__,
     "max_headers",
+    "max_small_chunks",
     "max_n",
     "max_prompts",
     "max_body_values",

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 # to send the 503, and aborts further connections without a response.
 SPARE_CONNECTIONS = 128
 MAX_HEADERS = 100
+# Chunks of a body in excess of one for each 64 bytes. A chunk takes about 2 us, so a body of chunks
+# of one byte would hold the event loop for seconds.
+MAX_SMALL_CHUNKS = 1024
 MAX_HELD_BYTES = 2**24  # of all unfinished heads together
 # A TLS connection takes 50 KiB, and up to 110 KiB more after a large head: 160 MiB in all.
 MAX_TLS_CONNECTIONS = 1024
@@ -125,9 +128,11 @@ def limited_protocol(
         _in_request   the parser reads a head or a body
         _surplus      number of bytes since the last part of the body: chunk extensions and
                       trailers, and bytes that arrive before the response is complete
+        _small_chunks chunks of the body in excess of one for each 64 bytes
         """
 
         _held_size = _searched = _surplus = 0
+        _small_chunks = 0.0
         _in_head = _in_request = False
         _timer: asyncio.TimerHandle | None = None
 
@@ -165,11 +170,13 @@ def limited_protocol(
                     self._read_head(data)
             except RequestError as error:
                 self._refuse(error)
-            except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+                # The parser wraps the error of a callback.
+                reason = error.__context__
                 if self._responding and not self._in_request:
                     self._drop(len(data))
                 else:
-                    self._refuse(_invalid())
+                    self._refuse(reason if isinstance(reason, RequestError) else _invalid())
 
         def _read_head(self, data: bytes) -> None:
             """Parse the head once it is complete, and then the bytes that follow the head."""
@@ -243,7 +250,7 @@ def limited_protocol(
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._in_head, self._surplus = False, 0
+            self._in_head, self._surplus, self._small_chunks = False, 0, 0.0
             self._stop_timer()
             self.scope["state"][KEPT] = self.cycle is not None
             super().on_headers_complete()
@@ -258,6 +265,10 @@ def limited_protocol(
                 queue.add(self, start)
 
         def on_body(self, body: bytes) -> None:
+            self._small_chunks = max(0.0, self._small_chunks + 1 - len(body) / 64)
+            if self._small_chunks > MAX_SMALL_CHUNKS:
+                reason = "the body has too many small chunks; send chunks of 64 bytes or more"
+                raise InvalidRequest(reason, code="invalid_http", limit="max_small_chunks")
             self._surplus = 0
             if self._responding:
                 self.cycle.body += body

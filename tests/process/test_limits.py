@@ -68,6 +68,7 @@ IN_TEST_STRUCTURED = {
     "max_enum_entries",
     "max_grammar_seconds",
 }
+IN_TEST_CONNECTION = {"max_small_chunks"}
 IN_TEST_ACCESS = {
     "max_connections",
     "max_head_bytes",
@@ -84,7 +85,7 @@ def post(server: ServerProcess, **body: Any) -> httpx.Response:
 
 
 def test_every_limit_is_tested() -> None:
-    elsewhere = IN_TEST_STRUCTURED | IN_TEST_ACCESS | IN_TEST_CLIENTS
+    elsewhere = IN_TEST_STRUCTURED | IN_TEST_ACCESS | IN_TEST_CLIENTS | IN_TEST_CONNECTION
     assert {*OVER, *BY_THE_ENGINE, *BY_ALL_TOGETHER, *elsewhere} == set(LIMIT_NAMES)
 
 

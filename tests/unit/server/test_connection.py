@@ -14,6 +14,7 @@ from minisgl.server.config import Limits
 from minisgl.server.connection import (
     MAX_HEADERS,
     MAX_HELD_BYTES,
+    MAX_SMALL_CHUNKS,
     SPARE_CONNECTIONS,
     TlsContext,
     limited_protocol,
@@ -160,9 +161,10 @@ def test_trailers_are_bounded(trailer: bytes) -> None:
 def test_body_may_have_any_size_and_chunks() -> None:
     body = b"y" * 5 * MOST
     whole = POST + b"content-length: %d\r\n\r\n%s" % (len(body), body)
-    chunked = (
-        POST + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\ny\r\n" * len(body) + b"0\r\n\r\n"
-    )
+    chunk = b"40\r\n" + b"y" * 64 + b"\r\n"
+    rest, single = divmod(len(body), 64)
+    chunks = b"1\r\ny\r\n" * single + chunk * rest
+    chunked = POST + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
     for request in (whole, chunked):
         for size in (1000, len(request)):
             parts = [request[i : i + size] for i in range(0, len(request), size)]
@@ -260,16 +262,35 @@ def test_bytes_that_begin_no_request_are_refused_at_once(start: bytes) -> None:
     assert answers([start]).startswith(b"HTTP/1.1 400")
 
 
+def test_too_many_small_chunks_are_refused_at_once() -> None:
+    """50 connections that sent chunks of one byte delayed a request for 5 seconds."""
+    head, chunk = POST + b"transfer-encoding: chunked\r\n\r\n", b"1\r\ny\r\n"
+    most = int(MAX_SMALL_CHUNKS * 64 / 63)
+    assert answers([head + chunk * most + b"0\r\n\r\n"]).endswith(b"/path " + b"y" * most)
+
+    async def feed() -> None:
+        wired = Wired(Limits(max_head_bytes=2**16))
+        await wired.receive(head)
+        wired.connection.data_received(chunk * 10_000)
+        assert len(wired.connection.cycle.body) == most, "the parser stops at the limit"
+        assert wired.wire.written.startswith(b"HTTP/1.1 400")
+        assert b"too many small chunks" in wired.wire.written
+        assert wired.wire.is_closing()
+        wired.close()
+
+    asyncio.run(feed())
+
+
 def test_chunks_of_one_byte_reach_the_application_once() -> None:
     """One read with many chunks wakes the application once, with all of them."""
 
     async def feed() -> None:
         wired = Wired(Limits(max_head_bytes=2**16))
         await wired.receive(POST + b"transfer-encoding: chunked\r\n\r\n")
-        wired.connection.data_received(b"1\r\ny\r\n" * 10_000)
-        assert len(wired.connection.cycle.body) == 10_000
+        wired.connection.data_received(b"1\r\ny\r\n" * 1000)
+        assert len(wired.connection.cycle.body) == 1000
         await wired.receive(b"0\r\n\r\n")
-        assert wired.wire.written.endswith(b"/path " + b"y" * 10_000)
+        assert wired.wire.written.endswith(b"/path " + b"y" * 1000)
         wired.close()
 
     asyncio.run(feed())
