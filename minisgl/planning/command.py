@@ -64,7 +64,8 @@ def _remedy(config: EngineConfig, model: ModelConfig, plan: Callable[[EngineConf
 
 
 def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
-    stored = f"{plan.dtype}, weights {plan.quantization}, KV cache {plan.kv_cache_dtype}"
+    weights = plan.dtype if plan.quantization == "none" else plan.quantization
+    stored = f"{plan.dtype}, weights {weights}, KV cache {plan.kv_cache_dtype}"
     lines = [
         f"{name} on {plan.tp} x {gpu.name}, context {plan.context:,} tokens ({stored})",
         "",
