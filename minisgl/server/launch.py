@@ -67,7 +67,7 @@ def launch(
     """
     setup_logging("launcher", "info", config.log_format)
     if config.shell and (url := _running_server(config.host, config.port)) is not None:
-        logger.info(f"chatting with the server that runs at {url}")
+        logger.info(f"chatting with the running server at {url}")
         logging.shutdown()
         os.execve(sys.executable, [*_SHELL_COMMAND, "--url", url], dict(environ))
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
@@ -265,7 +265,7 @@ class _Service:
 
 
 def _running_server(host: str, port: int) -> str | None:
-    """The URL of the minisgl server at this address, or None. It is known by its /readyz."""
+    """The URL of the minisgl server at this address; None without one. Asks for /readyz."""
     import httpx  # slow to import, and needed with --shell only
 
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
