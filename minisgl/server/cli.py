@@ -19,7 +19,7 @@ import msgspec
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.server.auth import key_hashes, lowest_priorities
-from minisgl.server.config import KVEventsConfig, Limits, ServerConfig
+from minisgl.server.config import DEMO_NAME, KVEventsConfig, Limits, ServerConfig
 from minisgl.server.settings import (
     WITHOUT_EFFECT,
     flag_variables,
@@ -338,7 +338,7 @@ def _check_certificate(certfile: str | None, keyfile: str | None, shell: bool) -
 def _served_name(model: str | None) -> str:
     """The Hugging Face id, or the name of the folder: clients do not see paths of the server."""
     if model is None:
-        return "minisgl-demo"
+        return DEMO_NAME
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
 
