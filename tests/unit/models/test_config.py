@@ -248,6 +248,17 @@ def test_the_config_of_a_language_model_beside_an_encoder() -> None:
     assert (model.hidden_size, model.num_layers, model.dtype) == (64, 2, "float16")
 
 
+def test_null_in_text_config_does_not_replace_a_setting_of_the_outer_config() -> None:
+    text = {**LLAMA, "model_type": "mistral", "dtype": None, "quantization_config": None}
+    outer = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "dtype": "float16",
+        "quantization_config": {"quant_method": "fp8"},
+    }
+    model = model_config_from({**outer, "text_config": text})
+    assert (model.dtype, model.quantization) == ("float16", {"quant_method": "fp8"})
+
+
 def test_the_tensors_of_a_language_model_beside_an_encoder() -> None:
     plain = {"model.norm.weight", "lm_head.weight"}
     assert text_tensors(plain) == {name: name for name in plain}
