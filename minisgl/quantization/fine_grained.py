@@ -1,4 +1,8 @@
-"""quant_method fp8: DeepSeek's blocks (Qwen3-*-FP8), or one scale for each tensor (AutoFP8)."""
+"""quant_method fp8: DeepSeek's blocks (Qwen3-*-FP8), or one scale for each tensor.
+
+AutoFP8 and transformers (Ministral-3-*-Instruct) both write one scale for each tensor, but under
+different names. Only transformers writes the field weight_block_size, with the value null.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -44,9 +48,9 @@ def fine_grained(settings: Mapping[str, Any]) -> Quantization:
             f"quantization_config: expert_dtype {fields.expert_dtype!r} is not supported; use fp8"
         )
     ignored = (*fields.modules_to_not_convert, *fields.ignored_layers)
-    form = Fp8Format("block", "weight_scale_inv")
-    if fields.weight_block_size is None:
-        form = Fp8Format("tensor")
+    names_block_size = "weight_block_size" in settings
+    scale = "weight_scale_inv" if names_block_size else "weight_scale"
+    form = Fp8Format("tensor" if fields.weight_block_size is None else "block", scale)
     return fp8_quantization(
         lambda name: None if any(names_module(entry, name) for entry in ignored) else form
     )
