@@ -197,6 +197,16 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
             {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5},
             "longrope has 8 factors; expected 4",
         ),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
+            "original_max_position_embeddings must be above 1",
+        ),
+        (
+            "Exaone4ForCausalLM",
+            {"sliding_window": 16, "layer_types": 5},
+            "lists 1 layers of 2",
+        ),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "lists 1 layers of 2"),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier is 0: Expected"),
         (
