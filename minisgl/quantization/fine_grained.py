@@ -17,9 +17,10 @@ from minisgl.quantization.selection import fp8_quantization, names_module
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config. Both names of the list of ignored modules occur.
+    """The fields of quantization_config. Checkpoints name the list of ignored modules
+    modules_to_not_convert or ignored_layers.
 
-    activation_scheme: either way each token gets a scale of its own.
+    activation_scheme: minisgl computes a scale for each token with both values.
     """
 
     fmt: str = "e4m3"

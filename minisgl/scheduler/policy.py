@@ -234,9 +234,9 @@ class Planner:
         admit: waiting requests may start.
 
         The budget goes to the priorities in their order. Each client with prompts of a priority
-        may first use an equal part of the rest. The second round divides what is left. While
-        requests of one priority wait for room, no request of a later priority is admitted. The
-        returned request found no row or no pages although its client is within its share, or
+        may first use an equal part of the rest. The second round divides the remaining tokens.
+        While requests of one priority wait for room, no request of a later priority is admitted.
+        The returned request found no row or no pages although its client is within its share, or
         although a request of a later priority runs.
         """
         self._advance_oldest()
