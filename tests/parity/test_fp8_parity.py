@@ -48,9 +48,9 @@ def test_tokens_are_those_of_the_dequantised_weights(form: str, family: str, bui
     assert formats_in(saved.fp8) == expected
 
 
-@pytest.mark.parametrize("family", ["phi3", "granite"])
-@pytest.mark.parametrize("form", ["block", "compressed-channel", "compressed-tensor"])
-def test_merged_reordered_and_scaled_weights(form: str, family: str, build: Build) -> None:
+@pytest.mark.parametrize("family", ["phi3", "granite", "olmo2", "qwen2-moe", "ministral3"])
+@pytest.mark.parametrize("form", ["block", "tensor-transformers", "compressed-channel"])
+def test_other_families_give_the_tokens_of_the_dequantised_weights(form: str, family: str, build: Build) -> None:
     saved, prompt = build(form, family), prompt_of(41)
     tokens = Driver(make_engine(saved.fp8)).generate(0, prompt, 8)
     assert tokens == transformers_greedy(saved.reference, prompt, 8)
@@ -107,7 +107,7 @@ def logits_of(path: str, prompt: list[int], folded: bool = False) -> torch.Tenso
     return seen[0][0]
 
 
-@pytest.mark.parametrize("family", ["llama-odd", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama-odd", "qwen3", "qwen3-moe", "phi3", "granite", "olmo2"])
 @pytest.mark.parametrize("form", ["block", "compressed-tensor"])
 def test_logits_are_close_with_norms_inside_the_linears(
     form: str, family: str, build: Build
