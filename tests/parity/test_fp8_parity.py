@@ -126,6 +126,9 @@ CASES = [
     ("compressed-channel", RankCase("qwen3-moe", 7, "radix", True, False, aborts=False)),
     ("modelopt", RankCase("qwen3", 64, "naive", overlap=True, crowded=True, aborts=False)),
     ("block", RankCase("phi3", 7, "radix", overlap=True, crowded=False, aborts=False)),
+    ("block", RankCase("olmo2", 7, "radix", overlap=True, crowded=False, aborts=False)),
+    ("block", RankCase("qwen2-moe", 64, "radix", overlap=True, crowded=False, aborts=False)),
+    ("compressed-channel", RankCase("granite", 64, "radix", True, False, aborts=False)),
 ]
 
 
@@ -151,10 +154,13 @@ def test_ranks_give_the_tokens_of_the_dequantised_weights(
             assert tokens == wanted[: len(tokens)]
 
 
-def test_online_weights_do_not_depend_on_the_ranks(build: Build, tmp_path: Path) -> None:
-    case = RankCase("qwen3-moe", 64, "radix", overlap=True, crowded=False, aborts=False)
+@pytest.mark.parametrize("family", ["qwen3-moe", "phi3"])
+def test_online_weights_do_not_depend_on_the_ranks(
+    family: str, build: Build, tmp_path: Path
+) -> None:
+    case = RankCase(family, 64, "radix", overlap=True, crowded=False, aborts=False)
     case.engine["quantization"] = "fp8"
-    paths = {"qwen3-moe": build("block", "qwen3-moe").reference}
+    paths = {family: build("block", family).reference}
     (alone,) = run_cases(SingleCommunicator(), str(tmp_path), [case], paths)
     first, second = run_on(2, [case], paths, tmp_path)
     assert first == second
