@@ -50,7 +50,9 @@ def test_tokens_are_those_of_the_dequantised_weights(form: str, family: str, bui
 
 @pytest.mark.parametrize("family", ["phi3", "granite", "olmo2", "qwen2-moe", "ministral3"])
 @pytest.mark.parametrize("form", ["block", "tensor-transformers", "compressed-channel"])
-def test_other_families_give_the_tokens_of_the_dequantised_weights(form: str, family: str, build: Build) -> None:
+def test_other_families_give_the_tokens_of_the_dequantised_weights(
+    form: str, family: str, build: Build
+) -> None:
     saved, prompt = build(form, family), prompt_of(41)
     tokens = Driver(make_engine(saved.fp8)).generate(0, prompt, 8)
     assert tokens == transformers_greedy(saved.reference, prompt, 8)
