@@ -27,7 +27,7 @@ from minisgl.benchmark.background_streams import (
     summarise_streams,
 )
 from minisgl.benchmark.client import Answer, StreamingClient
-from minisgl.benchmark.flag_types import nonnegative_float, output_file
+from minisgl.benchmark.flag_types import nonnegative_float, nonnegative_int, output_file
 from minisgl.benchmark.latency import error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.models import SHAPES
@@ -89,9 +89,18 @@ def body_of(index: int, prompt: Int32Array, max_tokens: int, options: argparse.N
     if options.chat:
         words = " ".join(f"w{token_id}" for token_id in prompt.tolist())
         body["messages"] = [{"role": "user", "content": words}]
+        if options.tools:
+            body["tools"] = [_tool(number) for number in range(options.tools)]
+            body["tool_choice"] = options.tool_choice
     else:
         body["prompt"] = prompt.tolist()
     return msgspec.json.encode(body)
+
+
+def _tool(number: int) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": f"weather_{number}", "description": "The weather.", "parameters": schema}
+    return {"type": "function", "function": function}
 
 
 def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -183,6 +192,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-name", help="`model` of the requests (the first model served)")
     parser.add_argument(
         "--chat", action="store_true", help="send chats of words in place of prompts of token ids"
+    )
+    parser.add_argument(
+        "--tools", type=nonnegative_int, default=0, help="tools that each chat offers (0)"
+    )
+    parser.add_argument(
+        "--tool-choice", choices=["auto", "none"], default="auto", help="use of these tools (auto)"
     )
     parser.add_argument(
         "--temperature", type=nonnegative_float, default=0.6, help="sampling temperature (0.6)"

@@ -1,4 +1,4 @@
-"""`minisgl plan`: the KV capacity and the shortest time of a token on a GPU, from config.json."""
+"""`minisgl plan`: the capacity of a GPU and the shortest time of a token, from config.json."""
 
 from minisgl.planning.command import main
 

@@ -21,8 +21,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str], demo_path: Callable[[]
     """Print a plan for each GPU. Returns 1 if the model fits on none. Raises ConfigError."""
     parser = ArgumentParser(
         prog="minisgl plan",
-        description="Compute the tokens that fit on a GPU, the shortest time of a token and the "
-        "flags to set, from the config.json of a model. Needs no GPU and no weights.",
+        description="Compute from the config.json of a model: the tokens and requests that fit on "
+        "a GPU, the shortest time of a token, and the flags to set. Needs no GPU and no weights.",
         epilog="Takes all flags of minisgl. Give the flags that the server will have.",
         allow_abbrev=False,
     )
@@ -64,7 +64,8 @@ def _remedy(config: EngineConfig, model: ModelConfig, plan: Callable[[EngineConf
 
 
 def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
-    stored = f"{plan.dtype}, weights {plan.quantization}, KV cache {plan.kv_cache_dtype}"
+    weights = plan.dtype if plan.quantization == "none" else plan.quantization
+    stored = f"{plan.dtype}, weights {weights}, KV cache {plan.kv_cache_dtype}"
     lines = [
         f"{name} on {plan.tp} x {gpu.name}, context {plan.context:,} tokens ({stored})",
         "",

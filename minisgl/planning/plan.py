@@ -41,7 +41,7 @@ _GRAPH_REQS = 256  # requests of the largest decode graph
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The capacity and the speed limit of `tp` GPUs. Sizes are in bytes, for each GPU.
+    """Capacity and speed of a model on `tp` GPUs. Sizes are in bytes, for each GPU.
 
     kv_token_bytes     keys and values of one token.
     remainder_bytes    CUDA context, workspaces, the largest step and the CUDA graphs, as predicted.

@@ -1,1 +1,3 @@
 """A fleet of replicas in virtual time: real schedulers and prefix caches, routers, autoscaling."""
+
+__all__: list[str] = []

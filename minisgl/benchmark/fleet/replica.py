@@ -11,8 +11,7 @@ import numpy as np
 from minisgl.benchmark.trace import page_chain
 from minisgl.benchmark.virtual_engine import EngineSettings
 from minisgl.core import Int32Array
-from minisgl.kvcache import Match, RadixCache
-from minisgl.kvcache.radix import Evicted
+from minisgl.kvcache import RadixCache
 from minisgl.message.messages import StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 
@@ -51,25 +50,6 @@ class BlockRecorder:
         """These pages have been evicted."""
         self.events.append(CacheEvent([], self._block_of[pages].tolist()))
         self._block_of[pages] = 0
-
-
-class ObservedCache(RadixCache):
-    """A prefix cache that tells a recorder of each insertion and eviction."""
-
-    def __init__(self, page_size: int, recorder: BlockRecorder) -> None:
-        super().__init__(page_size)
-        self._recorder = recorder
-
-    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
-        match = super().insert(tokens, pages, salt)
-        self._recorder.stored(tokens, match.pages, salt)
-        return match
-
-    def evict(self, count: int) -> list[Evicted]:
-        evicted = super().evict(count)
-        for pages, _ in evicted:
-            self._recorder.removed(pages)
-        return evicted
 
 
 class ReplicaState(StrEnum):
@@ -118,7 +98,7 @@ class Replica:
         page_size, num_pages = self.engine.page_size, self.engine.num_pages
         self._recorder = BlockRecorder(page_size, num_pages)
         if observed:
-            self._scheduler.kv_manager.cache = ObservedCache(page_size, self._recorder)
+            self._scheduler.kv_manager.cache = RadixCache(page_size, self._recorder)
 
     def deliver(self, due_s: float, message: ToScheduler) -> None:
         """Let `message` arrive at due_s. Calls are in the order of due_s."""

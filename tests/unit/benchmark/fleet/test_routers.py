@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from minisgl.benchmark.fleet.replica import BlockRecorder, ObservedCache, Replica
+from minisgl.benchmark.fleet.replica import BlockRecorder, Replica
 from minisgl.benchmark.fleet.routers import (
     SCRAPE_S,
     ApproximatePicker,
@@ -18,6 +18,7 @@ from minisgl.benchmark.fleet.routers import (
     RoundRobin,
 )
 from minisgl.benchmark.trace import page_chain
+from minisgl.kvcache import RadixCache
 from tests.unit.benchmark.fleet.builders import STILL, load_of, prompt, run
 from tests.unit.benchmark.fleet.builders import settings as engine_settings
 
@@ -184,7 +185,7 @@ def test_the_events_give_the_blocks_of_the_cache(steps: list[tuple[list[int], in
     An index that is fed with the events matches each prompt as far as the cache does.
     """
     recorder, index = BlockRecorder(page_size=2, num_pages=400), PrefixIndex()
-    cache = ObservedCache(2, recorder)
+    cache = RadixCache(2, recorder)
     free = list(range(400))
     prompts = [np.repeat(np.array(words, dtype=np.int32), 2) for words, _ in steps]
     for tokens, (_, evicted) in zip(prompts, steps, strict=True):
