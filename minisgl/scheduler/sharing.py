@@ -79,7 +79,7 @@ class ClientShares:
     def victim(self, req: Req, running: Sequence[Req]) -> Req | None:
         """The request of `running` to preempt for `req`; None if no client holds too much.
 
-        A request of a later priority comes first: the newest one of the last priority.
+        If requests of later priorities run, it is the newest request of the last priority.
         """
         if later := [other for other in running if other.priority > req.priority]:
             return max(later, key=lambda other: (other.priority, other.arrival_index))
