@@ -104,8 +104,9 @@ class Engine:
                     show_progress=self._show_progress,
                     extensions=extensions,
                 )
-            with self.startup.phase("compile"):
-                self._wait_for_kernels()
+            if self._device.type == "cuda":
+                with self.startup.phase("compile"):
+                    self._wait_for_kernels()
             with self.startup.phase("kv"):
                 self.num_pages = config.num_pages or self._pages_that_fit(free_before)
                 self._launcher = self._assemble()
@@ -220,7 +221,6 @@ class Engine:
 
     def _assemble(self) -> StepLauncher:
         """Allocate all device memory except for graphs. The KV pool gets num_pages pages."""
-        self._wait_for_kernels()
         config, model = self._config, self._model_config
         pool = KVPool(
             self._kv_spec,
