@@ -356,6 +356,9 @@ def test_notes_contain_the_url_and_not_the_key(notes):
 
 def test_notes_warn_of_an_api_without_a_key(notes):
     assert "requires no key" in notes({"service": {"type": "LoadBalancer"}})
+    text = notes({"service": {"type": "LoadBalancer"}, "auth": {"keysSecret": "team-keys"}})
+    assert "requires no key" not in text
+    assert "from the Secret team-keys." in text
 
 
 def test_notes_warn_against_a_change_of_the_name(notes):
