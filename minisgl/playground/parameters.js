@@ -20,7 +20,7 @@ const GROUPS = {
     ["logit_bias", "Logit bias", "json", { placeholder: '{"364": -5}' }],
   ],
   "Length and end": [
-    ["max_tokens", "Max tokens", "number", { min: "1", step: "1", placeholder: "rest of context" }],
+    ["max_tokens", "Max tokens", "number", { min: "1", step: "1", placeholder: "no limit" }],
     ["min_tokens", "Min tokens", "number", { min: "0", step: "1", placeholder: "0" }],
     ["stop", "Stop strings, one per line", "lines", {}],
     ["stop_token_ids", "Stop token ids", "numbers", { placeholder: "2, 17" }],
