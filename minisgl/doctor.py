@@ -138,9 +138,7 @@ def _shared_memory() -> Check:
     found = f"/dev/shm has {room / _GIB:.1f} GiB"
     if room >= _GIB:
         return Check("shared memory", _OK, found)
-    return Check(
-        "shared memory", _WARNING, found, "several GPUs need 1 GiB; Docker: --shm-size=1g"
-    )
+    return Check("shared memory", _WARNING, found, "several GPUs need 1 GiB; Docker: --shm-size=1g")
 
 
 def _sockets() -> Check:

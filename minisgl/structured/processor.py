@@ -58,9 +58,7 @@ class GrammarProcessor:
         grammar = params.grammar
         if grammar is None:
             return None
-        assert isinstance(grammar, Grammar), (
-            "the front end must compile grammars: this is a bug"
-        )
+        assert isinstance(grammar, Grammar), "the front end must compile grammars: this is a bug"
         compiled = self._threads.submit(_compile, self._tokenizer, grammar.source)
         return GrammarState(
             params, grammar, compiled, self._eos_token_ids, self.totals, self.forces_tokens
