@@ -165,8 +165,10 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
 def main(argv: Sequence[str]) -> int:
     """Print events per second and core, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench server", description=__doc__)
-    parser.add_argument("--streams", type=positive_int, default=256)
-    parser.add_argument("--tokens", type=positive_int, default=400, help="tokens of each stream")
+    parser.add_argument("--streams", type=positive_int, default=256, help="open streams (256)")
+    parser.add_argument(
+        "--tokens", type=positive_int, default=400, help="tokens of each stream (400)"
+    )
     options = parser.parse_args(argv)
     cpu_s, wall_s, found = uvloop.run(_measure(options.streams, options.tokens))
     events = found["events"]
