@@ -38,7 +38,13 @@ from minisgl.llm.inputs import (
 )
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
-from minisgl.message.messages import AbortReq, AddReq, StepOutput, TextOptions
+from minisgl.message.messages import (
+    PROMPT_TAIL_TOKENS,
+    AbortReq,
+    AddReq,
+    StepOutput,
+    TextOptions,
+)
 from minisgl.tokenizer import TextStream, TextTokenizer
 from minisgl.tokenizer.template import TemplateError
 from minisgl.utils import near_names
@@ -261,7 +267,9 @@ class LLM:
         priority: int,
     ) -> None:
         options = TextOptions(
-            prompt_tail=ids[-8:].tolist(), stop=stop_strings, min_tokens=sampling.min_tokens
+            prompt_tail=ids[-PROMPT_TAIL_TOKENS:].tolist(),
+            stop=stop_strings,
+            min_tokens=sampling.min_tokens,
         )
         stream = TextStream(self.tokenizer.vocabulary, options)
         uid = self._next_uid

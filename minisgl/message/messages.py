@@ -89,7 +89,7 @@ ToTokenizer = TokenizeRequest | Ping
 
 
 class ToolOptions(Message, frozen=True, kw_only=True):
-    """How the tool calls in the text of one request are found.
+    """The settings with which the detokenizer finds the tool calls of one request.
 
     format           name of the call format.
     parameters_json  an object with the JSON schema of the arguments of each tool, by its name.
@@ -99,11 +99,18 @@ class ToolOptions(Message, frozen=True, kw_only=True):
     parameters_json: bytes
 
 
+# Number of last prompt tokens in TextOptions. A character has at most four bytes, so an incomplete
+# character at the end of the prompt has at most three tokens. The four tokens also show whether the
+# template has opened or closed thinking at the end of the prompt.
+PROMPT_TAIL_TOKENS = 4
+
+
 class TextOptions(Message, frozen=True, kw_only=True):
     """Options for the conversion of one request's tokens to text.
 
     prompt_tail          the last ids of the prompt. A character may begin in the prompt and end in
-                         the output. With these ids the detokenizer decodes the whole character.
+                         the output, and the template may begin thinking in the prompt. The
+                         detokenizer finds both in these ids.
     stop                 stop strings, in the order in which the client gave them.
     skip_special_tokens  leave special tokens out of the text.
     include_stop         include the stop string that ended the text.

@@ -57,8 +57,8 @@ _ERROR_EVENTS_S = 2.0  # Time for the error events of open streams to leave afte
 _LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server without its signal handlers, because `ApiServer` handles the signals."""
+class ServerWithoutSignals(uvicorn.Server):
+    """A uvicorn server without its signal handlers. The process of the server handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class ApiServer:
         lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.
         lost = EngineError("another process of the service has ended")
         loop.add_signal_handler(signal.SIGUSR1, lost_worker.set_exception, lost)
-        server = _Server(
+        server = ServerWithoutSignals(
             uvicorn.Config(
                 build_app(self),
                 log_config=None,
