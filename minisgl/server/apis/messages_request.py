@@ -13,7 +13,7 @@ from minisgl.server.protocol import requests
 # its own. The block would change the beginning of each prompt, so that no prefix could be cached.
 _BILLING = "x-anthropic-billing-header:"
 _THINKING = ("enable_thinking", "thinking")  # the names of this option in templates
-_CUSTOM = (None, "custom")  # the types of a tool that the client runs itself
+_CUSTOM = (None, "custom")  # the types of a tool whose schema is in the request
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
