@@ -28,7 +28,7 @@ class Constraints:
         self._folder = folder
         self._tokenizer = tokenizer
         self._think_ids = tokenizer.vocabulary.think_ids or (-1, -1)
-        self._cached_source = lru_cache(_CACHED_GRAMMARS)(self._source)
+        self._source = lru_cache(_CACHED_GRAMMARS)(self._new_source)
 
     def compile(self, sampling: SamplingParams) -> SamplingParams:
         """Replace the constraint by a Grammar. Raises InvalidRequest if it cannot be enforced."""
@@ -42,9 +42,7 @@ class Constraints:
             whitespace_pattern=whitespace_pattern(MAX_JSON_WHITESPACE),
         )
         start, end = self._think_ids
-        grammar = Grammar(
-            source=self._cached_source(request), kind=kind, think_start=start, think_end=end
-        )
+        grammar = Grammar(source=self._source(request), kind=kind, think_start=start, think_end=end)
         return msgspec.structs.replace(sampling, **{**_CLEARED, "grammar": grammar})
 
     def for_prompt(
@@ -68,7 +66,7 @@ class Constraints:
         # The compilation does not depend on the EOS ids, so this uses one id of no meaning.
         return GrammarCompiler(load_tokenizer(self._folder, (0,)))
 
-    def _source(self, request: CompileGrammar) -> str:
+    def _new_source(self, request: CompileGrammar) -> str:
         try:
             return self._compiler.source(request)
         except InvalidRequest as error:

@@ -38,13 +38,7 @@ from minisgl.llm.inputs import (
 )
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
-from minisgl.message.messages import (
-    PROMPT_TAIL_TOKENS,
-    AbortReq,
-    AddReq,
-    StepOutput,
-    TextOptions,
-)
+from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.tokenizer import TextStream, TextTokenizer
 from minisgl.tokenizer.template import TemplateError
 from minisgl.utils import near_names
@@ -266,11 +260,8 @@ class LLM:
         text_at_end: bool,
         priority: int,
     ) -> None:
-        options = TextOptions(
-            prompt_tail=ids[-PROMPT_TAIL_TOKENS:].tolist(),
-            stop=stop_strings,
-            min_tokens=sampling.min_tokens,
-        )
+        tail = ids[-PROMPT_TAIL_TOKENS:].tolist()
+        options = TextOptions(prompt_tail=tail, stop=stop_strings, min_tokens=sampling.min_tokens)
         stream = TextStream(self.tokenizer.vocabulary, options)
         uid = self._next_uid
         self._next_uid += 1

@@ -14,8 +14,7 @@ from minisgl.shell.repl import COMMANDS, Shell
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Wait for the server, then chat. Returns the exit code."""
-    description = "Chat with a running server in this terminal."
-    parser = argparse.ArgumentParser("minisgl.shell", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser("minisgl.shell", description=__doc__, allow_abbrev=False)
     url = "http://127.0.0.1:1919"
     parser.add_argument("--url", default=url, help=f"URL of the server. Default: {url}.")
     parser.add_argument("--model", help="Name of a served model. Default: the first one.")
