@@ -1,7 +1,7 @@
-"""Decode attention of one layer, and the copy of contexts for prefill, over a bf16 and an FP8 pool.
+"""Cases of `minisgl bench kernels`: decode attention, and the copy of contexts for prefill.
 
-8 KV heads of 128 elements, scattered pages of 16 tokens, as in Qwen3-0.6B (2 query heads for each
-KV head), Qwen3-8B (4) and Qwen3-14B (5).
+Each case runs one layer over a bf16 or an FP8 pool with scattered pages of 16 tokens and 8 KV heads
+of 128 elements. A KV head has 2 query heads (Qwen3-0.6B), 4 (Qwen3-8B) or 5 (Qwen3-14B).
 """
 
 from collections.abc import Callable, Iterator

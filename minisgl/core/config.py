@@ -98,10 +98,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of the tokenizer that clients need; the special tokens are texts.
+    """Properties of the tokenizer that clients need. The special tokens are given as text.
 
-    vocab_size: number of token ids. chat_template: Jinja source that needs the messages only. None:
-    the model has none.
+    vocab_size     number of token ids.
+    chat_template  Jinja source that another program can render with the messages only. None: the
+                   model has no chat template.
     """
 
     vocab_size: int

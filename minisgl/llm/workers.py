@@ -50,7 +50,7 @@ def _uninterrupted() -> Iterator[None]:
     """
     handler = signal.getsignal(signal.SIGINT)
     if handler is None or threading.current_thread() is not threading.main_thread():
-        yield  # no KeyboardInterrupt can come: not Python's handler, or not the main thread
+        yield  # a foreign handler, or a thread other than the main one, gets no KeyboardInterrupt
         return
     received: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: received.append(number))

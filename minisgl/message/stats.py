@@ -12,6 +12,7 @@ BATCH_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 
 
 
 def _buckets(bounds: tuple[int, ...]) -> Callable[[], list[int]]:
+    """Return a function that makes the empty buckets of these bounds."""
     return ([0] * (len(bounds) + 1)).copy
 
 

@@ -87,7 +87,7 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
         shown = "does not fit" if ms is None else f"{ms:20.2f} ms {1e3 * size / ms:16,.0f}"
         lines.append(f"{size:8} {shown}")
     if plan.floor_ms:
-        rates = "measured on this GPU" if gpu.measured else "those of the data sheet"
+        rates = "measured on this GPU" if gpu.measured else "taken from its data sheet"
         lines.append(f"Bandwidth and arithmetic rate are {rates}.")
     return [*lines, "", f"set: {' '.join(plan.settings) or 'nothing; the defaults fit'}"]
 

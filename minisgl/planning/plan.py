@@ -45,10 +45,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_token_bytes     keys and values of one token.
     remainder_bytes    CUDA context, workspaces, the largest step and the CUDA graphs, as predicted.
-    requests           number of requests that fit, by the tokens of each.
+    requests           number of requests that fit, by the tokens of one request.
     floor_ms           shortest time of a token, by the number of requests that decode together.
-                       Each has 1,024 tokens, or the context if that is shorter. None: they do not
-                       fit.
+                       Each request has 1,024 tokens, or the context if it is shorter. None: this
+                       number of requests does not fit.
     settings           flags that differ from the defaults.
     """
 
@@ -76,7 +76,10 @@ def make_plan(
     gpu: Gpu,
     max_chunk_tokens: int = 8192,
 ) -> Plan:
-    """Return the plan of an engine. Raises ConfigError, as the engine does."""
+    """Return the plan of an engine on `gpu`. Raises ConfigError, as the engine does.
+
+    max_chunk_tokens: the largest number of prompt tokens in one step, the same as for Engine.
+    """
     dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
     fp8_kv = memory.resolve_fp8_kv(config, dtype, torch.device("meta"))
     fp8_weights = has_fp8_weights(model, config.quantization)
@@ -86,7 +89,7 @@ def make_plan(
     context = memory.resolve_max_seq_len(config, model)
     share, _ = share_of(model, tp, dtype, with_quantizations(), config.quantization)
     materialise(share, torch.device("meta"), dtype)
-    # parameters() yields the embedding and the head once if they are one.
+    # parameters() yields the embedding and the head once if they share one tensor.
     weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
     spec = local_kv_spec(model, LoneRank(tp), dtype, fp8_kv)
     token_bytes = kv_page_bytes(spec, model.num_kv_layers, 1)

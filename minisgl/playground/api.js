@@ -1,4 +1,5 @@
-// Calls the server. The API key stays in the memory of this page: no storage and no text holds it.
+// Calls the server. The API key stays in the memory of this page. The page neither stores nor shows
+// it.
 
 import { byId } from "./dom.js";
 
@@ -75,7 +76,7 @@ export async function* events(response) {
   }
 }
 
-/** Ask the reader for the key. Calls that need it wait together. */
+/** Ask the reader for the key. All requests that need the key wait for the same dialog. */
 export function askKey(message = "") {
   asking ??= new Promise((resolve, reject) => {
     const [dialog, input] = [byId("key-dialog"), byId("key")];

@@ -6,7 +6,9 @@ import { store } from "./conversations.js";
 
 const STORE = "minisgl.parameters";
 
-// Groups of [parameter, label, kind, further attributes of the input or the default to show].
+// Groups of [parameter, label, kind, options]. `choices` are the values of a choice and their labels,
+// `none` is the label of its empty value, and `initial` is the default of a switch. All other options
+// are attributes of the input.
 const GROUPS = {
   Sampling: [
     ["temperature", "Temperature", "number", { min: "0", max: "2", step: "any" }],

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from minisgl import core
 from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message.messages import AddReq, SchedulerStats, TokenizeText
+from minisgl.message.messages import PROMPT_TAIL_TOKENS, AddReq, SchedulerStats, TokenizeText
 from minisgl.server.config import DEFAULT_CLIENT, ServerConfig
 from minisgl.server.connection import KEPT
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
@@ -27,10 +27,6 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import NotReady, RendersOnly
 from minisgl.server.generation import Generation
 from minisgl.server.lifecycle import Lifecycle
-
-# Number of last prompt tokens that the detokenizer receives. A character has at most four bytes, so
-# an incomplete character at the end of the prompt has at most three tokens.
-PROMPT_TAIL_TOKENS = 4
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
