@@ -63,8 +63,8 @@ def _driver() -> Check:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Check("driver", _FAILED, f"nvidia-smi failed: {error}", "install the driver again")
-    if done.returncode:
-        found = " ".join((done.stdout + done.stderr).split())[:200]
+    if done.returncode or not done.stdout.split():
+        found = " ".join((done.stdout + done.stderr).split())[:200] or "nvidia-smi finds no GPU"
         return Check("driver", _FAILED, found, "load the driver's kernel module")
     return Check("driver", _OK, done.stdout.split()[0])
 
@@ -188,8 +188,8 @@ def _hub() -> Check:
 
 def _writable(name: str, folder: Path, variable: str) -> Check:
     """Check that this user can write to a folder, or can create it."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing):
             free = shutil.disk_usage(existing).free / _GIB
     except OSError as error:

@@ -29,6 +29,7 @@ MAX_REPLAYED = 10_000  # batches that a subscriber can ask for
 MAX_REPLAYED_BYTES = 64 * 2**20
 _SNAPSHOT_BLOCKS = 256  # blocks in one batch of a snapshot
 _SUBSCRIBER_QUEUE = 100_000  # messages for one subscriber; zmq drops further ones
+_MAX_REQUEST_BYTES = 4096  # zmq holds a whole message of a peer, and has no limit of its own
 _END = (-1).to_bytes(8, signed=True)  # the sequence number that ends a replay
 
 
@@ -182,6 +183,7 @@ def _bind(
     """Bind a socket that queues `max_queued` messages for each peer. Raises ConfigError."""
     socket = context.socket(kind)
     socket.set_hwm(max_queued)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     try:
         socket.bind(address)

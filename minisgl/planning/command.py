@@ -104,5 +104,6 @@ def _as_table(name: str, plans: Sequence[Plan]) -> list[str]:
         ms = plan.floor_ms.get(1)
         floor = "" if ms is None else f"{ms:.2f}"
         full = plan.requests[plan.context]
-        lines.append(f"{plan.gpu:8} {plan.tokens or 'none':>16,} {full:>14} {floor:>24}")
+        tokens = f"{plan.tokens:,}" if plan.tokens else "none"
+        lines.append(f"{plan.gpu:8} {tokens:>16} {full:>14} {floor:>24}")
     return [*lines, "", "minisgl plan --gpu NAME shows one of them in full."]

@@ -3,6 +3,8 @@
 
 import { byId } from "./dom.js";
 
+const CUT = "The connection ended before the answer was complete.";
+
 let key = "";
 let asking = null;
 
@@ -56,9 +58,12 @@ export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      // A lost connection is a TypeError.
+      throw error.name === "AbortError" ? error : new ApiError(CUT, 0);
+    });
     if (done) {
-      throw new ApiError("The connection ended before the answer was complete.", 0);
+      throw new ApiError(CUT, 0);
     }
     const blocks = (buffer + value).split("\n\n");
     buffer = blocks.pop();

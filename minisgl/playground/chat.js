@@ -23,6 +23,7 @@ export class Chat {
     this.parameters = parameters;
     this.model = model;
     this.conversations = loadConversations();
+    this.deleted = new Set(); // an answer to one of these may end later
     this.files = [];
     this.stop = null;
     this.list = byId("messages");
@@ -97,6 +98,7 @@ export class Chat {
       return;
     }
     deleteConversation(conversation.id);
+    this.deleted.add(conversation);
     this.conversations = this.conversations.filter((one) => one !== conversation);
     if (conversation === this.open) {
       this.#select(this.conversations[0] ?? emptyConversation());
@@ -245,11 +247,13 @@ export class Chat {
       this.stop = null;
       this.#showBusy(false);
       draw();
-      saveConversation(conversation);
-      this.#reload();
+      if (!this.deleted.has(conversation)) {
+        saveConversation(conversation);
+        this.#reload();
+      }
     }
+    this.#askForResults();
     if (conversation === this.open) {
-      this.#askForResults();
       announce(answer.error || `Answer complete. ${answer.content}`);
     }
   }

@@ -1,6 +1,7 @@
 """A plan against engines, against recorded starts, and as a command."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -183,5 +184,7 @@ def test_command_says_how_many_gpus_a_model_needs(
     assert main(["plan", folder, "--gpu", "RTX4090"]) == 1
     told = capsys.readouterr().out
     assert "The model does not fit.\nIt fits on 4 such GPUs: --tensor-parallel-size=4\n" in told
+    assert main(["plan", folder]) == 0
+    assert re.search(r"^RTX4090 +none +0 *$", capsys.readouterr().out, re.M), "the table says so"
     assert main(["plan", folder, "--gpu", "H2000"]) == 2
     assert "did you mean 'H200'" in capsys.readouterr().err
