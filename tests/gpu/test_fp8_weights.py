@@ -4,6 +4,8 @@ With TRITON_INTERPRET=1 the kernels run on CPU in float32, in Triton's interpret
 to FP8 loses the carry of a number that rounds up to a power of two; the tests leave those out.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -155,6 +157,27 @@ def test_quantised_rows(rows: int, width: int, grouped: bool, before: str) -> No
     step = wanted.abs().clamp_min(2**-6) / 8
     assert ((found - wanted).abs() <= step)[~carried].all()
     assert (found == wanted)[~carried].float().mean() > 0.9
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("before", ["nothing", "norm", "silu"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_number_that_is_not_finite_stays_so_when_it_is_quantised(
+    grouped: bool, before: str, bad: float
+) -> None:
+    """The sampler then finds the request. Other rows, and other groups, are not affected."""
+    from minisgl.kernel.triton import fp8_quantise as kernels
+
+    x = normal(3, 512 if before == "silu" else 256, dtype=DTYPE)
+    x[1, 130] = bad
+    given = (grouped, 1e-6 if before == "norm" else None, None, before == "silu")
+    whole = not grouped or (before == "norm" and math.isnan(bad))  # a norm of NaN makes its row NaN
+    hit = torch.zeros(3, 256, dtype=torch.bool)
+    hit[1, 0 if whole else 128 :] = True
+    for run, where in ((kernels.quantise_rows, x), (fp8_products.quantise_rows, x.cpu())):
+        stored, scales = run(where, *given)
+        wide = scales[:3].cpu().repeat_interleave(256 // scales.shape[1], 1)
+        assert torch.equal((stored[:3].cpu().float() * wide).isnan(), hit)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
