@@ -52,6 +52,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
     """Return the median seconds of a call, in a graph of _CALLS calls that rotate over `calls`."""
     count = max(_CALLS, len(calls))
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # which fills the inputs
     with torch.cuda.stream(stream):
         for call in calls:
             call()

@@ -111,6 +111,7 @@ def main(argv: Sequence[str]) -> int:
             runs.append({"seconds": seconds, "tokens_per_s": rate, "of_floor": fraction})
     prompt_tokens = int(workload.prompt_lengths().sum())
     summary = {"model": options.model, "ready_s": ready_s, "floor_s": floor.total_s}
+    summary |= {"quantization": quantization, "kv_cache_dtype": options.kv_cache_dtype}
     totals = {"prompt_tokens": prompt_tokens, "output_tokens": outputs}
     print(json.dumps({**summary, **totals, "runs": runs}))
     return 0

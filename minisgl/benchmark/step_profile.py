@@ -222,4 +222,5 @@ def report(
     summary = {"model": options.model, "batch": options.batch, "context": options.context}
     summary["quantization"] = options.quantization
     times = {"tp": options.tp, "step_s": step_s, "launch_s": launch_s, "floor_s": floor_s}
-    print(json.dumps({**summary, **times, "kernels": [kernel._asdict() for kernel in kernels]}))
+    found = {"kv_cache_dtype": options.kv_cache_dtype, "kernels": [k._asdict() for k in kernels]}
+    print(json.dumps({**summary, **times, **found}))

@@ -46,8 +46,8 @@ class Planner:
     rows before the others, and if rows or pages are short, the planner preempts the others for
     them. A step with prompts of the first priority in use leaves decoding requests of the others
     out, but at most MAX_PAUSES steps in a row do. After MAX_OVERTAKES admissions that overtook an
-    older request, the oldest request in the queue gets the first priority in use
-    (docs/decisions/24-priorities.md).
+    older request, the first admitted prompt of the others, or else the oldest request in the queue,
+    gets the first priority in use (docs/decisions/24-priorities.md).
 
     If several clients have prompts of one priority, each may first use an equal part of the
     step's prompt tokens. The planner then divides the unused tokens between the clients that need
@@ -77,6 +77,7 @@ class Planner:
             config, table, self.prefilling, self.waiting, self._shares.clients
         )
         self._overtakes = 0
+        self._delayed: Req | None = None  # the request that they have delayed the longest
         self._pauses = 0  # steps in a row without the decoding requests of later priorities
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
@@ -239,7 +240,7 @@ class Planner:
         The returned request found no row or no pages although its client is within its share, or
         although a request of a later priority runs.
         """
-        self._advance_oldest()
+        self._advance_delayed()
         levels = self.waiting.levels
         for req in self.prefilling:
             levels.setdefault(req.priority, set()).add(req.client)
@@ -258,12 +259,12 @@ class Planner:
             admit = admit and level not in self.waiting.levels
         return chunks, blocked
 
-    def _advance_oldest(self) -> None:
-        """Give the oldest waiting request the first priority if it was overtaken too often."""
-        oldest = self.waiting.oldest
-        if self._overtakes >= MAX_OVERTAKES and oldest is not None:
+    def _advance_delayed(self) -> None:
+        """Give the longest delayed request the first priority if it was overtaken too often."""
+        self._delayed = self.waiting.longest_delayed(self.prefilling)
+        if self._overtakes >= MAX_OVERTAKES and self._delayed is not None:
             self._overtakes = 0
-            self.waiting.raise_to(oldest, self.waiting.highest_class)
+            self.waiting.raise_to(self._delayed, self.waiting.highest_class)
 
     def _fill(
         self,
@@ -307,8 +308,7 @@ class Planner:
                 refused = self._refused(req, is_within)
                 break
             self._shares.record_admitted(req, pages)
-            oldest = self.waiting.oldest
-            self._overtakes += oldest is not None and oldest.priority > level
+            self._overtakes += self._delayed is not None and self._delayed.priority > level
             admitted.append(req)
             if not req.admitted:
                 req.admitted = True
