@@ -10,6 +10,7 @@ from itertools import chain, islice
 import numpy as np
 
 from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost
+from minisgl.core.batch import DraftLengths
 from minisgl.scheduler.budget import PrefillBudget
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.prefixes import shared_with_older
@@ -34,8 +35,9 @@ class Planner:
 
     A plan has three parts:
 
-    1. Every decoding request computes its next token. When pages run short, the oldest requests
-       get the free pages, and the planner preempts the newest running request.
+    1. Every decoding request computes its next token, and draft tokens if DraftLengths asks for
+       them. When pages run short, the step has no drafts, the oldest requests get the free pages,
+       and the planner preempts the newest running request.
     2. Admitted prompts get chunks, in order of admission, until the step's prompt tokens are used
        up (PrefillBudget).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
@@ -57,15 +59,25 @@ class Planner:
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
     cost         predicts step times; None when they are unknown.
+    drafts       chooses the number of draft tokens; None: no step has drafts.
 
     I1  A request is in exactly one place: waiting, prefilling, decoding, or in state ENDING.
     I2  decode_rows holds the decoding requests with a step left to launch, in the order in which
         they began to decode.
+        With drafts, a request also leaves decode_rows while the steps in flight may sample its last
+        token; `resume` puts it back if they did not.
     I3  uncached holds the running requests whose prompt is not in the prefix cache yet, in order
         of admission.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_manager: KVManager, table: RequestTable) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_manager: KVManager,
+        table: RequestTable,
+        drafts: DraftLengths | None = None,
+    ) -> None:
+        self._drafts = drafts
         self._config = config
         self._kv_manager = kv_manager
         self._table = table
@@ -89,7 +101,8 @@ class Planner:
         if self.cost is None:
             return 0.0
         if not chunks_too:
-            return self.cost.predict_s(batch.num_reqs, int(batch.start.sum()), 0)
+            tokens = batch.num_decode_tokens + batch.num_reqs - batch.num_decode
+            return self.cost.predict_s(tokens, int(batch.start.sum()), 0)
         start, lengths = batch.start.astype(np.int64), batch.lengths.astype(np.int64)
         pairs = int((lengths * (start + lengths // 2))[batch.num_decode :].sum())
         return self.cost.predict_s(int(lengths.sum()), int(start[: batch.num_decode].sum()), pairs)
@@ -149,6 +162,20 @@ class Planner:
         samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
         self.decode_rows = rows[~samples_last_token]
 
+    def resume(self, rows: Int32Array) -> None:
+        """Put decoding requests back into decode_rows after a step rejected some of their drafts.
+
+        rows: int32, the decode requests of a resolved step. Some of them may have ended.
+        """
+        table = self._table
+        left = table.rows.allocated[rows] & (
+            table.computed[rows] < table.max_total_tokens[rows] - 1
+        )
+        left &= ~np.isin(rows, self.decode_rows)
+        back = [row for row in rows[left].tolist() if table.req_at(row).state is ReqState.DECODE]
+        if back:
+            self.decode_rows = np.concatenate([self.decode_rows, np.array(back, dtype=np.int32)])
+
     def recompute(self, req: Req) -> None:
         """Let a decoding request forward its forced tokens as a chunk of the next step.
 
@@ -180,12 +207,15 @@ class Planner:
     # --- decode ---------------------------------------------------------------------------------
 
     def _decode_rows_with_pages(self, in_flight: bool) -> tuple[Int32Array, Req | None]:
-        """Give each decoding row a page for its next token.
+        """Give each decoding row pages for its next token and its drafts.
 
-        Returns the rows that have such a page, and a request to preempt when pages are short.
+        Returns the rows that have a page for the next token, and a request to preempt when pages
+        are short.
         """
         table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
+        if self._drafts is not None and len(rows) and self._add_drafts(rows, self._drafts):
+            return rows, None
         growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
         if not len(growing):
             return rows, None
@@ -194,6 +224,34 @@ class Planner:
             table.pages.append(growing, pages)
             return rows, None
         return self._allocate_to_oldest(rows, growing, in_flight)
+
+    def _add_drafts(self, rows: Int32Array, drafts: DraftLengths) -> bool:
+        """Set table.step_tokens of decoding rows, and give the rows pages for these tokens.
+
+        Drafts end before the last token that the request may forward. Returns False if the step
+        has no drafts, or if they need more pages than are left. step_tokens is then 1.
+        """
+        table, kv_manager = self._table, self._kv_manager
+        computed = table.computed[rows]
+        has_prompts = bool(self.prefilling or self.waiting)
+        most = drafts.choose(rows, int(computed.sum()), has_prompts, self.cost)
+        most_tokens = np.where(table.may_draft[rows], 1 + most, 1)
+        tokens = np.minimum(most_tokens, table.max_total_tokens[rows] - 1 - computed)
+        table.step_tokens[rows] = 1
+        if tokens.max() == 1:
+            return False
+        missing = -(-(computed + tokens) // kv_manager.page_size) - table.pages.counts[rows]
+        missing = np.maximum(missing, 0)
+        left = kv_manager.pool.num_free + kv_manager.cache.evictable_pages
+        pages = kv_manager.try_allocate(int(missing.sum())) if missing.sum() <= left else None
+        if pages is None:
+            return False
+        table.step_tokens[rows] = tokens
+        for nth in range(int(missing.max())):
+            growing = rows[missing > nth]
+            table.pages.append(growing, pages[: len(growing)])
+            pages = pages[len(growing) :]
+        return True
 
     def _allocate_to_oldest(
         self, rows: Int32Array, growing: Int32Array, in_flight: bool
@@ -215,6 +273,9 @@ class Planner:
         kept = rows[~np.isin(rows, starved)]
         if pool.num_quarantined >= len(starved):
             return kept, None  # the step in flight frees enough pages when it is resolved
+        if (self._table.computed[starved] > self._table.known[starved]).all():
+            # The step in flight has drafts of these rows. If it rejects them, no page is missing.
+            return kept, None
         running = [*self.prefilling, *map(req_at, rows.tolist())]
         if len(running) == 1:
             if not in_flight:
@@ -307,6 +368,8 @@ class Planner:
             if not self._kv_manager.try_admit(req, match, self._table):
                 refused = self._refused(req, is_within)
                 break
+            if self._drafts is not None:
+                self._drafts.open(req.row)
             self._shares.record_admitted(req, pages)
             oldest = self.waiting.oldest
             self._overtakes += oldest is not None and oldest.priority > level
@@ -372,12 +435,12 @@ class Planner:
     # --- the batch ------------------------------------------------------------------------------
 
     def _build(self, step_id: int, decode_rows: Int32Array, chunks: dict[int, int]) -> Batch:
-        """Return the batch of these rows: decode rows with one token each, and the chunks."""
+        """Return the batch of these rows: decode rows with step_tokens, and the chunks."""
         table = self._table
         num_decode = len(decode_rows)
         rows = np.concatenate([decode_rows, np.array([*chunks], dtype=np.int32)])
         start = table.computed[rows]
-        lengths = np.ones(len(rows), dtype=np.int32)
+        lengths = table.step_tokens[rows]
         lengths[num_decode:] = [*chunks.values()]
         ends = start + lengths
         chunk_ids = [
@@ -397,4 +460,6 @@ class Planner:
             sampling=table.sampling(rows),
             logit_edits=table.edited_reqs(rows, ends, samples),
             logprobs=table.logprobs_request(rows, start, ends, samples),
+            drafting=self._drafts is not None,
+            histories=() if self._drafts is None else table.histories(rows, num_decode, samples),
         )

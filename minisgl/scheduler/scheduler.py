@@ -19,7 +19,9 @@ from minisgl.core import (
     PendingStep,
     RequestError,
     SchedulerConfig,
+    StepResult,
 )
+from minisgl.core.batch import DraftLengths
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.message.kv_events import KVEventTotals
@@ -109,7 +111,10 @@ class Scheduler:
         self.kv_manager = KVManager(
             engine.page_size, engine.num_pages, use_prefix_cache, self._reporter
         )
-        self.planner = Planner(config, self.kv_manager, self.table)
+        self._drafts = extensions.draft_lengths and extensions.draft_lengths(
+            engine.max_running_reqs
+        )
+        self.planner = Planner(config, self.kv_manager, self.table, self._drafts)
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
         self._outputs = OutputBuilder()
@@ -298,9 +303,11 @@ class Scheduler:
         table, row = self.table, req.row
         # The prompt is cached only if the first output token is known. Only then is it known that
         # the logits are finite. Tokens that no resolved step has forwarded are not cached either:
-        # the token of a decode step in flight, and forced tokens.
+        # the tokens of a decode step in flight, and forced tokens. A decode step forwards the
+        # newest known token and its drafts, so the keys of this token belong to no resolved step.
         cacheable = error is None and table.known[row] > table.prefill_end[row]
         forwarded = int(table.computed[row]) - int(table.last_step[row] > self._resolved_step)
+        forwarded = min(forwarded, int(table.known[row]) - 1)
         self.kv_manager.release(req, table, forwarded if cacheable else 0)
         if req.end_reason is None:
             self.totals.preemptions_total += 1
@@ -354,6 +361,8 @@ class Scheduler:
                 self._outputs.open(req)
         self._outputs.logprobs(batch, result, self.table, rows)
         self._take_tokens(rows, tokens, ended)
+        if self._drafts is not None and batch.num_decode:
+            self._record_drafts(self._drafts, batch, result)
         # A prompt with non-finite logits has ended above. The logits of the prompts that are left
         # are finite, so other requests may now use their KV.
         for req in prefilled:
@@ -369,6 +378,19 @@ class Scheduler:
             rows, tokens, ended = append_forced(rows, *state, self._eos)
             self.totals.constraints.forced_tokens += len(rows)
             self._take_tokens(rows, tokens, ended)
+
+    def _record_drafts(self, drafts: DraftLengths, batch: Batch, result: StepResult) -> None:
+        """Take the acceptance of a step's drafts. Requests whose drafts it rejected may go on."""
+        assert result.drafted is not None, "a drafting engine must count drafts; this is a bug"
+        assert result.agreed is not None, "a drafting engine must count drafts; this is a bug"
+        rows = batch.rows[: batch.num_decode]
+        going_on = self.table.rows.allocated[rows] & self.table.may_draft[rows]
+        drafts.record(
+            rows[going_on],
+            result.drafted[: batch.num_decode][going_on],
+            result.agreed[: batch.num_decode][going_on],
+        )
+        self.planner.resume(rows)
 
     def _take_tokens(
         self, rows: Int32Array, tokens: Int32Array, ended: dict[int, FinishReason]
