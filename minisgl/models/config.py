@@ -224,7 +224,8 @@ def _layers(
         if fields.no_rope_layers:
             rotates = [bool(value) for value in fields.no_rope_layers]
     if family.rope_in_windows_only and fields.sliding_window is not None:
-        rotates = [kind == "sliding_attention" for kind in fields.layer_types or ()]
+        kinds = fields.layer_types if isinstance(fields.layer_types, list) else []
+        rotates = [kind == "sliding_attention" for kind in kinds]
     if len(rotates) != count:
         raise ConfigError(f"config.json lists {len(rotates)} layers of {count}")
     ropes = Rope(rope.theta, rope.scaling, rotary_dim), Rope(rope.theta, None, 0)
