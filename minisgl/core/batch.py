@@ -19,6 +19,11 @@ from numpy.typing import NDArray
 from minisgl.core.sampling import SamplingArrays
 from minisgl.core.step_cost import StepCost
 
+# The numbers of tokens that the decode requests of a step may forward: 1 and the drafts.
+DRAFT_WIDTHS = (1, 2, 4, 8)
+MAX_DRAFTS = DRAFT_WIDTHS[-1] - 1
+MAX_DRAFT_TOKENS = 256  # tokens of all decode requests together in a step with drafts
+
 Int32Array = NDArray[np.int32]
 Array = TypeVar("Array")
 
@@ -103,7 +108,8 @@ class Batch:
                   flight accepts all its drafts. The engine reads the exact number on the device.
     lengths       int32 [B]; tokens forwarded, at least 1. T = lengths.sum(). A decode request with
                   a length above 1 forwards draft tokens after its last token. Such a request has
-                  neither edited logits nor log-probabilities.
+                  neither edited logits nor log-probabilities. The engine forwards `width` tokens
+                  of every decode request, and drops the results of those past its length.
     samples       bool [B]; the request gets tokens from this step. False for a chunk that does not
                   reach the end of its prompt.
     chunk_ids     int32 [T - num_decode_tokens]; token ids of the prefill chunks, concatenated.
@@ -146,6 +152,12 @@ class Batch:
         """Tokens of the prefill chunks: T - num_decode_tokens."""
         return len(self.chunk_ids)
 
+    @property
+    def width(self) -> int:
+        """The smallest of DRAFT_WIDTHS that is no smaller than the length of a decode request."""
+        longest = self.lengths[: self.num_decode].max(initial=1)
+        return next(width for width in DRAFT_WIDTHS if width >= longest)
+
     def plan_hash(self) -> int:
         """Return a checksum of requests, lengths and pages: equal on all tensor-parallel ranks."""
         updates = self.page_updates
@@ -186,11 +198,15 @@ class StepResult(NamedTuple):
 class DraftLengths(Protocol):
     """Chooses how many draft tokens a step forwards. Each rank has one; all make equal choices."""
 
-    def choose(self, rows: Int32Array, keys: int, has_prompts: bool, cost: StepCost | None) -> int:
+    def choose(
+        self, rows: Int32Array, keys: int, limit: int, has_prompts: bool, cost: StepCost | None
+    ) -> int:
         """Return the number of draft tokens that each decode request of the next step forwards.
 
         rows: int32, the rows of the decode requests, at least one. keys: sum of their contexts.
-        has_prompts: prompts wait or are computed. cost: predicts step times; None: unknown.
+        limit: the largest number that a step may have. The engine forwards tokens for the next of
+        DRAFT_WIDTHS. has_prompts: prompts wait or are computed. cost: predicts step times; None:
+        unknown.
         """
 
     def open(self, row: int) -> None:

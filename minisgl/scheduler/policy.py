@@ -9,9 +9,10 @@ from itertools import chain, islice
 
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost
-from minisgl.core.batch import DraftLengths
+from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost, StepResult
+from minisgl.scheduler.batches import build_batch
 from minisgl.scheduler.budget import PrefillBudget
+from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.prefixes import shared_with_older
 from minisgl.scheduler.queue import WaitingQueue
@@ -35,9 +36,9 @@ class Planner:
 
     A plan has three parts:
 
-    1. Every decoding request computes its next token, and draft tokens if DraftLengths asks for
-       them. When pages run short, the step has no drafts, the oldest requests get the free pages,
-       and the planner preempts the newest running request.
+    1. Every decoding request computes its next token, and draft tokens (DraftPlanner). When pages
+       run short, the step has no drafts, the oldest requests get the free pages, and the planner
+       preempts the newest running request.
     2. Admitted prompts get chunks, in order of admission, until the step's prompt tokens are used
        up (PrefillBudget).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
@@ -59,13 +60,10 @@ class Planner:
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
     cost         predicts step times; None when they are unknown.
-    drafts       chooses the number of draft tokens; None: no step has drafts.
 
     I1  A request is in exactly one place: waiting, prefilling, decoding, or in state ENDING.
     I2  decode_rows holds the decoding requests with a step left to launch, in the order in which
         they began to decode.
-        With drafts, a request also leaves decode_rows while the steps in flight may sample its last
-        token; `resume` puts it back if they did not.
     I3  uncached holds the running requests whose prompt is not in the prefix cache yet, in order
         of admission.
     """
@@ -75,7 +73,7 @@ class Planner:
         config: SchedulerConfig,
         kv_manager: KVManager,
         table: RequestTable,
-        drafts: DraftLengths | None = None,
+        drafts: DraftPlanner | None = None,
     ) -> None:
         self._drafts = drafts
         self._config = config
@@ -129,7 +127,8 @@ class Planner:
                 rows = rows[rows != victim.row]
                 chunks.pop(victim.row, None)
         if len(rows) or chunks:
-            return self._build(step_id, rows, chunks), victim
+            drafting = self._drafts is not None
+            return build_batch(self._table, step_id, rows, chunks, drafting), victim
         if self.waiting and not in_flight and victim is None:
             raise InvariantBroken(
                 "no request runs, but no waiting request can be admitted; this is a bug"
@@ -162,19 +161,12 @@ class Planner:
         samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
         self.decode_rows = rows[~samples_last_token]
 
-    def resume(self, rows: Int32Array) -> None:
-        """Put decoding requests back into decode_rows after a step rejected some of their drafts.
-
-        rows: int32, the decode requests of a resolved step. Some of them may have ended.
-        """
-        table = self._table
-        left = table.rows.allocated[rows] & (
-            table.computed[rows] < table.max_total_tokens[rows] - 1
-        )
-        left &= ~np.isin(rows, self.decode_rows)
-        back = [row for row in rows[left].tolist() if table.req_at(row).state is ReqState.DECODE]
-        if back:
-            self.decode_rows = np.concatenate([self.decode_rows, np.array(back, dtype=np.int32)])
+    def record_result(self, batch: Batch, result: StepResult) -> None:
+        """Record the drafts of a resolved step; requests whose last drafts it rejected go on."""
+        if self._drafts is not None:
+            self._drafts.record(batch, result)
+            rows = self._drafts.resumed(batch, self.decode_rows)
+            self.decode_rows = np.concatenate([self.decode_rows, rows])
 
     def recompute(self, req: Req) -> None:
         """Let a decoding request forward its forced tokens as a chunk of the next step.
@@ -214,7 +206,8 @@ class Planner:
         """
         table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
-        if self._drafts is not None and len(rows) and self._add_drafts(rows, self._drafts):
+        has_prompts = bool(self.prefilling or self.waiting)
+        if self._drafts is not None and self._drafts.add(rows, has_prompts, self.cost):
             return rows, None
         growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
         if not len(growing):
@@ -224,34 +217,6 @@ class Planner:
             table.pages.append(growing, pages)
             return rows, None
         return self._allocate_to_oldest(rows, growing, in_flight)
-
-    def _add_drafts(self, rows: Int32Array, drafts: DraftLengths) -> bool:
-        """Set table.step_tokens of decoding rows, and give the rows pages for these tokens.
-
-        Drafts end before the last token that the request may forward. Returns False if the step
-        has no drafts, or if they need more pages than are left. step_tokens is then 1.
-        """
-        table, kv_manager = self._table, self._kv_manager
-        computed = table.computed[rows]
-        has_prompts = bool(self.prefilling or self.waiting)
-        most = drafts.choose(rows, int(computed.sum()), has_prompts, self.cost)
-        most_tokens = np.where(table.may_draft[rows], 1 + most, 1)
-        tokens = np.minimum(most_tokens, table.max_total_tokens[rows] - 1 - computed)
-        table.step_tokens[rows] = 1
-        if tokens.max() == 1:
-            return False
-        missing = -(-(computed + tokens) // kv_manager.page_size) - table.pages.counts[rows]
-        missing = np.maximum(missing, 0)
-        left = kv_manager.pool.num_free + kv_manager.cache.evictable_pages
-        pages = kv_manager.try_allocate(int(missing.sum())) if missing.sum() <= left else None
-        if pages is None:
-            return False
-        table.step_tokens[rows] = tokens
-        for nth in range(int(missing.max())):
-            growing = rows[missing > nth]
-            table.pages.append(growing, pages[: len(growing)])
-            pages = pages[len(growing) :]
-        return True
 
     def _allocate_to_oldest(
         self, rows: Int32Array, growing: Int32Array, in_flight: bool
@@ -368,7 +333,7 @@ class Planner:
                 refused = self._refused(req, is_within)
                 break
             if self._drafts is not None:
-                self._drafts.open(req.row)
+                self._drafts.lengths.open(req.row)
             self._shares.record_admitted(req, pages)
             oldest = self.waiting.oldest
             self._overtakes += oldest is not None and oldest.priority > level
@@ -430,35 +395,3 @@ class Planner:
         if self._config.cache_type == "naive":
             return 0
         return shared_with_older(req, cached, others, self._kv_manager.page_size)
-
-    # --- the batch ------------------------------------------------------------------------------
-
-    def _build(self, step_id: int, decode_rows: Int32Array, chunks: dict[int, int]) -> Batch:
-        """Return the batch of these rows: decode rows with step_tokens, and the chunks."""
-        table = self._table
-        num_decode = len(decode_rows)
-        rows = np.concatenate([decode_rows, np.array([*chunks], dtype=np.int32)])
-        start = table.computed[rows]
-        lengths = table.step_tokens[rows]
-        lengths[num_decode:] = [*chunks.values()]
-        ends = start + lengths
-        chunk_ids = [
-            table.tokens[row, table.computed[row] : table.computed[row] + length]
-            for row, length in chunks.items()
-        ]
-        samples = ends >= table.prefill_end[rows]
-        return Batch(
-            step_id=step_id,
-            num_decode=num_decode,
-            rows=rows,
-            start=start,
-            lengths=lengths,
-            samples=samples,
-            chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
-            page_updates=table.pages.take_updates(rows),
-            sampling=table.sampling(rows),
-            logit_edits=table.edited_reqs(rows, ends, samples),
-            logprobs=table.logprobs_request(rows, start, ends, samples),
-            drafting=self._drafts is not None,
-            histories=() if self._drafts is None else table.histories(rows, num_decode, samples),
-        )

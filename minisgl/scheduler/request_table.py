@@ -46,12 +46,11 @@ class RequestTable:
         to the same row of the token pool.
     """
 
-    def __init__(
-        self, num_rows: int, max_seq_len: int, max_pages: int, columns: Sequence[Column]
-    ) -> None:
+    def __init__(self, pages: PageTable, max_seq_len: int, columns: Sequence[Column]) -> None:
         """columns: the sampling columns of the engine."""
+        num_rows = len(pages.counts)
         self.rows = FencedPool(num_rows)
-        self.pages = PageTable(num_rows, max_pages)
+        self.pages = pages
         self.reqs: list[Req | None] = [None] * num_rows
         self.tokens: Int32Array = np.zeros((num_rows, max_seq_len), dtype=np.int32)
         self.uid = np.zeros(num_rows, dtype=np.int64)

@@ -19,9 +19,8 @@ from minisgl.core import (
     PendingStep,
     RequestError,
     SchedulerConfig,
-    StepResult,
 )
-from minisgl.core.batch import DraftLengths
+from minisgl.core.batch import MAX_DRAFTS
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.message.kv_events import KVEventTotals
@@ -36,10 +35,12 @@ from minisgl.message.messages import (
     StepOutput,
     ToScheduler,
 )
+from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.outputs import OutputBuilder
+from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.policy import Planner
 from minisgl.scheduler.request import Req, ReqState, accept_request
 from minisgl.scheduler.request_table import RequestTable
@@ -101,9 +102,9 @@ class Scheduler:
         self._extensions = extensions
         self._send = send
         max_pages = -(-engine.max_seq_len // engine.page_size)
-        self.table = RequestTable(
-            engine.max_running_reqs, engine.max_seq_len, max_pages, extensions.sampling_columns
-        )
+        spare = -(-MAX_DRAFTS // engine.page_size) if extensions.draft_lengths else 0
+        pages = PageTable(engine.max_running_reqs, max_pages, spare, engine.num_pages)
+        self.table = RequestTable(pages, engine.max_seq_len, extensions.sampling_columns)
         use_prefix_cache = config.cache_type != "naive"
         self._reporter = extensions.cache_reporter and extensions.cache_reporter(
             engine.page_size, engine.num_pages
@@ -111,10 +112,9 @@ class Scheduler:
         self.kv_manager = KVManager(
             engine.page_size, engine.num_pages, use_prefix_cache, self._reporter
         )
-        self._drafts = extensions.draft_lengths and extensions.draft_lengths(
-            engine.max_running_reqs
-        )
-        self.planner = Planner(config, self.kv_manager, self.table, self._drafts)
+        lengths = extensions.draft_lengths and extensions.draft_lengths(engine.max_running_reqs)
+        drafts = DraftPlanner(lengths, self.kv_manager, self.table) if lengths else None
+        self.planner = Planner(config, self.kv_manager, self.table, drafts)
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
         self._outputs = OutputBuilder()
@@ -361,8 +361,7 @@ class Scheduler:
                 self._outputs.open(req)
         self._outputs.logprobs(batch, result, self.table, rows)
         self._take_tokens(rows, tokens, ended)
-        if self._drafts is not None and batch.num_decode:
-            self._record_drafts(self._drafts, batch, result)
+        self.planner.record_result(batch, result)
         # A prompt with non-finite logits has ended above. The logits of the prompts that are left
         # are finite, so other requests may now use their KV.
         for req in prefilled:
@@ -378,19 +377,6 @@ class Scheduler:
             rows, tokens, ended = append_forced(rows, *state, self._eos)
             self.totals.constraints.forced_tokens += len(rows)
             self._take_tokens(rows, tokens, ended)
-
-    def _record_drafts(self, drafts: DraftLengths, batch: Batch, result: StepResult) -> None:
-        """Take the acceptance of a step's drafts. Requests whose drafts it rejected may go on."""
-        assert result.drafted is not None, "a drafting engine must count drafts; this is a bug"
-        assert result.agreed is not None, "a drafting engine must count drafts; this is a bug"
-        rows = batch.rows[: batch.num_decode]
-        going_on = self.table.rows.allocated[rows] & self.table.may_draft[rows]
-        drafts.record(
-            rows[going_on],
-            result.drafted[: batch.num_decode][going_on],
-            result.agreed[: batch.num_decode][going_on],
-        )
-        self.planner.resume(rows)
 
     def _take_tokens(
         self, rows: Int32Array, tokens: Int32Array, ended: dict[int, FinishReason]

@@ -21,9 +21,12 @@ class ChangingDrafts:
         self.changing = changing
         self.steps = self.drafted = self.agreed = 0
 
-    def choose(self, rows: Int32Array, keys: int, has_prompts: bool, cost: StepCost | None) -> int:
+    def choose(
+        self, rows: Int32Array, keys: int, limit: int, has_prompts: bool, cost: StepCost | None
+    ) -> int:
         self.steps += 1
-        return (5 * self.steps) % (self.most + 1) if self.changing else self.most
+        most = (5 * self.steps) % (self.most + 1) if self.changing else self.most
+        return min(most, limit)
 
     def open(self, row: int) -> None:
         pass

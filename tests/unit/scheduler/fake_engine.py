@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from minisgl.core import Batch, Int32Array, StepResult
+from minisgl.core.batch import MAX_DRAFTS
 
 VOCAB = 64
 EOS = 0
@@ -92,10 +93,10 @@ class FakeEngine:
         self.max_running_reqs = max_running_reqs
         self.max_seq_len = max_seq_len
         self.eager = eager
-        self.slots = np.zeros(num_pages * page_size, dtype=np.uint64)
-        self.page_table: Int32Array = np.full(
-            (max_running_reqs, -(-max_seq_len // page_size)), -1, dtype=np.int32
-        )
+        # The last page is the dummy page.
+        self.slots = np.zeros((num_pages + 1) * page_size, dtype=np.uint64)
+        columns = -(-max_seq_len // page_size) + -(-MAX_DRAFTS // page_size)
+        self.page_table: Int32Array = np.full((max_running_reqs, columns), -1, dtype=np.int32)
         self.token_pool: Int32Array = np.full((max_running_reqs, max_seq_len + 1), -1, np.int32)
         self.queue: list[_Pending] = []
         self.batches: list[Batch] = []
@@ -151,6 +152,8 @@ class FakeEngine:
                 + positions % self.page_size
             )
             assert (where >= 0).all(), "a page-table entry was read that no step wrote"
+            if i < batch.num_decode:
+                self._overshoot(row, start, batch.width)
             self.slots[where[start:]] = slot_values(ids, start)
             if batch.samples[i]:
                 drafts = ids[1:].tolist() if i < batch.num_decode else []
@@ -168,6 +171,13 @@ class FakeEngine:
         drafted[batch.num_decode :] = 0
         agreed = np.minimum(counts - 1, drafted)
         return StepResult(tokens, counts, finite, drafted=drafted, agreed=np.maximum(agreed, 0))
+
+    def _overshoot(self, row: int, start: int, width: int) -> None:
+        """Write noise to the slots of `width` tokens, as for drafts that a row cannot use."""
+        positions = np.arange(start, start + width)
+        pages = self.page_table[row, positions // self.page_size]
+        assert (pages >= 0).all(), "a page-table entry was read that no step wrote"
+        self.slots[pages * self.page_size + positions % self.page_size] = np.uint64(row + 1)
 
     def _write_drafts(self, row: int, start: int, count: int) -> None:
         """Write `count` draft tokens after the last token of a row, which is at position `start`.

@@ -36,8 +36,7 @@ def test_tokens_with_drafts_are_those_of_the_plain_computation(drafter: str, ove
         assert harness.answers[uid].tokens == expected_output(prompt, 21, ignore_eos=True)
         assert harness.answers[uid].finishes == [FinishReason.LENGTH]
     assert harness.scheduler.totals.output_tokens_total == 21 * len(uids)
-    drafts = harness.scheduler._drafts
-    assert isinstance(drafts, ChangingDrafts)
+    drafts = harness.scheduler.planner._drafts.lengths
     assert drafts.drafted > 60
     assert (drafts.agreed > 0) == (drafter != "wrong")
     assert (drafts.agreed == drafts.drafted) == (drafter == "right")
@@ -54,7 +53,7 @@ def test_right_drafts_divide_the_number_of_steps() -> None:
 
 
 def test_a_step_without_drafts_starts_at_exact_positions() -> None:
-    """Without drafts, a batch is the same as that of a scheduler that never drafts."""
+    """Without drafts, a step has the same tokens as that of a scheduler that never drafts."""
     batches = []
     for drafts in (None, ChangingDrafts(0)):
         engine = FakeEngine(num_pages=64, page_size=PAGE_SIZE)
@@ -62,7 +61,7 @@ def test_a_step_without_drafts_starts_at_exact_positions() -> None:
         for prompt in prompts():
             harness.add(prompt, max_tokens=9)
         harness.run()
-        batches.append([batch.plan_hash() for batch in engine.batches])
+        batches.append([(b.rows.tolist(), b.start.tolist()) for b in engine.batches])
     assert batches[0] == batches[1]
 
 
