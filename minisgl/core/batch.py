@@ -199,14 +199,23 @@ class DraftLengths(Protocol):
     """Chooses how many draft tokens a step forwards. Each rank has one; all make equal choices."""
 
     def choose(
-        self, rows: Int32Array, keys: int, limit: int, has_prompts: bool, cost: StepCost | None
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        has_prompts: bool,
+        cost: StepCost | None,
     ) -> int:
-        """Return the number of draft tokens that each decode request of the next step forwards.
+        """Return the number of draft tokens for each of some decode requests of the next step.
 
-        rows: int32, the rows of the decode requests, at least one. keys: sum of their contexts.
-        limit: the largest number that a step may have. The engine forwards tokens for the next of
-        DRAFT_WIDTHS. has_prompts: prompts wait or are computed. cost: predicts step times; None:
-        unknown.
+        rows         int32, the rows of the requests that may have drafts, at least one.
+        num_reqs     the number of all decode requests.
+        keys         sum of the lengths of their contexts.
+        limit        the largest number that a step may have. The engine forwards tokens for the
+                     next of DRAFT_WIDTHS.
+        has_prompts  prompts wait or are computed.
+        cost         predicts step times; None: unknown.
         """
 
     def open(self, row: int) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 
 from minisgl.core import Batch, Int32Array, StepCost, StepResult
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, DraftLengths
+from minisgl.message.messages import DraftTotals
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.request import ReqState
 from minisgl.scheduler.request_table import RequestTable
@@ -18,10 +19,12 @@ class DraftPlanner:
     rejected. The row keeps its pages, and the next step overwrites the keys and values.
 
     lengths   chooses the number of drafts.
+    totals    drafts and accepted drafts since the start.
     """
 
     def __init__(self, lengths: DraftLengths, kv_manager: KVManager, table: RequestTable) -> None:
         self.lengths = lengths
+        self.totals = DraftTotals()
         self._kv_manager = kv_manager
         self._table = table
 
@@ -33,14 +36,16 @@ class DraftPlanner:
         step_tokens is then 1.
         """
         table, kv_manager = self._table, self._kv_manager
-        if not len(rows):
+        table.step_tokens[rows] = 1
+        drafting = rows[table.may_draft[rows]]
+        if not len(drafting):
             return False
         computed, fitting = table.computed[rows], MAX_DRAFT_TOKENS // len(rows)
         limit = max(width for width in DRAFT_WIDTHS if width <= max(fitting, 1)) - 1
-        most = self.lengths.choose(rows, int(computed.sum()), limit, has_prompts, cost)
+        keys = int(computed.sum())
+        most = self.lengths.choose(drafting, len(rows), keys, limit, has_prompts, cost)
         most_tokens = np.where(table.may_draft[rows], 1 + most, 1)
         tokens = np.minimum(most_tokens, table.max_total_tokens[rows] - 1 - computed)
-        table.step_tokens[rows] = 1
         if tokens.max() == 1:
             return False
         missing = -(-(computed + tokens) // kv_manager.page_size) - table.pages.counts[rows]
@@ -60,10 +65,17 @@ class DraftPlanner:
         """Take the measured acceptance of a resolved step."""
         assert result.drafted is not None, "a drafting engine must count drafts; this is a bug"
         assert result.agreed is not None, "a drafting engine must count drafts; this is a bug"
-        rows = batch.rows[: batch.num_decode]
+        decoding = slice(batch.num_decode)
+        rows, lengths = batch.rows[decoding], batch.lengths[decoding]
         measured = self._table.rows.allocated[rows] & self._table.may_draft[rows]
-        counted = (column[: batch.num_decode] for column in (result.drafted, result.agreed))
-        self.lengths.record(rows[measured], *(column[measured] for column in counted))
+        if not measured.any():
+            return
+        drafted, agreed = result.drafted[decoding][measured], result.agreed[decoding][measured]
+        self.lengths.record(rows[measured], drafted, agreed)
+        forwarded = np.minimum(lengths[measured] - 1, drafted)
+        for nth in range(int(forwarded.max())):
+            self.totals.drafted[nth] += int((forwarded > nth).sum())
+            self.totals.accepted[nth] += int((np.minimum(agreed, forwarded) > nth).sum())
 
     def resumed(self, batch: Batch, decode_rows: Int32Array) -> Int32Array:
         """Return the rows of a resolved step that have steps left and are not in `decode_rows`.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minisgl.core import Int32Array, PageUpdates
+from minisgl.core import EngineLike, Int32Array, PageUpdates
 
 
 class PageTable:
@@ -21,6 +21,13 @@ class PageTable:
         self.entries: Int32Array = np.zeros((num_rows, max_pages + spare), dtype=np.int32)
         self.counts: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.sent: Int32Array = np.zeros(num_rows, dtype=np.int32)
+
+    @classmethod
+    def of(cls, engine: EngineLike, spare_tokens: int) -> "PageTable":
+        """Return the table of an engine. spare_tokens: tokens that must fit after the last page."""
+        size = engine.page_size
+        pages, spare = -(-engine.max_seq_len // size), -(-spare_tokens // size)
+        return cls(engine.max_running_reqs, pages, spare, engine.num_pages)
 
     def open_row(self, row: int, pages: Int32Array) -> None:
         """Replace the entries of a row."""

@@ -28,6 +28,7 @@ from minisgl.message.messages import (
     AbortReq,
     AddReq,
     ConstraintTotals,
+    DraftTotals,
     FlushCache,
     Prepared,
     SchedulerStats,
@@ -101,9 +102,7 @@ class Scheduler:
         self._inbox = inbox
         self._extensions = extensions
         self._send = send
-        max_pages = -(-engine.max_seq_len // engine.page_size)
-        spare = -(-MAX_DRAFTS // engine.page_size) if extensions.draft_lengths else 0
-        pages = PageTable(engine.max_running_reqs, max_pages, spare, engine.num_pages)
+        pages = PageTable.of(engine, MAX_DRAFTS if extensions.draft_lengths else 0)
         self.table = RequestTable(pages, engine.max_seq_len, extensions.sampling_columns)
         use_prefix_cache = config.cache_type != "naive"
         self._reporter = extensions.cache_reporter and extensions.cache_reporter(
@@ -132,6 +131,7 @@ class Scheduler:
         self.totals = SchedulerStats(
             phases=self._meter.phases,
             total_pages=engine.num_pages,
+            drafts=drafts.totals if drafts else DraftTotals(),
             constraints=extensions.constraint_totals or ConstraintTotals(),
             kv_events=self._reporter.totals if self._reporter else KVEventTotals(),
         )
