@@ -34,7 +34,7 @@ class RankCase:
 
     crowded  the KV pool is so small that requests are preempted.
     aborts   requests of the second wave are aborted at random.
-    drawn    tokens are drawn at random instead of greedily.
+    drawn    tokens are drawn at random, with `temperature`, instead of greedily.
     drafts   steps have n-gram drafts.
     kv       kv_cache_dtype of the engine.
     """
@@ -48,6 +48,7 @@ class RankCase:
     page_size: int = 4
     drawn: bool = False
     drafts: bool = False
+    temperature: float = 1.2
     kv: str = "auto"
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -202,7 +203,7 @@ def _sampling(case: RankCase, uid: int) -> SamplingParams:
     elif uid >= count and uid % 2:
         asked = {"top_k": 20, "top_p": 0.9}
     return SamplingParams(
-        temperature=0.3 if case.drafts else 1.2,
+        temperature=case.temperature,
         max_tokens=OUTPUT_TOKENS,
         ignore_eos=True,
         seed=uid % count,

@@ -59,6 +59,7 @@ CASES = [
         aborts=False,
         drawn=True,
         drafts=True,
+        temperature=0.3,
     ),
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
