@@ -70,11 +70,12 @@ def count_blocks(
     dummy_row: int,
     scratch: DecodeScratch,
     fp8: bool = False,
+    queries: int = 1,
 ) -> None:
-    """See minisgl.kernel.triton.decode.count_blocks. There is no version for CPU tensors."""
-    from minisgl.kernel.triton import decode as kernels
+    """See minisgl.kernel.triton.decode_blocks. There is no version for CPU tensors."""
+    from minisgl.kernel.triton import decode_blocks as kernels
 
-    kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8)
+    kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8, queries)
 
 
 def linear(
