@@ -13,8 +13,7 @@ from torch import Tensor
 from minisgl.core import Batch
 from minisgl.engine.logits_processing import put_histories
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.kernel import StepViews
-from minisgl.kernel.drafts import Accepted, accept_drafts, find_drafts
+from minisgl.kernel import Accepted, StepViews, accept_drafts, find_drafts
 
 
 class DraftStep(NamedTuple):
