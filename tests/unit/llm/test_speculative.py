@@ -1,4 +1,4 @@
-"""The demo model with drafts gives the same texts, stops, usage and log-probabilities as without."""
+"""The demo model gives the same answers with and without drafts."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,13 @@ from minisgl import LLM, SamplingParams
 from minisgl.speculative import PricedLengths
 
 CODE = "def add(a, b):\n    return a + b\n" * 6
-PROMPTS = [CODE, "one two three one two three one two", "Repeat: a b c d e f. a b c d", CODE + "def", "x = 1\n" * 9]
+PROMPTS = [
+    CODE,
+    "one two three one two three one two",
+    "Repeat: a b c d e f. a b c d",
+    CODE + "def",
+    "x = 1\n" * 9,
+]
 ASKED: list[SamplingParams] = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.7, seed=3, max_tokens=33),
