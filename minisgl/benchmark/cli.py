@@ -7,6 +7,7 @@ from collections.abc import Sequence
 _HELP = {
     "attack": "time of /livez and memory of the server while clients without a key attack it",
     "divergence": "next-token distributions of a quantised model against those of the model itself",
+    "drafts": "code edits with and without drafts, by real edits and random weights",
     "fleet": "replicas behind a router under a load, in simulated time: how many GPUs to buy",
     "floor": "the shortest possible time of a workload, from bytes and operations",
     "kernels": "time of each GPU kernel, and the time to move its bytes",
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from minisgl.benchmark.attack import main as run
     elif name == "divergence":
         from minisgl.benchmark.divergence import main as run
+    elif name == "drafts":
+        from minisgl.benchmark.drafts import main as run
     elif name == "scheduler":
         from minisgl.benchmark.scheduler import main as run
     elif name == "fleet":

@@ -32,6 +32,9 @@ class ModelRunner:
     cached      int32 [max_running_reqs + 1]; the tokens of each row in the KV cache. None for an
                 engine without drafts, because the host knows them. With drafts, rows of page_table
                 and token_pool have room for MAX_DRAFTS positions after max_seq_len.
+    replay      None, except in benchmarks and tests: int32, in the shape of token_pool. A number
+                that is not negative takes the place of the token that the sampler draws for this
+                row and position. It makes the acceptance of drafts known without real weights.
     """
 
     model: CausalLM
@@ -43,6 +46,7 @@ class ModelRunner:
     page_table: Tensor
     token_pool: Tensor
     cached: Tensor | None = None
+    replay: Tensor | None = None
 
     @property
     def device(self) -> torch.device:

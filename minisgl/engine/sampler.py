@@ -55,8 +55,12 @@ def sample_tokens(
     if logits.is_cpu:
         logits = logits.float()
     sampled = sample(logits, params) if gathered else runner.model.lm_head.sample(logits, params)
+    tokens, finite = sampled.tokens, sampled.finite
+    if runner.replay is not None:
+        given = runner.replay[sampled_views.rows.long(), position.long()]
+        tokens = torch.where(given >= 0, given, tokens)
     if drafts is not None:
-        return accept(runner, views, drafts, sampled.tokens, sampled.finite)
+        return accept(runner, views, drafts, tokens, finite)
     where = views.rows, views.start, views.lengths, views.samples
-    put_tokens(runner.token_pool, *where, sampled.tokens)
-    return torch.stack((sampled.tokens, sampled.finite.int()))
+    put_tokens(runner.token_pool, *where, tokens)
+    return torch.stack((tokens, finite.int()))

@@ -61,9 +61,7 @@ _LEAST = 4  # the fewest blocks of a program
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=REQ_FIELDS
-)
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=REQ_FIELDS)
 def _decode(
     qkv,
     q_weight,
