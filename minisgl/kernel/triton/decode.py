@@ -61,9 +61,7 @@ _LEAST = 4  # the fewest blocks of a program
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=REQ_FIELDS
-)
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=REQ_FIELDS)
 def _decode(
     qkv,
     q_weight,
@@ -170,20 +168,13 @@ def _decode(
                 first_new = tl.load(start + req)
                 first_token = tl.load(tokens + req)
                 last_visible = first_new + h[:, None] // (EACH * GROUP)
+                of_request = (first_new, context - first_new, b0 * BLOCK, b1 * BLOCK, source)
+                tensors = (q_weight, k_weight, cos_sin, k_pool, v_pool, scales)
                 query, factor = several_queries(
                     qkv + first_token.to(tl.int64) * qkv_stride,
                     head,
-                    first_new,
-                    context - first_new,
-                    b0 * BLOCK,
-                    b1 * BLOCK,
-                    source,
-                    q_weight,
-                    k_weight,
-                    cos_sin,
-                    k_pool,
-                    v_pool,
-                    scales,
+                    *of_request,
+                    *tensors,
                     eps,
                     qkv_stride,
                     slot_stride,

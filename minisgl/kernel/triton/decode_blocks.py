@@ -1,4 +1,4 @@
-"""The lengths of the units of work of decode attention, and the size of its programs (decode.py)."""
+"""Lengths of the units of work of decode attention, and the size of its programs (decode.py)."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -79,7 +79,7 @@ def program_warps(
 ) -> int:
     """Warps of a program. fused: the kernel normalises and rotates, as in steps without prompts."""
     if queries > 1:
-        elements = max(triton.next_power_of_2(group * queries), 16) * head_dim
+        elements = max(1 << (group * queries - 1).bit_length(), 16) * head_dim
         return min(max(elements // _MOST_ELEMENTS, 2), _MOST_WARPS)
     if fused and reqs * kv_heads <= _FEW_UNITS:
         return 4 if reqs == 1 and group > _SMALL_GROUP else 2

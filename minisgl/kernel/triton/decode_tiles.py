@@ -14,6 +14,7 @@ from minisgl.kernel.triton.rotary import scaled
 # finite too, and its weight in the merge is zero.
 HIDDEN_SCORE = tl.constexpr(-1e30)
 
+
 @triton.jit
 def queries(
     row,
