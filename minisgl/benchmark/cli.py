@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif name == "divergence":
         from minisgl.benchmark.divergence import main as run
     elif name == "drafts":
-        from minisgl.benchmark.drafts import main as run
+        from minisgl.benchmark.code_edits import main as run
     elif name == "scheduler":
         from minisgl.benchmark.scheduler import main as run
     elif name == "fleet":

@@ -168,20 +168,13 @@ def _decode(
                 first_new = tl.load(start + req)
                 first_token = tl.load(tokens + req)
                 last_visible = first_new + h[:, None] // (EACH * GROUP)
+                of_request = (first_new, context - first_new, b0 * BLOCK, b1 * BLOCK, source)
+                tensors = (q_weight, k_weight, cos_sin, k_pool, v_pool, scales)
                 query, factor = several_queries(
                     qkv + first_token.to(tl.int64) * qkv_stride,
                     head,
-                    first_new,
-                    context - first_new,
-                    b0 * BLOCK,
-                    b1 * BLOCK,
-                    source,
-                    q_weight,
-                    k_weight,
-                    cos_sin,
-                    k_pool,
-                    v_pool,
-                    scales,
+                    *of_request,
+                    *tensors,
                     eps,
                     qkv_stride,
                     slot_stride,

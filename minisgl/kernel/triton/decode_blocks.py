@@ -1,4 +1,4 @@
-"""The lengths of the units of work of decode attention, and the size of its programs (decode.py)."""
+"""Lengths of the units of work of decode attention, and the size of its programs (decode.py)."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -14,6 +14,7 @@ LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurement
 _FEW_UNITS = 256  # up to this many units, programs have more warps
 _SMALL_GROUP = 4  # query heads per KV head; larger groups make a unit's start and end long
 _MOST_ELEMENTS = 2048  # the largest tile of queries, or of outputs, that fits into one warp
+_MOST_SEVERAL = 1024  # as _MOST_ELEMENTS, for programs that also load the angles of each query
 _MOST_WARPS = 8  # of a program
 REQ_FIELDS = ["rows", "start", "lengths", "first", "tokens"]  # of any alignment
 
@@ -79,8 +80,8 @@ def program_warps(
 ) -> int:
     """Warps of a program. fused: the kernel normalises and rotates, as in steps without prompts."""
     if queries > 1:
-        elements = max(triton.next_power_of_2(group * queries), 16) * head_dim
-        return min(max(elements // _MOST_ELEMENTS, 2), _MOST_WARPS)
+        elements = max(1 << (group * queries - 1).bit_length(), 16) * head_dim
+        return min(max(elements // _MOST_SEVERAL, 2), _MOST_WARPS)
     if fused and reqs * kv_heads <= _FEW_UNITS:
         return 4 if reqs == 1 and group > _SMALL_GROUP else 2
     query_rows = max(1 << (group + 1).bit_length(), 16)  # the queries, the new key, the new value

@@ -54,40 +54,46 @@ def several_queries(
     TURN          as in decode_tiles.queries. If False, nothing is stored.
     """
     r = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, D)[None, :]
     nth = r // GROUP
     exists = r < GROUP * length
-    if OVERLAP:
-        gdc_wait()
     at = row + nth.to(tl.int64) * qkv_stride + (head * GROUP + r % GROUP) * D
     if TURN:
-        _, found = turned(at, first_new + nth, exists, q_weight, cos_sin, eps, D, NORM)
-        if end > first_new:
-            _store_new(
-                row,
-                head,
-                first_new,
-                length,
-                begin,
-                end,
-                source,
-                k_weight,
-                cos_sin,
-                k_pool,
-                v_pool,
-                scales,
-                eps,
-                qkv_stride,
-                slot_stride,
-                KV_HEADS,
-                GROUP,
-                QUERIES,
-                D,
-                NORM,
-                PAGE,
-            )
+        each = tl.arange(0, triton.next_power_of_2(2 * QUERIES))  # new keys, then new values
+        is_value = each >= QUERIES
+        new = tl.where(is_value, each - QUERIES, each)
+        position = first_new + new
+        stored = (new < length) & (position >= begin) & (position < end)
+        mask = stored[:, None]
+        column = KV_HEADS * GROUP + tl.where(is_value, KV_HEADS, 0) + head
+        new_at = (row + new.to(tl.int64) * qkv_stride + column * D)[:, None]
+        # All loads come before the first use of their results, so that they run at the same time.
+        cos, sin = _angles(cos_sin, first_new + nth, exists, D)
+        new_cos, new_sin = _angles(cos_sin, position[:, None], mask, D)
+        page = tl.load(source + position // PAGE, mask=stored, other=0).to(tl.int64)
+        if OVERLAP:
+            gdc_wait()
+        opposite = (d + D // 2) % D
+        found = tl.load(at + d, mask=exists, other=0.0)
+        found_opposite = tl.load(at + opposite, mask=exists, other=0.0)
+        heads = tl.load(new_at + d, mask=mask, other=0.0)
+        heads_opposite = tl.load(new_at + opposite, mask=mask, other=0.0)
+        found = _turned(found, found_opposite, cos, sin, q_weight, eps, D, NORM)
+        keys = _turned(heads, heads_opposite, new_cos, new_sin, k_weight, eps, D, NORM)
+        heads = tl.where(is_value[:, None], heads, keys)
+        if scales is not None:
+            exponents, inverse = exponents_of(tl.max(magnitude(heads), axis=1))
+            heads = (heads.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
+            scale_at = ((page * KV_HEADS + head) * PAGE + position % PAGE) * 2
+            tl.store(scales + scale_at + is_value.to(tl.int32), to_scale(exponents), mask=stored)
+        target = ((page * PAGE + position % PAGE) * slot_stride + head * D)[:, None] + d
+        tl.store(k_pool + target, heads, mask=mask & ~is_value[:, None])
+        tl.store(v_pool + target, heads, mask=mask & is_value[:, None])
         tl.debug_barrier()
     else:
-        found = tl.load(at + tl.arange(0, D)[None, :], mask=exists, other=0.0)
+        if OVERLAP:
+            gdc_wait()
+        found = tl.load(at + d, mask=exists, other=0.0)
     factor = tl.full([ROWS], 1.0, tl.float32)
     if scales is not None:
         exponents, inverse = exponents_of(tl.max(magnitude(found), axis=1))
@@ -97,70 +103,25 @@ def several_queries(
 
 
 @triton.jit
-def turned(at, position, exists, weight, cos_sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Load heads, and return them [R, D], unchanged and then normalised and rotated.
-
-    at, position, exists: [R, 1]; the address of each head, its position, and whether to load it.
-    """
+def _angles(cos_sin, position, exists, D: tl.constexpr):
+    """Cosines and sines [R, D] of the angles by which heads at `position` [R, 1] are rotated."""
     d = tl.arange(0, D)[None, :]
-    half = d % (D // 2)
-    opposite = (d + D // 2) % D
-    x = tl.load(at + d, mask=exists, other=0.0)
-    y = tl.load(at + opposite, mask=exists, other=0.0)
-    result = x
-    if NORM:
-        squares = x.to(tl.float32) * x.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
-        result = scaled(x, rstd, tl.load(weight + d))
-        y = scaled(y, rstd, tl.load(weight + opposite))
-    cos = tl.load(cos_sin + position * D + half, mask=exists, other=0.0)
-    sin = tl.load(cos_sin + position * D + D // 2 + half, mask=exists, other=0.0)
-    sin = tl.where(d < D // 2, -sin, sin)
-    return x, (result.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
+    at = cos_sin + position * D + d % (D // 2)
+    cos = tl.load(at, mask=exists, other=0.0)
+    sin = tl.load(at + D // 2, mask=exists, other=0.0)
+    return cos, tl.where(d < D // 2, -sin, sin)
 
 
 @triton.jit
-def _store_new(
-    row,
-    head,
-    first_new,
-    length,
-    begin,
-    end,
-    source,
-    k_weight,
-    cos_sin,
-    k_pool,
-    v_pool,
-    scales,
-    eps,
-    qkv_stride,
-    slot_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    D: tl.constexpr,
-    NORM: tl.constexpr,
-    PAGE: tl.constexpr,
-):
-    """Store the new keys and values at the positions begin to end - 1."""
-    each = tl.arange(0, triton.next_power_of_2(2 * QUERIES))  # the keys, then the values
-    is_value = each >= QUERIES
-    nth = tl.where(is_value, each - QUERIES, each)
-    position = first_new + nth
-    stored = (nth < length) & (position >= begin) & (position < end)
-    column = KV_HEADS * GROUP + tl.where(is_value, KV_HEADS, 0) + head
-    at = row + nth.to(tl.int64) * qkv_stride + column * D
-    place, mask = position[:, None], stored[:, None]
-    plain, keys = turned(at[:, None], place, mask, k_weight, cos_sin, eps, D, NORM)
-    heads = tl.where(is_value[:, None], plain, keys)
-    page = tl.load(source + position // PAGE, mask=stored, other=0).to(tl.int64)
-    if scales is not None:
-        exponents, inverse = exponents_of(tl.max(magnitude(heads), axis=1))
-        heads = (heads.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv)
-        scale_at = ((page * KV_HEADS + head) * PAGE + position % PAGE) * 2
-        tl.store(scales + scale_at + is_value.to(tl.int32), to_scale(exponents), mask=stored)
-    target = (page * PAGE + position % PAGE) * slot_stride + head * D
-    target = target[:, None] + tl.arange(0, D)[None, :]
-    tl.store(k_pool + target, heads, mask=mask & ~is_value[:, None])
-    tl.store(v_pool + target, heads, mask=mask & is_value[:, None])
+def _turned(x, opposite, cos, sin, weight, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Normalise and rotate heads x [R, D]. opposite: the heads with their halves exchanged."""
+    turned = x
+    if NORM:
+        d = tl.arange(0, D)[None, :]
+        weights = tl.load(weight + d)
+        opposite_weights = tl.load(weight + (d + D // 2) % D)
+        squares = x.to(tl.float32) * x.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
+        turned = scaled(x, rstd, weights)
+        opposite = scaled(opposite, rstd, opposite_weights)
+    return (turned.to(tl.float32) * cos + opposite.to(tl.float32) * sin).to(x.dtype)

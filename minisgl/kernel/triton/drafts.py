@@ -87,7 +87,7 @@ def _write_drafts(
 
 @triton.jit(
     do_not_specialize=["num_reqs", "num_decode"],
-    do_not_specialize_on_alignment=[*_REQ_FIELDS, "samples", "first"],
+    do_not_specialize_on_alignment=[*_REQ_FIELDS, "samples", "first", "drawn", "finite"],
 )
 def _accept_drafts(
     token_pool,

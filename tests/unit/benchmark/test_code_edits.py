@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.benchmark import drafts
+from minisgl.benchmark import code_edits
 from minisgl.core import ConfigError
 from tests.parity.models import build_model
 
@@ -29,20 +29,20 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "notes.txt").write_text(text)
         git("add", ".")
         git("commit", "-qm", "an edit")
-    monkeypatch.setattr(drafts, "_FEWEST", 50)
-    monkeypatch.setattr(drafts, "_MOST", 240)
+    monkeypatch.setattr(code_edits, "_FEWEST", 50)
+    monkeypatch.setattr(code_edits, "_MOST", 240)
     return folder
 
 
 def test_edits_are_the_newest_modifications_of_python_files(repository: Path) -> None:
-    newest, older = drafts.edits_of(repository, 2, vocab_size=1000)
+    newest, older = code_edits.edits_of(repository, 2, vocab_size=1000)
     assert older.new.tolist() == newest.old.tolist()
     assert len(newest.new) < len(newest.old)
     assert (older.new != older.old).sum() == 1
     with pytest.raises(ConfigError, match="has 2 edits of Python files; 3 are needed"):
-        drafts.edits_of(repository, 3, vocab_size=1000)
+        code_edits.edits_of(repository, 3, vocab_size=1000)
     with pytest.raises(ConfigError, match="git cannot read"):
-        drafts.edits_of(repository.parent, 1, vocab_size=1000)
+        code_edits.edits_of(repository.parent, 1, vocab_size=1000)
 
 
 def test_most_tokens_of_an_edit_are_accepted_drafts(
@@ -50,7 +50,7 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
 ) -> None:
     model = build_model("qwen3", tmp_path)
     flags = ["--model", model, "--repository", str(repository), "--edits", "2", "--device", "cpu"]
-    assert drafts.main([*flags, "--concurrency", "1", "2"]) == 0
+    assert code_edits.main([*flags, "--concurrency", "1", "2"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["accepted"] > 0.5 * found["drafted"] > 0
     assert {name: len(rates) for name, rates in found["rates"].items()} == {"none": 2, "ngram": 2}
