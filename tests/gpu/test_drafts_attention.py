@@ -117,8 +117,13 @@ def poisoned_scratch(scene: Inputs, queries: int) -> DecodeScratch:
     scratch.partial_outputs.fill_(torch.nan)
     scratch.softmax_stats.fill_(torch.nan)
     if INTERPRETED:
-        parts = scratch.partial_outputs[:1].repeat(14, 1, 1)
-        stats = scratch.softmax_stats[:1].repeat(14, 1, 1)
+        from minisgl.kernel.triton.decode_blocks import program_warps
+
+        warps = program_warps(
+            len(scene.rows), KV_HEADS, scene.q_heads // KV_HEADS, dim, True, queries
+        )
+        parts = scratch.partial_outputs[:1].repeat(14 * warps, 1, 1)
+        stats = scratch.softmax_stats[:1].repeat(14 * warps, 1, 1)
         scratch = scratch._replace(partial_outputs=parts, softmax_stats=stats)
     return scratch
 
