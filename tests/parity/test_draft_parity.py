@@ -5,6 +5,7 @@ Requests with edited logits or log-probabilities run beside requests with drafts
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ MIXED = [
 ]
 KINDS = {"greedy": [GREEDY], "drawn": [DRAWN], "mixed": MIXED}
 Find = Callable[..., None]
+
+
+@cache
+def without_drafts(path: str, kind: str) -> list[list[int]]:
+    return run(path, PLAIN, KINDS[kind])[0]
 
 
 def drafts_of(outputs: list[list[int]], drafter: str) -> Find:
@@ -78,7 +84,7 @@ def test_drafts_change_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, case = model_path("qwen3"), CASES[index]
-    expected, _, _ = run(path, PLAIN, KINDS[kind])
+    expected = without_drafts(path, kind)
     if drafter != "n-gram":
         monkeypatch.setattr(drafting, "find_drafts", drafts_of(expected, drafter))
     drafts = ChangingDrafts(7)
