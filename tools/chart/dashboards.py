@@ -420,7 +420,7 @@ def _drafts() -> list[Panel]:
             {
                 "{{position}}": "sum by (position)"
                 " (rate(minisgl_draft_tokens_accepted_total{m}[r]))"
-                " / sum by (position) (rate(minisgl_draft_tokens_total{m}[r]))"
+                " / clamp_min(sum by (position) (rate(minisgl_draft_tokens_total{m}[r])), 1e-9)"
             },
             "percentunit",
             "Share of the draft tokens at a position that became output tokens.",
