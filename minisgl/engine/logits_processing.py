@@ -244,7 +244,7 @@ def put_histories(histories: Sequence[tuple[int, Int32Array]], token_pool: Tenso
         "ids": np.concatenate(ids),
     }
     sent = upload(arrays, token_pool.device)
-    token_pool[sent["rows"], sent["cols"]] = sent["ids"]
+    token_pool[sent["rows"].long(), sent["cols"]] = sent["ids"]
 
 
 def _bias_edit(entries: Sequence[tuple[int, int, float]], step: ProcessingStep) -> Edit | None:
