@@ -86,9 +86,5 @@ class DraftPlanner:
         table, rows = self._table, batch.rows[: batch.num_decode]
         left = table.computed[rows] < table.max_total_tokens[rows] - 1
         left &= table.rows.allocated[rows] & ~np.isin(rows, decode_rows)
-        return rows[
-            [
-                bool(on) and table.req_at(row).state is ReqState.DECODE
-                for row, on in zip(rows, left, strict=True)
-            ]
-        ]
+        back = [row for row in rows[left].tolist() if table.req_at(row).state is ReqState.DECODE]
+        return np.array(back, dtype=np.int32)
