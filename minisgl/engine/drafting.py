@@ -22,23 +22,21 @@ class DraftStep(NamedTuple):
     num_decode  decode requests, including padding.
     width       tokens that each of them forwards.
     found       int32 [N] on the device; the number of drafts of each request, 0 for a chunk.
+    first_rows  int32 [N] on the device; the row of the first logits of each request.
     """
 
     num_decode: int
     width: int
     found: Tensor
-
-    @property
-    def first_rows(self) -> Tensor:
-        """Return int32 [N]: the row of the first logits of each request."""
-        reqs = torch.arange(len(self.found), device=self.found.device, dtype=torch.int32)
-        return reqs + reqs.clamp(max=self.num_decode) * (self.width - 1)
+    first_rows: Tensor
 
 
 def draft_step(runner: ModelRunner, reqs: int, num_decode: int, width: int) -> DraftStep:
     """Return the parts of a step of `reqs` requests with padding. Allocates `found`."""
     found = torch.zeros(reqs, dtype=torch.int32, device=runner.device)
-    return DraftStep(num_decode, width, found)
+    places = torch.arange(reqs, device=runner.device, dtype=torch.int32)
+    first_rows = places if width == 1 else places + places.clamp(max=num_decode) * (width - 1)
+    return DraftStep(num_decode, width, found, first_rows)
 
 
 def result_rows(width: int) -> int:
@@ -62,7 +60,7 @@ def set_lengths(batch: Batch, views: StepViews[Tensor], runner: ModelRunner) -> 
 def find(runner: ModelRunner, views: StepViews[Tensor], step: DraftStep) -> None:
     """Overwrite views.start by the lengths of the rows, and write drafts to the token pool."""
     assert runner.cached is not None, "the runner must have lengths of rows; this is a bug"
-    views.start.copy_(runner.cached[views.rows.long()])
+    torch.index_select(runner.cached, 0, views.rows, out=views.start)
     decoding = slice(step.num_decode)
     if step.num_decode:
         find_drafts(
@@ -96,7 +94,8 @@ def token_views(views: StepViews[Tensor], step: DraftStep) -> StepViews[Tensor]:
 
     def expanded(column: Tensor) -> Tensor:
         repeated = column[:num_decode].repeat_interleave(width)
-        return torch.cat((repeated, column[num_decode:]))
+        has_chunks = num_decode < len(column)
+        return torch.cat((repeated, column[num_decode:])) if has_chunks else repeated
 
     nth = torch.arange(num_decode * width, device=views.start.device, dtype=torch.int32) % width
     start, lengths = expanded(views.start), expanded(views.lengths)
@@ -137,5 +136,5 @@ def accept(
         step.width,
     )
     tokens = accepted.tokens.t()
-    counted = torch.stack((accepted.finite.int(), accepted.counts, accepted.agreed, step.found))
-    return torch.cat((tokens[:1], counted, tokens))
+    counted = (accepted.finite.int(), accepted.counts, accepted.agreed, step.found)
+    return torch.cat((tokens[:1], *(column.unsqueeze(0) for column in counted), tokens))
