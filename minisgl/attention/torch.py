@@ -39,13 +39,14 @@ class TorchAttention(AttentionBackend):
         return _PrefillStep(self._pool, step.lengths.tolist(), slots)
 
     def _prepare_decode(self, step: AttentionStep, longest: int) -> StepAttention:
-        ends = (step.device_start + step.device_lengths).unsqueeze(1)
+        each = torch.arange(int(step.lengths[0]), device=step.device_start.device)
+        ends = (step.device_start.unsqueeze(1) + each + 1).unsqueeze(2)
         mask = torch.arange(longest, device=ends.device) < ends
         slots = self._slots(step.page_table[step.device_rows], longest)
         # The mask alone is not enough: a masked key has weight zero, and zero times a NaN that
         # another request left in the page is NaN.
-        slots = torch.where(mask, slots, self._pool.dummy_slot)
-        return _DecodeStep(self._pool, slots, mask[:, None, None, :])
+        slots = torch.where(mask[:, -1], slots, self._pool.dummy_slot)
+        return _DecodeStep(self._pool, slots, mask)
 
     def _slots(self, pages: Tensor, length: int) -> Tensor:
         """Return the slots [..., length] of positions 0..length-1. pages: [..., max_pages]."""
@@ -58,7 +59,8 @@ class TorchAttention(AttentionBackend):
 class _DecodeStep(NamedTuple):
     """Implements StepAttention for n decode requests with contexts of C tokens or less.
 
-    slots: [n, C], padded with the dummy slot. mask: bool [n, 1, 1, C], False for padding.
+    slots: [n, C], padded with the dummy slot. mask: bool [n, W, C], True for the keys to which each
+    of the W tokens of a request attends.
     """
 
     pool: KVPool
@@ -67,11 +69,15 @@ class _DecodeStep(NamedTuple):
 
     def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
         keys, values = self.pool.read(layer, self.slots)
-        # The query heads that share a KV head are passed as further query rows of that head. Keys
-        # and values are therefore not repeated for each query head.
-        grouped = q.view(len(q), keys.shape[2], -1, q.shape[2])
+        # The query heads that share a KV head are passed as further query rows of that head, and so
+        # are the tokens of a request. Keys and values are therefore not repeated.
+        (reqs, width, _), kv_heads, dim = self.mask.shape, keys.shape[2], q.shape[2]
+        grouped = q.view(reqs, width, kv_heads, -1, dim).transpose(1, 2)
+        group = grouped.shape[3]
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        attended = scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask)
+        mask = self.mask.repeat_interleave(group, 1).unsqueeze(1)
+        attended = scaled_dot_product_attention(grouped.flatten(2, 3), k, v, attn_mask=mask)
+        attended = attended.view(reqs, kv_heads, width, group, dim).transpose(1, 2)
         out[:] = attended.reshape(q.shape)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 _HELP = {
     "attack": "time of /livez and memory of the server while clients without a key attack it",
     "divergence": "next-token distributions of a quantised model against those of the model itself",
+    "drafts": "code edits with and without drafts, by real edits and random weights",
     "fleet": "replicas behind a router under a load, in simulated time: how many GPUs to buy",
     "floor": "the shortest possible time of a workload, from bytes and operations",
     "kernels": "time of each GPU kernel, and the time to move its bytes",
@@ -21,7 +22,12 @@ _HELP = {
     "step": "one decode step on the GPU, with the time of each kernel",
 }
 # The modules whose name is not that of their benchmark.
-_MODULES = {"fleet": "fleet.cli", "reduce": "all_reduce", "step": "step_profile"}
+_MODULES = {
+    "drafts": "code_edits",
+    "fleet": "fleet.cli",
+    "reduce": "all_reduce",
+    "step": "step_profile",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ the kernels of a graph, about 1 us, are part of the times.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from minisgl import kernel
 from minisgl.benchmark.decode_attention import attention_cases
+from minisgl.benchmark.drafts import draft_cases
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.moe import layer_cases
 from minisgl.kernel.fp8_weights import FP8, Scales
@@ -100,7 +102,7 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
             yield _silu_and_mul(count, inner)
             yield _qk_norm_rope_store(count, q_heads, kv_heads)
     yield from (Case(*case) for case in layer_cases(sorted({*tokens, 16})))
-    yield from (Case(*case) for case in attention_cases())
+    yield from (Case(*case) for case in itertools.chain(attention_cases(), draft_cases()))
     for count in rows:
         for dtype in (torch.float32, torch.bfloat16):
             yield _sample("greedy", count, dtype, temperature=0.0)

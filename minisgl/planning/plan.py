@@ -85,6 +85,7 @@ def make_plan(
     fp8_weights = has_fp8_weights(model, config.quantization)
     flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
     flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
+    flags += [] if config.speculative is None else [f"--speculative={config.speculative}"]
     tp = TPInfo(0, config.tp_size)
     context = memory.resolve_max_seq_len(config, model)
     share, _ = share_of(model, tp, dtype, with_quantizations(), config.quantization)

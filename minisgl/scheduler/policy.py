@@ -9,8 +9,10 @@ from itertools import chain, islice
 
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost
+from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost, StepResult
+from minisgl.scheduler.batches import build_batch
 from minisgl.scheduler.budget import PrefillBudget
+from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.prefixes import shared_with_older
 from minisgl.scheduler.queue import WaitingQueue
@@ -34,8 +36,9 @@ class Planner:
 
     A plan has three parts:
 
-    1. Every decoding request computes its next token. When pages run short, the oldest requests
-       get the free pages, and the planner preempts the newest running request.
+    1. Every decoding request computes its next token, and draft tokens (DraftPlanner). When pages
+       run short, the step has no drafts, the oldest requests get the free pages, and the planner
+       preempts the newest running request.
     2. Admitted prompts get chunks, in order of admission, until the step's prompt tokens are used
        up (PrefillBudget).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
@@ -65,7 +68,14 @@ class Planner:
         of admission.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_manager: KVManager, table: RequestTable) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_manager: KVManager,
+        table: RequestTable,
+        drafts: DraftPlanner | None = None,
+    ) -> None:
+        self._drafts = drafts
         self._config = config
         self._kv_manager = kv_manager
         self._table = table
@@ -90,7 +100,8 @@ class Planner:
         if self.cost is None:
             return 0.0
         if not chunks_too:
-            return self.cost.predict_s(batch.num_reqs, int(batch.start.sum()), 0)
+            tokens = batch.num_decode_tokens + batch.num_reqs - batch.num_decode
+            return self.cost.predict_s(tokens, int(batch.start.sum()), 0)
         start, lengths = batch.start.astype(np.int64), batch.lengths.astype(np.int64)
         pairs = int((lengths * (start + lengths // 2))[batch.num_decode :].sum())
         return self.cost.predict_s(int(lengths.sum()), int(start[: batch.num_decode].sum()), pairs)
@@ -117,7 +128,8 @@ class Planner:
                 rows = rows[rows != victim.row]
                 chunks.pop(victim.row, None)
         if len(rows) or chunks:
-            return self._build(step_id, rows, chunks), victim
+            drafting = self._drafts is not None
+            return build_batch(self._table, step_id, rows, chunks, drafting), victim
         if self.waiting and not in_flight and victim is None:
             raise InvariantBroken(
                 "no request runs, but no waiting request can be admitted; this is a bug"
@@ -150,6 +162,13 @@ class Planner:
         samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
         self.decode_rows = rows[~samples_last_token]
 
+    def record_result(self, batch: Batch, result: StepResult) -> None:
+        """Record the drafts of a resolved step; requests whose last drafts it rejected go on."""
+        if self._drafts is not None:
+            self._drafts.record(batch, result)
+            rows = self._drafts.resumed(batch, self.decode_rows)
+            self.decode_rows = np.concatenate([self.decode_rows, rows])
+
     def recompute(self, req: Req) -> None:
         """Let a decoding request forward its forced tokens as a chunk of the next step.
 
@@ -181,12 +200,16 @@ class Planner:
     # --- decode ---------------------------------------------------------------------------------
 
     def _decode_rows_with_pages(self, in_flight: bool) -> tuple[Int32Array, Req | None]:
-        """Give each decoding row a page for its next token.
+        """Give each decoding row pages for its next token and its drafts.
 
-        Returns the rows that have such a page, and a request to preempt when pages are short.
+        Returns the rows that have a page for the next token, and a request to preempt when pages
+        are short.
         """
         table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
+        has_prompts = bool(self.prefilling or self.waiting)
+        if self._drafts is not None and self._drafts.add(rows, has_prompts, self.cost):
+            return rows, None
         growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
         if not len(growing):
             return rows, None
@@ -216,6 +239,9 @@ class Planner:
         kept = rows[~np.isin(rows, starved)]
         if pool.num_quarantined >= len(starved):
             return kept, None  # the step in flight frees enough pages when it is resolved
+        if (self._table.computed[starved] > self._table.known[starved]).all():
+            # The step in flight has drafts of these rows. If it rejects them, no page is missing.
+            return kept, None
         running = [*self.prefilling, *map(req_at, rows.tolist())]
         if len(running) == 1:
             if not in_flight:
@@ -307,6 +333,8 @@ class Planner:
             if not self._kv_manager.try_admit(req, match, self._table):
                 refused = self._refused(req, is_within)
                 break
+            if self._drafts is not None:
+                self._drafts.lengths.open(req.row)
             self._shares.record_admitted(req, pages)
             self._overtakes += self._delayed is not None and self._delayed.priority > level
             admitted.append(req)
@@ -367,33 +395,3 @@ class Planner:
         if self._config.cache_type == "naive":
             return 0
         return shared_with_older(req, cached, others, self._kv_manager.page_size)
-
-    # --- the batch ------------------------------------------------------------------------------
-
-    def _build(self, step_id: int, decode_rows: Int32Array, chunks: dict[int, int]) -> Batch:
-        """Return the batch of these rows: decode rows with one token each, and the chunks."""
-        table = self._table
-        num_decode = len(decode_rows)
-        rows = np.concatenate([decode_rows, np.array([*chunks], dtype=np.int32)])
-        start = table.computed[rows]
-        lengths = np.ones(len(rows), dtype=np.int32)
-        lengths[num_decode:] = [*chunks.values()]
-        ends = start + lengths
-        chunk_ids = [
-            table.tokens[row, table.computed[row] : table.computed[row] + length]
-            for row, length in chunks.items()
-        ]
-        samples = ends >= table.prefill_end[rows]
-        return Batch(
-            step_id=step_id,
-            num_decode=num_decode,
-            rows=rows,
-            start=start,
-            lengths=lengths,
-            samples=samples,
-            chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
-            page_updates=table.pages.take_updates(rows),
-            sampling=table.sampling(rows),
-            logit_edits=table.edited_reqs(rows, ends, samples),
-            logprobs=table.logprobs_request(rows, start, ends, samples),
-        )
