@@ -21,7 +21,7 @@ from torch import Tensor, bfloat16, float32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.fp8_weights import Scales
-from minisgl.kernel.triton.fp8_linear import widen
+from minisgl.kernel.triton.fp8 import widen
 from minisgl.kernel.triton.fp8_quantise import quantise_rows
 from minisgl.kernel.triton.moe_few import route_few
 from minisgl.kernel.triton.moe_grouped import Tile, sum_parts, tiling_for
