@@ -147,7 +147,7 @@ def _layer(model: str, rows: int, ours: bool) -> Case:
 def _fp8_layer(model: str, rows: int, blocks: bool) -> Case:
     """As _layer, with FP8 weights and one scale for each row or for each block of 128 x 128.
 
-    Up to 64 rows the engine runs its own kernel, and above 64 rows torch's product.
+    The engine chooses between its own kernel and torch's (fp8_tilings.py).
     """
     hidden, queries, heads, inner = _HIDDEN_SIZES[model]
     shapes = ((heads, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
