@@ -94,7 +94,7 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
     for model in _HIDDEN_SIZES:
         for count in (1, 16, 32, 64, 96, 128, 192, 256):
             yield from (_layer(model, count, ours) for ours in (False, True))
-        for count in (1, 16, 32, 64, 65, 128, 256, 512, 8192):
+        for count in (1, 8, 9, 16, 32, 64, 128, 129, 256, 512, 8192):
             yield from (_fp8_layer(model, count, blocks) for blocks in (False, True))
     for count in tokens:
         for hidden, q_heads, kv_heads, inner in ((1024, 16, 8, 3072), (4096, 32, 8, 12288)):

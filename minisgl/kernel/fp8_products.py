@@ -40,8 +40,8 @@ def fp8_linear(
     """
     tiling = _tiling(x, weight, scales)
     if tiling is not None and semaphores is not None:
-        return _ours(x, weight, scales, bias, semaphores, tiling, norm, norm_weight, False)
-    return _not_ours(x, weight, scales, bias, norm, norm_weight)
+        return _by_kernel(x, weight, scales, bias, semaphores, tiling, norm, norm_weight)
+    return _by_torch(x, weight, scales, bias, norm, norm_weight)
 
 
 def fp8_gated_linear(
@@ -61,8 +61,9 @@ def fp8_gated_linear(
     """
     tiling = _tiling(x, weight, scales)
     if tiling is not None and semaphores is not None:
-        return _ours(x, weight, scales, bias, semaphores, tiling, norm, norm_weight, True)
-    both = _not_ours(x, weight, scales, bias, norm, norm_weight)
+        given = (x, weight, scales, bias, semaphores, tiling, norm, norm_weight)
+        return _by_kernel(*given, gated=True)
+    both = _by_torch(x, weight, scales, bias, norm, norm_weight)
     return both if leave_gate else silu_and_mul(both)
 
 
@@ -82,7 +83,7 @@ def fp8_add_linear(
         x, x_scales = _operand(x, weight, scales, None, None)
         given = (x, x_scales, weight, scales, bias, semaphores, tiling)
         return kernels.add_linear(residual, *given)
-    return residual.add_(_not_ours(x, weight, scales, bias, None, None)), None
+    return residual.add_(_by_torch(x, weight, scales, bias, None, None)), None
 
 
 def quantise_rows(
@@ -115,7 +116,7 @@ def quantise_rows(
     return stored, scales.squeeze(-1).t().contiguous().t()
 
 
-def _ours(
+def _by_kernel(
     x: Tensor,
     weight: Tensor,
     scales: Scales,
@@ -124,7 +125,7 @@ def _ours(
     tiling: Tiling,
     norm: PendingNorm | None,
     norm_weight: Tensor | None,
-    gated: bool,
+    gated: bool = False,
 ) -> Tensor:
     """`fp8_linear` or `fp8_gated_linear` by our kernel."""
     from minisgl.kernel.triton import fp8_linear as kernels
@@ -150,16 +151,16 @@ def _operand(
 
     The quantisation includes the norm or the silu_and_mul before this product.
     """
-    gated = x.shape[1] != weight.shape[1]
+    silu_first = x.shape[1] != weight.shape[1]
     if len(x) <= EXACT_ROWS:
         return x, None
     eps = None if norm is None else norm.eps
     grouped = scales.columns < weight.shape[1]
-    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, gated)
+    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, silu_first)
     return stored[: len(x)], row_scales
 
 
-def _not_ours(
+def _by_torch(
     x: Tensor,
     weight: Tensor,
     scales: Scales,
@@ -168,17 +169,18 @@ def _not_ours(
     norm_weight: Tensor | None,
 ) -> Tensor:
     """`fp8_linear` by torch, or with the weights dequantised."""
-    gated = x.shape[1] != weight.shape[1]
+    silu_first = x.shape[1] != weight.shape[1]
     if not _torch_multiplies(x, weight, scales):
+        _log_slow(*weight.shape, scales.rows, scales.columns, str(x.dtype), x.is_cpu)
         if norm is not None:
             x = rms_norm(x, norm_weight, norm.eps)
         elif norm_weight is not None:
             x = x * norm_weight
-        x = silu_and_mul(x) if gated else x
+        x = silu_and_mul(x) if silu_first else x
         return functional.linear(x, dequantise(weight, scales, x.dtype), bias)
     eps = None if norm is None else norm.eps
     grouped = scales.columns < weight.shape[1]
-    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, gated)
+    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, silu_first)
     out = torch._scaled_mm(  # noqa: SLF001 (torch's documented FP8 product)
         stored,
         weight.t(),
@@ -199,24 +201,24 @@ def _tiling(x: Tensor, weight: Tensor, scales: Scales) -> Tiling | None:
         return None
     if len(x) <= EXACT_ROWS and (x.shape[1] != width or x.data_ptr() % 16 or x.stride(0) % 8):
         return None
-    return fp8_tiling_for(len(x), height, width, scales.columns)
+    torch_multiplies = _torch_multiplies(x, weight, scales)
+    return fp8_tiling_for(len(x), height, width, scales.columns, torch_multiplies)
 
 
 def _torch_multiplies(x: Tensor, weight: Tensor, scales: Scales) -> bool:
-    """Whether torch._scaled_mm computes this product. If not, the log says so once for a shape."""
-    if x.is_cpu:
-        return False
+    """Whether torch._scaled_mm computes this product."""
     height, width = weight.shape
     in_rows = scales.columns == width and scales.rows == 1
     in_blocks = scales.columns == scales.rows == GROUP and width % ALIGNED_COLUMNS == 0
-    if _is_hopper_bf16(x) and (in_rows or in_blocks) and height % 16 == 0 and width % 16 == 0:
-        return True
-    _log_slow(height, width, scales.rows, scales.columns, str(x.dtype))
-    return False
+    fits = (in_rows or in_blocks) and height % 16 == 0 and width % 16 == 0
+    return fits and _is_hopper_bf16(x)
 
 
 @lru_cache(maxsize=64)
-def _log_slow(height: int, width: int, rows: int, columns: int, dtype: str) -> None:
+def _log_slow(height: int, width: int, rows: int, columns: int, dtype: str, on_cpu: bool) -> None:
+    """Log once for a shape on a GPU. A CPU has no FP8 kernels."""
+    if on_cpu:
+        return
     logger.warning(
         "no FP8 kernel for weights of %d x %d with scales for %d x %d and activations of %s: "
         "each call dequantises the weights",

@@ -1,8 +1,9 @@
 """e4m3 in Triton kernels: rounding vectors to it, and reading two adjacent elements at once.
 
 The GPU converts two e4m3 values to float16 in one instruction. A conversion to bfloat16 takes one
-more instruction for each element, at a sixteenth of the usual rate. The kernels therefore compute
-in float16. It holds every e4m3 value exactly.
+more instruction for each element, at a sixteenth of the usual rate. Decode attention therefore
+computes in float16, which holds every e4m3 value exactly. Experts convert weights to bfloat16 by
+integer instructions (`widen`).
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False

@@ -2,8 +2,10 @@
 
 The counterparts of moe_few.py (few tokens, as matrix-vector products) and of moe_grouped.py (blocks
 of tokens that share an expert). Few tokens keep bfloat16 activations, and the weights are converted
-in registers, exactly. Blocks multiply quantised activations, with one scale for each token or for
-each 128 of its columns: the matrix unit then reads the weights without a conversion.
+in registers, exactly. Blocks of tokens multiply quantised activations, with one scale for each
+token or for each 128 of its columns: the matrix unit then reads the weights without a conversion.
+Activations that are not bfloat16, or weights with smaller blocks than 128 columns, are converted as
+for few tokens.
 
 The scale of a block of weights multiplies the partial sum of its columns; a scale for a whole row
 multiplies the result.
@@ -310,8 +312,8 @@ def experts_of_many(
 ) -> Tensor:
     """As moe_grouped.experts_of_many, with FP8 weights.
 
-    scales: as in `experts_of_few`, with 32 columns or more. quantised: whether the activations are;
-    None: if they are bfloat16.
+    scales: as in `experts_of_few`, with 32 columns or more. quantised: whether to quantise
+    the activations; None: only bfloat16 ones.
     """
     gate_up_scales, down_scales = scales
     num_experts, top_k = len(gate_up), experts.shape[1]
