@@ -171,7 +171,8 @@ def _by_torch(
     """`fp8_linear` by torch, or with the weights dequantised."""
     silu_first = x.shape[1] != weight.shape[1]
     if not _torch_multiplies(x, weight, scales):
-        _log_slow(*weight.shape, scales.rows, scales.columns, str(x.dtype), x.is_cpu)
+        if not x.is_cpu:
+            _log_slow(*weight.shape, scales.rows, scales.columns, str(x.dtype))
         if norm is not None:
             x = rms_norm(x, norm_weight, norm.eps)
         elif norm_weight is not None:
@@ -215,10 +216,7 @@ def _torch_multiplies(x: Tensor, weight: Tensor, scales: Scales) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _log_slow(height: int, width: int, rows: int, columns: int, dtype: str, on_cpu: bool) -> None:
-    """Log once for a shape on a GPU. A CPU has no FP8 kernels."""
-    if on_cpu:
-        return
+def _log_slow(height: int, width: int, rows: int, columns: int, dtype: str) -> None:
     logger.warning(
         "no FP8 kernel for weights of %d x %d with scales for %d x %d and activations of %s: "
         "each call dequantises the weights",
