@@ -41,8 +41,8 @@ SCHEMAS = component_schemas(RequestConverter(CONFIG))
 ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
 FIXED_LIMITS = (
     "| none | 100 | `max_headers` | headers of one request; more get 431 |",
-    "| none | 1,024 | `max_small_chunks` | chunks of one body in excess of one for each 64 bytes; "
-    "more get 400 |",
+    "| none | 1,024 | `max_small_chunks` | chunks that a body may have beyond one for each 64 "
+    "bytes; more get 400 |",
     "| none | 65,536 and 524,288 | `max_body_values` | lists, objects and fields of one body; "
     "all values of one body |",
     "| none | 16 | `max_stop_strings` | stop strings of one request |",
