@@ -2,7 +2,7 @@
 
 It starts a server with the demo model. One process runs an attack, two others ask /livez every
 20 ms on the main port and on the probe port, and this process reads the memory of the server's
-processes. ATTACKS lists the attacks as data.
+processes.
 """
 
 import argparse
@@ -189,7 +189,13 @@ def main(argv: Sequence[str]) -> int:
     """Print a line for each attack, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench attack", description=__doc__)
     parser.add_argument("--seconds", type=positive_int, default=5, help="time of each attack")
-    parser.add_argument("--only", nargs="+", choices=sorted(ATTACKS), help="names of attacks")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=ATTACKS,
+        metavar="ATTACK",
+        help="run these attacks alone: " + "; ".join(map(repr, ATTACKS)),
+    )
     options, flags = parser.parse_known_args(argv)
     results: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 _HELP = {
     "attack": "time of /livez and memory of the server while clients without a key attack it",
     "divergence": "next-token distributions of a quantised model against those of the model itself",
-    "drafts": "code edits with and without drafts, by real edits and random weights",
+    "drafts": "speed of code edits with and without drafts; the edits are real, the weights random",
     "fleet": "replicas behind a router under a load, in simulated time: how many GPUs to buy",
     "floor": "the shortest possible time of a workload, from bytes and operations",
     "kernels": "time of each GPU kernel, and the time to move its bytes",

@@ -288,8 +288,20 @@ def measure(case: Case, bandwidth: float) -> Figure:
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench kernels", description=__doc__)
-    parser.add_argument("--tokens", type=positive_int, nargs="+", default=[1, 64, 256, 8192])
-    parser.add_argument("--rows", type=positive_int, nargs="+", default=[1, 64, 256])
+    parser.add_argument(
+        "--tokens",
+        type=positive_int,
+        nargs="+",
+        default=[1, 64, 256, 8192],
+        help="tokens of a step, for norms, activations and experts (1 64 256 8192)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=positive_int,
+        nargs="+",
+        default=[1, 64, 256],
+        help="requests of a step, for samplers and metadata (1 64 256)",
+    )
     parser.add_argument(
         "--only", default="", help="time only kernels whose name starts with this text"
     )

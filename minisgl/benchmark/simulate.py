@@ -5,8 +5,8 @@ predicts. At its start, a server logs the step costs of its machine ("step cost 
 output has the latencies and the share of cached prompt tokens: with the prefix cache, with an LRU
 cache and with an ideal cache.
 
-With --flood, another client sends many requests at once, and the load of a second client starts
-later. The output then also has the times to first token of the load without the flood, and the
+With --flood, one client sends many requests at once. The load follows 5 s later, from a second
+client. The output then also has the times to first token of the load without the flood, and the
 duration of the longest step.
 
 With --low, requests of a later priority arrive during the load. The output then also has the times

@@ -159,8 +159,8 @@ def main(argv: Sequence[str]) -> int:
         "--drafts",
         type=int,
         choices=[width - 1 for width in DRAFT_WIDTHS],
-        help="draft tokens of each request, as with --speculative; without this flag, the engine "
-        "makes no drafts",
+        help="draft tokens that the step forwards for each request; 0: an engine with "
+        "--speculative that forwards none; without this flag, an engine without --speculative",
     )
     add_quantization_flag(parser)
     add_kv_flag(parser)
