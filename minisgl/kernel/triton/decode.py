@@ -42,22 +42,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.decode import DecodeScratch
-from minisgl.kernel.triton.decode_blocks import (
-    BLOCK,
-    FP8_BLOCK,
-    LEAD,
-    REQ_FIELDS,
-    most_reqs,
-    program_warps,
-)
+from minisgl.kernel.triton.decode_blocks import REQ_FIELDS, constants, most_reqs, program_warps
 from minisgl.kernel.triton.decode_blocks import count_blocks as count_blocks
 from minisgl.kernel.triton.decode_several import several_queries
-from minisgl.kernel.triton.decode_tiles import HIDDEN_SCORE, add_fp8_block, merged, queries
-from minisgl.kernel.triton.launch import Constants, launch
-from minisgl.kernel.triton.overlap import converts_fp8, overlaps
+from minisgl.kernel.triton.decode_tiles import (
+    HIDDEN_SCORE,
+    add_fp8_block,
+    merged,
+    queries,
+)
+from minisgl.kernel.triton.launch import launch
 
-_STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
-_LEAST = 4  # the fewest blocks of a program
 _LOG2E = 1.4426950408889634
 
 
@@ -360,38 +355,5 @@ def decode(
             len(out) if several else None,
             *strides,
         ),
-        lambda: _constants(*sizes, most_reqs(scratch)),
-    )
-
-
-def _constants(
-    kv_heads: int,
-    q_heads: int,
-    queries: int,
-    head_dim: int,
-    page_size: int,
-    turned: bool,
-    normed: bool,
-    warps: int,
-    fp8: bool,
-    most_reqs: int,
-) -> Constants:
-    return Constants(
-        {
-            "KV_HEADS": kv_heads,
-            "GROUP": q_heads // kv_heads,
-            "QUERIES": queries,
-            "D": head_dim,
-            "TURN": turned,
-            "NORM": normed,
-            "PAGE": page_size,
-            "BLOCK": FP8_BLOCK if fp8 else BLOCK,
-            "REQS": most_reqs,
-            "LEAD": LEAD,
-            "LEAST": _LEAST,
-            "STAGES": _STAGES,
-            "OVERLAP": overlaps(),
-            "CONVERT": converts_fp8(),
-        },
-        {"num_warps": warps, "launch_pdl": overlaps()},
+        lambda: constants(*sizes, most_reqs(scratch)),
     )
