@@ -22,7 +22,8 @@ it reads that block. No other program reads them.
 A program is one warp, and a multiprocessor runs eight programs. No program waits for another: while
 one begins or ends a unit, the other seven read. There are two exceptions to one warp. If large
 heads or groups do not fit into the registers of one warp, a program has two. If there are few units
-(decode_blocks.py), a program has two or four, so that each unit ends sooner.
+(decode_blocks.py), a program has two or four, so that each unit ends sooner. With an FP8 pool such
+a program loads the weights and the angles while the kernel before it still runs.
 
 The tall operand of the matrix unit has H rows, at least 16. It holds the queries of a KV head, then
 the new key and the new value. Each of them is repeated to fill H rows. The results of the rows of
@@ -49,6 +50,7 @@ from minisgl.kernel.triton.decode_tiles import (
     HIDDEN_SCORE,
     add_fp8_block,
     merged,
+    pages_of_block,
     queries,
 )
 from minisgl.kernel.triton.launch import launch
@@ -94,6 +96,7 @@ def _decode(
     LEAD: tl.constexpr,
     LEAST: tl.constexpr,
     STAGES: tl.constexpr,
+    FEW: tl.constexpr,
     OVERLAP: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
@@ -157,6 +160,7 @@ def _decode(
                     TURN,
                     NORM,
                     QROWS,
+                    FEW,
                     OVERLAP,
                 )
             else:
@@ -199,6 +203,8 @@ def _decode(
                     hidden = token[None, :] > last_visible
                 if PAGE % BLOCK == 0:
                     page = tl.load(source + (b * BLOCK + tl.arange(0, 1)) // PAGE)
+                elif FEW:
+                    page = pages_of_block(source, b, context, BLOCK, PAGE)
                 else:
                     page = tl.load(source + token // PAGE, mask=valid, other=0)
                 if scales is None:
