@@ -22,7 +22,8 @@ it reads that block. No other program reads them.
 A program is one warp, and a multiprocessor runs eight programs. No program waits for another: while
 one begins or ends a unit, the other seven read. There are two exceptions to one warp. If large
 heads or groups do not fit into the registers of one warp, a program has two. If there are few units
-(decode_blocks.py), a program has two or four, so that each unit ends sooner.
+(decode_blocks.py), a program has two or four, so that each unit ends sooner. With an FP8 pool such
+a program loads the weights and the angles while the kernel before it still runs.
 
 The tall operand of the matrix unit has H rows, at least 16. It holds the queries of a KV head, then
 the new key and the new value. Each of them is repeated to fill H rows. The results of the rows of
@@ -42,22 +43,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.decode import DecodeScratch
-from minisgl.kernel.triton.decode_blocks import (
-    BLOCK,
-    FP8_BLOCK,
-    LEAD,
-    REQ_FIELDS,
-    most_reqs,
-    program_warps,
-)
+from minisgl.kernel.triton.decode_blocks import REQ_FIELDS, constants, most_reqs, program_warps
 from minisgl.kernel.triton.decode_blocks import count_blocks as count_blocks
 from minisgl.kernel.triton.decode_several import several_queries
-from minisgl.kernel.triton.decode_tiles import HIDDEN_SCORE, add_fp8_block, merged, queries
-from minisgl.kernel.triton.launch import Constants, launch
-from minisgl.kernel.triton.overlap import converts_fp8, overlaps
+from minisgl.kernel.triton.decode_tiles import (
+    HIDDEN_SCORE,
+    add_fp8_block,
+    merged,
+    pages_of_block,
+    queries,
+)
+from minisgl.kernel.triton.launch import launch
 
-_STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
-_LEAST = 4  # the fewest blocks of a program
 _LOG2E = 1.4426950408889634
 
 
@@ -99,6 +96,7 @@ def _decode(
     LEAD: tl.constexpr,
     LEAST: tl.constexpr,
     STAGES: tl.constexpr,
+    FEW: tl.constexpr,
     OVERLAP: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
@@ -162,6 +160,7 @@ def _decode(
                     TURN,
                     NORM,
                     QROWS,
+                    FEW,
                     OVERLAP,
                 )
             else:
@@ -204,6 +203,8 @@ def _decode(
                     hidden = token[None, :] > last_visible
                 if PAGE % BLOCK == 0:
                     page = tl.load(source + (b * BLOCK + tl.arange(0, 1)) // PAGE)
+                elif FEW:
+                    page = pages_of_block(source, b, context, BLOCK, PAGE)
                 else:
                     page = tl.load(source + token // PAGE, mask=valid, other=0)
                 if scales is None:
@@ -360,38 +361,5 @@ def decode(
             len(out) if several else None,
             *strides,
         ),
-        lambda: _constants(*sizes, most_reqs(scratch)),
-    )
-
-
-def _constants(
-    kv_heads: int,
-    q_heads: int,
-    queries: int,
-    head_dim: int,
-    page_size: int,
-    turned: bool,
-    normed: bool,
-    warps: int,
-    fp8: bool,
-    most_reqs: int,
-) -> Constants:
-    return Constants(
-        {
-            "KV_HEADS": kv_heads,
-            "GROUP": q_heads // kv_heads,
-            "QUERIES": queries,
-            "D": head_dim,
-            "TURN": turned,
-            "NORM": normed,
-            "PAGE": page_size,
-            "BLOCK": FP8_BLOCK if fp8 else BLOCK,
-            "REQS": most_reqs,
-            "LEAD": LEAD,
-            "LEAST": _LEAST,
-            "STAGES": _STAGES,
-            "OVERLAP": overlaps(),
-            "CONVERT": converts_fp8(),
-        },
-        {"num_warps": warps, "launch_pdl": overlaps()},
+        lambda: constants(*sizes, most_reqs(scratch)),
     )

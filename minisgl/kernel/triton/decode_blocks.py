@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernel.decode import DecodeScratch
+from minisgl.kernel.triton.launch import Constants
+from minisgl.kernel.triton.overlap import converts_fp8, overlaps
 
 BLOCK = 16  # keys that one instruction of the matrix unit sums over
 FP8_BLOCK = 32  # as many bytes as 16 keys of 16-bit elements
@@ -16,6 +18,9 @@ _SMALL_GROUP = 4  # query heads per KV head; larger groups make a unit's start a
 _MOST_ELEMENTS = 2048  # the largest tile of queries, or of outputs, that fits into one warp
 _MOST_SEVERAL = 1024  # as _MOST_ELEMENTS, for programs that also load the angles of each query
 _MOST_WARPS = 8  # of a program
+_FEW_ELEMENTS = 16  # of a thread, in a tile of queries that leaves registers for their angles
+_STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
+_LEAST = 64  # keys in the fewest blocks of a program
 REQ_FIELDS = ["rows", "start", "lengths", "first", "tokens"]  # of any alignment
 
 
@@ -86,3 +91,48 @@ def program_warps(
         return 4 if reqs == 1 and group > _SMALL_GROUP else 2
     query_rows = max(1 << (group + 1).bit_length(), 16)  # the queries, the new key, the new value
     return 1 if query_rows * head_dim <= _MOST_ELEMENTS else 2
+
+
+def few_queries(group: int, head_dim: int, warps: int) -> bool:
+    """Whether a thread holds so few elements of the tile of queries that the norms' weights and the
+    angles of the whole tile fit into its registers as well.
+    """
+    query_rows = 1 << (group + 1).bit_length()
+    return warps > 1 and query_rows * head_dim <= _FEW_ELEMENTS * 32 * warps
+
+
+def constants(
+    kv_heads: int,
+    q_heads: int,
+    queries: int,
+    head_dim: int,
+    page_size: int,
+    turned: bool,
+    normed: bool,
+    warps: int,
+    fp8: bool,
+    most_reqs: int,
+) -> Constants:
+    """The constants of the decode kernel. fp8: whether the pool is FP8; the rest as its caller."""
+    block = FP8_BLOCK if fp8 else BLOCK
+    few = fp8 and queries == 1 and few_queries(q_heads // kv_heads, head_dim, warps)
+    return Constants(
+        {
+            "KV_HEADS": kv_heads,
+            "GROUP": q_heads // kv_heads,
+            "QUERIES": queries,
+            "D": head_dim,
+            "TURN": turned,
+            "NORM": normed,
+            "PAGE": page_size,
+            "BLOCK": block,
+            "REQS": most_reqs,
+            "LEAD": LEAD,
+            "LEAST": _LEAST // block,
+            "STAGES": _STAGES,
+            "FEW": few,
+            "OVERLAP": overlaps(),
+            "CONVERT": converts_fp8(),
+        },
+        {"num_warps": warps, "launch_pdl": overlaps()},
+    )

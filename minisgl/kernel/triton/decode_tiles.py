@@ -34,6 +34,7 @@ def queries(
     TURN: tl.constexpr,
     NORM: tl.constexpr,
     QROWS: tl.constexpr,
+    FEW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Normalise and rotate the queries and the new key of one KV head.
@@ -47,11 +48,16 @@ def queries(
               factors are 1. With an FP8 pool the result is float16, and every row is divided by its
               factor, so that no query is too large for float16.
     stores    whether to store the new key at k_at and the new value at v_at.
+    FEW       whether the registers of a program hold the norms' weights and the angles of all rows
+              beside the queries. All operands then have one layout, and the program loads the
+              weights before gdc_wait.
     TURN      False: a row of qkv holds queries alone, already normalised and rotated, and their
               keys and values are in the pool.
     """
     h = tl.arange(0, QROWS)[:, None]
     d = tl.arange(0, D)[None, :]
+    if FEW:
+        d += tl.zeros([QROWS, D], tl.int32)
     half = d % (D // 2)
     opposite = (d + D // 2) % D
     if not TURN:
@@ -68,6 +74,10 @@ def queries(
     sin = tl.load(cos_sin + new * D + D // 2 + half)
     sin = tl.where(d < D // 2, -sin, sin)
     column = row + tl.where(h < GROUP, head * GROUP + h, h * KV_HEADS + head) * D
+    if NORM and FEW:
+        weights = tl.where(h < GROUP, q_weight, k_weight)
+        weight = tl.load(weights + d)
+        opposite_weight = tl.load(weights + opposite)
     if OVERLAP:
         gdc_wait()
     x = tl.load(column + d, mask=h < GROUP + 2, other=0.0)
@@ -76,10 +86,14 @@ def queries(
     if NORM:
         squares = x.to(tl.float32) * x.to(tl.float32)
         rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
-        of_k = tl.load(k_weight + d)
-        turned = scaled(x, rstd, tl.where(h < GROUP, tl.load(q_weight + d), of_k))
-        of_k = tl.load(k_weight + opposite)
-        y = scaled(y, rstd, tl.where(h < GROUP, tl.load(q_weight + opposite), of_k))
+        if not FEW:
+            of_k = tl.load(k_weight + d)
+            weight = tl.where(h < GROUP, tl.load(q_weight + d), of_k)
+        turned = scaled(x, rstd, weight)
+        if not FEW:
+            of_k = tl.load(k_weight + opposite)
+            opposite_weight = tl.where(h < GROUP, tl.load(q_weight + opposite), of_k)
+        y = scaled(y, rstd, opposite_weight)
     turned = (turned.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
     nothing = tl.zeros([QROWS, D], tl.int32)
     factor = tl.full([QROWS], 1.0, tl.float32)
@@ -90,16 +104,30 @@ def queries(
         rows = tl.where(h == GROUP + 1, x, turned)
         exponents, inverse = exponents_of(tl.max(magnitude(rows), axis=1))
         small = rows.to(tl.float32) * inverse[:, None]
-        stored = small.to(tl.float8e4nv)
-        tl.store(k_at + d + nothing, stored, mask=(h == GROUP) & stores)
-        tl.store(v_at + d + nothing, stored, mask=(h == GROUP + 1) & stores)
-        each = tl.arange(0, QROWS)
-        of_kv = (each == GROUP) | (each == GROUP + 1)
-        tl.store(scale_at + (each - GROUP), to_scale(exponents), mask=of_kv & stores)
+        if stores:
+            stored = small.to(tl.float8e4nv)
+            tl.store(k_at + d + nothing, stored, mask=h == GROUP)
+            tl.store(v_at + d + nothing, stored, mask=h == GROUP + 1)
+            each = tl.arange(0, QROWS)
+            of_kv = (each == GROUP) | (each == GROUP + 1)
+            tl.store(scale_at + (each - GROUP), to_scale(exponents), mask=of_kv)
         turned = small.to(tl.float16)
         factor = power_of_two(exponents)
     tl.debug_barrier()
     return turned, factor
+
+
+@triton.jit
+def pages_of_block(source, b, context, BLOCK: tl.constexpr, PAGE: tl.constexpr):
+    """The page [BLOCK] of each key of block b, with one load for each page.
+
+    source: address of the request's row in the page table. context: its number of keys. BLOCK is a
+    multiple of PAGE.
+    """
+    PAGES: tl.constexpr = BLOCK // PAGE
+    nth = b * PAGES + tl.arange(0, PAGES)
+    page = tl.load(source + nth, mask=nth * PAGE < context, other=0)
+    return tl.reshape(tl.broadcast_to(page[:, None], [PAGES, PAGE]), [BLOCK])
 
 
 @triton.jit
