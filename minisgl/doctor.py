@@ -106,10 +106,10 @@ def _flashinfer() -> Check:
 
 
 def _compilers() -> Check:
-    missing = [] if find_c_compiler() else ["a C compiler"]
+    missing = [] if find_c_compiler() else ["C compiler"]
     missing += [] if find_nvcc() else ["nvcc"]
     missing += [] if shutil.which("ninja") else ["ninja"]
-    found = " and ".join(missing)
+    found = " or ".join(missing)
     if not missing:
         return Check("compilers", _OK, f"{find_c_compiler()}, {find_nvcc()}")
     if not _has_gpu():
