@@ -26,7 +26,7 @@ _FLASHINFER = ("flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin")
 class Check(msgspec.Struct, frozen=True):
     """The result of one check.
 
-    state   ok, warning or failed. A server cannot start while a check has failed.
+    state   ok, warning or failed. After a failed check, a start may fail or not use the GPU.
     remedy  the advice to the user; "" if the state is ok.
     """
 

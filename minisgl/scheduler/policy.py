@@ -20,7 +20,7 @@ from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.sharing import ClientShares
 
-MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, so its time is limited
+MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
 RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
