@@ -26,7 +26,7 @@ _FLASHINFER = ("flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin")
 class Check(msgspec.Struct, frozen=True):
     """The result of one check.
 
-    state   ok, warning or failed. A server cannot start while a check has failed.
+    state   ok, warning or failed. After a failed check, a start may fail or not use the GPU.
     remedy  the advice to the user; "" if the state is ok.
     """
 
@@ -106,10 +106,10 @@ def _flashinfer() -> Check:
 
 
 def _compilers() -> Check:
-    missing = [] if find_c_compiler() else ["a C compiler"]
+    missing = [] if find_c_compiler() else ["C compiler"]
     missing += [] if find_nvcc() else ["nvcc"]
     missing += [] if shutil.which("ninja") else ["ninja"]
-    found = " and ".join(missing)
+    found = " or ".join(missing)
     if not missing:
         return Check("compilers", _OK, f"{find_c_compiler()}, {find_nvcc()}")
     if not _has_gpu():

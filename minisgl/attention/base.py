@@ -55,7 +55,8 @@ class AttentionStep(NamedTuple):
 
     num_decode       the number of decode requests. Each of them forwards the same number of tokens,
                      which is above 1 in a step with drafts.
-    start, lengths   int32 [B] on the host, as in core.Batch. A context has start + lengths tokens.
+    start, lengths   int32 [B] on the host: tokens in the cache, and tokens that the step forwards.
+                     A context has start + lengths tokens.
     device_rows      int32 [B] on the device: each request's row in the page table.
     device_start, device_lengths
                      start and lengths on the device. In a step with drafts, the host has only an

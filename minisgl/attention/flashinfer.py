@@ -170,7 +170,7 @@ class FlashInferAttention(AttentionBackend):
     def _scratch_of(self, step: AttentionStep) -> DecodeScratch:
         q_heads, kv_heads, _, _ = self._shape
         rows = q_heads // kv_heads * new_tokens(step)
-        # A graph keeps the scratch alive with which it was captured.
+        # A graph keeps the scratch of its capture alive, even if a larger one replaces it here.
         if self._scratch is None or self._scratch.partial_outputs.shape[1] < rows:
             self._scratch = scratch_for(step, *self._shape[:3])
         return self._scratch

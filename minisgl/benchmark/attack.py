@@ -65,7 +65,7 @@ ATTACKS = {
     "pipelined GET /": Attack(30, more=_GET % b"/" * 2000),
     "pipelined GET /metrics, unread": Attack(200, more=_GET % b"/metrics" * 10_000),
     "a new request after each answer": Attack(200, more=_GET % b"/nowhere", reads=True),
-    "10,800 tiny headers, unfinished": Attack(1000, b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 12_500),
+    "12,500 tiny headers, unfinished": Attack(1000, b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 12_500),
     "upgrade header byte by byte": Attack(300, b"GET / HTTP/1.1\r\nupgrade: ", b"y", 1),
     "malformed requests": Attack(35, more=b"\x16\x03\x01" * 100),
     "chunks of one byte": Attack(50, _CHUNKED, b"1\r\nx\r\n" * 10_000),

@@ -16,7 +16,7 @@ _HELP = {
     "online": "latencies and throughput of a server under load over HTTP",
     "reduce": "all-reduce over GPUs, by the engine and by NCCL",
     "scheduler": "CPU time of the scheduler, with an engine that does no work",
-    "server": "stream events per second and core of the API process, without an engine",
+    "server": "stream events per second and per core of the API process, without an engine",
     "simulate": "scheduler and prefix cache under a load, in simulated time",
     "structured": "outputs that follow a JSON schema, compared with free outputs",
     "step": "one decode step on the GPU, with the time of each kernel",

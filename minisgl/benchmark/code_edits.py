@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
             engine.close()
     drafted, accepted = sum(totals.drafted), sum(totals.accepted)
     print(f"{options.model}, {len(edits)} edits, {accepted} of {drafted} draft tokens accepted")
-    print(f"{'requests':<10} {'tokens/s':>10} {'with drafts':>12} {'times':>7}")
+    print(f"{'requests':<10} {'tokens/s':>10} {'with drafts':>12} {'ratio':>7}")
     for reqs, plain, faster in zip(options.concurrency, *rates.values(), strict=True):
         print(f"{reqs:<10} {plain:>10,.0f} {faster:>12,.0f} {faster / plain:>7.2f}")
     summary = {"model": options.model, "edits": len(edits), "requests": options.concurrency}

@@ -4,8 +4,9 @@ Each case runs one layer over a bf16 or an FP8 pool with scattered pages of 16 t
 of 128 elements. A KV head has 2 query heads (Qwen3-0.6B), 4 (Qwen3-8B) or 5 (Qwen3-14B).
 
 The cases with several new tokens of a request read the same keys and values as those with one. Up
-to 16 / group tokens, the kernel runs as many instructions of the matrix unit, so the expected time
-is that of one token. A whole step of Qwen3-8B takes 4.32 ms with one token and 4.69 ms with eight.
+to 16 / group tokens, the kernel runs as many instructions of the matrix unit as for one token, so
+the expected time is the same. A whole step of Qwen3-8B takes 4.32 ms with one token and 4.69 ms
+with eight.
 """
 
 from collections.abc import Callable, Iterator

@@ -153,9 +153,9 @@ async def _run(
 
 
 def _server_side(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """Return the changes of a minisgl server's counters of forward passes and preemptions.
+    """Return the seconds of forward passes, the preemptions, and the seconds of the start.
 
-    Returns {} for other servers.
+    The first two are the changes since `before`. Returns {} for other servers than minisgl.
     """
     counted = ("minisgl_forward_seconds_total", "minisgl_preemptions_total")
     changed = {k: v - before.get(k, 0.0) for k, v in after.items() if k.startswith(counted)}

@@ -98,9 +98,9 @@ class Batch:
     num_decode    number of decode requests. They come first. The engine reads their input tokens
                   from its token pool, at (row, start) to (row, start + length - 1). The host need
                   not know these tokens yet.
-    drafting      True if decode requests may forward draft tokens in this step or in other steps of
-                  the same scheduler. The engine then keeps the number of cached tokens of each row
-                  on the device, and finds a draft for each decode request of every such step.
+    drafting      True in every step of a scheduler that plans drafts. The engine then keeps the
+                  number of cached tokens of each row on the device, and finds a draft for each
+                  decode request.
     rows          int32 [B], distinct; each request's row in the page table and the token pool.
     start         int32 [B]; number of tokens in the KV cache before the step. This number is also
                   the position of the first token that the request forwards. For a decode request of
@@ -154,7 +154,7 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """The smallest of DRAFT_WIDTHS that is no smaller than the length of a decode request."""
+        """The smallest of DRAFT_WIDTHS that is no smaller than the length of any decode request."""
         longest = self.lengths[: self.num_decode].max(initial=1)
         return next(width for width in DRAFT_WIDTHS if width >= longest)
 
@@ -207,13 +207,13 @@ class DraftLengths(Protocol):
         has_prompts: bool,
         cost: StepCost | None,
     ) -> int:
-        """Return the number of draft tokens for each of some decode requests of the next step.
+        """Return the number of draft tokens of each request in `rows` for the next step.
 
-        rows         int32, the rows of the requests that may have drafts, at least one.
+        rows         int32, the rows of the decode requests that may have drafts, at least one.
         num_reqs     the number of all decode requests.
         keys         sum of the lengths of their contexts.
-        limit        the largest number that a step may have. The engine forwards tokens for the
-                     next of DRAFT_WIDTHS.
+        limit        the largest number that a step may have. The engine forwards 1 + this many
+                     tokens of a request, rounded up to one of DRAFT_WIDTHS.
         has_prompts  prompts wait or are computed.
         cost         predicts step times; None: unknown.
         """

@@ -175,7 +175,7 @@ class DecodeGraphs:
         lengths = pad(layout.host_views(host.numpy()), 0, runner, size, width)
         views = layout.views(self.buffer[: layout.size].copy_(host))
         drafts = None if runner.cached is None else draft_step(runner, size, size, width)
-        # A graph of width 1 reads the lengths of the step. They are 1, like those of the padding.
+        # A graph of width 1 reads views.lengths: 1 for each request, also for the padding.
         device_lengths = views.lengths if drafts is None else forwarded_lengths(views, drafts)
         step = runner.attention_step(views, size, np.zeros_like(lengths), lengths, device_lengths)
         attention = runner.attention.decode_graph(size, step)

@@ -1,6 +1,6 @@
 """Steps with drafts: their work before the forward, before the sampler and after it.
 
-A decode request of such a step starts where the last one ended. Only the device knows this position
+A decode request starts where its previous step ended. Only the device knows this position
 in time, so it stays there (ModelRunner.cached). The drafts are found in the tokens of the row and
 compared with the sampled tokens on the device too. The host reads the results one step later.
 """
@@ -58,7 +58,7 @@ def set_lengths(batch: Batch, views: StepViews[Tensor], runner: ModelRunner) -> 
 
 
 def find(runner: ModelRunner, views: StepViews[Tensor], step: DraftStep) -> None:
-    """Overwrite views.start by the lengths of the rows, and write drafts to the token pool."""
+    """Set views.start to the rows' numbers of cached tokens, and write drafts to the token pool."""
     assert runner.cached is not None, "the runner must have lengths of rows; this is a bug"
     torch.index_select(runner.cached, 0, views.rows, out=views.start)
     decoding = slice(step.num_decode)

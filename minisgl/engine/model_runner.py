@@ -34,7 +34,8 @@ class ModelRunner:
                 and token_pool have room for MAX_DRAFTS positions after max_seq_len.
     replay      None, except in benchmarks and tests: int32, in the shape of token_pool. A number
                 that is not negative takes the place of the token that the sampler draws for this
-                row and position. It makes the acceptance of drafts known without real weights.
+                row and position. A benchmark with random weights sets the acceptance of drafts by
+                it.
     """
 
     model: CausalLM
@@ -195,7 +196,7 @@ class LaunchedStep:
         """Queue the copy of the result to the host on the current stream.
 
         next_tokens: int32 [2, N] as sampler.sample_tokens returns it, or [5 + W, N] as
-        step_launcher returns it for a step with drafts. None when no request samples.
+        drafting.accept returns it for a step with drafts. None when no request samples.
         """
         self._batch = batch
         self._inputs = inputs

@@ -43,7 +43,10 @@ class ExpertShards(NamedTuple):
 
 
 class ExpertMatrix(NamedTuple):
-    """One matrix of each expert, as LinearShards. name: the parameter that stacks all experts."""
+    """One matrix of each expert. name: the parameter that stacks the matrices of all experts.
+
+    outputs, inputs: as in LinearShards.
+    """
 
     name: str
     outputs: tuple[Shard, ...]

@@ -86,7 +86,7 @@ class LinearMethod(nn.Module, ABC):
 
         The method multiplies the columns of the matrix by it, or keeps a copy: the caller
         overwrites `norm_weight` afterwards. Returns True if the method has done so. Later calls
-        then get x without this multiplication, and also without the norm if they get a norm.
+        then get x without this multiplication. If they also get a norm, x is not normalised yet.
         """
         return False
 

@@ -45,7 +45,7 @@ class BlockRemoved(_Event):
 
 
 class AllBlocksCleared(_Event):
-    """The subscriber forgets all blocks of this replica. Events for the present blocks follow."""
+    """The subscriber forgets all blocks of this replica. Later events announce blocks again."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

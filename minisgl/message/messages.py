@@ -156,7 +156,7 @@ class AddReq(Message, frozen=True, kw_only=True):
 
     token_ids   int32 little-endian, each below the width of the logits.
     cache_salt  only requests with the same salt share cached prefixes.
-    client      the name of the API key; clients take turns. "" if there is only one client.
+    client      the client that the API key names; clients take turns. "" in an offline run.
     call        number of the call; the calls of a client take turns. 0 in an offline run.
     priority    requests with a lower number are served first.
     """

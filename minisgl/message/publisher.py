@@ -40,9 +40,10 @@ class Publisher:
     notices the gap in the sequence numbers, and asks for a replay.
 
     The replay of llm-d's picker begins at sequence number 0, because a picker that joins late needs
-    every block. The publisher therefore never drops the first messages alone. When the messages
-    exceed MAX_REPLAYED, the stream begins anew at number 0 with a snapshot: AllBlocksCleared and
-    the present blocks. To a subscriber this looks like a restart of the replica.
+    every block. The publisher therefore cannot drop the first messages and keep the others. When
+    the messages exceed MAX_REPLAYED, or their bytes a limit, the stream begins anew at number 0
+    with a snapshot: AllBlocksCleared and the present blocks. To a subscriber this looks like a
+    restart of the replica.
 
     totals  the state of the stream. The publisher sets `sequence`; CacheEvents counts the rest.
     _log    the payloads of the stream; the index is the sequence number. Empty without a replay

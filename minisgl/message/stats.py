@@ -56,7 +56,7 @@ class ConstraintTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fi
 
 
 class DraftTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Totals since the start, by the position of the draft after the last token of its row.
+    """Totals since the start. Entry i counts the drafts at place i + 1 after a row's last token.
 
     drafted   draft tokens that steps forwarded.
     accepted  those that became output tokens, or would have, if the request had not ended.

@@ -180,8 +180,8 @@ def model_config_from(
         kv_heads=kv_heads,
         head_dim=head_dim,
         layers=layers,
-        # The model leaves the embedding as it is and divides all that is added to it. A norm of
-        # the smaller stream gives the same result with a smaller epsilon.
+        # Each block divides its output by the factor of the embedding (CausalLM.fold_multipliers).
+        # A norm of this smaller stream gives the same result with a smaller epsilon.
         norm_eps=fields.rms_norm_eps / multipliers.embedding**2,
         max_position=rope.max_position,
         sliding_window=_sliding_window(fields, family, rope.max_position),
@@ -227,7 +227,10 @@ def _layers(
         kinds = fields.layer_types if isinstance(fields.layer_types, list) else []
         rotates = [kind == "sliding_attention" for kind in kinds]
     if len(rotates) != count:
-        raise ConfigError(f"config.json lists {len(rotates)} layers of {count}")
+        raise ConfigError(
+            f"no_rope_layers or layer_types in config.json has {len(rotates)} entries; expected "
+            f"{count}, one for each layer"
+        )
     ropes = Rope(rope.theta, rope.scaling, rotary_dim), Rope(rope.theta, None, 0)
     layers = [LayerSpec(LayerKind.FULL, 1 - int(rotates[i]), kv, i) for i in range(count)]
     return ropes if not all(rotates) else ropes[:1], tuple(layers)

@@ -16,7 +16,7 @@ from minisgl.moe.base import ExpertWeights, MoeBackend
 
 logger = logging.getLogger(__name__)
 
-# The least columns of a block of FP8 weights that the matrix unit multiplies at once.
+# The matrix unit multiplies this many columns of FP8 weights at once. A block needs a multiple.
 _LEAST_COLUMNS = 32
 # Up to this many tokens rarely share an expert, so sorting them by expert would gain nothing.
 _FEW_TOKENS = 4

@@ -72,7 +72,7 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
         "on each GPU",
         f"  memory                  {plan.gpu_bytes / _GIB:8.2f} GiB",
         f"  weights                 {plan.weight_bytes / _GIB:8.2f} GiB",
-        f"  steps, graphs, context  {plan.remainder_bytes / _GIB:8.2f} GiB (predicted)",
+        f"  steps, graphs, CUDA     {plan.remainder_bytes / _GIB:8.2f} GiB (predicted)",
         f"  KV cache                {plan.kv_bytes / _GIB:8.2f} GiB, "
         f"{plan.kv_token_bytes / 1024:g} KiB for each token",
     ]

@@ -54,7 +54,7 @@ class Matrix(NamedTuple):
         """Return an empty weight [*experts, rows, columns] and its empty scales.
 
         A block of the checkpoint may span two ranks or two merged linears. The blocks in memory are
-        then smaller, so that each lies within one.
+        then smaller, so that each lies within one rank and one linear.
         """
         columns = self.inputs.local
         unit_rows, unit_columns = 1, columns

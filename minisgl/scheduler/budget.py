@@ -26,8 +26,9 @@ EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B 
 class PrefillBudget:
     """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
-    While no request decodes, or without known step costs, the limit is prefill_budget_tokens. With
-    decoding requests, several clients or several priorities, the limit is lower:
+    Without known step costs, the limit is prefill_budget_tokens. This is also the limit while no
+    request decodes, except on a server with several clients or several priorities. In all other
+    cases the limit is lower:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
       `_timed_tokens`.
@@ -115,10 +116,11 @@ class PrefillBudget:
         step is compute-bound, a decode token takes 45 us next to a chunk and 27 us next to other
         decode tokens (8B model, H200).
 
-        If there are several clients or priorities, the limit grows at most half as far, and only
-        with the shortest queue of a client and priority with prompts. Otherwise the queue of one
-        client would delay the first tokens of the others. The first priority in use counts even if
-        it has no prompts, since its next request must not wait for a long step.
+        If there are several clients or priorities, the limit grows at most half as far. Each client
+        has a queue for each priority of its prompts, and the shortest of these queues counts.
+        Otherwise the queue of one client would delay the first tokens of the others. If the first
+        priority in use has no prompts, it counts as an empty queue, since its next request must not
+        wait for a long step.
         """
         num_decode = int(self._table.step_tokens[decode_rows].sum())
         keys = int(self._table.computed[decode_rows].sum())

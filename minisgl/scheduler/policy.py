@@ -20,10 +20,10 @@ from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.sharing import ClientShares
 
-MAX_DEFERRED = 64  # one plan skips at most this many waiting requests, so its time is limited
+MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
-RESERVED_ROWS = 16  # one row of this many stays free for the first priority in use
+RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
 
 
 class Planner:
@@ -48,13 +48,13 @@ class Planner:
     Requests with a lower priority number come first in all three parts: they get prompt tokens and
     rows before the others, and if rows or pages are short, the planner preempts the others for
     them. A step with prompts of the first priority in use leaves decoding requests of the others
-    out, but at most MAX_PAUSES steps in a row do. After MAX_OVERTAKES admissions that overtook an
-    older request, the first admitted prompt of the others, or else the oldest request in the queue,
-    gets the first priority in use (docs/decisions/24-priorities.md).
+    out. At most MAX_PAUSES steps in a row leave them out. After MAX_OVERTAKES admissions that
+    overtook an older request, the first admitted prompt of the others, or else the oldest request
+    in the queue, gets the first priority in use (docs/decisions/24-priorities.md).
 
     If several clients have prompts of one priority, each may first use an equal part of the
-    step's prompt tokens. The planner then divides the unused tokens between the clients that need
-    more. If rows or pages are short, ClientShares decides (docs/decisions/20-clients-in-turn.md).
+    step's prompt tokens. Then each client in turn may use all unused tokens. If rows or pages are
+    short, ClientShares decides (docs/decisions/20-clients-in-turn.md).
 
     waiting      the requests of each client in the order of service.
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
@@ -87,7 +87,7 @@ class Planner:
             config, table, self.prefilling, self.waiting, self._shares.clients
         )
         self._overtakes = 0
-        self._delayed: Req | None = None  # the request that they have delayed the longest
+        self._delayed: Req | None = None  # WaitingQueue.longest_delayed of this plan
         self._pauses = 0  # steps in a row without the decoding requests of later priorities
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
@@ -261,7 +261,7 @@ class Planner:
         admit: waiting requests may start.
 
         The budget goes to the priorities in their order. Each client with prompts of a priority
-        may first use an equal part of the rest. The second round divides the remaining tokens.
+        may first use an equal part of the rest, and in a second round all that remains, in turn.
         While requests of one priority wait for room, no request of a later priority is admitted.
         The returned request found no row or no pages although its client is within its share, or
         although a request of a later priority runs.

@@ -19,7 +19,7 @@ class WaitingQueue:
     priority and one call, so its queue is first in, first out.
 
     highest_class  the lowest priority number in use.
-    has_classes    requests of several priorities are in use.
+    has_classes    several priorities are in use.
     _levels   by priority, by client, then by call: the waiting requests. The call that is served
               next is first.
     _reqs     all requests in the order in which they began to wait. It is a dict and not a set,

@@ -23,7 +23,7 @@ class ReqState(StrEnum):
     PREPARING = "preparing"  # as WAITING, but outside of the queue until its constraint is prepared
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
-    DECODE = "decode"  # the whole prompt is launched; each step computes one token
+    DECODE = "decode"  # the whole prompt is launched; each step adds a token, with drafts several
     ENDING = "ending"  # keeps its row until the step in flight that contains it is resolved
     FINISHED = "finished"  # owns neither row nor pages; its Finished message has been built
 
@@ -41,8 +41,8 @@ class Req:
     uncached_tokens   estimate of the tokens that the request itself has to compute, made when it
                       begins to wait. It leaves out tokens in the prefix cache and tokens that an
                       older request computes.
-    arrival_index     position in the order of arrival. The planner preempts the running request
-                      with the highest index first.
+    arrival_index     position in the order of arrival. Among the running requests of one priority
+                      and client, the planner preempts the highest index first.
     row               index in page table, token pool and RequestTable; -1 while the request owns no
                       row.
     cache_node        end of the request's prefix in the prefix cache. The request locks it.
@@ -95,7 +95,7 @@ class Req:
 def accept_request(
     message: AddReq, index: int, vocab_size: int, capacity_tokens: int, arrival_index: int
 ) -> Req:
-    """Check `message` against the engine's limits and return its waiting request `index`.
+    """Check `message` against the engine's limits, and return the request of its choice `index`.
 
     The requests of one message share the memory of the prompt.
 

@@ -303,8 +303,8 @@ class Scheduler:
         table, row = self.table, req.row
         # The prompt is cached only if the first output token is known. Only then is it known that
         # the logits are finite. Tokens that no resolved step has forwarded are not cached either:
-        # the tokens of a decode step in flight, and forced tokens. A decode step forwards the
-        # newest known token and its drafts, so the keys of this token belong to no resolved step.
+        # the tokens of a decode step in flight, and forced tokens. The newest known token is one of
+        # them, because the next decode step forwards it first.
         cacheable = error is None and table.known[row] > table.prefill_end[row]
         forwarded = int(table.computed[row]) - int(table.last_step[row] > self._resolved_step)
         forwarded = min(forwarded, int(table.known[row]) - 1)

@@ -24,8 +24,8 @@ def prepare_message(message: requests.Message, index: int) -> int:
     """Bring one message to the form that chat templates expect. Returns its number of characters.
 
     `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
-    arguments of tool calls are parsed, because templates write them as JSON themselves. The empty
-    fields, which carry no information, are left out.
+    arguments of tool calls are parsed, because templates write them as JSON themselves. Fields
+    that carry no information for a template are left out.
     """
     if message.role == "developer":
         message.role = "system"

@@ -99,7 +99,8 @@ class ArgumentParser(argparse.ArgumentParser):
         the arguments replace.
         """
         options, rest = self.parse_known_args(argv, settings)
-        # `rest` holds the model too. An optional positional of argparse stays empty after a flag.
+        # The model is in `rest` too. It is no positional of the parser, because argparse leaves an
+        # optional positional empty after a flag.
         models = [word for word in rest if not word.startswith("-")]
         flags = [word for word in rest if word.startswith("-")]
         if unknown := flags or models[1:]:

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 # to send the 503, and aborts further connections without a response.
 SPARE_CONNECTIONS = 128
 MAX_HEADERS = 100
-# Chunks of a body in excess of one for each 64 bytes. A chunk takes about 2 us, so a body of chunks
-# of one byte would hold the event loop for seconds.
+# A body may have one chunk for each 64 bytes, and this many more. A chunk takes about 2 us, so a
+# body of chunks of one byte would hold the event loop for seconds.
 MAX_SMALL_CHUNKS = 1024
 MAX_HELD_BYTES = 2**24  # of all unfinished heads together
 # A TLS connection takes 50 KiB, and up to 110 KiB more after a large head: 160 MiB in all.
@@ -83,7 +83,7 @@ class _StartQueue:
 
     def __init__(self) -> None:
         self._starts: OrderedDict[object, Callable[[], None]] = OrderedDict()
-        self._has_started = False  # a handler in this iteration of the loop
+        self._has_started = False  # True if this iteration of the loop has started a handler
 
     def add(self, connection: object, start: Callable[[], None]) -> None:
         """Call `start` at once, or in a later iteration if another request comes first."""
@@ -130,7 +130,7 @@ def limited_protocol(
         _in_request   the parser reads a head or a body
         _surplus      number of bytes since the last part of the body: chunk extensions and
                       trailers, and bytes that arrive before the response is complete
-        _small_chunks chunks of the body in excess of one for each 64 bytes
+        _small_chunks chunks of the body beyond one for each 64 bytes
         _body_left    number of bytes of the body that have not arrived; 0 if it has chunks
         _tail         the last 3 bytes of the body that have arrived
         """
@@ -212,8 +212,9 @@ def limited_protocol(
         def _read_body(self, data: bytes) -> None:
             """Parse the body up to its end, and receive the other bytes as the next request.
 
-            The last chunk of a body ends with an empty line. The parser does not report its place,
-            so after the response each part up to an empty line is parsed alone.
+            A body in chunks ends with an empty line. The parser does not report where the body ends
+            in `data`. After the response, this method therefore gives the parser one part at a
+            time, each up to the next empty line.
             """
             begin, known = 0, len(self._tail)
             text = self._tail + data

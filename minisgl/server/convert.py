@@ -365,7 +365,7 @@ class RequestConverter:
     def _sampling(
         self, body: requests.AnyBody, facts: ModelFacts, **counts: int | None
     ) -> SamplingParams:
-        """The sampling parameters of a body. counts: the numbers in _CONVERTED."""
+        """The sampling parameters of a body. counts: max_tokens, logprobs and prompt_logprobs."""
         values = self._model_defaults(facts)
         for name in _SAME_IN_SAMPLING:
             if (value := getattr(body, name)) is not None:

@@ -102,8 +102,8 @@ def _check_values(raw: bytes) -> None:
     """Count the lists, objects, fields and values of JSON, and refuse too many.
 
     The first count includes characters inside strings. If this count is too high, the function
-    removes the strings and counts again. Counting stops above the limits, because a dense character
-    takes 3 ms for each MiB, and a rare one 0.1 ms.
+    removes the strings and counts again. Counting stops above the limits: a MiB full of a counted
+    character takes 3 ms, and a MiB with few of them 0.1 ms.
     """
     if _counts_fit(raw):
         return

@@ -70,7 +70,7 @@ class NotReady(core.Overloaded):
 
 
 class EngineFailure(core.RequestError):
-    """The server failed to serve the request. A retry would fail in the same way."""
+    """The server failed to serve the request. It asks clients not to retry."""
 
 
 class _Kind(NamedTuple):

@@ -66,8 +66,8 @@ class Choice:
     error         the error that ended the choice before its answer was complete.
     prefill_done  the engine has sent its first update. The choice was queued until then.
     has_calls     the answer has a tool call.
-    offset        characters that the response adds to the engine's text offsets: the length of an
-                  echoed prompt, if another choice reports the log-probabilities of this prompt.
+    offset        characters that the response adds to the engine's text offsets. If another choice
+                  reports the log-probabilities of an echoed prompt, it is the length of the prompt.
     submitted     the choice has been sent to the scheduler.
     prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
                   for the others.
@@ -134,7 +134,7 @@ class Generation:
 
     client         the name of the key that sent the call.
     priority       calls with a lower number are served first.
-    tokens         tokens that the call may use, as counted for max_call_tokens.
+    tokens         tokens that the call asks for, as counted for max_call_tokens.
     changed        set when any choice has changed; the handler waits for it.
     keep_alive     the call was woken without new output, so that an idle stream sends a comment.
     tokenizing     the tokenizer result that the call waits for.

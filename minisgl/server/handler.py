@@ -249,8 +249,9 @@ def fit_call(
 ) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
     """The prompts with max_tokens within max_call_tokens, and the number of tokens of the call.
 
-    A token counts once. With log-probabilities it counts once more for itself, and once for each
-    likely token that is reported. Each prompt counts once, output tokens n times.
+    The number is that of the call before max_tokens is lowered. A token counts once. With
+    log-probabilities it counts once more for itself, and once for each likely token that is
+    reported. Each prompt counts once, output tokens n times.
     Raises InvalidRequest when the call has no room, or less room than the client asked for.
     """
     first = request.sampling

@@ -200,7 +200,10 @@ class _Service:
                     return code
 
     def _ask_to_stop(self, number: signal.Signals | None) -> None:
-        """Drain, with the grace period after SIGTERM only; None: the shell has ended."""
+        """Begin the drain. Only SIGTERM gives the grace period.
+
+        number: the signal that asks for the stop; None: the shell has ended.
+        """
         self._stop_asked_s = time.monotonic()
         self._stop_signal = number
         graceful = number is signal.SIGTERM

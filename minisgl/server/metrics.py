@@ -27,8 +27,8 @@ from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.generation import Choice, priority_class
 from minisgl.server.lifecycle import Phase
 
-# Encoding a scrape takes 1.8 ms of the event loop, in OpenMetrics 2.9 ms. A scrape is reused for
-# CACHED_S, so that encoding takes at most 3 % of the loop with any number of clients.
+# Encoding a scrape takes 1.8 ms of the event loop, in OpenMetrics 2.9 ms. The scrape of a format is
+# reused for CACHED_S. Encoding therefore takes at most 5 % of the loop, with any number of clients.
 CACHED_S = 0.1
 _HIT_RATIO_REQS = 1000
 _MAX_CLIENTS = 64  # further clients share the value "other" of the label key

@@ -22,7 +22,7 @@ class WebPage(NamedTuple):
 
 
 def _page(path: str, prefix: str, folder: Path, names: str, policy: str) -> WebPage:
-    """A page at `path`. Its other files, `names`, are at `prefix` and the name."""
+    """A page with index.html at `path`, and each file of `names` at the prefix plus its name."""
     files = {path: folder / "index.html"} | {prefix + name: folder / name for name in names.split()}
     headers = {
         "cache-control": "no-cache",

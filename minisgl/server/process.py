@@ -131,8 +131,7 @@ class ApiServer:
             self._probe_port.serve(probe_listener)
         loop = asyncio.get_running_loop()
         # SIGTERM comes from an orchestrator, which needs the grace period. For a Ctrl-C the
-        # launcher sends SIGUSR2. Until the handlers below are installed, a SIGINT would raise
-        # KeyboardInterrupt and print a traceback.
+        # launcher sends SIGUSR2, because this process ignores SIGINT (worker_main).
         for number, grace_s in ((signal.SIGTERM, self.config.drain_grace_s), (signal.SIGUSR2, 0)):
             loop.add_signal_handler(number, self._ask_to_drain, number, grace_s)
         lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.

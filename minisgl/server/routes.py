@@ -147,7 +147,7 @@ async def render_completion(call: CallDep) -> Response:
 
 
 async def _render(route: str, call: CallContext) -> list[responses.RenderedPrompt]:
-    """Tokenize the prompts of a body that the route `route` accepts, or refuse it as that does."""
+    """Tokenize the prompts of a body of the route `route`. Raises the errors of that route."""
     raw, facts = await call.read()
     request = call.converter.read(route, raw, facts)
     client = call.client

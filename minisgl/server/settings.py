@@ -19,7 +19,7 @@ from typing import Any
 from minisgl.core import ConfigError
 from minisgl.utils import near_names
 
-# Sections of flags.toml whose flags the command line accepts only to log a warning.
+# Sections of flags.toml whose flags log a warning. --max-n and --max-prompts also limit choices.
 WITHOUT_EFFECT = ("replaced", "of other servers")
 
 _INJECTED_NAME = re.compile(

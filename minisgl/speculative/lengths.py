@@ -5,7 +5,7 @@ import numpy as np
 from minisgl.core import Int32Array, StepCost
 from minisgl.core.batch import DRAFT_WIDTHS
 
-# The acceptance of a row is a mean in which a draft counts this much less for each later draft.
+# The acceptance of a row is a weighted mean. Each later draft multiplies the weight by this factor.
 _DECAY = 0.95
 # A row counts as if this many drafts with the mean acceptance of all rows had been compared.
 _PRIOR_DRAFTS = 4.0
@@ -18,9 +18,9 @@ class PricedLengths:
     """Implements core.batch.DraftLengths. All ranks measure the same, and so choose alike.
 
     A row accepts each draft with a probability of its own, p, if it accepts all drafts before it. k
-    drafts then give a row 1 + p + ... + p^k tokens. The step takes the k with the highest sum of
-    tokens over the predicted time of the step. Each step compares at least one draft per row, so p
-    is measured while steps have no drafts too.
+    drafts then give a row 1 + p + ... + p^k tokens. The step takes the k that gives the most
+    tokens of all rows per second of predicted time. Each step compares at least one draft per row,
+    so p is measured while steps have no drafts too.
 
     Steps have no drafts while prompts wait or are computed: these steps are limited by the work for
     each token, not by reading the weights, so a draft costs as much as a token of a prompt.

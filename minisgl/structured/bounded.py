@@ -29,7 +29,7 @@ class BoundedProcess:
         """Fork. handle: takes and returns up to 4 GiB. It must not raise: an exception is a bug."""
         request_fds, reply_fds = os.pipe(), os.pipe()
         if os.fork() == 0:
-            # The other descriptors belong to the owner. An open copy would hide the owner's end.
+            # Close the owner's descriptors: with open copies, this process would not see it end.
             kept = {request_fds[0], reply_fds[1]}
             _close_others(kept)
             _supervise(

@@ -29,8 +29,9 @@ class GrammarState(Constraint):
     """Follows the output of one request through its grammar.
 
     The output of a reasoning model may begin with thinking, which is free text that closes with
-    think_end. The rest follows the grammar. EOS ids and stop token ids end the output, so they are
-    allowed only where the grammar accepts the text as complete. With ignore_eos, an EOS id is
+    think_end. The rest follows the grammar. With a trigger, the text before it is free and may end.
+    EOS ids and stop token ids end the output. Inside the grammar they are therefore allowed only
+    where it accepts the text as complete. With ignore_eos, an EOS id is
     allowed only where the text is complete and no other token can follow.
 
     compiled       the matcher, from the thread that compiles the grammar.

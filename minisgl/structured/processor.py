@@ -34,7 +34,7 @@ def with_grammars(model_path: str, extensions: Extensions = DEFAULT_EXTENSIONS) 
 class GrammarProcessor:
     """Computes the token masks of the requests with a grammar.
 
-    A thread reads the model's tokenizer at the start, and two threads compile grammars. The masks
+    Two threads compile grammars. One of them reads the model's tokenizer at the start. The masks
     of a step are computed on the host while the device computes the step's forward.
 
     totals         the counters of all requests.

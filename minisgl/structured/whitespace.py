@@ -10,7 +10,7 @@ _MAX_CHARS = 256
 
 
 def whitespace_pattern(max_chars: int) -> str:
-    """Return a regex of at most this many characters; "" for none.
+    """Return a regex that matches 1 to max_chars characters of white space; "" if max_chars is 0.
 
     Without an upper bound, some models write white space until max_tokens.
     """

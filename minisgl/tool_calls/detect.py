@@ -83,7 +83,7 @@ def answer_in(chat: str, prompt: str) -> str:
 
 
 def _reads(name: str, answer: str) -> bool:
-    """True if the parser of this format finds only the call of the probe, up to its end."""
+    """True if the parser of this format reads the call of the probe, and no text before it."""
     parser = ToolCallParser(FORMATS[name], {_NAME: _PARAMETERS})
     content = ""
     deltas: list[ToolCallDelta] = []

@@ -31,8 +31,8 @@ class Format(NamedTuple):
     markers  all markers that may be special tokens, the starts included. The parser
              receives the text of these tokens also with skip_special_tokens.
     read     reads the calls after this marker. At the beginning of an answer the marker may be
-             "". If `read` stops, the text that it has read since its last report to Calls is
-             content.
+             "". When `read` returns or raises NotACall, the text that it has read since its
+             last report to Calls is content.
     bare     characters; an answer that begins with one of them may be a call without a marker.
     probe    text that the template of such a model writes for a call.
     grammar  describes constrained calls to llguidance.
@@ -109,7 +109,7 @@ class ToolCallParser:
         parser.take()      # "Let me see.", [ToolCallDelta(0, "", "call_...", "now"), ...]
 
     marker_ids  the special tokens that are markers, with their texts.
-    failures    number of markers without a call, and of calls cut off by the end of the answer.
+    failures    number of markers without a call, and of calls that began and were not completed.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Replica:
 
     The owner calls `iterate` at the time `next_s`. The iteration ends at a later time, the end of a
     step, and `next_s` returns this time. The owner calls `finish` at this time. The outputs and the
-    cache events are not visible earlier, and a replica that dies before it loses them.
+    cache events are not visible earlier. A replica that dies earlier loses them.
 
     iterating  an iteration has begun and `finish` has not been called since.
     open_reqs  uids of the requests that the router has sent here and that have not ended.

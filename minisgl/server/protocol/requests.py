@@ -327,7 +327,10 @@ BODIES: dict[str, type[AnyBody]] = {
 
 
 def known_parameters(kind: type[RequestBody]) -> KnownParameters | None:
-    """The known parameters besides the fields of this body; None if every other is an error."""
+    """The known parameters besides the fields of this body.
+
+    None: every parameter that is not a field is an error.
+    """
     if issubclass(kind, GenerationBody):
         return PARAMETERS
     apis = PARAMETERS.apis

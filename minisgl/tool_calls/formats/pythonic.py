@@ -161,7 +161,8 @@ def _read_escape(reader: Reader) -> Steps[str]:
 
 def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
     """Return the expression of a call. Its parameters are in schema order, its values are JSON."""
-    # Rules for the last parameters: `after_comma` behind another parameter, `first` without one.
+    # Rules for the last parameters: `after_comma` if another parameter stands before them, `first`
+    # if none does.
     after_comma = first = '""'
     for key, part, is_required in reversed(properties_of(schema)):
         value = writer.schema(part)
