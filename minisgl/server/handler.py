@@ -249,9 +249,8 @@ def fit_call(
 ) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
     """The prompts with max_tokens within max_call_tokens, and the number of tokens of the call.
 
-    The number is that of the call before max_tokens is lowered. A token counts once. With
-    log-probabilities it counts once more for itself, and once for each likely token that is
-    reported. Each prompt counts once, output tokens n times.
+    A token counts once. With log-probabilities it counts once more for itself, and once for each
+    likely token that is reported. Each prompt counts once, output tokens n times.
     Raises InvalidRequest when the call has no room, or less room than the client asked for.
     """
     first = request.sampling
@@ -272,11 +271,12 @@ def fit_call(
             param=request.max_tokens_param or "max_tokens",
             limit="max_call_tokens",
         )
+    kept = [min(most, count) for count in wanted]
     fitted = [
-        (ids, msgspec.structs.replace(sampling, max_tokens=min(most, count)))
-        for (ids, sampling), count in zip(prompts, wanted, strict=True)
+        (ids, msgspec.structs.replace(sampling, max_tokens=count))
+        for (ids, sampling), count in zip(prompts, kept, strict=True)
     ]
-    return fitted, tokens
+    return fitted, prompt_tokens + weight * sum(kept)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

@@ -186,7 +186,7 @@ def test_tokens_choices_and_log_probabilities_count(body: dict[str, Any], tokens
 
 
 def test_a_call_without_max_tokens_gets_the_room_that_is_left() -> None:
-    assert fitted(3 + 4 * 6, prompt=[1, 2, 3], n=4) == ([6], 3 + 4 * 16)
+    assert fitted(3 + 4 * 6, prompt=[1, 2, 3], n=4) == ([6], 3 + 4 * 6)
     with pytest.raises(InvalidRequest):
         fitted(3, prompt=[1, 2, 3], n=4)
 
