@@ -36,7 +36,7 @@ class BalancedDecode:
     def compute_metadata(self) -> None:
         count_blocks(*self._reqs, len(self._table) - 1, self._scratch, self._pool.spec.fp8)
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         self.attend(layer, q.flatten(1), None, out)
 
     def attend(self, layer: int, qkv: Tensor, heads: NormRope | None, out: Tensor) -> None:
@@ -54,7 +54,7 @@ class PlannedAttention:
         self._pool = pool
         self._wrapper = wrapper
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         self._wrapper.run(q, self._pool.layer(layer), out=out)
 
 

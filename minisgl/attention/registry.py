@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import (
+    PLAIN,
     AttentionBackend,
     AttentionNeeds,
+    AttentionRule,
     AttentionStep,
     DecodeGraphAttention,
-    LayerKind,
     StepAttention,
 )
 from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
@@ -36,27 +37,36 @@ def create_attention_backend(
     name: str,
     pool: KVPool,
     q_heads: int,
-    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL}),
+    rules: Sequence[AttentionRule] = (PLAIN,),
     added: Sequence[type[AttentionBackend]] = (),
 ) -> AttentionBackend:
     """Make the backend called `name`.
 
     name: "auto", the name of one backend for both phases, or two names with a comma between them:
     first the backend for prefill, then the backend for decode.
-    q_heads: query heads of this rank. kinds: the kinds of the model's layers. added: backends of
-    other packages. Raises ConfigError for an unknown name, and for a named backend that cannot run
-    with this pool. If auto selects torch on a GPU, a warning gives the reason.
+    q_heads: query heads of this rank. rules: the rule of each KV layer, or one rule for all
+    layers. added: backends of other packages. Raises ConfigError for an unknown name, and for a
+    named backend that cannot run with this pool. If auto selects torch on a GPU, a warning gives
+    the reason.
     """
     spec = pool.spec
-    needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, kinds, spec.fp8)
+    needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, frozenset(rules), spec.fp8)
     prefill, decode = resolve_phases(name, needs, added)
     preferred = ATTENTION_BACKENDS[0]
     reason = preferred.obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
         logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)
-    first = prefill(pool, q_heads)
-    shared = issubclass(prefill, decode)
-    return PhasedAttention(first, first if shared else decode(pool, q_heads))
+
+    def create(rule: AttentionRule) -> AttentionBackend:
+        first = prefill(pool, q_heads, rule)
+        shared = issubclass(prefill, decode)
+        return PhasedAttention(first, first if shared else decode(pool, q_heads, rule))
+
+    backends = {rule: create(rule) for rule in dict.fromkeys(rules)}
+    if len(backends) == 1:
+        return backends[rules[0]]
+    order = list(backends)
+    return LayeredAttention(tuple(backends.values()), tuple(order.index(rule) for rule in rules))
 
 
 def attention_kernels(
@@ -131,8 +141,51 @@ class _Mixed(NamedTuple):
     decode: StepAttention
     prefill: StepAttention
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         n = self.num_decode
         # Decode runs second: a step then takes 1.4 % less time than with decode first (8B, H200).
-        self.prefill.forward(layer, q[n:], out[n:])
-        self.decode.forward(layer, q[:n], out[:n])
+        self.prefill.forward(layer, q[n:], out[n:], sinks)
+        self.decode.forward(layer, q[:n], out[:n], sinks)
+
+
+class LayeredAttention(AttentionBackend):
+    """One backend for each rule of a model whose layers have different rules.
+
+    of_layer: the index in `backends` of each KV layer.
+    """
+
+    def __init__(self, backends: tuple[AttentionBackend, ...], of_layer: tuple[int, ...]) -> None:
+        self.backends = backends
+        self.of_layer = of_layer
+
+    def prepare(self, step: AttentionStep) -> StepAttention:
+        return _Layered([backend.prepare(step) for backend in self.backends], self.of_layer)
+
+    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
+        graphs = [backend.decode_graph(size, step) for backend in self.backends]
+        known = [graph for graph in graphs if graph is not None]
+        return _LayeredGraph(known, self.of_layer) if len(known) == len(graphs) else None
+
+
+class _Layered(NamedTuple):
+    """Implements StepAttention: passes each layer on to the attention of its rule."""
+
+    parts: Sequence[StepAttention]
+    of_layer: tuple[int, ...]
+
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        self.parts[self.of_layer[layer]].forward(layer, q, out, sinks)
+
+
+class _LayeredGraph(NamedTuple):
+    """Implements DecodeGraphAttention as _Layered implements StepAttention."""
+
+    parts: Sequence[DecodeGraphAttention]
+    of_layer: tuple[int, ...]
+
+    def compute_metadata(self) -> None:
+        for part in self.parts:
+            part.compute_metadata()
+
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        self.parts[self.of_layer[layer]].forward(layer, q, out, sinks)

@@ -71,10 +71,11 @@ class Engine:
         self.extensions = extensions
         self._model_config = load_model_config(config.model_path)
         self._device = self._resolve_device(config, comm.tp)
+        self.max_seq_len = memory.resolve_max_seq_len(config, self._model_config)
+        self._model_config = self._model_config.for_context(self.max_seq_len)
         self._dtype = memory.resolve_dtype(config, self._model_config, self._device)
         fp8_kv = memory.resolve_fp8_kv(config, self._dtype, self._device)
         self._kv_spec = local_kv_spec(self._model_config, comm, self._dtype, fp8_kv)
-        self.max_seq_len = memory.resolve_max_seq_len(config, self._model_config)
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
         self._max_chunk_tokens = max_chunk_tokens
         self._show_progress = comm.tp.rank == 0
@@ -237,7 +238,7 @@ class Engine:
                 config.attention_backend,
                 pool,
                 model.q_heads // self._comm.tp.size,
-                frozenset(layer.kind for layer in model.layers),
+                model.rules,
                 self.extensions.attention_backends,
             ),
             columns=self.extensions.sampling_columns,

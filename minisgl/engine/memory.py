@@ -76,20 +76,13 @@ def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     """Return the context length in tokens; None in the config means the model's context.
 
     Raises ConfigError for a length above the model's context, because later positions have no
-    meaning. Also raises it for a length above the model's sliding window, because attention does
-    not apply windows.
+    meaning.
     """
     context = model.max_position
     length = context if config.max_seq_len is None else config.max_seq_len
     if not 1 < length <= context:
         raise ConfigError(
             f"max_seq_len {length} is outside 2..{context}, the model's context in tokens"
-        )
-    window = model.sliding_window
-    if window is not None and length > window:
-        raise ConfigError(
-            f"sliding_window {window} is not supported in a context of {length} tokens: attention "
-            f"reads the whole context; supported: max_seq_len up to {window}"
         )
     return length
 

@@ -33,6 +33,7 @@ class _Piece(NamedTuple):
     layer: int
     q: Tensor
     out: Tensor
+    sinks: Tensor | None
 
 
 class _Cutter:
@@ -47,9 +48,9 @@ class _Cutter:
         self.graph = torch.cuda.CUDAGraph()
         self.graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         self.graph.capture_end()
-        self.pieces.append(_Piece(self.graph, layer, _alias(q), _alias(out)))
+        self.pieces.append(_Piece(self.graph, layer, _alias(q), _alias(out), sinks))
         if len(self.pieces) < self._layers:
             self.begin()
 
@@ -57,7 +58,7 @@ class _Cutter:
 class _NoAttention:
     """Takes the place of attention in the run before a capture."""
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         out.zero_()
 
 
@@ -84,7 +85,8 @@ class PieceForward(NamedTuple):
         num_tokens = tokens.shape[1]
         for piece in self.pieces:
             piece.graph.replay()
-            attention.forward(piece.layer, piece.q[:num_tokens], piece.out[:num_tokens])
+            q, out = piece.q[:num_tokens], piece.out[:num_tokens]
+            attention.forward(piece.layer, q, out, piece.sinks)
         return self.attended
 
 

@@ -49,7 +49,7 @@ class TritonMoe(MoeBackend):
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
         weights = _with_kernels(weights, x.dtype)
-        router, gate_up, down, fp8 = weights
+        router, gate_up, down, fp8 = weights[:4]
         if len(x) <= _FEW_TOKENS:
             few = (self._semaphores, top_k, renormalise)
             if fp8 is None:

@@ -71,6 +71,13 @@ OTHER_FAMILIES = [
     "seed-oss",
     "olmo2",
     "exaone4-windows",
+    "exaone4-short-windows",
+    "mistral-window",
+    "qwen2-window",
+    "gemma2",
+    "gemma3-linear",
+    "olmo3-yarn-tied",
+    "gpt-oss",
 ]
 PAIRS = [
     *((family, case) for family in FAMILIES for case in CASES),

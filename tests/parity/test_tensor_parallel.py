@@ -46,6 +46,12 @@ CASES = [
     RankCase("seed-oss-biases", 7, "naive", overlap=True, crowded=False, aborts=False),
     RankCase("olmo2", 7, "radix", overlap=True, crowded=True, aborts=True),
     RankCase("exaone4", 64, "radix", overlap=True, crowded=False, aborts=False),
+    RankCase("exaone4-short-windows", 7, "radix", overlap=True, crowded=True, aborts=False),
+    RankCase("mistral-window", MANY, "radix", overlap=True, crowded=False, aborts=False),
+    RankCase("gemma2", 64, "naive", overlap=True, crowded=False, aborts=False),
+    RankCase("gemma3-linear", 7, "radix", overlap=True, crowded=True, aborts=True),
+    RankCase("olmo3", 64, "radix", overlap=True, crowded=False, aborts=False),
+    RankCase("gpt-oss-odd", 7, "radix", overlap=True, crowded=True, aborts=True),
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True, kv="fp8"),
     RankCase("qwen3-moe", 64, "naive", overlap=False, crowded=False, aborts=False, kv="fp8"),
 ]
