@@ -288,6 +288,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt-oss-odd": lambda: _gpt_oss(  # sizes that 2 and 4 ranks do not divide
         intermediate_size=39, num_key_value_heads=1, num_experts_per_tok=4, sliding_window=30
     ),
+    # Experts of whole blocks of 32 weights, for MXFP4.
+    "gpt-oss-32": lambda: _gpt_oss(intermediate_size=32),
+    "gpt-oss-96": lambda: _gpt_oss(intermediate_size=96),
     "exaone4-wide": lambda: _exaone4(head_dim=32, num_key_value_heads=1),
 }
 
