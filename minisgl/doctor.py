@@ -181,7 +181,7 @@ def _hub() -> Check:
     thread.start()
     thread.join(_TIMEOUT_S)
     if faults:
-        remedy = "only models that are on this machine can be served"
+        remedy = "the server can load only models that are on this machine"
         return Check("hub", _WARNING, f"{address} is not reachable: {faults[0]}", remedy)
     return Check("hub", _OK, f"{address} answers")
 

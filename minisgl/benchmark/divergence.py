@@ -1,4 +1,4 @@
-"""How far quantisation moves the next-token distributions of a model.
+"""The change of a model's next-token distributions by quantisation.
 
 Two engines compute the distribution after every token of the same texts: one in the model's dtype,
 one with the given settings. For each position the benchmark compares the two: the KL divergence

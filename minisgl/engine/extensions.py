@@ -18,7 +18,7 @@ class CacheReporter(CacheListener, Protocol):
     totals: KVEventTotals
 
     def flush(self) -> None:
-        """Send what the listener has learnt in this iteration. Must not block."""
+        """Send the insertions and evictions of this iteration. Must not block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,8 @@ class CacheEvents:
 
     `put` takes the events of one iteration, and returns False if its queue is full. The events are
     then lost. The listener forgets all blocks and announces AllBlocksCleared. It announces a block
-    again when a request next uses it, so the index of a subscriber has no block that the cache
-    lacks.
+    again when the cache next inserts a prefix with this block. The index of a subscriber therefore
+    has no block that the cache lacks.
 
     _hashes  by page: the hash of the announced block that ends with this page; 0: none.
 

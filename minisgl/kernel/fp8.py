@@ -3,8 +3,8 @@
 A vector is a key or a value of one token and KV head. Its scale is the smallest power of two with
 which all elements stay within 448, the largest value of e4m3. e4m3 is a floating-point format, so
 a power of two costs no precision. It has three advantages over amax / 448. Multiplying by it is
-exact, so that every kernel reads the same keys and values. Rounding twice equals rounding once. A
-change of the last bit of one element rarely changes the rounding of the others.
+exact, so that every kernel reads the same keys and values. A rounded vector does not change when it
+is rounded again. A change of the last bit of one element rarely changes the rounding of the others.
 """
 
 import torch

@@ -18,7 +18,8 @@ class Shard(NamedTuple):
     full   rows (or columns) in the checkpoint.
     begin  the first row of this rank.
     local  rows that this rank stores. Rows at or past `full` are padding and stay zero.
-    order  the order in which the model stores each group of len(order) rows. Empty: as they are.
+    order  the order in which the model stores each group of len(order) rows. Empty: the
+           order of the checkpoint.
     shift  the row of the checkpoint's tensor at which this module begins.
     rows   rows of the checkpoint's tensor, if it has more modules than this one; else 0.
     """

@@ -61,8 +61,9 @@ def as_ids(prompt: Sequence[int]) -> "array[int]":
 
 def priority_list(priority: Any, count: int) -> list[int]:
     """Return the priority of each of `count` prompts. Raises InvalidRequest."""
-    each = [priority] * count if isinstance(priority, int) else list(priority)
-    if len(each) != count or not all(isinstance(one, int) for one in each):
+    is_list = isinstance(priority, Sequence)
+    each = list(priority) if is_list else [priority] * count
+    if len(each) != count or not all(type(one) is int for one in each):
         message = f"priority must be an integer, or a list of {count} integers"
         raise InvalidRequest(message, param="priority")
     return each

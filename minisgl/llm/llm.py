@@ -55,7 +55,7 @@ class LLM:
 
     The model runs in this process, or with tp=N in N processes, one for each GPU. The LLM uses the
     scheduler, the engine and the prefix cache of the server. Several LLMs may exist side by side.
-    An LLM is not thread-safe: one call at a time.
+    An LLM is not thread-safe and runs one call at a time.
     """
 
     def __init__(

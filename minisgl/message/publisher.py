@@ -87,7 +87,7 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        """Send what is queued, and close the sockets."""
+        """Send the queued events, and close the sockets."""
         self._stopping = True
         os.eventfd_write(self._bell, 1)
         if self._thread.ident is not None:

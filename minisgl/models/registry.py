@@ -173,8 +173,9 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the language model in a config.json with a vision encoder.
 
-    Settings outside of text_config, such as quantization_config, hold for the language model too.
-    Any other config is returned as it is. Raises ConfigError for an unknown language model.
+    A setting outside of text_config, such as quantization_config, also applies to the language
+    model, unless text_config has another value than null for it. Any other config is returned as it
+    is. Raises ConfigError for an unknown language model.
     """
     text, architectures = config.get("text_config"), config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
@@ -186,8 +187,10 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(
             f"{name} with the language model {kind!r} is not supported; known: {known}"
         )
-    outer = {key: value for key, value in config.items() if key != "text_config"}
-    return {**outer, **text, "architectures": [TEXT_PARTS[name][kind]]}
+    merged = {key: value for key, value in config.items() if key != "text_config"}
+    # null in text_config means that the setting is not given, if the outer config gives it.
+    merged |= {key: v for key, v in text.items() if v is not None or merged.get(key) is None}
+    return {**merged, "architectures": [TEXT_PARTS[name][kind]]}
 
 
 def family_of(architectures: object) -> Family:

@@ -123,6 +123,8 @@ def _scaling(values: dict[str, Any], rope: HfRope, config: HfConfig) -> RopeScal
         if values.get("attention_factor") is None:
             values["attention_factor"] = _attention_factor(factor, rope)
     if kind == "longrope" and values.get("attention_factor") is None:
+        if original == 1:
+            raise ConfigError("longrope: original_max_position_embeddings must be above 1")
         factor = max(rope.factor or max_position / original, 1.0)
         values["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
     return read_fields(values, _ROPES[kind], _WHERE)

@@ -1,4 +1,4 @@
-"""`minisgl plan`: what fits on a GPU, and how fast it can be, from a model's config.json alone."""
+"""`minisgl plan`: the capacity of a GPU and the shortest time of a token, from config.json."""
 
 from minisgl.planning.command import main
 

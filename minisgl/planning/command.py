@@ -21,8 +21,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str], demo_path: Callable[[]
     """Print a plan for each GPU. Returns 1 if the model fits on none. Raises ConfigError."""
     parser = ArgumentParser(
         prog="minisgl plan",
-        description="Say what fits on a GPU, how fast it can be and what to set, from the "
-        "config.json of a model. Needs no GPU and no weights.",
+        description="Compute from the config.json of a model: the tokens and requests that fit on "
+        "a GPU, the shortest time of a token, and the flags to set. Needs no GPU and no weights.",
         epilog="Takes all flags of minisgl. Give the flags that the server will have.",
         allow_abbrev=False,
     )

@@ -41,7 +41,7 @@ _GRAPH_REQS = 256  # requests of the largest decode graph
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What fits on `tp` GPUs. Sizes are in bytes, for each GPU.
+    """Capacity and speed of a model on `tp` GPUs. Sizes are in bytes, for each GPU.
 
     kv_token_bytes     keys and values of one token.
     remainder_bytes    CUDA context, workspaces, the largest step and the CUDA graphs, as predicted.
@@ -77,12 +77,12 @@ def make_plan(
     max_chunk_tokens: int = 8192,
 ) -> Plan:
     """Return the plan of an engine. Raises ConfigError, as the engine does."""
-    fp8_kv = config.kv_cache_dtype == "fp8"
+    dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
+    fp8_kv = memory.resolve_fp8_kv(config, dtype, torch.device("meta"))
     fp8_weights = has_fp8_weights(model, config.quantization)
     flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
     flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
     tp = TPInfo(0, config.tp_size)
-    dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
     context = memory.resolve_max_seq_len(config, model)
     share, _ = share_of(model, tp, dtype, with_quantizations(), config.quantization)
     materialise(share, torch.device("meta"), dtype)
@@ -90,7 +90,8 @@ def make_plan(
     weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
     spec = local_kv_spec(model, LoneRank(tp), dtype, fp8_kv)
     token_bytes = kv_page_bytes(spec, model.num_kv_layers, 1)
-    remainder = _remainder_bytes(config, model, gpu, context, dtype, max_chunk_tokens)
+    copies = gpu.copies or fp8_kv  # attention of prompts reads an FP8 pool by copies only
+    remainder = _remainder_bytes(config, model, copies, context, dtype, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
     available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
     page_bytes = token_bytes * config.page_size
@@ -127,27 +128,40 @@ def make_plan(
 def _remainder_bytes(
     config: EngineConfig,
     model: ModelConfig,
-    gpu: Gpu,
+    copies: bool,
     context: int,
     dtype: torch.dtype,
     max_chunk_tokens: int,
 ) -> int:
-    """Predict the memory of a rank besides weights and KV pages."""
+    """Predict the memory of a rank besides weights and KV pages.
+
+    copies: attention of long prompts copies contexts (kernel/contexts.py).
+    """
     tp, rows, item = config.tp_size, config.max_running_reqs + 1, dtype.itemsize
     page_table, token_pool = rows * -(-context // config.page_size), rows * (context + 1)
     rotary = len(model.ropes) * context * model.head_dim
     tables = 4 * (page_table + token_pool + rotary)
     logits = min(config.max_running_reqs, _GRAPH_REQS) * (model.vocab_size // tp) * item
     kv_heads = max(model.kv_heads // tp, 1)
-    copied = 2 * context * kv_heads * model.head_dim * item if gpu.copies else 0
+    copied = 2 * context * kv_heads * model.head_dim * item if copies else 0
     shared = _PEER_BYTES if tp > 1 else 0
-    # Gate and up, their product, and the residual stream before and after the MLP.
-    widest = 3 * model.intermediate_size // tp + 2 * model.hidden_size
-    if model.moe is not None:
-        inner = model.moe.moe_intermediate_size // tp
-        widest = model.moe.num_experts_per_tok * (inner + model.hidden_size) + 2 * model.hidden_size
-    activations = int(_ACTIVATION_SHARE * max_chunk_tokens * widest * item)
+    activations = int(_ACTIVATION_SHARE * max_chunk_tokens * _widest(model, tp) * item)
     return _FIXED_BYTES + _WORKSPACE_BYTES + tables + logits + copied + shared + activations
+
+
+def _widest(model: ModelConfig, tp: int) -> int:
+    """Return the numbers that the widest MLP of a rank holds for one token.
+
+    These are gate and up, their product, and the residual stream before and after the MLP.
+    """
+    moe, inner = model.moe, model.intermediate_size
+    experts = 0
+    if moe is not None:
+        dense = any(not moe.has_experts(layer) for layer in range(model.num_layers))
+        inner = max(inner * dense, moe.shared_expert_intermediate_size)
+        width = moe.moe_intermediate_size // tp + model.hidden_size
+        experts = moe.num_experts_per_tok * width
+    return max(3 * inner // tp, experts) + 2 * model.hidden_size
 
 
 def _floor_ms(cost: Cost, gpu: Gpu, tp: int, tokens: int, context: int) -> dict[int, float | None]:

@@ -300,7 +300,7 @@ async function receive(body, answer, signal, changed) {
     if (usage) {
       const { prompt_tokens: prompt, completion_tokens: output, prompt_tokens_details: details } = usage;
       Object.assign(answer.stats, { prompt, cached: details.cached_tokens, output });
-      // Tokens that arrive together say nothing about the speed.
+      // The speed of tokens that arrive together cannot be measured.
       if (output > 1 && last - first > MIN_SPAN_MS) {
         answer.stats.perSecond = ((output - 1) * 1000) / (last - first);
       }

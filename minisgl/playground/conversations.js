@@ -1,5 +1,5 @@
 // The conversations, in the storage of the browser. Each has an entry of its own, so that two tabs
-// do not overwrite the conversations of one another. Nothing is sent to the server to store it.
+// do not overwrite the conversations of one another. The server stores no conversation.
 
 import { notify } from "./dom.js";
 

@@ -8,7 +8,7 @@ import { Plot } from "./plot.js";
 const PHASES = ["prefill", "mixed", "decode"];
 const STATES = {
   loading: "The server loads the model. It refuses requests until it is ready.",
-  draining: "The server drains: it finishes the open requests and then ends. It refuses new ones.",
+  draining: "The server drains: it finishes the open requests and then ends. It refuses new requests.",
   "not ready": "The server runs, but it is not ready: /readyz answers 503.",
   unknown: "The page cannot read /metrics: the server does not answer, or a proxy does not pass this path on.",
 };
@@ -39,12 +39,12 @@ const mean = (name) => inMs((a, b) => ratio(a, b, (one) => one.of(`${name}_sum`)
 // [title, note, format, smallest height of the scale, lines]. A line is a name and its value from two
 // neighbouring scrapes.
 const PLOTS = [
-  ["Requests", "in the batch, and accepted but not in it", number, 1, [
+  ["Requests", "in the batch, or waiting for it", number, 1, [
     ["running", (_, b) => b.of("requests_running")],
     ["waiting", (_, b) => b.of("requests_waiting")],
   ]],
-  ["Output", "tokens per second", number, 10, [["written", perSecond("generation_tokens_total")]]],
-  ["Input", "prompt tokens per second", number, 10, [["read", perSecond("prompt_tokens_total")]]],
+  ["Output", "tokens per second", number, 10, [["output", perSecond("generation_tokens_total")]]],
+  ["Input", "prompt tokens per second", number, 10, [["prompt", perSecond("prompt_tokens_total")]]],
   ["Batch size", "requests in a forward pass, mean", number, 1,
     PHASES.map((phase) => [phase, perPass(phase, "batch_size_sum", "batch_size_count")])],
   ["Step time", "one forward pass, mean", milliseconds, 0.001, PHASES.map((phase) => {

@@ -20,7 +20,7 @@ const GROUPS = {
     ["logit_bias", "Logit bias", "json", { placeholder: '{"364": -5}' }],
   ],
   "Length and end": [
-    ["max_tokens", "Max tokens", "number", { min: "1", step: "1", placeholder: "what fits" }],
+    ["max_tokens", "Max tokens", "number", { min: "1", step: "1", placeholder: "rest of context" }],
     ["min_tokens", "Min tokens", "number", { min: "0", step: "1", placeholder: "0" }],
     ["stop", "Stop strings, one per line", "lines", {}],
     ["stop_token_ids", "Stop token ids", "numbers", { placeholder: "2, 17" }],
@@ -30,7 +30,7 @@ const GROUPS = {
   ],
   Reasoning: [
     ["enable_thinking", "Thinking", "choice", { choices: { true: "on", false: "off" } }],
-    ["reasoning_effort", "Effort", "text", { placeholder: "of the template" }],
+    ["reasoning_effort", "Effort", "text", { placeholder: "template default" }],
   ],
   "JSON schema": [["schema", "Schema of the answer", "json", { placeholder: '{"type": "object"}' }]],
   Tools: [

@@ -14,8 +14,8 @@ from minisgl.quantization.selection import fp8_quantization, names_module
 class _Settings(msgspec.Struct, frozen=True):
     """The fields of quantization_config.
 
-    activation_scale_ub: a limit on the activations, which minisgl does not need: the scale of a
-    token follows from its largest number.
+    activation_scale_ub: a limit on the activations. minisgl checks its type and ignores its value,
+    because it computes the scale of each token from the token's largest number.
     """
 
     activation_scale_ub: Number = 1200.0

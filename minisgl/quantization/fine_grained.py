@@ -1,4 +1,8 @@
-"""quant_method fp8: DeepSeek's blocks (Qwen3-*-FP8), or one scale for each tensor (AutoFP8)."""
+"""quant_method fp8: DeepSeek's blocks (Qwen3-*-FP8), or one scale for each tensor.
+
+AutoFP8 and transformers (Ministral-3-*-Instruct) both write one scale for each tensor, but under
+different names. Only transformers writes the field weight_block_size, with the value null.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,9 +17,10 @@ from minisgl.quantization.selection import fp8_quantization, names_module
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """The fields of quantization_config. Both names of the list of ignored modules occur.
+    """The fields of quantization_config. Checkpoints name the list of ignored modules
+    modules_to_not_convert or ignored_layers.
 
-    activation_scheme: either way each token gets a scale of its own.
+    activation_scheme: minisgl computes a scale for each token with both values.
     """
 
     fmt: str = "e4m3"
@@ -44,9 +49,9 @@ def fine_grained(settings: Mapping[str, Any]) -> Quantization:
             f"quantization_config: expert_dtype {fields.expert_dtype!r} is not supported; use fp8"
         )
     ignored = (*fields.modules_to_not_convert, *fields.ignored_layers)
-    form = Fp8Format("block", "weight_scale_inv")
-    if fields.weight_block_size is None:
-        form = Fp8Format("tensor")
+    names_block_size = "weight_block_size" in settings
+    scale = "weight_scale_inv" if names_block_size else "weight_scale"
+    form = Fp8Format("tensor" if fields.weight_block_size is None else "block", scale)
     return fp8_quantization(
         lambda name: None if any(names_module(entry, name) for entry in ignored) else form
     )

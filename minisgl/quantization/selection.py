@@ -17,7 +17,10 @@ from minisgl.quantization.linear import Fp8Linear
 
 # Tensors that FP8 checkpoints may have and that the model does not read. Activations are quantised
 # with a scale for each token, which needs no calibration. Keys and values have scales of their own.
-_UNUSED = (".input_scale", ".input_scale_ub", ".q_scale", ".k_scale", ".v_scale")
+_UNUSED = (
+    *(".input_scale", ".input_scale_ub", ".activation_scale"),
+    *(".q_scale", ".k_scale", ".v_scale"),
+)
 
 # Returns the format of the linear with this full name; None if it is not quantised.
 FormatOf = Callable[[str], Fp8Format | None]

@@ -234,9 +234,9 @@ class Planner:
         admit: waiting requests may start.
 
         The budget goes to the priorities in their order. Each client with prompts of a priority
-        may first use an equal part of the rest. The second round divides what is left. While
-        requests of one priority wait for room, no request of a later priority is admitted. The
-        returned request found no row or no pages although its client is within its share, or
+        may first use an equal part of the rest. The second round divides the remaining tokens.
+        While requests of one priority wait for room, no request of a later priority is admitted.
+        The returned request found no row or no pages although its client is within its share, or
         although a request of a later priority runs.
         """
         self._advance_oldest()
@@ -292,9 +292,8 @@ class Planner:
             pages = self._kv_manager.pages_for(len(req.tokens))
             is_within = self._shares.is_within(req, pages)
             rows = self._table.rows
-            if rows.num_free <= rows.size // RESERVED_ROWS and not self._is_first(req):
-                break
-            if not self._table.rows.num_free or not (is_within or blocked is None):
+            reserved = 0 if self._is_first(req) else rows.size // RESERVED_ROWS
+            if rows.num_free <= reserved or not (is_within or blocked is None):
                 refused = self._refused(req, is_within)
                 break
             match = self._kv_manager.match(req)

@@ -66,7 +66,7 @@ class WaitingQueue:
         return (req for turn in turns for req in turn if req is not None)
 
     def append(self, req: Req) -> None:
-        """Add a request: to the end of its call, or, if preempted, before all of its client."""
+        """Add a request to the end of its call; a preempted one before all others of its client."""
         self._recent.append(req.priority)
         self.highest_class = min(self._recent)
         self.has_classes = self.highest_class < max(self._recent)

@@ -16,9 +16,9 @@ class ClientShares:
     planner preempts the newest request of the client that holds the most. This is max-min fairness
     for rows and for pages. It depends on present holdings only, and not on past use.
 
-    The last running request of a client is never preempted for another client, so that each client
-    makes progress. A request that needs more than the fair share of pages waits until the other
-    clients leave that many pages free.
+    Within one priority, the last running request of a client is never preempted for another client,
+    so that each client makes progress. A request that needs more than the fair share of pages waits
+    until the other clients leave that many pages free.
 
     The planner calls `measure` at the start of each plan. With one client, `measure` counts no
     holdings, and no request is preempted for another client.
@@ -79,7 +79,7 @@ class ClientShares:
     def victim(self, req: Req, running: Sequence[Req]) -> Req | None:
         """The request of `running` to preempt for `req`; None if no client holds too much.
 
-        A request of a later priority comes first: the newest one of the last priority.
+        If requests of later priorities run, it is the newest request of the last priority.
         """
         if later := [other for other in running if other.priority > req.priority]:
             return max(later, key=lambda other: (other.priority, other.arrival_index))

@@ -19,7 +19,7 @@ import msgspec
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.server.auth import key_hashes, lowest_priorities
-from minisgl.server.config import KVEventsConfig, Limits, ServerConfig
+from minisgl.server.config import DEMO_NAME, KVEventsConfig, Limits, ServerConfig
 from minisgl.server.settings import (
     WITHOUT_EFFECT,
     flag_variables,
@@ -52,10 +52,10 @@ _EXAMPLES = """examples:
 minisgl serves language models over the OpenAI API. Its commands:
   minisgl [serve] [MODEL] [FLAGS]   serve a model; without MODEL, the demo model
   minisgl chat [MODEL] [FLAGS]      the same as serve --shell
-  minisgl plan [MODEL] [FLAGS]      what fits on a GPU and how fast it can be, without a GPU
+  minisgl plan [MODEL] [FLAGS]      compute capacity and shortest token time; needs no GPU
   minisgl doctor                    check the GPU, the compilers, the memory and the hub
   minisgl compile [MODEL] [FLAGS]   compile GPU kernels ahead of time
-  minisgl bench NAME [FLAGS]        measure
+  minisgl bench NAME [FLAGS]        run a benchmark; minisgl bench --help lists them
 """
 _PLACES = """places of a setting:
   The command line wins over the environment, and the environment over the file of --config.
@@ -65,7 +65,7 @@ _PLACES = """places of a setting:
   --no-NAME switches a flag without a value off, for example --no-dummy-weight.
 
 names of other servers:
-  A flag also has its names in vLLM and SGLang where they mean the same, such as --max-model-len.
+  Flags of vLLM and SGLang with the same meaning work too, such as --max-model-len.
 """
 
 
@@ -189,7 +189,8 @@ def _sentences(text: str) -> str:
     """
     parts = (part.strip().removesuffix(".") for part in text.replace("%", "%%").split("; "))
     return " ".join(
-        f"{part if re.match(r'[a-z]+:', part) else part[:1].upper() + part[1:]}." for part in parts
+        f"{part if re.match('[a-z0-9]+:', part) else part[:1].upper() + part[1:]}."
+        for part in parts
     )
 
 
@@ -337,7 +338,7 @@ def _check_certificate(certfile: str | None, keyfile: str | None, shell: bool) -
 def _served_name(model: str | None) -> str:
     """The Hugging Face id, or the name of the folder: clients do not see paths of the server."""
     if model is None:
-        return "minisgl-demo"
+        return DEMO_NAME
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
 

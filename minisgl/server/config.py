@@ -14,6 +14,7 @@ from minisgl.utils import supervise
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
 
 # The client of requests whose key has no name, and of all requests to a server without keys.
+DEMO_NAME = "minisgl-demo"  # the served name of the embedded model
 DEFAULT_CLIENT = "default"
 
 

@@ -26,7 +26,7 @@ import msgspec
 
 from minisgl.core import ConfigError
 from minisgl.server.auth import key_hashes
-from minisgl.server.config import CHILD_COMMAND, ChildSpec, ServerConfig
+from minisgl.server.config import CHILD_COMMAND, DEMO_NAME, ChildSpec, ServerConfig
 from minisgl.utils import make_socket_dir, process_age_s, setup_logging, supervise
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ def launch(
     """Serve until a signal or a failure ends the service, and return the exit code.
 
     With --shell, if a minisgl server has the port, this process becomes a chat with that server.
+    If the user has named a model, the chat asks for this model.
 
     scheduler_command: starts a scheduler process; tests pass the command of a stub.
     download_s: seconds in which the caller found or downloaded the model.
@@ -67,9 +68,11 @@ def launch(
     """
     setup_logging("launcher", "info", config.log_format)
     if config.shell and (url := _running_server(config.host, config.port)) is not None:
-        logger.info(f"chatting with the server that runs at {url}")
+        logger.info(f"chatting with the running server at {url}")
         logging.shutdown()
-        os.execve(sys.executable, [*_SHELL_COMMAND, "--url", url], dict(environ))
+        (name, *_), default = config.served_names, (DEMO_NAME,)
+        named = [] if config.served_names == default else ["--model", name]
+        os.execve(sys.executable, [*_SHELL_COMMAND, "--url", url, *named], dict(environ))
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
     if shell_key is not None:
         hashes = config.api_key_hashes | key_hashes([shell_key], None)
@@ -265,7 +268,7 @@ class _Service:
 
 
 def _running_server(host: str, port: int) -> str | None:
-    """The URL of the minisgl server at this address, or None. It is known by its /readyz."""
+    """The URL of the minisgl server at this address; None without one. Asks for /readyz."""
     import httpx  # slow to import, and needed with --shell only
 
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -7,6 +7,7 @@ import msgspec
 
 from minisgl.core import ConfigError, EngineConfig, ModelFacts
 from minisgl.core.hub import read_json
+from minisgl.models.registry import text_part
 
 
 class _Config(msgspec.Struct):
@@ -24,7 +25,8 @@ def facts_of(engine: EngineConfig) -> ModelFacts:
     The context length of a YaRN model is computed as in models/rope.py, which loads torch.
     """
     try:
-        config = msgspec.convert(read_json(Path(engine.model_path) / "config.json"), _Config)
+        settings = text_part(read_json(Path(engine.model_path) / "config.json"))
+        config = msgspec.convert(settings, _Config)
         rope = {**(config.rope_scaling or {}), **(config.rope_parameters or {})}
         context = config.max_position_embeddings
         original = rope.get("original_max_position_embeddings")

@@ -16,8 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Wait for the server, then chat. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="minisgl.shell", allow_abbrev=False)
     parser.add_argument("--url", default="http://127.0.0.1:1919")
-    parser.add_argument("--model", help="name of a served model (the first one)")
-    parser.add_argument("--key-fd", type=int, help="pipe with the key; default: MINISGL_API_KEY")
+    parser.add_argument("--model", help="Name of a served model. Default: the first one.")
+    parser.add_argument("--key-fd", type=int, help="Pipe with the key. Default: MINISGL_API_KEY.")
     options = parser.parse_args(argv)
     key = os.environ.get("MINISGL_API_KEY", "")
     if options.key_fd is not None:

@@ -71,9 +71,15 @@ def _convert(folder: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as parent:
         result = Path(parent) / "tokenizer"
         command = [sys.executable, "-m", "minisgl.tokenizer.convert", str(folder), str(result)]
-        run = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
+        try:
+            run = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"the conversion of the tokenizer of {folder} did not end within "
+                f"{_TIMEOUT_S:g} s: convert it on a faster machine and add its tokenizer.json"
+            ) from None
         if run.returncode:
             lines = run.stderr.strip().splitlines()
             raise ConfigError(

@@ -49,6 +49,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         | {"embedding_multiplier": 12.0, "attention_multiplier": 0.1}
         | {"residual_multiplier": 0.22, "logits_scaling": 0.25}
     ),
+    "olmo2": lambda: transformers.Olmo2Config(**_BASE),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **_BASE | _EXPERTS | {"shared_expert_intermediate_size": 256}
+    ),
+    "ministral3": lambda: transformers.Ministral3Config(**_BASE | {"head_dim": 32}),
 }
 _IGNORED = "model.layers.1.self_attn.o_proj"
 _DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -83,6 +88,16 @@ FORMATS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": [_IGNORED]},
         "tensor",
         "weight_scale",
+    ),
+    "tensor-transformers": (  # Ministral-3-*-Instruct
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": ["lm_head", _IGNORED],
+        },
+        "tensor",
+        "weight_scale_inv",
     ),
     "compressed-channel": (_scheme("channel"), "channel", "weight_scale"),
     "compressed-tensor": (_scheme("tensor"), "tensor", "weight_scale"),
@@ -147,6 +162,8 @@ def build_fp8(form: str, family: str, folder: Path) -> Saved:
         stored[f"{module}.{scale_name}"] = scales
         if form in ("tensor", "modelopt"):
             stored[f"{module}.input_scale"] = torch.tensor(0.37)
+        if form == "tensor-transformers":
+            stored[f"{module}.activation_scale"] = torch.tensor(0.37)
         if form == "modelopt" and module.endswith(("k_proj", "v_proj")):
             stored[f"{module}.{module[-6]}_scale"] = torch.tensor(0.21)
     save_file(rounded, path, {"format": "pt"})

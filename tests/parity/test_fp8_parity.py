@@ -48,9 +48,11 @@ def test_tokens_are_those_of_the_dequantised_weights(form: str, family: str, bui
     assert formats_in(saved.fp8) == expected
 
 
-@pytest.mark.parametrize("family", ["phi3", "granite"])
-@pytest.mark.parametrize("form", ["block", "compressed-channel", "compressed-tensor"])
-def test_merged_reordered_and_scaled_weights(form: str, family: str, build: Build) -> None:
+@pytest.mark.parametrize("family", ["phi3", "granite", "olmo2", "qwen2-moe", "ministral3"])
+@pytest.mark.parametrize("form", ["block", "tensor-transformers", "compressed-channel"])
+def test_other_families_give_the_tokens_of_the_dequantised_weights(
+    form: str, family: str, build: Build
+) -> None:
     saved, prompt = build(form, family), prompt_of(41)
     tokens = Driver(make_engine(saved.fp8)).generate(0, prompt, 8)
     assert tokens == transformers_greedy(saved.reference, prompt, 8)
@@ -107,7 +109,7 @@ def logits_of(path: str, prompt: list[int], folded: bool = False) -> torch.Tenso
     return seen[0][0]
 
 
-@pytest.mark.parametrize("family", ["llama-odd", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama-odd", "qwen3", "qwen3-moe", "phi3", "granite", "olmo2"])
 @pytest.mark.parametrize("form", ["block", "compressed-tensor"])
 def test_logits_are_close_with_norms_inside_the_linears(
     form: str, family: str, build: Build
@@ -126,6 +128,9 @@ CASES = [
     ("compressed-channel", RankCase("qwen3-moe", 7, "radix", True, False, aborts=False)),
     ("modelopt", RankCase("qwen3", 64, "naive", overlap=True, crowded=True, aborts=False)),
     ("block", RankCase("phi3", 7, "radix", overlap=True, crowded=False, aborts=False)),
+    ("block", RankCase("olmo2", 7, "radix", overlap=True, crowded=False, aborts=False)),
+    ("block", RankCase("qwen2-moe", 64, "radix", overlap=True, crowded=False, aborts=False)),
+    ("compressed-channel", RankCase("granite", 64, "radix", True, False, aborts=False)),
 ]
 
 
@@ -151,10 +156,13 @@ def test_ranks_give_the_tokens_of_the_dequantised_weights(
             assert tokens == wanted[: len(tokens)]
 
 
-def test_online_weights_do_not_depend_on_the_ranks(build: Build, tmp_path: Path) -> None:
-    case = RankCase("qwen3-moe", 64, "radix", overlap=True, crowded=False, aborts=False)
+@pytest.mark.parametrize("family", ["qwen3-moe", "phi3"])
+def test_online_weights_do_not_depend_on_the_ranks(
+    family: str, build: Build, tmp_path: Path
+) -> None:
+    case = RankCase(family, 64, "radix", overlap=True, crowded=False, aborts=False)
     case.engine["quantization"] = "fp8"
-    paths = {"qwen3-moe": build("block", "qwen3-moe").reference}
+    paths = {family: build("block", family).reference}
     (alone,) = run_cases(SingleCommunicator(), str(tmp_path), [case], paths)
     first, second = run_on(2, [case], paths, tmp_path)
     assert first == second

@@ -97,10 +97,19 @@ def test_shell_talks_to_the_server_that_has_the_port_and_prints_answers_only(
             timeout=DEADLINE_S,
         )
         keyless = subprocess.run(command, input="one\n", capture_output=True, text=True)
+        other = subprocess.run(
+            [*command, "--served-model-name", "other"],
+            input="one\n",
+            env={**os.environ, "MINISGL_API_KEY": "s"},
+            capture_output=True,
+            text=True,
+        )
     assert done.stdout == "a b\n(conversation forgotten)\nc d\n"
     assert done.returncode == 0
     assert "set MINISGL_API_KEY" in keyless.stderr
     assert keyless.returncode == 1
+    assert "other" in other.stdout + other.stderr, "the chat asks for the named model"
+    assert "a b" not in other.stdout
 
 
 def test_each_request_has_one_log_line(tiny_model: Path) -> None:

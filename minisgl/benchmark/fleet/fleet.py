@@ -23,7 +23,7 @@ RETRY_S = 1.0  # a client sends a failed request again after this time
 
 
 class FleetPlan(NamedTuple):
-    """The replicas, and what happens to them.
+    """The replicas, and their failures, rollouts and autoscaling.
 
     replicas     ready replicas at time 0.
     front_end_s  time of a request from the router to the scheduler: HTTP and the tokenizer.
@@ -89,7 +89,7 @@ class Fleet:
         self._desired = plan.replicas
         self._retries_left = [plan.retries] * len(load.prompts)
         self._unanswered = len(load.prompts)
-        self._on_end: dict[int, Callable[[], None]] = {}  # by replica: what follows its drain
+        self._on_end: dict[int, Callable[[], None]] = {}  # by replica: called after its drain
 
     def run(self, router: Router) -> FleetResult:
         self._router = router

@@ -163,11 +163,12 @@ class EndpointPicker:
         return page_chain(prompt, self._block_tokens)
 
     def _chosen(self, replica: int, chain: Sequence[int]) -> None:
-        """The cache events report what the replica stores."""
+        """Do nothing: the cache events report the blocks that the replica stores."""
 
 
 class ApproximatePicker(EndpointPicker):
-    """The endpoint picker without cache events: it assumes that a replica caches what it gets."""
+    """The endpoint picker without cache events: it assumes that a replica caches each prompt that
+    the router sends to it."""
 
     reads_cache = False
 

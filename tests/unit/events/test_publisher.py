@@ -157,7 +157,9 @@ def test_a_full_queue_refuses_a_batch_at_once(publisher: Publisher) -> None:
     publisher.start()
 
 
-def test_a_subscriber_that_does_not_read_blocks_nothing(publisher: Publisher) -> None:
+def test_the_publisher_does_not_wait_for_a_subscriber_that_reads_nothing(
+    publisher: Publisher,
+) -> None:
     idle = subscribe(publisher)
     publisher.start()
     large = BlockStored(

@@ -1,4 +1,4 @@
-"""The FP8 KV cache: the rounding of a vector, and what is stored and read."""
+"""The FP8 KV cache: the rounding of a vector, and the stored and read values."""
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ def rounded(x: Tensor) -> Tensor:
 
 
 @given(exponent=st.integers(-50, 100), seed=st.integers(0, 999), outlier=st.integers(0, 14))
-def test_an_element_is_wrong_by_a_sixteenth_at_most(exponent: int, seed: int, outlier: int) -> None:
+def test_the_relative_error_of_an_element_is_at_most_a_sixteenth(
+    exponent: int, seed: int, outlier: int
+) -> None:
     """Elements far below the largest one are wrong by a share of the largest one."""
     x = torch.randn(6, 32, generator=torch.Generator().manual_seed(seed))
     x[:, 3] *= 2.0**outlier
@@ -25,7 +27,7 @@ def test_an_element_is_wrong_by_a_sixteenth_at_most(exponent: int, seed: int, ou
 
 
 @given(exponent=st.integers(-50, 100), seed=st.integers(0, 999))
-def test_rounding_twice_is_rounding_once(exponent: int, seed: int) -> None:
+def test_rounding_a_rounded_vector_changes_nothing(exponent: int, seed: int) -> None:
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     once = rounded(x)
     assert torch.equal(rounded(once), once)

@@ -198,6 +198,16 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
             {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5},
             "longrope has 8 factors; expected 4",
         ),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
+            "original_max_position_embeddings must be above 1",
+        ),
+        (
+            "Exaone4ForCausalLM",
+            {"sliding_window": 16, "layer_types": 5},
+            "lists 0 layers of 2",
+        ),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "lists 1 layers of 2"),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier is 0: Expected"),
         (
@@ -247,6 +257,17 @@ def test_the_config_of_a_language_model_beside_an_encoder() -> None:
     outer = {"architectures": ["Mistral3ForConditionalGeneration"], "dtype": "float16"}
     model = model_config_from({**outer, "text_config": text, "vision_config": {}})
     assert (model.hidden_size, model.num_layers, model.dtype) == (64, 2, "float16")
+
+
+def test_null_in_text_config_does_not_replace_a_setting_of_the_outer_config() -> None:
+    text = {**LLAMA, "model_type": "mistral", "dtype": None, "quantization_config": None}
+    outer = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "dtype": "float16",
+        "quantization_config": {"quant_method": "fp8"},
+    }
+    model = model_config_from({**outer, "text_config": text})
+    assert (model.dtype, model.quantization) == ("float16", {"quant_method": "fp8"})
 
 
 def test_the_tensors_of_a_language_model_beside_an_encoder() -> None:

@@ -95,6 +95,36 @@ def test_stored_formats_count_their_bytes_and_scales(tmp_path: Path) -> None:
                 plan(folder)
 
 
+def test_an_fp8_pool_needs_memory_for_copies_of_contexts_on_every_gpu(tmp_path: Path) -> None:
+    """Hopper copies contexts with any pool, other GPUs with an FP8 pool only."""
+    folder = write_model("qwen3-8b", tmp_path)
+    added = {
+        name: plan(folder, GPUS[name], kv_cache_dtype="fp8").remainder_bytes
+        - plan(folder, GPUS[name]).remainder_bytes
+        for name in ("H200", "L40S")
+    }
+    assert added == {"H200": 0, "L40S": 2 * plan(folder).context * 8 * 128 * 2}
+
+
+def test_a_shared_expert_wider_than_the_routed_experts_counts(tmp_path: Path) -> None:
+    folder = write_model("qwen3-30b-a3b", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 768}
+    path.write_text(json.dumps(config))
+    narrow = plan(folder)
+    path.write_text(json.dumps(config | {"shared_expert_intermediate_size": 20_480}))
+    added = 3 * 20_480 - 8 * (768 + 2048)
+    assert plan(folder).remainder_bytes - narrow.remainder_bytes == pytest.approx(
+        1.444 * 8192 * added * 2, abs=2
+    )
+
+
+def test_a_kv_dtype_that_the_engine_refuses_has_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype bf16 needs dtype bfloat16"):
+        plan(write_model("qwen3-8b", tmp_path), dtype="float16", kv_cache_dtype="bf16")
+
+
 def test_floor_of_one_token_is_its_bytes(tmp_path: Path) -> None:
     folder = write_model("qwen3-8b", tmp_path)
     found, cost = plan(folder), cost_of(load_model_config(folder))

@@ -122,6 +122,20 @@ def test_lists_of_ignored_modules(
     assert [form_of(quantization, parent, name) for parent, name in linears] == expected
 
 
+def test_null_as_block_size_selects_the_names_that_transformers_writes() -> None:
+    """Ministral-3-*-Instruct: one scale for each tensor, named weight_scale_inv."""
+    quantization = fine_grained(
+        {
+            "activation_scheme": "static",
+            "modules_to_not_convert": ["model.vision_tower", "lm_head"],
+            "weight_block_size": None,
+        }
+    )
+    form = form_of(quantization, "model.layers.0.self_attn", "q_proj", "k_proj")
+    assert form == Fp8Format("tensor", "weight_scale_inv")
+    assert "model.layers.0.mlp.down_proj.activation_scale".endswith(quantization.unused)
+
+
 def test_merged_linears_of_different_formats_are_refused() -> None:
     quantization = fine_grained({"ignored_layers": ["k_proj"]})
     with pytest.raises(ConfigError, match=r"linears of model\.layers\.0\.a different formats"):
@@ -169,7 +183,7 @@ def test_a_missing_scale_and_an_unknown_tensor_are_refused(tmp_path: Path) -> No
 def test_scales_of_keys_and_values_are_left_out_with_a_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "minisgl"):
         make_engine(build_fp8("modelopt", "llama", tmp_path).fp8)
     layers, linears, ignored = 2, 7, 1
     count = layers * linears - ignored + 2 * layers  # input scales, k_scale and v_scale

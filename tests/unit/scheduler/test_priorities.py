@@ -172,3 +172,20 @@ def test_a_single_priority_other_than_0_plans_as_priority_0() -> None:
         harness.run()
         plans.append([batch.plan_hash() for batch in engine.batches])
     assert plans[0] == plans[1]
+
+
+def test_a_middle_priority_takes_a_row_of_a_later_one_while_an_earlier_one_is_in_use() -> None:
+    """Of 16 rows, one is kept for priority 0, so requests of priority 9 fill the other 15."""
+    harness = Harness(FakeEngine(256, 4, max_running_reqs=16, max_seq_len=64), config())
+    first = harness.add(prompt_of(9, 99), max_tokens=1)
+    harness.run()
+    low = [
+        harness.add(prompt_of(9, i), max_tokens=40, ignore_eos=True, priority=9) for i in range(15)
+    ]
+    for _ in range(4):
+        harness.step()
+    middle = harness.add(prompt_of(9, 50), max_tokens=4, ignore_eos=True, priority=1)
+    assert order_of_ends(harness)[:2] == [first, middle]
+    assert harness.scheduler.totals.preemptions_total == 1
+    for uid, seed in zip(low, range(15), strict=True):
+        assert harness.answers[uid].tokens == expected_output(prompt_of(9, seed), 40, True)

@@ -1,8 +1,8 @@
 """The oracle of the parsers: a chat template renders a random call, and the parser reads it back.
 
 `templates` holds one short template per format, which writes calls as the models of the family do.
-The folder in the variable TOOL_TEMPLATES may hold further templates, such as those of the models
-themselves, as *.jinja files. Files without a known format are skipped.
+tests/data/templates holds templates that model authors published. The folder in the variable
+TOOL_TEMPLATES may hold further *.jinja files; a file without a known format is skipped.
 """
 
 import os
@@ -21,8 +21,17 @@ from minisgl.tool_calls.formats import FORMATS
 from tests.unit.tool_calls.answers import TEMPLATES, cut, load_template, parse
 
 OWN = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
+PUBLISHED = {
+    "Qwen-Qwen2.5-7B-Instruct": "hermes",
+    "Qwen-Qwen3-0.6B": "hermes",
+    "Qwen3-Coder": "qwen3-coder",
+    "Qwen3.5-4B": "qwen3-coder",
+    "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+    "mistralai-Ministral-3-14B-Reasoning-2512": "mistral-v11",
+}
+DATA = Path(__file__).parents[2] / "data" / "templates"
 GIVEN = {path.stem: path for path in sorted(Path(os.environ.get("TOOL_TEMPLATES", "-")).glob("*"))}
-PATHS = {**OWN, **GIVEN}
+PATHS = {**OWN, **{name: DATA / f"{name}.jinja" for name in PUBLISHED}, **GIVEN}
 QUESTION = {"role": "user", "content": "question"}
 
 names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,20}", fullmatch=True)
@@ -87,6 +96,11 @@ def is_exact(format_name: str, template: str, value: Any) -> bool:
 
 def test_every_format_has_a_template_from_which_it_is_detected() -> None:
     assert {name: template_of(name)[1] for name in OWN} == {name: name for name in FORMATS}
+
+
+def test_the_formats_of_published_templates_are_detected() -> None:
+    assert {path.stem for path in DATA.glob("*.jinja")} == set(PUBLISHED)
+    assert {name: template_of(name)[1] for name in PUBLISHED} == PUBLISHED
 
 
 @pytest.mark.parametrize("name", PATHS)

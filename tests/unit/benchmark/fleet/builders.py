@@ -1,4 +1,4 @@
-"""Small fleets: each step takes the same time, whatever it computes."""
+"""Small fleets in which all steps take the same time."""
 
 from collections.abc import Sequence
 
