@@ -311,8 +311,10 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
         fields.sliding_window_pattern,
     )
     interval = pattern if type(pattern) is int else family.full_interval
-    if isinstance(fields.layer_types, list):
-        kinds = fields.layer_types
+    kinds = fields.layer_types
+    if kinds is not None and not isinstance(kinds, list):
+        raise ConfigError(f"config.json: layer_types is {kinds!r}: expected a list or null")
+    if kinds is not None:
         if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", _SLIDING}):
             raise ConfigError(
                 f"layer type {unknown[0]!r} is not supported; "

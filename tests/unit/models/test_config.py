@@ -206,7 +206,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
         (
             "Exaone4ForCausalLM",
             {"sliding_window": 16, "layer_types": 5},
-            "lists 0 layers of 2",
+            "layer_types is 5: expected a list or null",
         ),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "lists 1 layers of 2"),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier is 0: Expected"),
