@@ -87,6 +87,8 @@ class AttentionStep(NamedTuple):
                      start and lengths on the device.
     page_table       int32 [rows, max_pages] on the device, with this step's updates applied.
                      Entries past the last page of a request are undefined.
+    window_table     the same for the pool of window layers, if they have a pool of their own.
+                     Entries of pages behind the window are undefined too.
     """
 
     num_decode: int
@@ -96,6 +98,7 @@ class AttentionStep(NamedTuple):
     device_start: Tensor
     device_lengths: Tensor
     page_table: Tensor
+    window_table: Tensor | None = None
 
     def part(self, first: int, end: int) -> "AttentionStep":
         """Return the step of the requests first to end - 1 alone."""

@@ -233,7 +233,7 @@ class InTurn(NamedTuple):
 
 def copy_for(pool: KVPool, step: AttentionStep) -> ContextCopy:
     """Memory for copies of the contexts of steps with the page table of `step`."""
-    return ContextCopy(step.page_table, pool.layer(0)[0], pool.spec.dtype)
+    return ContextCopy(step.page_table, pool.layer(pool.layers[0])[0], pool.spec.dtype)
 
 
 def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:

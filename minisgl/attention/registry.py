@@ -39,13 +39,15 @@ def create_attention_backend(
     q_heads: int,
     rules: Sequence[AttentionRule] = (PLAIN,),
     added: Sequence[type[AttentionBackend]] = (),
+    windows: KVPool | None = None,
 ) -> AttentionBackend:
     """Make the backend called `name`.
 
     name: "auto", the name of one backend for both phases, or two names with a comma between them:
     first the backend for prefill, then the backend for decode.
     q_heads: query heads of this rank. rules: the rule of each KV layer, or one rule for all
-    layers. added: backends of other packages. Raises ConfigError for an unknown name, and for a
+    layers. added: backends of other packages. windows: the pool of window layers, if it is
+    not `pool`. Raises ConfigError for an unknown name, and for a
     named backend that cannot run with this pool. If auto selects torch on a GPU, a warning gives
     the reason.
     """
@@ -58,15 +60,15 @@ def create_attention_backend(
         logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)
 
     def create(rule: AttentionRule) -> AttentionBackend:
-        first = prefill(pool, q_heads, rule)
+        of_rule = pool if rule.window is None or windows is None else windows
+        first = prefill(of_rule, q_heads, rule)
         shared = issubclass(prefill, decode)
-        return PhasedAttention(first, first if shared else decode(pool, q_heads, rule))
+        return PhasedAttention(first, first if shared else decode(of_rule, q_heads, rule))
 
     backends = {rule: create(rule) for rule in dict.fromkeys(rules)}
-    if len(backends) == 1:
+    if len(backends) == 1 and windows is None:
         return backends[rules[0]]
-    order = list(backends)
-    return LayeredAttention(tuple(backends.values()), tuple(order.index(rule) for rule in rules))
+    return LayeredAttention(backends, rules)
 
 
 def attention_kernels(
@@ -151,20 +153,31 @@ class _Mixed(NamedTuple):
 class LayeredAttention(AttentionBackend):
     """One backend for each rule of a model whose layers have different rules.
 
-    of_layer: the index in `backends` of each KV layer.
+    rules: the rule of each KV layer.
     """
 
-    def __init__(self, backends: tuple[AttentionBackend, ...], of_layer: tuple[int, ...]) -> None:
+    def __init__(
+        self, backends: dict[AttentionRule, AttentionBackend], rules: Sequence[AttentionRule]
+    ) -> None:
         self.backends = backends
-        self.of_layer = of_layer
+        self.of_layer = tuple(list(backends).index(rule) for rule in rules)
 
     def prepare(self, step: AttentionStep) -> StepAttention:
-        return _Layered([backend.prepare(step) for backend in self.backends], self.of_layer)
+        parts = [each.prepare(_step_of(step, rule)) for rule, each in self.backends.items()]
+        return _Layered(parts, self.of_layer)
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        graphs = [backend.decode_graph(size, step) for backend in self.backends]
+        backends = self.backends.items()
+        graphs = [each.decode_graph(size, _step_of(step, rule)) for rule, each in backends]
         known = [graph for graph in graphs if graph is not None]
         return _LayeredGraph(known, self.of_layer) if len(known) == len(graphs) else None
+
+
+def _step_of(step: AttentionStep, rule: AttentionRule) -> AttentionStep:
+    """The step with the page table of the layers of `rule`."""
+    if rule.window is None or step.window_table is None:
+        return step
+    return step._replace(page_table=step.window_table)
 
 
 class _Layered(NamedTuple):

@@ -88,7 +88,7 @@ class DecodeGraphs:
         device = runner.device
         capacity = StepLayout(largest, _MAX_PAGE_UPDATES, 0, runner.columns).size
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=device)
+        self._tokens = torch.zeros((len(runner.padding), largest), dtype=torch.int32, device=device)
         width, dtype = runner.model.lm_head.shard.local, runner.model.lm_head.weight.dtype
         self._logits = torch.zeros((largest, width), dtype=dtype, device=device)
         self._next_tokens = torch.zeros(2 * largest, dtype=torch.int32, device=device)
@@ -138,7 +138,7 @@ class DecodeGraphs:
         attention = runner.attention.decode_graph(size, step)
         if attention is None:
             return None
-        tokens = torch.as_strided(self._tokens, (3, size), (size, 1))
+        tokens = torch.as_strided(self._tokens, (len(runner.padding), size), (size, 1))
         logits = self._logits[:size]
         next_tokens = self._next_tokens[: 2 * size].view(2, size)
 

@@ -5,15 +5,16 @@ This module resolves these values from the model and the machine, and reads the 
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from minisgl.core import ConfigError, EngineConfig, OutOfMemory
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
 from minisgl.distributed.comm import TPInfo
 from minisgl.models.config import ModelConfig
 
+TYPICAL_TOKENS = 4096  # of a request, to divide the memory between two KV pools
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -98,8 +99,42 @@ def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
 
 def pages_that_fit(config: EngineConfig, available: int, page_bytes: int, max_seq_len: int) -> int:
     """Return the number of KV pages in `available` bytes; no more than all requests can fill."""
-    useful = config.max_running_reqs * -(-max_seq_len // config.page_size)
-    return min(available // page_bytes, useful)
+    return min(available // page_bytes, _useful_pages(config, max_seq_len))
+
+
+def split_pages(
+    config: EngineConfig, available: int, page_bytes: Sequence[int], max_seq_len: int, window: int
+) -> tuple[int, int]:
+    """Divide `available` bytes between layers with full attention and window layers.
+
+    page_bytes: of one page of each of the two pools. window: tokens of a window.
+    Returns the pages of both pools. They hold the same number of requests of TYPICAL_TOKENS tokens.
+    With longer requests the first pool is full earlier, with shorter requests the second one.
+    """
+    size, useful = config.page_size, _useful_pages(config, max_seq_len)
+    full = -(-min(TYPICAL_TOKENS, max_seq_len) // size)
+    windows = min(WindowLayers(window, 0).reserve(size), full)
+    request_bytes = full * page_bytes[0] + windows * page_bytes[1]
+    pages = min(available * full // request_bytes, useful) if page_bytes[0] else useful
+    return pages, min((available - pages * page_bytes[0]) // page_bytes[1], pages)
+
+
+def window_pages_for(
+    config: EngineConfig, num_pages: int, window: int, max_chunk_tokens: int
+) -> int:
+    """Return the window pages beside a given number of other pages.
+
+    They suffice for the windows of all running requests, as many cached windows, and the largest
+    chunk, but there are at most num_pages: a page of the window layers belongs to one of these.
+    """
+    size = config.page_size
+    reserve = WindowLayers(window, 0).reserve(size)
+    needed = 2 * config.max_running_reqs * reserve - (-max_chunk_tokens // size)
+    return max(min(needed, num_pages), reserve)
+
+
+def _useful_pages(config: EngineConfig, max_seq_len: int) -> int:
+    return config.max_running_reqs * -(-max_seq_len // config.page_size)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -63,7 +63,7 @@ class _NoAttention:
 
 
 class PieceForward(NamedTuple):
-    """The graphs of one size. tokens: int32 [3, size], their input; attended: their result."""
+    """The graphs of one size. tokens: int32 [2 + pools, size], their input; attended: their result."""
 
     size: int
     tokens: Tensor
@@ -73,7 +73,7 @@ class PieceForward(NamedTuple):
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
         """Run the forward like ModelRunner.run, over `tokens` and the padding after them.
 
-        tokens: int32 [3, T], the first T columns of self.tokens, which ModelRunner.stage has
+        tokens: int32 [2 + pools, T], the first T columns of self.tokens, which ModelRunner.stage has
         filled. The result has `size` rows, since it includes the padding. The next graph that runs
         overwrites it.
 
@@ -102,10 +102,11 @@ class PieceGraphs:
         self, runner: ModelRunner, sizes: Sequence[int], memory: Any, show_progress: bool
     ) -> None:
         """Capture graphs of these sizes; memory: the pool of the decode graphs. Blocks the host."""
-        pool, largest = runner.pool, max(sizes, default=0)
-        self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=runner.device)
-        padding = [0, 0, pool.dummy_page * pool.page_size]  # id, position, slot
-        self._padding = torch.tensor(padding, dtype=torch.int32, device=runner.device)[:, None]
+        rows, largest = len(runner.padding), max(sizes, default=0)
+        self._tokens = torch.zeros((rows, largest), dtype=torch.int32, device=runner.device)
+        self._padding = torch.tensor(runner.padding, dtype=torch.int32, device=runner.device)[
+            :, None
+        ]
         order = largest_first(sizes, "capturing piecewise graphs", show_progress)
         self._forwards = [self._capture(runner, size, memory) for size in order][::-1]
 
@@ -120,7 +121,7 @@ class PieceGraphs:
         return picked
 
     def _capture(self, runner: ModelRunner, size: int, memory: Any) -> PieceForward:
-        tokens = torch.as_strided(self._tokens, (3, size), (size, 1))
+        tokens = torch.as_strided(self._tokens, (len(runner.padding), size), (size, 1))
         tokens[:] = self._padding
         runner.run(tokens, _NoAttention())  # compiles kernels; libraries choose their algorithms
         torch.cuda.current_stream().synchronize()

@@ -135,6 +135,19 @@ class ModelConfig:
         return tuple(by_layer[layer] for layer in range(self.num_kv_layers))
 
     @property
+    def window(self) -> int | None:
+        """The largest window of a layer in tokens; None if all layers have full attention."""
+        return max((rule.window for rule in self.rules if rule.window is not None), default=None)
+
+    @property
+    def pools(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each KV pool: those with full attention, and window layers if any."""
+        full = tuple(i for i, rule in enumerate(self.rules) if rule.window is None)
+        if self.window is None:
+            return (full,)
+        return full, tuple(i for i, rule in enumerate(self.rules) if rule.window is not None)
+
+    @property
     def stream_eps(self) -> float:
         """The epsilon of the norms of the residual stream.
 

@@ -1,6 +1,6 @@
 """The decoder of every supported family. Module names follow the checkpoints' tensor names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -51,16 +51,17 @@ class ForwardContext(NamedTuple):
     """The inputs that all layers of one forward share.
 
     positions    int32 [T], the position of each token in its request.
-    slots        int32 [T], the pool slot of each token's keys and values.
+    slots        int32 [T] for each pool: the slot of each token's keys and values.
     ropes        float32 [max_seq_len, D], the rotary tables of ModelConfig.ropes.
-    attention    the attention of this step over the pool.
+    pools        the KV pools of ModelConfig.pools.
+    attention    the attention of this step over the pools.
     query_scale  float32 [T, 1], the factor on the queries of each token; None: no factor.
     """
 
     positions: Tensor
-    slots: Tensor
+    slots: Sequence[Tensor]
     ropes: tuple[Tensor, ...]
-    pool: KVPool
+    pools: tuple[KVPool, ...]
     attention: StepAttention
     query_scale: Tensor | None = None
 
@@ -105,6 +106,7 @@ class Attention(nn.Module):
         qkv = merge("qkv_proj", (q, k, v)) if config.family.merged_linears else (q, k, v)
         linear = parts.linear.within(f"model.layers.{layer}.self_attn")
         self.comm, self.kv_layer, self.rope = parts.comm, spec.kv_layer, spec.rope
+        self.pool = int(spec.rule.window is not None)
         self.head_dim = dim
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
         self.qkv_proj = ColumnParallelLinear(size, qkv, config.qkv_bias, linear)
@@ -137,8 +139,8 @@ class Attention(nn.Module):
         if isinstance(attention, FusedAttention):
             attention.attend(self.kv_layer, qkv, heads, attended)
         else:
-            pool, layer = context.pool, self.kv_layer
-            places = (context.positions, context.slots, *pool.layer(layer))
+            pool, layer = context.pools[self.pool], self.kv_layer
+            places = (context.positions, context.slots[self.pool], *pool.layer(layer))
             sizes = (self.q_heads, self.kv_heads, self.head_dim)
             q = qk_norm_rope_store(qkv, *heads, *places, *sizes, pool.scales(layer))
             attention.forward(self.kv_layer, q, attended, self.sinks)
@@ -380,7 +382,7 @@ def local_kv_spec(
 ) -> KVSpec:
     """The state that each layer keeps for a token on this rank, in `dtype` or in FP8.
 
-    All layers have the same spec, because all share one page table.
+    All layers have the same spec.
     """
     (spec,) = {layer.kv for layer in config.layers}
     return spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype, fp8=fp8)

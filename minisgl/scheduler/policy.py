@@ -185,7 +185,7 @@ class Planner:
         Returns the rows that have such a page, and a request to preempt when pages are short.
         """
         table, kv_manager = self._table, self._kv_manager
-        rows = self.decode_rows
+        rows = kv_manager.grow_windows(self.decode_rows, table)
         growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
         if not len(growing):
             return rows, None
@@ -327,7 +327,8 @@ class Planner:
         """Add up to `budget` tokens to the chunk of a running request. Returns their number."""
         chosen = chunks.get(req.row, 0)
         rest = int(self._table.prefill_end[req.row] - self._table.computed[req.row]) - chosen
-        tokens = min(budget, rest)
+        most = chosen + min(budget, rest)
+        tokens = self._kv_manager.extend_window(req, most, self._table) - chosen
         if tokens:
             chunks[req.row] = chosen + tokens
         return tokens
@@ -392,7 +393,7 @@ class Planner:
             lengths=lengths,
             samples=samples,
             chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
-            page_updates=table.pages.take_updates(rows),
+            page_updates=self._kv_manager.take_updates(rows, table),
             sampling=table.sampling(rows),
             logit_edits=table.edited_reqs(rows, ends, samples),
             logprobs=table.logprobs_request(rows, start, ends, samples),

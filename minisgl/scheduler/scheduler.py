@@ -43,6 +43,7 @@ from minisgl.scheduler.request import Req, ReqState, accept_request
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import read_result
 from minisgl.scheduler.stats import StepMeter
+from minisgl.scheduler.window_manager import WindowManager
 
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
 PREPARING_WAIT_S = 0.001  # one wait for a constraint while no other request is open
@@ -106,8 +107,11 @@ class Scheduler:
         self._reporter = extensions.cache_reporter and extensions.cache_reporter(
             engine.page_size, engine.num_pages
         )
+        windows, rows = None, engine.max_running_reqs
+        if engine.window is not None:
+            windows = WindowManager(engine.window, engine.page_size, rows, max_pages)
         self.kv_manager = KVManager(
-            engine.page_size, engine.num_pages, use_prefix_cache, self._reporter
+            engine.page_size, engine.num_pages, use_prefix_cache, self._reporter, windows
         )
         self.planner = Planner(config, self.kv_manager, self.table)
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
@@ -341,7 +345,7 @@ class Scheduler:
         result = pending.wait()
         self._meter.record_result(batch, result.by_graph)
         self._resolved_step = batch.step_id
-        self.kv_manager.pool.resolve(batch.step_id)
+        self.kv_manager.resolve(batch.step_id)
         self.table.rows.resolve(batch.step_id)
         chunks = slice(batch.num_decode, None)
         completed_rows = batch.rows[chunks][batch.samples[chunks]].tolist()

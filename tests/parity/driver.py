@@ -81,6 +81,9 @@ class Driver:
             fresh = -(-(item.start + item.length) // self.engine.page_size) - len(pages)
             pages.extend(self.free.pop() for _ in range(fresh))
             updates += [(item.row, col, page) for col, page in enumerate(pages)]
+            if self.engine.window is not None:
+                row = item.row + self.engine.max_running_reqs + 1
+                updates += [(row, col, page) for col, page in enumerate(pages)]
         table = np.array(updates, dtype=np.int32)
         batch = Batch(
             step_id=self.step_id,

@@ -149,7 +149,7 @@ def test_nan_of_one_request_reaches_no_other_request(kv: str, model_path: ModelP
     driver.step(Work(0, 0, prompt[:6]), Work(1, 0, prompt))
     bad_page = driver.pages[1][0]
     for layer in range(2):
-        values = engine._launcher.runner.pool.layer(layer)[1]
+        values = engine._launcher.runner.pools[0].layer(layer)[1]
         values[bad_page] = torch.nan
         values[driver.pages[0][0], 10:] = torch.nan  # as a former owner of the page may leave it
     result = driver.step(Work(0, 6), Work(1, 30))

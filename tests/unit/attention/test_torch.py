@@ -20,7 +20,7 @@ FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 def make_pool(page_size: int, num_pages: int = 600, fp8: bool = False) -> KVPool:
     spec = SPEC._replace(fp8=fp8)
     return KVPool(
-        spec, num_layers=2, num_pages=num_pages // page_size, page_size=page_size, device=CPU
+        spec, layers=(0, 1), num_pages=num_pages // page_size, page_size=page_size, device=CPU
     )
 
 

@@ -55,7 +55,7 @@ def test_a_dry_run_replaces_flashinfer_alone(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
     spec = KVSpec(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
-    pool = KVPool(spec, num_layers=1, num_pages=1, page_size=16, device=META)
+    pool = KVPool(spec, layers=(0,), num_pages=1, page_size=16, device=META)
     needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim)
     resolved = without_flashinfer(name, needs)
     backend = create_attention_backend(resolved, pool, 4, added=(MetaAttention,))

@@ -4,12 +4,14 @@ Each KV slot holds the hash of the token written there and its position. The nex
 over all slots from 0 to the last position, read through the engine's own page table. So the token
 changes if a page is freed too early, if a page-table entry is stale, if a chunk is lost, or if a
 token is written into a reused row.
+Window layers have slots of their own, with the same contents. The engine checks all slots of the
+windows of a step's tokens.
 A step runs as late as possible, when its result is read, as on a slow GPU.
 """
 
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, StepResult
+from minisgl.core import Batch, Int32Array, StepResult, WindowLayers
 
 VOCAB = 64
 EOS = 0
@@ -64,6 +66,7 @@ class FakeEngine:
 
     eager               steps run at launch.
     break_prompts_with  logits of steps that forward this token are not finite.
+    window              the model has window layers as well.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class FakeEngine:
         max_running_reqs: int = 8,
         max_seq_len: int = 256,
         eager: bool = False,
+        window: WindowLayers | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -80,9 +84,10 @@ class FakeEngine:
         self.max_seq_len = max_seq_len
         self.eager = eager
         self.slots = np.zeros(num_pages * page_size, dtype=np.uint64)
-        self.page_table: Int32Array = np.full(
-            (max_running_reqs, -(-max_seq_len // page_size)), -1, dtype=np.int32
-        )
+        self.window = window
+        self.window_slots = np.zeros(window.num_pages * page_size if window else 0, np.uint64)
+        shape = 2, max_running_reqs + 1, -(-max_seq_len // page_size)
+        self.page_tables: Int32Array = np.full(shape, -1, dtype=np.int32)
         self.token_pool: Int32Array = np.full((max_running_reqs, max_seq_len + 1), -1, np.int32)
         self.queue: list[_Pending] = []
         self.batches: list[Batch] = []
@@ -106,7 +111,8 @@ class FakeEngine:
         updates = batch.page_updates
         pairs = list(zip(updates.rows.tolist(), updates.cols.tolist(), strict=True))
         assert len(set(pairs)) == len(pairs), "the batch updates a page-table entry twice"
-        self.page_table[updates.rows, updates.cols] = updates.ids
+        stacked = self.page_tables.reshape(-1, self.page_tables.shape[2])
+        stacked[updates.rows, updates.cols] = updates.ids
         finite = np.ones(batch.num_reqs, dtype=np.bool_)
         inputs, taken = [], 0
         for i in range(batch.num_reqs):  # the gather comes before any write of this step
@@ -122,13 +128,14 @@ class FakeEngine:
         for i, ids in enumerate(inputs):
             row, start = int(batch.rows[i]), int(batch.start[i])
             assert (ids >= 0).all(), "a token was read that no step wrote"
-            positions = np.arange(start + len(ids))
-            where = (
-                self.page_table[row, positions // self.page_size] * self.page_size
-                + positions % self.page_size
-            )
-            assert (where >= 0).all(), "a page-table entry was read that no step wrote"
+            where = self._slots_of(0, row, 0, start + len(ids))
             self.slots[where[start:]] = slot_values(ids, start)
+            if self.window is not None:
+                first = max(start - self.window.tokens + 1, 0)
+                within = self._slots_of(1, row, first, start + len(ids))
+                self.window_slots[within[start - first :]] = slot_values(ids, start)
+                written = self.window_slots[within] == self.slots[where[first:]]
+                assert written.all(), "a window was read that does not hold its tokens"
             if batch.samples[i]:
                 drafts = ids[1:].tolist() if i < batch.num_decode else []
                 sampled = self._accept(where, drafts)
@@ -139,6 +146,12 @@ class FakeEngine:
                 broken = self.break_prompts_with
                 finite[i] = broken is None or broken not in ids
         return StepResult(tokens, counts, finite)
+
+    def _slots_of(self, table: int, row: int, first: int, end: int) -> np.ndarray:
+        positions = np.arange(first, end)
+        pages = self.page_tables[table, row, positions // self.page_size]
+        assert (pages >= 0).all(), "a page-table entry was read that no step wrote"
+        return pages * self.page_size + positions % self.page_size
 
     def _accept(self, where: np.ndarray, drafts: list[int]) -> list[int]:
         """Return the sampled tokens: the tokens that agree with the drafts, and one more token.

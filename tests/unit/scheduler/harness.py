@@ -9,7 +9,7 @@ from minisgl.core import FinishReason, SchedulerConfig
 from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
-from tests.unit.scheduler.integrity import check_scheduler
+from tests.unit.scheduler.integrity import check_held, check_scheduler
 from tests.unit.scheduler.scripted import SCRIPTED, ScriptedParams
 
 
@@ -85,6 +85,8 @@ class Harness:
         """Run one iteration and check every invariant after it."""
         self.scheduler.iterate()
         check_scheduler(self.scheduler)
+        if self.engine.batches:
+            check_held(self.scheduler, self.engine.batches[-1])
         self.collect()
 
     def collect(self) -> None:

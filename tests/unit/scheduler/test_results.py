@@ -33,7 +33,7 @@ class DraftingEngine(FakeEngine):
         for index in np.flatnonzero(batch.lengths[: batch.num_decode] == 2).tolist():
             row, start = int(batch.rows[index]), int(batch.start[index])
             positions = np.arange(start)
-            pages = self.page_table[row, positions // PAGE_SIZE]
+            pages = self.page_tables[0, row, positions // PAGE_SIZE]
             before = self.slots[pages * PAGE_SIZE + positions % PAGE_SIZE]
             last = slot_values(self.token_pool[row, start : start + 1], start)
             right = next_token(np.concatenate([before, last]))

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minisgl.core import FinishReason, SchedulerConfig, StepCost
+from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
 from minisgl.message.messages import FlushCache
 from minisgl.scheduler import budget, policy, prefixes
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
@@ -34,6 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         | st.just([0.004, 0.004, 0.03]),  # a mixed step costs little more, as on a GPU
         target_step_ms=st.sampled_from([None, 15.0]),
         clients=st.sampled_from([[""], ["a", "b"], ["a", "b", "c"]]),
+        window=st.none() | st.integers(1, 20),
+        window_slack=st.integers(0, 12),
     )
     def start(
         self,
@@ -47,10 +49,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         seconds: list[float] | None,
         target_step_ms: float | None,
         clients: list[str],
+        window: int | None,
+        window_slack: int,
     ) -> None:
-        """seconds: step costs that the planner knows; None: it knows none."""
+        """seconds: step costs that the planner knows; None: it knows none.
+
+        window: tokens of a window; None: the model has no window layers.
+        """
         num_pages = -(-MAX_LEN // page_size) + slack
-        engine = FakeEngine(num_pages, page_size, rows, MAX_LEN, eager=eager)
+        layers = None
+        if window is not None:
+            layers = WindowLayers(window, 2 - (-(window - 1) // page_size) + window_slack)
+        engine = FakeEngine(num_pages, page_size, rows, MAX_LEN, eager=eager, window=layers)
         config = SchedulerConfig(
             prefill_budget_tokens=budget,
             target_step_ms=target_step_ms,
