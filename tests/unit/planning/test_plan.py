@@ -57,7 +57,8 @@ def test_pages_are_those_of_an_engine_with_the_same_memory(
     assert engine.num_pages == found.pages
     if kv_mib == 10_000:
         assert found.pages == 8 * 64, "no more than all requests can fill"
-    assert engine._pool.num_bytes == found.kv_bytes + found.kv_token_bytes * 8, "and a dummy page"
+    (pool,) = engine._pools
+    assert pool.num_bytes == found.kv_bytes + found.kv_token_bytes * 8, "and a dummy page"
     loaded = {id(p): p.nbytes for p in engine._model.parameters()}
     assert found.weight_bytes == sum(loaded.values())
     engine.close()
