@@ -74,6 +74,11 @@ SHAPES = {
     "seed-oss-36b": _shape(5120, 64, 80, 27648, tied=False)
     | {"architectures": ["SeedOssForCausalLM"], "attention_bias": True}
     | {"attention_out_bias": False, "vocab_size": 155136},
+    "gemma-3-12b": _shape(3840, 48, 16, 15360, tied=True)
+    | {"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "vocab_size": 262208}
+    | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+    | {"sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 10_000},
     "qwen1.5-moe-a2.7b": _shape(2048, 24, 16, 5632, tied=False)
     | {"architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 16, "num_experts": 60}
     | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}

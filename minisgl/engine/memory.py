@@ -14,7 +14,6 @@ from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
 from minisgl.distributed.comm import TPInfo
 from minisgl.models.config import ModelConfig
 
-TYPICAL_TOKENS = 4096  # of a request, to divide the memory between two KV pools
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -108,11 +107,11 @@ def split_pages(
     """Divide `available` bytes between layers with full attention and window layers.
 
     page_bytes: of one page of each of the two pools. window: tokens of a window.
-    Returns the pages of both pools. They hold the same number of requests of TYPICAL_TOKENS tokens.
-    With longer requests the first pool is full earlier, with shorter requests the second one.
+    Returns the pages of both pools. They hold the same number of requests of kv_request_tokens
+    tokens. With longer requests the first pool is full earlier, with shorter requests the second one.
     """
     size, useful = config.page_size, _useful_pages(config, max_seq_len)
-    full = -(-min(TYPICAL_TOKENS, max_seq_len) // size)
+    full = -(-min(config.kv_request_tokens, max_seq_len) // size)
     windows = min(WindowLayers(window, 0).reserve(size), full)
     request_bytes = full * page_bytes[0] + windows * page_bytes[1]
     pages = min(available * full // request_bytes, useful) if page_bytes[0] else useful
