@@ -71,7 +71,7 @@ __all__ = [
     "StepResult",
     "TokenizerInfo",
     "Unsupported",
+    "WindowLayers",
     "WorkerDied",
     "step_sizes",
-    "WindowLayers",
 ]

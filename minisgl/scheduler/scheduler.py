@@ -165,7 +165,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
-        pool, cache = self.kv_manager.pool, self.kv_manager.cache
+        manager = self.kv_manager
+        pool, cache, windows = manager.pool, manager.cache, manager.windows
         free_pages = pool.num_free + pool.num_quarantined
         waiting = len(self.planner.waiting) + len(self._preparing)
         return msgspec.structs.replace(
@@ -177,7 +178,8 @@ class Scheduler:
             free_pages=free_pages,
             evictable_pages=cache.evictable_pages,
             locked_pages=pool.size - free_pages - cache.evictable_pages,
-            evicted_pages_total=self.kv_manager.evicted_pages_total,
+            evicted_pages_total=manager.evicted_pages_total,
+            window_pages=() if windows is None else windows.usage(),
         )
 
     # --- messages -------------------------------------------------------------------------------

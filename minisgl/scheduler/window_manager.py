@@ -56,6 +56,12 @@ class WindowManager:
         """The number of pages that are neither held nor in a reserve."""
         return self.pages.pool.size - int(np.maximum(self._reserve, self.held).sum())
 
+    def usage(self) -> tuple[int, int, int]:
+        """The number of pages that requests use, that only the prefix cache has, and the others."""
+        in_use = self.pages.users > 0
+        used, evictable = int(in_use.sum()), int((self.pages.cached & ~in_use).sum())
+        return used, evictable, self.pages.pool.size - used - evictable
+
     def fits(self, req: Req) -> bool:
         """The reserve of a waiting request is free."""
         return self._reserve_of(req) <= self.spare
