@@ -49,9 +49,9 @@ CASES = [
     RankCase("exaone4-short-windows", 7, "radix", overlap=True, crowded=True, aborts=False),
     RankCase("mistral-window", MANY, "radix", overlap=True, crowded=False, aborts=False),
     RankCase("gemma2", 64, "naive", overlap=True, crowded=False, aborts=False),
-    RankCase("gemma3-linear", 7, "radix", overlap=True, crowded=True, aborts=True),
+    RankCase("gemma3-linear", 7, "radix", overlap=True, crowded=True, aborts=True, page_size=1),
     RankCase("olmo3", 64, "radix", overlap=True, crowded=False, aborts=False),
-    RankCase("gpt-oss-odd", 7, "radix", overlap=True, crowded=True, aborts=True),
+    RankCase("gpt-oss-odd", 7, "radix", overlap=True, crowded=True, aborts=True, page_size=1),
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True, kv="fp8"),
     RankCase("qwen3-moe", 64, "naive", overlap=False, crowded=False, aborts=False, kv="fp8"),
 ]
