@@ -77,6 +77,11 @@ def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
     if step == 0:
         cols = np.concatenate([np.arange(count, dtype=np.int32) for count in pages])
         updates = PageUpdates(np.repeat(rows, pages), cols, order.astype(np.int32))
+        if engine.window is not None:  # pages behind the windows are not read
+            below = updates.rows + np.int32(engine.max_running_reqs + 1)
+            again = np.arange(len(cols), dtype=np.int32) % engine.window.num_pages
+            parts = zip(updates, (below, cols, again), strict=True)
+            updates = PageUpdates(*map(np.concatenate, parts))
     params = [SamplingParams(temperature=0.6, seed=seed) for seed in range(num_reqs)]
     return Batch(
         step_id=step,
