@@ -9,6 +9,7 @@ number of tokens (the budget). Then all requests decode together; the batch shri
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from minisgl.benchmark.flag_types import (
     add_kv_flag,
@@ -161,10 +163,13 @@ def with_fp8_weights(cost: Cost, model: ModelConfig, tp: int = 1) -> Cost:
     )
 
 
-def step_s(cost: Cost, tokens: int, context_tokens: int, ceilings: Ceilings, tp: int = 1) -> float:
+def step_s(
+    cost: Cost, tokens: int, context_tokens: float, ceilings: Ceilings, tp: int = 1
+) -> float:
     """Return the floor of a decode step in seconds.
 
-    tokens: requests of the step, each with one token. context_tokens: tokens of all their contexts.
+    tokens: requests of the step, each with one token. context_tokens: tokens of all their contexts;
+    with window layers, the mean over the layers of the tokens that a layer reads.
     """
     weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
     arithmetic = tokens * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
@@ -196,7 +201,7 @@ def floor_of(
     # The output head is computed for the last token of a prompt only.
     head = 2 * model.hidden_size * model.vocab_size // tp
     prefill_operations: float = (cost.operations - head) * prompt_tokens + head * len(prompts)
-    pairs = float((prompts * (prompts + 1) / 2).sum())
+    pairs = sum(share * _pairs(prompts, window) for window, share in _windows(model))
     prefill_operations += 4.0 * model.num_layers * model.q_heads * model.head_dim * pairs / tp
     prefill_s = max(
         chunks * cost.read_bytes(budget_tokens) / ceilings.bytes_per_s,
@@ -205,10 +210,26 @@ def floor_of(
     prefill_s += chunks * cost.reduces * reduce_s(tp, prompt_tokens / chunks * cost.reduce_bytes)
     decode_s = 0.0
     for step in range(1, int(outputs.max())):  # prefill samples the first token
-        running = outputs > step
-        context = int((prompts[running] + step).sum())
-        decode_s += step_s(cost, int(running.sum()), context, ceilings, tp)
+        contexts = prompts[outputs > step] + step
+        keys = sum(
+            share * float(np.minimum(contexts, window or contexts).sum())
+            for window, share in _windows(model)
+        )
+        decode_s += step_s(cost, len(contexts), keys, ceilings, tp)
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
+
+
+def _windows(model: ModelConfig) -> list[tuple[int | None, float]]:
+    """Each window of the model's layers, and its share of the layers. None: full attention."""
+    counts = Counter(layer.rule.window for layer in model.layers)
+    return [(window, count / model.num_layers) for window, count in counts.items()]
+
+
+def _pairs(prompts: NDArray[np.int64], window: int | None) -> float:
+    """Return the number of pairs of a query and a key in one layer."""
+    rising = prompts if window is None else np.minimum(prompts, window)
+    pairs = rising * (rising + 1) / 2 + (prompts - rising) * (window or 0)
+    return float(pairs.sum())
 
 
 def has_fp8_weights(model: ModelConfig, quantization: str | None) -> bool:

@@ -53,6 +53,21 @@ def test_the_decode_floor_is_the_bytes_of_its_steps(tmp_path: Path) -> None:
     assert floor.prefill_s == pytest.approx(cost.read_bytes(8192))
 
 
+def test_a_window_layer_reads_its_window(tmp_path: Path) -> None:
+    """Gemma 3 12B: 40 of 48 layers have a window of 1,024 tokens. One step with 3,002 keys."""
+    _, model = load_shape("gemma-3-12b", tmp_path)
+    cost, ceilings = cost_of(model), Ceilings(bytes_per_s=1.0, operations_per_s=1.0)
+    floor = floor_of(model, Workload([[1] * 3000], [2]), ceilings)
+    layer = 2 * 2 * 8 * 256
+    assert cost.kv_bytes == 48 * layer
+    keys = 8 * 3001 + 40 * 1024
+    assert floor.decode_s == pytest.approx(cost.operations + keys * layer)
+    pairs = 8 * 3000 * 3001 / 2 + 40 * (1024 * 1025 / 2 + 1976 * 1024)
+    head = 2 * 3840 * 262208
+    products = (cost.operations - head) * 3000 + head
+    assert floor.prefill_s == pytest.approx(products + 4 * 16 * 256 * pairs)
+
+
 def test_an_all_reduce_takes_its_measured_time_or_an_interpolated_one() -> None:
     row = 2 * 5120
     assert reduce_s(1, row) == 0
