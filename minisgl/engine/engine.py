@@ -115,8 +115,8 @@ class Engine:
                 self._capture(*self._graph_sizes())
             graph_bytes = assembled_free_bytes - memory.free_bytes(self._device)
         logger.info(
-            "engine loaded device=%s dtype=%s pages=%d window_pages=%d page_size=%d kv_bytes=%d max_seq_len=%d "
-            "graphs=%d graph_bytes=%d left_bytes=%d",
+            "engine loaded device=%s dtype=%s pages=%d window_pages=%d page_size=%d kv_bytes=%d "
+            "max_seq_len=%d graphs=%d graph_bytes=%d left_bytes=%d",
             self._device,
             self._dtype,
             self.num_pages,

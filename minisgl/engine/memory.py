@@ -108,7 +108,7 @@ def split_pages(
 
     page_bytes: of one page of each of the two pools. window: tokens of a window.
     Returns the pages of both pools. They hold the same number of requests of kv_request_tokens
-    tokens. With longer requests the first pool is full earlier, with shorter requests the second one.
+    tokens. With longer requests the first pool is full earlier, with shorter ones the second.
     """
     size, useful = config.page_size, _useful_pages(config, max_seq_len)
     full = -(-min(config.kv_request_tokens, max_seq_len) // size)

@@ -63,7 +63,10 @@ class _NoAttention:
 
 
 class PieceForward(NamedTuple):
-    """The graphs of one size. tokens: int32 [2 + pools, size], their input; attended: their result."""
+    """The graphs of one size.
+
+    tokens: int32 [2 + pools, size], their input. attended: their result.
+    """
 
     size: int
     tokens: Tensor
@@ -73,8 +76,8 @@ class PieceForward(NamedTuple):
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
         """Run the forward like ModelRunner.run, over `tokens` and the padding after them.
 
-        tokens: int32 [2 + pools, T], the first T columns of self.tokens, which ModelRunner.stage has
-        filled. The result has `size` rows, since it includes the padding. The next graph that runs
+        tokens: int32 [2 + pools, T], the first T columns of self.tokens, which ModelRunner.stage
+        has filled. The result has `size` rows, since it includes the padding. The next graph that runs
         overwrites it.
 
         With tensor parallelism, a rank may hold the residual of only some rows (two shots in

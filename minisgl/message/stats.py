@@ -63,8 +63,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
                           counted once per request, with its first output token.
     prefill_tokens_total  tokens computed in chunks: prompt tokens and forced tokens. A preempted
                           request computes its tokens again, and they count again.
-    window_pages          pages of window layers: used by running requests, evictable, free. Empty if
-                          the model has no window layers.
+    window_pages          pages of window layers: used by running requests, evictable, free. Empty
+                          if the model has no window layers.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     constraints           totals of the requests with a grammar.
     kv_events             state of the stream of KV events; all 0 without --kv-events-endpoint.
