@@ -48,6 +48,8 @@ class ModelRunner:
     @property
     def page_tables(self) -> tuple[Tensor, ...]:
         """The page table of each pool: views, int32 [max_running_reqs + 1, max_pages]."""
+        if len(self.pools) == 1:
+            return (self.page_table,)
         return self.page_table.chunk(len(self.pools))
 
     @property

@@ -77,8 +77,8 @@ class PieceForward(NamedTuple):
         """Run the forward like ModelRunner.run, over `tokens` and the padding after them.
 
         tokens: int32 [2 + pools, T], the first T columns of self.tokens, which ModelRunner.stage
-        has filled. The result has `size` rows, since it includes the padding. The next graph that runs
-        overwrites it.
+        has filled. The result has `size` rows, since it includes the padding. The next graph that
+        runs overwrites it.
 
         With tensor parallelism, a rank may hold the residual of only some rows (two shots in
         minisgl.kernel.triton.reduce). The number of rows of the sum decides which rows these are.
