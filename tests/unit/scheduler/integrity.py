@@ -72,12 +72,19 @@ def check_windows(windows: WindowManager, cache: RadixCache, table: RequestTable
 def check_held(scheduler: Scheduler, batch: Batch) -> None:
     """Each row of the last step holds a window, one page and the pages of the step's tokens.
 
-    A row whose prompt is not published may hold the window of another prefix as well.
+    A row whose prompt is not published may hold the window of another prefix as well. While the
+    step is in flight, no page that it reads is free.
     """
     windows, page_size = scheduler.kv_manager.windows, scheduler.kv_manager.page_size
     if windows is None:
         return
+    in_flight = any(each is batch for each, _ in scheduler._in_flight)
+    free = windows.pages.pool._stack[: windows.pages.pool.num_free]
     for row, start, length in zip(batch.rows, batch.start, batch.lengths, strict=True):
+        pages = slice(max(start // page_size - windows.span, 0), -(-(start + length) // page_size))
+        if in_flight:
+            read = windows.table.entries[row, pages]
+            assert not np.isin(read, free).any(), "a page that the step in flight reads is free"
         if scheduler.table.reqs[row] is None:
             continue
         step_pages = (start + length - 1) // page_size - start // page_size
